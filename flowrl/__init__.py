@@ -1,0 +1,30 @@
+"""flowrl: align diffusion and flow-matching generators with rewards.
+
+Importing it loads neither torch nor diffusers; names are resolved when used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "load_config": "flowrl.config",
+    "ConfigError": "flowrl.config",
+    "Trainer": "flowrl.trainer",
+    "Reward": "flowrl.reward",
+    "Card": "flowrl.reward",
+}
+__all__ = [*_EXPORTS, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'flowrl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,6 @@
+"""`python -m flowrl`: the command line."""
+
+from flowrl.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What a method declares: its data, its plan, its advantage rule, its loss. The trainer does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import Advantages
+from flowrl.models.weights import Weights
+from flowrl.plan import StepPlan
+from flowrl.rollout import Policy
+from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
+from flowrl.schedules import Schedule
+from flowrl.types import LossOutput, Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Networks:
+    """The policy with its weights' roles, as a loss sees them."""
+
+    policy: Policy
+    weights: Weights
+
+    def transition(self, batch: Microbatch) -> StepDistribution:
+        """The policy's distribution at the batch's steps, with gradients."""
+        return self.policy.transition(batch.latents, batch.step, batch.cond)
+
+    @contextmanager
+    def frozen(self, role: str) -> Iterator[Policy]:
+        """The policy with another role's weights and no gradients."""
+        with torch.no_grad(), self.weights.using(role):
+            yield self.policy
+
+
+class Algorithm(Protocol):
+    """A method on edges. `roles` are snapshots it needs ("reference", "old"); `columns` extras of the rollout."""
+
+    needs: Literal["edges"]
+    roles: tuple[str, ...]
+    columns: tuple[str, ...]
+    log_prob_form: LogProbForm
+    level: str
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int) -> StepPlan:
+        """Steps of this iteration, the same on every rank."""
+        ...
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        """From all rewards of the iteration, [R, P, G] with NaN for failures, and weights [R]."""
+        ...
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        """Sum over the microbatch; the trainer divides by the global number of edges."""
+        ...
+
+    def parity_tolerance(self, dtype: torch.dtype) -> float:
+        """Largest |log ratio| allowed when the rollout is replayed before the first update."""
+        ...
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+def parity_tolerance(clip_range: float, dtype: torch.dtype) -> float:
+    """A tenth of the clip range, at most 1e-5 in float32 and 2e-3 in half precision."""
+    return min(clip_range / 10, 1e-5 if dtype == torch.float32 else 2e-3)

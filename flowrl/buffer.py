@@ -1,0 +1,59 @@
+"""From edges to training forwards: shuffled microbatches, moved to the device one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flowrl.models.base import ModelAdapter
+from flowrl.plan import StepPlan
+from flowrl.rng import permutation
+from flowrl.types import Condition, Edges, Microbatch
+
+
+def update_chunks(samples: Tensor, updates: int, seed: int, iteration: int) -> list[Tensor]:
+    """Split global sample numbers [n] at random into `updates` disjoint sets, equal but for the remainder.
+
+    The same on every rank and for every number of ranks.
+    """
+    order = permutation(len(samples), seed, "updates", iteration)
+    return list(samples[order].tensor_split(updates))
+
+
+def microbatches(
+    edges: Edges,
+    advantage: Tensor,
+    plan: StepPlan,
+    adapter: ModelAdapter,
+    cond: Condition,
+    rows: Tensor,
+    *,
+    batch_size: int,
+    order: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[Microbatch]:
+    """Forwards of at most `batch_size` edges, never mixing batch keys; the last of a key may be partial.
+
+    Args:
+        edges: E edges; `rows` [B] is the row of `cond` of each sample.
+        advantage: [E, R, *pos].
+        order: a permutation of the edges, [E]; None keeps them in order.
+    """
+    order = torch.arange(len(edges)) if order is None else order
+    keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
+    for key in keys.unique():
+        members = order[keys == key]
+        for start in range(0, len(members), batch_size):
+            chosen = members[start : start + batch_size]
+            part = edges.select(chosen)
+            yield Microbatch(
+                latents=part.nodes[part.parent].to(device),
+                next_latents=part.nodes[part.child].to(device),
+                step=plan.steps(part.step, adapter.process, device),
+                cond=cond.index(rows[part.sample]),
+                old_log_prob=part.old_log_prob.to(device),
+                advantage=advantage[chosen].to(device),
+                columns={name: value.to(device) for name, value in part.columns.items()},
+            )

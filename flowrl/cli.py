@@ -1,0 +1,66 @@
+"""The command line. Commands import what they need when they run, so that --help is quick."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+import typer
+
+COMMANDS = ("train", "plan", "doctor", "sample", "eval", "gallery", "score", "list", "export", "bench")
+
+app = typer.Typer(
+    name="flowrl",
+    help="Align diffusion and flow-matching generators with rewards.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _register() -> None:
+    for name in COMMANDS:
+        if not os.path.exists(os.path.join(os.path.dirname(__file__), "commands", name + ".py")):
+            continue  # TEMPORARY
+        module = importlib.import_module(f"flowrl.commands.{name}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name=name)(module.command)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    # Worker processes all meet the same error: only the first one prints it.
+    if os.environ.get("RANK", "0") == "0":
+        print(f"flowrl: {text}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def main() -> None:
+    """Run a command; exit 2 for what the user can mend in the input, 1 for a failure, 128 + n after signal n."""
+    try:
+        _register()
+        app(standalone_mode=True)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        handle(error)
+
+
+def handle(error: BaseException) -> NoReturn:
+    """Turn a failure into one message and an exit code; anything unforeseen keeps its traceback."""
+    from flowrl.config import ConfigError
+    from flowrl.registry import UnknownName
+
+    kind = type(error).__name__
+    if isinstance(error, (ConfigError, UnknownName)) or kind in ("ModelError", "CheckpointError", "RewardError"):
+        # A checkpoint that cannot be written is no configuration error.
+        writing = kind == "CheckpointError" and "could not save" in str(error)
+        _fail(str(error), 1 if writing else 2)
+    if kind == "Stopped":
+        raise SystemExit(128 + error.number)  # type: ignore[attr-defined]
+    if kind in ("ParityError", "LaunchError"):
+        _fail(str(error), 1)
+    raise error

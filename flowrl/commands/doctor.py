@@ -1,0 +1,91 @@
+"""`flowrl doctor`: is this machine, and is this configuration, fit to train?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def command(
+    config: Annotated[str | None, typer.Argument(help="YAML file whose rewards and model are tried.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
+) -> None:
+    """Versions, devices, process group; with CONFIG its rewards on a probe batch. Exit code 1 if something fails."""
+    failed = not _report("torchvision's compiled part", _torchvision)
+    for line in _facts():
+        print(line)
+    failed |= not _report("two processes over gloo", _two_processes)
+    if config is not None:
+        from flowrl.config import load_config, resolve
+
+        resolved = resolve(load_config(config, overrides))
+        for plan in resolved.rewards + resolved.eval_rewards:
+            failed |= not _report(f"reward {plan.name}", lambda plan=plan: _probe(plan, resolved))
+    raise SystemExit(1 if failed else 0)
+
+
+def _report(what: str, check) -> bool:
+    try:
+        print(f"ok    {what}: {check()}")
+    except Exception as error:  # the whole point is to name whatever goes wrong
+        print(f"FAIL  {what}: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def _facts() -> list[str]:
+    import os
+
+    import torch
+
+    from flowrl.runs import versions
+
+    lines = [f"      {name} {version}" for name, version in versions().items()]
+    lines.append(f"      {os.cpu_count()} cores, {torch.get_num_threads()} threads per process")
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(i)
+            lines.append(f"      GPU {i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB")
+    else:
+        lines.append("      no GPU: training runs on the CPU")
+    return lines
+
+
+def _torchvision() -> str:
+    import torch
+    import torchvision
+
+    boxes, scores = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.ones(1)
+    torchvision.ops.nms(boxes, scores, 0.5)
+    return f"torch {torch.__version__} with torchvision {torchvision.__version__}"
+
+
+def _two_processes() -> str:
+    import subprocess
+    import sys
+
+    from flowrl.distributed import free_port
+
+    code = (
+        "import torch, torch.distributed as d, sys; r = int(sys.argv[1]);"
+        "d.init_process_group('gloo', init_method='tcp://127.0.0.1:' + sys.argv[2], rank=r, world_size=2);"
+        "t = torch.ones(1); d.all_reduce(t); assert t.item() == 2; d.destroy_process_group()"
+    )
+    port = str(free_port())
+    children = [subprocess.Popen([sys.executable, "-c", code, str(rank), port]) for rank in range(2)]
+    codes = [child.wait(timeout=60) for child in children]
+    if any(codes):
+        raise RuntimeError(f"exit codes {codes}")
+    return "all-reduce works"
+
+
+def _probe(plan, resolved) -> str:
+    import torch
+
+    from flowrl.prompts import load_prompts
+    from flowrl.reward import score_once
+
+    prompts = load_prompts(resolved.run.data.prompts, "data.prompts")[:2]
+    scores = score_once(plan.build(), torch.rand(len(prompts), 3, 64, 64), [p.text for p in prompts], [p.metadata for p in prompts])
+    return ", ".join(f"{name} {value.tolist()}" for name, value in scores.items())

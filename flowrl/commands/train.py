@@ -1,0 +1,42 @@
+"""`flowrl train`: align a model; alone, in N processes on this machine, or inside a torchrun group."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+
+def command(
+    config: Annotated[str, typer.Argument(help="YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the run folder.")] = False,
+    processes: Annotated[int, typer.Option("--processes", help="Processes on this machine.", min=1)] = 1,
+) -> None:
+    """Train, evaluate before and after, and write the report."""
+    grouped = "WORLD_SIZE" in os.environ
+    if processes > 1 and not grouped:
+        raise SystemExit(_launch(config, overrides or [], resume, processes))
+    from flowrl.config import load_config, resolve
+    from flowrl.trainer import Trainer
+
+    Trainer(resolve(load_config(config, overrides))).fit(resume=resume)
+
+
+def _launch(config: str, overrides: list[str], resume: bool, processes: int) -> int:
+    """Validate once, hold the run folder, and run the workers."""
+    from flowrl.config import load_config, resolve
+    from flowrl.distributed import launch
+    from flowrl.runs import RunFolder
+
+    resolved = resolve(load_config(config, overrides))
+    folder = RunFolder(resolved.run.folder)
+    descriptor = folder.lock()
+    os.environ["FLOWRL_LOCKED"] = "1"
+    try:
+        arguments = ["train", config, *overrides, *(["--resume"] if resume else [])]
+        # The workers inherit the lock: it is held until the last of them has ended.
+        return launch(arguments, processes, pass_fds=[descriptor])
+    finally:
+        folder.unlock()

@@ -1,0 +1,503 @@
+"""YAML to a typed, frozen, strict configuration.
+
+An unknown key, a wrong type or a value out of range stops with the key, the value, the reason and the
+nearest valid name, before any model is loaded. No value is ever changed silently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from flowrl import registry
+from flowrl.reward import Card, Reward, WeightedReward
+
+Options = dict[str, Any]
+
+
+class ConfigError(ValueError):
+    """A configuration the user can mend; exit code 2."""
+
+
+def _positive(**values: float | int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    prompts: str
+    """Training prompts: a .txt (one a line) or .jsonl (key `prompt`), or `shapes:train`."""
+    eval_prompts: str | None = None
+    """Held-out prompts, same forms; null evaluates on the training prompts and says so."""
+    max_eval_prompts: int | None = None
+    """Use only the first so many held-out prompts."""
+    cache_text: bool = True
+    """Embed every prompt at the start and free the text encoders."""
+
+    def __post_init__(self) -> None:
+        _positive(max_eval_prompts=self.max_eval_prompts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    sampler: Options = field(default_factory=lambda: {"name": "flow_sde"})
+    """Transition law of the stochastic steps: name and its own options."""
+    num_inference_steps: int = 10
+    """Denoising steps of a training sample."""
+    guidance_scale: float = 1.0
+    """CFG in the pipeline's units; 1 is none."""
+    prompts_per_iteration: int = 48
+    """Prompts drawn per iteration, over all processes."""
+    group_size: int = 24
+    """Samples per prompt."""
+    batch_size: int = 8
+    """Samples per network forward and process."""
+    shared_noise: bool = False
+    """All samples of a prompt start from the same noise."""
+
+    def __post_init__(self) -> None:
+        _positive(
+            num_inference_steps=self.num_inference_steps,
+            prompts_per_iteration=self.prompts_per_iteration,
+            group_size=self.group_size,
+            batch_size=self.batch_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmaConfig:
+    decay: float = 0.9
+    """Weight of the old average at each update of it, in [0, 1)."""
+    every: int = 1
+    """Optimizer steps between updates."""
+    warmup: bool = True
+    """Cap the decay at (1 + n) / (10 + n) after n optimizer steps."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay} must lie in [0, 1)")
+        _positive(every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    learning_rate: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after the warm-up, falling to 0 at the last update."""
+    max_grad_norm: float | None = 1.0
+    """Gradient norm is clipped to this; null for never."""
+    updates_per_iteration: int = 2
+    """Optimizer steps per rollout; each uses an equal share of its samples."""
+    batch_size: int = 8
+    """Edges per training forward and process."""
+    ema: EmaConfig | None = None
+    """Averaged weights, used for evaluation and the saved result; null for none."""
+
+    def __post_init__(self) -> None:
+        _positive(
+            learning_rate=self.learning_rate,
+            eps=self.eps,
+            max_grad_norm=self.max_grad_norm,
+            updates_per_iteration=self.updates_per_iteration,
+            batch_size=self.batch_size,
+        )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
+        if self.weight_decay < 0 or self.warmup_updates < 0:
+            raise ValueError("weight_decay and warmup_updates must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    every: int = 0
+    """Iterations between evaluations on the way; 0: only before and after training."""
+    num_inference_steps: int | None = None
+    """Null takes rollout's."""
+    guidance_scale: float | None = None
+    """Null takes rollout's."""
+    samples_per_prompt: int = 1
+    """Fixed seeds per prompt."""
+    batch_size: int = 32
+    best_guidance: list[float] = field(default_factory=list)
+    """CFG scales tried on the base; the best one is reported beside base and tuned. Empty: not searched."""
+    periodic_prompts: int | None = None
+    """Prompts of the evaluations on the way; null: all."""
+    rewards: list[Options] = field(default_factory=list)
+    """Further rewards, only looked at; training rewards are always evaluated."""
+    save_images: int | None = 64
+    """Prompts whose pictures are kept; null keeps all (the report then shows the worst regressions)."""
+
+    def __post_init__(self) -> None:
+        _positive(
+            num_inference_steps=self.num_inference_steps,
+            samples_per_prompt=self.samples_per_prompt,
+            batch_size=self.batch_size,
+            periodic_prompts=self.periodic_prompts,
+        )
+        if self.every < 0:
+            raise ValueError(f"every={self.every} must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    every: int = 20
+    """Iterations between checkpoints; the last iteration is always saved."""
+    keep: int = 3
+    """Newest checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        _positive(every=self.every, keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A whole run. `model`, `algorithm`, `rollout.sampler` and `rewards` are the components' own options."""
+
+    name: str
+    """Run folder: <output>/<name>."""
+    model: Options
+    data: DataConfig
+    rewards: list[Options]
+    iterations: int
+    output: str = "runs"
+    seed: int = 0
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: Options = field(default_factory=lambda: {"name": "flow_grpo"})
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    deterministic: bool = True
+    """Deterministic kernels, so that a resume is bitwise equal; slower on a GPU."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", self.name) or self.name in (".", ".."):
+            raise ValueError(f"name={self.name!r} may hold letters, digits, '.', '_' and '-': it names the run folder")
+        if self.iterations < 0:
+            raise ValueError(f"iterations={self.iterations} must not be negative")
+        geometry(self)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output) / self.name
+
+    @property
+    def samples_per_iteration(self) -> int:
+        return self.rollout.prompts_per_iteration * self.rollout.group_size
+
+
+def geometry(config: RunConfig) -> None:
+    """Refuse numbers that do not divide, with the nearest that do."""
+    total, updates = config.samples_per_iteration, config.optim.updates_per_iteration
+    if total % updates:
+        valid = [n for n in range(1, total + 1) if total % n == 0]
+        near = sorted(valid, key=lambda n: abs(n - updates))[:3]
+        raise ValueError(
+            f"optim.updates_per_iteration={updates} does not divide the {total} samples of an iteration "
+            f"(prompts_per_iteration={config.rollout.prompts_per_iteration} x group_size={config.rollout.group_size}); "
+            f"nearest values that do: {', '.join(map(str, sorted(near)))}"
+        )
+    if config.rollout.group_size < 2:
+        raise ValueError("rollout.group_size=1: a group-relative advantage needs at least 2 samples per prompt")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats: plain YAML 1.1 reads 1e-4 as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)?(\.\d[\d_]*)?([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN)$"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {error}") from None
+
+
+def apply_override(tree: Options, word: str) -> None:
+    """Set `a.b.0.c=value` in a tree; the value is YAML. Lists are indexed, missing mappings are made."""
+    path, equals, text = word.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"override {word!r} is not of the form key=value, such as optim.learning_rate=1e-4")
+    value, keys = parse_yaml(text, f"override {word!r}"), path.split(".")
+    node: Any = tree
+    for position, key in enumerate(keys):
+        last = position == len(keys) - 1
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                raise ConfigError(f"override {word!r}: {'.'.join(keys[:position])} is a list of {len(node)}, no item {key!r}")
+            key = int(key)
+        elif not isinstance(node, dict):
+            raise ConfigError(f"override {word!r}: {'.'.join(keys[:position])} is a plain value, it has no {key!r}")
+        if last:
+            node[key] = value
+        else:
+            if isinstance(node, dict) and node.get(key) is None:
+                node[key] = {}
+            node = node[key]
+
+
+_ADAPTERS: dict[type, TypeAdapter] = {}
+
+
+def validate(cls: type, value: Any, where: str) -> Any:
+    """An instance of the dataclass `cls` from plain data, or ConfigError naming the key."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where or 'the configuration'} must be a mapping of keys to values, got {value!r}")
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = TypeAdapter(cls)
+    _refuse_unknown(cls, value, where)
+    try:
+        # Through JSON: strict, and still taking a list where a tuple is asked for.
+        return _ADAPTERS[cls].validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, where)) from None
+    except TypeError as error:
+        raise ConfigError(f"{where or 'the configuration'}: {error}") from None
+
+
+def _refuse_unknown(cls: type, value: Options, where: str) -> None:
+    hints = _field_types(cls)
+    for key, inner in value.items():
+        place = f"{where}.{key}" if where else str(key)
+        if key not in hints:
+            close = registry.suggest(str(key), list(hints))
+            raise ConfigError(f"{place}: unknown key (value {inner!r}); {close}valid keys: {', '.join(sorted(hints))}")
+        nested = hints[key]
+        if nested is not None and isinstance(inner, dict):
+            _refuse_unknown(nested, inner, place)
+
+
+def _field_types(cls: type) -> dict[str, type | None]:
+    """Field name -> the dataclass inside it, or None."""
+    import typing
+
+    found: dict[str, type | None] = {}
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        options = [hints[item.name], *typing.get_args(hints[item.name])]
+        found[item.name] = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
+    return found
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    lines = []
+    for problem in error.errors():
+        place = ".".join(str(part) for part in ((where,) if where else ()) + problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        shown = "" if problem["type"] in ("missing", "value_error") else f" = {problem['input']!r}"
+        if problem["type"] == "missing":
+            message = "is required"
+        lines.append(f"{place or 'configuration'}{shown}: {message}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A resolved component: its module and validated options."""
+
+    name: str
+    module: ModuleType
+    config: Any
+
+    def build(self) -> Any:
+        return self.module.build(self.config)
+
+
+def component(kind: str, options: Options, where: str) -> Component:
+    """The component that `options` names, with the rest of its keys validated by its own Config."""
+    rest = dict(options)
+    name = rest.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}.name is required; there are: {', '.join(registry.names(kind))}")
+    try:
+        module = registry.load(kind, name)
+    except registry.UnknownName as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return Component(name, module, validate(module.Config, rest, where))
+
+
+def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:
+    """The plain data of a YAML file with overrides applied."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"configuration file {str(path)!r} does not exist")
+    tree = parse_yaml(file.read_text(encoding="utf-8"), str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
+    for word in overrides or []:
+        apply_override(tree, word)
+    return tree
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read, override and validate; components are validated by `flowrl.assembly`.
+
+    Raises:
+        ConfigError: one clear message, nothing loaded.
+    """
+    return validate(RunConfig, load_tree(path, overrides), "")
+
+
+def to_tree(config: Any) -> Options:
+    """Plain data of a configuration, every default written out."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def dump(config: RunConfig) -> str:
+    """YAML of the resolved configuration."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardEntry:
+    """Options every reward entry has; the others are the reward's own."""
+
+    name: str | None = None
+    """A built-in reward or a dotted module path."""
+    path: str | None = None
+    """Your own file with `score(images, prompts, metadata)`."""
+    weight: float = 1.0
+    """Share in the training value; 0 only looks at it."""
+    outputs: dict[str, float] = field(default_factory=dict)
+    """Of a reward with several values: value -> share; empty: its first."""
+    scale: float = 1.0
+    """The training value is clip(scale * raw + offset); raw is what is logged."""
+    offset: float = 0.0
+    clip: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.path is None):
+            raise ValueError("give either name or path")
+        if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
+            raise ValueError(f"clip={self.clip} must be [low, high]")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPlan:
+    """A reward entry with its module; `build` loads its weights, if it has any."""
+
+    entry: RewardEntry
+    module: ModuleType
+    config: Any
+
+    @property
+    def name(self) -> str:
+        return self.entry.name or Path(str(self.entry.path)).stem
+
+    def build(self) -> WeightedReward:
+        if hasattr(self.module, "build"):
+            reward = self.module.build(self.config)
+        else:
+            reward = Reward(score=self.module.score, card=Card(outputs=(self.name,), source=str(self.entry.path)))
+        entry = self.entry
+        clip = (entry.clip[0], entry.clip[1]) if entry.clip is not None else None
+        return WeightedReward(self.name, reward, entry.weight, dict(entry.outputs), entry.scale, entry.offset, clip)
+
+
+def reward_plan(options: Options, where: str) -> RewardPlan:
+    """Resolve and validate one entry of `rewards`.
+
+    Raises:
+        ConfigError: no such reward, a file without `score`, a bad option.
+    """
+    common = {f.name for f in dataclasses.fields(RewardEntry)}
+    entry = validate(RewardEntry, {k: v for k, v in options.items() if k in common}, where)
+    own = {k: v for k, v in options.items() if k not in common}
+    name = entry.path if entry.path is not None else entry.name
+    try:
+        if entry.path is not None and not entry.path.endswith(".py"):
+            raise registry.UnknownName(f"path={entry.path!r} must be a .py file; use name for a module")
+        module = registry.load("rewards", name)
+    except registry.UnknownName as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except Exception as error:  # a user's file may raise anything when it is run
+        raise ConfigError(f"{where}: {name} cannot be imported: {type(error).__name__}: {error}") from error
+    if hasattr(module, "build"):
+        return RewardPlan(entry, module, validate(module.Config, own, where))
+    if not callable(getattr(module, "score", None)):
+        raise ConfigError(f"{where}: {name} defines neither score(images, prompts, metadata) nor build(config)")
+    if own:
+        close = registry.suggest(next(iter(own)), sorted(common))
+        raise ConfigError(
+            f"{where}.{next(iter(own))}: unknown key; {close}a one-file reward without Config takes: {', '.join(sorted(common))}"
+        )
+    return RewardPlan(entry, module, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A run with every component found and its options validated; nothing is loaded yet."""
+
+    run: RunConfig
+    model: Component
+    sampler: Component
+    algorithm: Component
+    rewards: tuple[RewardPlan, ...]
+    eval_rewards: tuple[RewardPlan, ...]
+
+    def tree(self) -> Options:
+        """The configuration with every component's defaults written out."""
+        tree = to_tree(self.run)
+        for place, part in (("model", self.model), ("algorithm", self.algorithm)):
+            tree[place] = {"name": part.name} | to_tree(part.config)
+        tree["rollout"]["sampler"] = {"name": self.sampler.name} | to_tree(self.sampler.config)
+        return tree
+
+
+def resolve(run: RunConfig) -> Resolved:
+    """Find every component and check what spans several of them.
+
+    Raises:
+        ConfigError: naming the key, the value and the remedy.
+    """
+    if not run.rewards:
+        raise ConfigError("rewards is empty: give at least one, such as [{name: jpeg}]")
+    resolved = Resolved(
+        run=run,
+        model=component("models", run.model, "model"),
+        sampler=component("samplers", run.rollout.sampler, "rollout.sampler"),
+        algorithm=component("algorithms", run.algorithm, "algorithm"),
+        rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
+        eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),
+    )
+    if all(plan.entry.weight == 0 for plan in resolved.rewards):
+        raise ConfigError("rewards: every weight is 0, so there is nothing to train on; give one a weight")
+    wanted, given = getattr(resolved.algorithm.config, "guidance_scale", None), run.rollout.guidance_scale
+    if wanted is not None and wanted != given:
+        raise ConfigError(
+            f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method with "
+            "log-probs needs the same; set both alike, or leave algorithm.guidance_scale out"
+        )
+    steps, trained = run.rollout.num_inference_steps, getattr(resolved.algorithm.config, "sde_steps", None)
+    if steps < 2:
+        raise ConfigError(f"rollout.num_inference_steps={steps}: at least 2, since the last step is never trained")
+    if trained is not None and max(trained) > steps - 2:
+        raise ConfigError(
+            f"algorithm.sde_steps={trained}: with rollout.num_inference_steps={steps} the last trainable step is {steps - 2}"
+        )
+    if resolved.sampler.build().default_noise_level() == 0:
+        raise ConfigError(
+            f"rollout.sampler={run.rollout.sampler}: this sampler is deterministic, its steps have no log-prob; "
+            "use flow_sde with noise_level above 0"
+        )
+    return resolved

@@ -1,0 +1,188 @@
+"""Fixed-seed evaluation and its statistics: the same prompts and noise before and after, intervals over prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flowrl.checkpoint import write_atomically
+from flowrl.distributed import World
+from flowrl.models.base import ModelAdapter
+from flowrl.plan import deterministic
+from flowrl.prompts import Prompt, Texts
+from flowrl.reward import Scorer
+from flowrl.rollout import Noise, Policy, run
+from flowrl.samplers.ode import Ode
+from flowrl.types import SampleId
+
+BOOTSTRAP = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Scores of P prompts x S fixed seeds, with the ODE sampler.
+
+    `scores[metric]` is [P, S] float64, NaN where a reward could not score.
+    """
+
+    tag: str
+    iteration: int
+    guidance_scale: float
+    num_inference_steps: int
+    prompts: tuple[str, ...]
+    scores: dict[str, np.ndarray]
+
+    def save(self, folder: Path) -> None:
+        """`eval/<tag>.json`."""
+        record = {
+            "tag": self.tag,
+            "iteration": self.iteration,
+            "guidance_scale": self.guidance_scale,
+            "num_inference_steps": self.num_inference_steps,
+            "seeds": list(range(next(iter(self.scores.values())).shape[1])),
+            "prompts": list(self.prompts),
+            "scores": {
+                name: [[None if np.isnan(v) else round(float(v), 6) for v in row] for row in table]
+                for name, table in self.scores.items()
+            },
+            "images": f"eval/{self.tag}",
+        }
+        write_atomically(folder / f"{self.tag}.json", json.dumps(record))
+
+    @staticmethod
+    def load(file: Path) -> Evaluation:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        scores = {name: np.asarray(table, dtype=np.float64) for name, table in record["scores"].items()}
+        return Evaluation(
+            tag=record["tag"],
+            iteration=record["iteration"],
+            guidance_scale=record["guidance_scale"],
+            num_inference_steps=record["num_inference_steps"],
+            prompts=tuple(record["prompts"]),
+            scores=scores,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """What stays the same in every evaluation of a run."""
+
+    adapter: ModelAdapter
+    texts: Texts
+    scorer: Scorer
+    world: World
+    folder: Path
+    prompts: tuple[Prompt, ...]
+    seed: int
+    samples_per_prompt: int
+    batch_size: int
+    save_images: int | None
+
+    def __call__(
+        self,
+        tag: str,
+        iteration: int,
+        *,
+        guidance_scale: float,
+        num_inference_steps: int,
+        limit: int | None = None,
+        save: bool = True,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> Evaluation:
+        """Evaluate the network as it is now. Every process returns the whole result; the first one writes it."""
+        prompts = self.prompts[:limit]
+        low = self.world.rank * len(prompts) // self.world.size
+        high = (self.world.rank + 1) * len(prompts) // self.world.size
+        policy = Policy(self.adapter, Ode(), guidance_scale)
+        plan = deterministic(self.adapter.schedule(num_inference_steps))
+        noise = Noise(self.seed, "eval", None, self.adapter.latent_shape())
+        own: list[tuple[SampleId, dict[str, float]]] = []
+        step = max(1, self.batch_size // self.samples_per_prompt)
+        for start in range(low, high, step):
+            slots = range(start, min(start + step, high))
+            ids = [SampleId(slot, k) for slot in slots for k in range(self.samples_per_prompt)]
+            texts = [prompts[i.slot].text for i in ids]
+            rows = torch.arange(len(slots)).repeat_interleave(self.samples_per_prompt)
+            cond = self.texts.lookup([prompts[slot].text for slot in slots])
+            samples, _ = run(
+                policy, plan, noise, ids, cond, rows, batch_size=self.batch_size, device=self.world.device
+            )
+            images = self.adapter.decode(samples.x0.to(self.world.device)).cpu()
+            scores = self.scorer.score(images, texts, [prompts[i.slot].metadata for i in ids]).raw
+            own += [(i, {name: float(value[j]) for name, value in scores.items()}) for j, i in enumerate(ids)]
+            if save:
+                self._keep(tag, ids, images)
+            progress(len(ids))
+        table = {
+            name: np.full((len(prompts), self.samples_per_prompt), np.nan) for name in self.scorer.outputs
+        }
+        for part in self.world.gather(own):
+            for i, values in part:
+                for name, value in values.items():
+                    table[name][i.slot, i.sample] = value
+        texts = tuple(p.text for p in prompts)
+        result = Evaluation(tag, iteration, guidance_scale, num_inference_steps, texts, table)
+        if save and self.world.main:
+            result.save(self.folder / "eval")
+        return result
+
+    def _keep(self, tag: str, ids: Sequence[SampleId], images: torch.Tensor) -> None:
+        target = self.folder / "eval" / tag
+        for i, image in zip(ids, images, strict=True):
+            if self.save_images is None or i.slot < self.save_images:
+                target.mkdir(parents=True, exist_ok=True)
+                save_png(image, target / f"{i.slot:05d}-{i.sample}.png")
+
+
+def save_png(image: torch.Tensor, file: Path) -> None:
+    """A [3, H, W] picture in [0, 1], rounded to 8 bits, so that scoring the file repeats the logged score."""
+    from PIL import Image
+
+    pixels = (image * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+    Image.fromarray(pixels).save(file)
+
+
+def interval(per_prompt: np.ndarray, seed: int = 0) -> dict[str, float]:
+    """Mean and 95 % percentile bootstrap over prompts of [P] values; NaN prompts are left out and n says so.
+
+    >>> interval(np.asarray([0.5, 0.5]))
+    {'mean': 0.5, 'low': 0.5, 'high': 0.5, 'n': 2}
+    """
+    values = per_prompt[~np.isnan(per_prompt)]
+    if not len(values):
+        return {"mean": float("nan"), "low": float("nan"), "high": float("nan"), "n": 0}
+    rng = np.random.default_rng(seed)
+    means = np.empty(BOOTSTRAP)
+    for start in range(0, BOOTSTRAP, 1000):
+        means[start : start + 1000] = values[rng.integers(len(values), size=(1000, len(values)))].mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return {"mean": float(values.mean()), "low": float(low), "high": float(high), "n": len(values)}
+
+
+def _prompt_means(table: np.ndarray) -> np.ndarray:
+    """Mean over seeds, [P]; NaN where no seed was scored."""
+    valid = ~np.isnan(table)
+    count = valid.sum(axis=1)
+    total = np.where(valid, table, 0.0).sum(axis=1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def summary(evaluation: Evaluation) -> dict[str, dict[str, float]]:
+    """Metric -> mean with interval."""
+    return {name: interval(_prompt_means(table)) for name, table in evaluation.scores.items()}
+
+
+def difference(base: Evaluation, tuned: Evaluation) -> dict[str, dict[str, float]]:
+    """Metric -> paired difference tuned - base with interval; both must hold the same prompts and seeds."""
+    if base.prompts != tuned.prompts:
+        raise ValueError("a paired difference needs the same prompts in both evaluations")
+    return {
+        name: interval(_prompt_means(tuned.scores[name] - table))
+        for name, table in base.scores.items()
+        if name in tuned.scores
+    }

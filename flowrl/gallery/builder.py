@@ -1,0 +1,290 @@
+"""Build the report: assemble what each run has to show and write one HTML file that opens from disk.
+
+Only the run folder's text files and pictures are read, so a report can be built anywhere, by a process that
+has no model loaded, and while the run is under way.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from flowrl.gallery import charts, pictures, results
+from flowrl.gallery.results import Estimates, Metric
+from flowrl.gallery.runs import Run, load_run, nan_mean, number
+
+CURVES = {
+    "policy/clip_fraction": "Clip fraction",
+    "grad/norm": "Gradient norm",
+    "time/iteration_s": "Seconds an iteration",
+}
+
+
+def build(run_folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the report of one or several runs.
+
+    Args:
+        run_folders: folders that `flowrl train` wrote, finished or not.
+        output: the HTML file; default `<first run>/gallery/index.html`.
+
+    Returns:
+        The path of the file: one self-contained page that refers to nothing on a network.
+
+    Raises:
+        ValueError: a folder is no run, or one of its files cannot be understood; names the file and the remedy.
+    """
+    if not run_folders:
+        raise ValueError("run_folders is empty; name at least one run folder, such as runs/quickstart")
+    runs = [load_run(Path(folder)) for folder in run_folders]
+    output = Path(output) if output else runs[0].folder / "gallery" / "index.html"
+    views = [_view(run, f"run-{index}", output.parent) for index, run in enumerate(runs)]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["csp_hash"] = _csp_hash
+    page = environment.get_template("index.html.j2").render(
+        runs=views,
+        comparison=_comparison(runs) if len(runs) > 1 else None,
+        selection_seed=pictures.SELECTION_SEED,
+    )
+    _write(output, page)
+    return output
+
+
+def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
+    """Everything that the template shows of one run."""
+    metrics = results.metrics_of(run)
+    estimates = {m.name: results.estimates_of(run, m) for m in metrics}
+    verdict, tone = results.NO_VERDICT, "same"
+    gain = np.zeros((0, 0))
+    if metrics:
+        verdict, tone = results.verdict(run, metrics[0], estimates[metrics[0].name])
+        before, after = results.paired(run, metrics[0].name)
+        gain = metrics[0].sign * (after - before)
+    available = pictures.pictured(run)
+    curves, more_curves = _curves(run, metrics, estimates)
+
+    def cards(kind: str, pairs: list[pictures.Pair]) -> list[dict[str, Any]]:
+        return [pictures.card(run, metrics, pair, f"{anchor}-{kind}", page_folder) for pair in pairs if metrics]
+
+    pairs = cards("pair", pictures.draw_pairs(available))
+    worst = cards("worst", pictures.largest_drops(gain, available))
+    best = cards("best", pictures.largest_drops(-gain, available))
+
+    return {
+        "id": anchor,
+        "name": run.name,
+        "finished": run.finished,
+        "status": _status(run),
+        "problems": run.problems,
+        "verdict": verdict[:1].upper() + verdict[1:],
+        "tone": tone,
+        "remarks": results.remarks(run, metrics, estimates),
+        "facts": _facts(run),
+        "before": results.settings(run.base) if run.base else "",
+        "after": results.settings(run.after) if run.after else "",
+        "after_label": run.after.label if run.after else "tuned",
+        "primary": metrics[0] if metrics else None,
+        "metrics": metrics,
+        "table": [results.table_row(run, m, estimates[m.name]) for m in metrics],
+        "guidance": results.guidance_sweep(run, metrics),
+        "curves": curves,
+        "more_curves": more_curves,
+        "num_pictured": int(available.any(-1).sum()) if available.size else 0,
+        "num_pairs": int(np.isfinite(gain).sum()),
+        "num_worse": int((gain < 0).sum()),
+        "num_better": int((gain > 0).sum()),
+        "pairs": pairs,
+        "worst": worst,
+        "best": best,
+        "film": pictures.film(run, metrics, page_folder),
+        "prompts": _prompt_rows(run, metrics, {c["prompt_id"]: c["anchor"] for c in (*best, *worst, *pairs)}),
+        "config_text": run.config_text,
+        "provenance": list(_flatten(run.provenance)),
+    }
+
+
+def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
+    """The table over several runs, each by its own primary metric, and the held-out curves on one chart."""
+    rows, drawn = [], []
+    for run in runs:
+        metric = next(iter(results.metrics_of(run)), None)
+        estimates = results.estimates_of(run, metric) if metric else None
+        rows.append({
+            "name": run.name,
+            "status": _status(run),
+            "algorithm": str(_get(run.config, "algorithm", "name") or results.DASH),
+            "iterations": run.iterations,
+            "time": _duration(_seconds(run)),
+            "result": results.table_row(run, metric, estimates) if metric else None,
+            "change": estimates["difference"] if estimates else None,
+        })
+        if metric:
+            drawn.append((metric, charts.Series(run.name, *run.curve(f"eval/{metric.name}"), markers=True)))
+    changes = [e for e in (row["change"] for row in rows) if e and e.known]
+    ends = [v for e in changes for v in (e.mean, e.low, e.high) if math.isfinite(v)]
+    # Every interval stands on the same axis, or the eye could not compare them.
+    domain = (min([0.0, *ends]), max([0.0, *ends]))
+    # Different metrics share no unit, so they share no axis.
+    same_metric = len({row["result"]["metric"].name for row in rows if row["result"]}) == 1
+    for row in rows:
+        e = row["change"]
+        bar = [("difference", e.mean, e.low, e.high)] if e and same_metric else []
+        row["plot"] = charts.interval_plot(bar, domain=domain, zero=True)
+    curve = charts.line_chart([s for _, s in drawn], percent=drawn[0][0].percent) if same_metric else ""
+    return {"rows": rows, "curve": curve, "metric": drawn[0][0] if same_metric else None}
+
+
+def _curves(
+    run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The charts that everyone needs, and one of each other logged number."""
+    by_name = {m.name: m for m in metrics}
+    keys = list(dict.fromkeys(key for row in run.rows for key in row if key != "iteration"))
+    points = {key: run.curve(key) for key in keys}
+    points = {key: xy for key, xy in points.items() if np.isfinite(xy[1]).any()}
+    rewards = [key for key in points if re.fullmatch(r"reward/.+_mean", key)]
+    total = "reward/total_mean"
+    # With a single reward of weight one the total is the same curve again.
+    if any(key != total and np.array_equal(points[key][1], points[total][1]) for key in rewards if total in points):
+        rewards.remove(total)
+    held_out = [f"eval/{m.name}" for m in metrics if f"eval/{m.name}" in points]
+    held_out += [key for key in points if key.startswith("eval/") and key not in held_out]
+
+    def chart(key: str, title: str, metric: str = "") -> dict[str, Any]:
+        sparse = key.startswith("eval/")
+        base = estimates[metric]["base"].mean if sparse and metric in estimates else math.nan
+        svg = charts.line_chart(
+            [charts.Series(title, *points[key], markers=sparse)],
+            baseline=base if math.isfinite(base) else None,
+            percent=metric in by_name and by_name[metric].percent,
+        )
+        return {"title": title, "key": key, "svg": svg}
+
+    def name_of(metric: str) -> str:
+        return by_name[metric].label if metric in by_name else metric.replace("_", " ")
+
+    main = []
+    for key in rewards:
+        metric = key.removeprefix("reward/").removesuffix("_mean")
+        main.append(chart(key, f"Training reward: {name_of(metric)}", metric))
+    for key in held_out:
+        metric = key.removeprefix("eval/")
+        main.append(chart(key, f"Held-out: {name_of(metric)}", metric))
+    main += [chart(key, title) for key, title in CURVES.items() if key in points]
+    shown = {entry["key"] for entry in main} | {total}
+    return main, [chart(key, key) for key in sorted(points) if key not in shown]
+
+
+def _prompt_rows(run: Run, metrics: Sequence[Metric], anchors: dict[int, str]) -> list[dict[str, Any]]:
+    """One row a prompt that base and tuned share: means over the seeds, and where its pictures stand."""
+    same = results.shared(run)
+    columns = []
+    for metric in metrics:
+        before, after = (nan_mean(table) for table in results.paired(run, metric.name))
+        columns.append((metric, before, after))
+    rows = []
+    for p in np.flatnonzero(same.any(-1)) if same.size else ():
+        cells = []
+        for metric, before, after in columns:
+            delta = after[p] - before[p]
+            texts = (metric.value(before[p], unit=""), metric.value(after[p], unit=""), metric.change(delta))
+            cells.append({"before": texts[0], "after": texts[1], "change": texts[2], "tone": metric.tone(delta)})
+        rows.append({"prompt_id": int(p), "text": run.base.prompts[p], "anchor": anchors.get(int(p)), "cells": cells})
+    return rows
+
+
+def _status(run: Run) -> str:
+    planned = number(run.config.get("iterations"))
+    done = f"{run.iterations} of {planned:.0f} iterations" if math.isfinite(planned) else f"{run.iterations} iterations"
+    return f"{run.summary.get('status') or 'not finished'}, {done}"
+
+
+def _seconds(run: Run) -> float:
+    """The summary's wall time or, while there is none, the iterations' sum."""
+    seconds = number(run.summary.get("seconds"))
+    return seconds if math.isfinite(seconds) else float(np.nansum(run.curve("time/iteration_s")[1]))
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(170.2), _duration(45.0), _duration(7325.0)
+    ('2 min 50 s', '45 s', '2 h 2 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """(label, text) of the header, without what the run does not say."""
+    config = run.config
+    rank = _get(config, "model", "lora", "rank")
+    model = [_get(config, "model", "name"), _get(config, "model", "path"), f"LoRA rank {rank}" if rank else None]
+    sampler = [_get(config, "rollout", "sampler", "name")]
+    steps, guidance = _get(config, "rollout", "num_inference_steps"), _get(config, "rollout", "guidance_scale")
+    sampler += [f"{steps} steps" if steps else None, f"guidance {guidance}" if guidance is not None else None]
+    rewards = [
+        f"{_get(entry, 'name') or _get(entry, 'path')} x {_get(entry, 'weight') or 1:g}"
+        for entry in (config.get("rewards") or [])
+    ]
+    seeds = ", ".join(map(str, run.base.seeds)) if run.base else ""
+    hardware = [run.provenance.get(key) for key in ("hardware", "device", "gpu", "cpu")]
+    facts = {
+        "Status": _status(run),
+        "Model": ", ".join(str(part) for part in model if part),
+        "Algorithm": str(_get(config, "algorithm", "name") or ""),
+        "Rollout": ", ".join(str(part) for part in sampler if part),
+        "Rewards": ", ".join(rewards),
+        "Seeds": f"training {config.get('seed', results.DASH)}" + (f"; evaluation {seeds}" if seeds else ""),
+        "Hardware": next((str(h) for h in hardware if h), ""),
+        "Time": _duration(_seconds(run)),
+        "Started": str(run.provenance.get("started") or ""),
+        "Commit": str(run.provenance.get("commit") or "")[:12],
+    }
+    return [(label, text) for label, text in facts.items() if text]
+
+
+def _get(tree: Any, *path: str) -> Any:
+    """`tree[path[0]][path[1]]...`, or None where a part is missing: an old run may lack a key."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _csp_hash(script: str) -> str:
+    """The source expression that lets this one script run, and none that a prompt might smuggle in."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _write(output: Path, page: str) -> None:
+    """Write under a temporary name and rename: a reader never sees half a page."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        # A lone surrogate in a prompt cannot be encoded; a question mark stands for it.
+        temporary.write_bytes(page.encode("utf-8", "replace"))
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)

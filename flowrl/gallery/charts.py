@@ -1,0 +1,218 @@
+"""Curves and intervals as inline SVG, written by hand: no plotting library, no script needed to see them.
+
+Coordinates are SVG user units (px at the natural size); the page scales a chart to its column. Colours are
+left to the style sheet through the classes `s0`, `s1`, ..., so that one chart serves light and dark.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup, escape
+
+WIDTH, HEIGHT = 360, 196
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 12, 24
+COLORS = 6
+"""How many series colours the style sheet knows; a further series starts again at the first."""
+
+MAX_POINTS = 400
+SMOOTH_FROM = 40
+"""Curves with fewer points are drawn as they are; longer ones get a moving mean over a twentieth of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve: `y` [N] over the iterations `x` [N], ascending; NaN breaks the line."""
+
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+    markers: bool = False
+    """True for sparse measurements, drawn as dots on a thin line and never smoothed."""
+
+
+def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About `count` round numbers that cover [low, high].
+
+    >>> nice_ticks(0.0, 0.93)
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    >>> nice_ticks(3.0, 3.0)
+    [2.0, 3.0, 4.0]
+    """
+    if high <= low:
+        # Distinct ticks for a curve that never moves, whatever its size.
+        pad = 10.0 ** math.floor(math.log10(abs(low))) if low else 1.0
+        return [low - pad, low, low + pad]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def tick_label(value: float) -> str:
+    """A short axis label.
+
+    >>> [tick_label(v) for v in (0.0, 0.25, 1200.0, 3e-06, -2.0)]
+    ['0', '0.25', '1200', '3e-6', '\\u22122']
+    """
+    text = f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e")
+    return text.replace("-", "\u2212", 1) if text.startswith("-") else text
+
+
+def smooth(y: np.ndarray) -> np.ndarray:
+    """Centred moving mean of `y` [N] that skips NaN; the window shrinks at both ends."""
+    half = max(1, len(y) // 40)
+    known = np.isfinite(y)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, y, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    index = np.arange(len(y))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(y))
+    total = counts[high] - counts[low]
+    return np.where(total > 0, (sums[high] - sums[low]) / np.maximum(total, 1), np.nan)
+
+
+def line_chart(series: Sequence[Series], *, baseline: float | None = None, percent: bool = False) -> Markup:
+    """A chart of one or more curves over the iterations, or an empty string without any finite value.
+
+    Args:
+        series: the curves; a legend is drawn from two on.
+        baseline: level of the base model, a dashed line.
+        percent: the values are shares in [0, 1] and are labelled in per cent.
+    """
+    series = [s for s in series if np.isfinite(s.y).any()]
+    if not series:
+        return Markup("")
+    shown = [s if s.markers or len(s.y) < SMOOTH_FROM else Series(s.label, s.x, smooth(s.y)) for s in series]
+    levels = [] if baseline is None else [baseline]
+    low = min([float(np.nanmin(s.y)) for s in series] + levels)
+    high = max([float(np.nanmax(s.y)) for s in series] + levels)
+    ticks = nice_ticks(low, high)
+    x_low = min(float(s.x[0]) for s in series)
+    x_high = max(max(float(s.x[-1]) for s in series), x_low + 1)
+
+    def px(x: np.ndarray | float) -> np.ndarray:
+        return LEFT + (np.asarray(x, float) - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+
+    def py(y: np.ndarray | float) -> np.ndarray:
+        return TOP + (ticks[-1] - np.asarray(y, float)) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM)
+
+    parts = _axes(ticks, py, x_low, x_high, px, percent)
+    if baseline is not None:
+        y = float(py(baseline))
+        parts.append(f'<line class="baseline" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        below = y + 11 if y < TOP + 14 else y - 4
+        parts.append(f'<text class="baseline-label" x="{WIDTH - RIGHT}" y="{below:.1f}">base</text>')
+    for index, (raw, curve) in enumerate(zip(series, shown, strict=True)):
+        color = f"s{index % COLORS}"
+        if curve is not raw:
+            parts.append(_path(px(raw.x), py(raw.y), f"raw {color}"))
+        parts.append(_path(px(curve.x), py(curve.y), f"curve {color}"))
+        if curve.markers:
+            known = np.isfinite(curve.y)
+            parts += [
+                f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+                for x, y in zip(px(curve.x[known]), py(curve.y[known]), strict=True)
+            ]
+    label, readout = escape(_summary(series, percent)), escape(json.dumps(_readout(series, px, percent)))
+    # One string, not Markup arithmetic: every part is numbers and class names, or escaped where it was made.
+    svg = (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
+        f'data-readout="{readout}">{"".join(parts)}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+    )
+    return Markup(svg) + (_legend(series) if len(series) > 1 else Markup(""))
+
+
+def interval_plot(rows: Sequence[tuple[str, float, float, float]], *, domain: tuple[float, float] | None = None,
+                  zero: bool = False) -> Markup:
+    """Means with their intervals on one axis, one row each, for a table cell.
+
+    Args:
+        rows: (class, mean, low, high); an unknown (NaN) interval draws the mean alone.
+        domain: the axis; default: what the rows cover.
+        zero: draw a line at 0 and keep it on the axis.
+    """
+    rows = [row for row in rows if math.isfinite(row[1])]
+    if not rows:
+        return Markup("")
+    width, pitch, pad = 150, 11, 7
+    values = [v for row in rows for v in row[1:] if math.isfinite(v)] + ([0.0] if zero else [])
+    low, high = domain or (min(values), max(values))
+    span = (high - low) or 1.0
+
+    def px(value: float) -> float:
+        return pad + (value - low) / span * (width - 2 * pad)
+
+    height = pitch * len(rows) + 4
+    parts = [f'<line class="zero" x1="{px(0):.1f}" x2="{px(0):.1f}" y1="0" y2="{height}"/>'] if zero else []
+    for index, (name, mean, bottom, top) in enumerate(rows):
+        y = 2 + pitch * (index + 0.5)
+        parts.append(f'<line class="rail" x1="{pad}" x2="{width - pad}" y1="{y}" y2="{y}"/>')
+        if math.isfinite(bottom) and math.isfinite(top):
+            ends = f'x1="{px(bottom):.1f}" x2="{px(top):.1f}"'
+            parts.append(f'<line class="whisker {escape(name)}" {ends} y1="{y}" y2="{y}"/>')
+        parts.append(f'<circle class="{escape(name)}" cx="{px(mean):.1f}" cy="{y}" r="3.6"/>')
+    return Markup(
+        f'<svg class="intervals" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'aria-hidden="true">{"".join(parts)}</svg>'
+    )
+
+
+def _axes(ticks, py, x_low: float, x_high: float, px, percent: bool) -> list[str]:
+    parts = []
+    for tick in ticks:
+        y = float(py(tick))
+        label = tick_label(100 * tick) + " %" if percent else tick_label(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{label}</text>')
+    for tick in nice_ticks(x_low, x_high, 5):
+        # An iteration is a whole number, and a tick outside the data would stretch the axis.
+        if x_low <= tick <= x_high and tick == int(tick):
+            parts.append(f'<text class="tick x" x="{float(px(tick)):.1f}" y="{HEIGHT - 7}">{int(tick)}</text>')
+    return parts
+
+
+def _path(x: np.ndarray, y: np.ndarray, name: str) -> str:
+    """A polyline that starts anew after each NaN; a lone point between two gaps becomes a dot."""
+    step = max(1, math.ceil(len(x) / MAX_POINTS))
+    commands, pen_down = [], False
+    for a, b in zip(x[::step], y[::step], strict=True):
+        if not math.isfinite(b):
+            pen_down = False
+            continue
+        commands.append(f"{'L' if pen_down else 'M'}{a:.1f} {b:.1f}" + ("" if pen_down else "h0"))
+        pen_down = True
+    return f'<path class="{name}" d="{"".join(commands)}"/>'
+
+
+def _value(value: float, percent: bool) -> str:
+    return f"{100 * value:.1f} %" if percent else f"{value:.4g}"
+
+
+def _readout(series: Sequence[Series], px, percent: bool) -> list[list]:
+    """[[x in user units, text], ...]: what the page shows under the pointer, one entry an iteration."""
+    known: dict[float, list[str]] = {}
+    for s in series:
+        step = max(1, math.ceil(len(s.x) / MAX_POINTS))
+        for x, y in zip(s.x[::step], s.y[::step], strict=True):
+            if math.isfinite(y):
+                name = f"{s.label} " if len(series) > 1 else ""
+                known.setdefault(float(x), []).append(name + _value(float(y), percent))
+    return [[round(float(px(x)), 1), f"iteration {x:.0f}: " + ", ".join(known[x])] for x in sorted(known)]
+
+
+def _summary(series: Sequence[Series], percent: bool) -> str:
+    ends = []
+    for s in series:
+        values = s.y[np.isfinite(s.y)]
+        ends.append(f"{s.label} from {_value(float(values[0]), percent)} to {_value(float(values[-1]), percent)}")
+    return "; ".join(ends)
+
+
+def _legend(series: Sequence[Series]) -> Markup:
+    items = [Markup('<li><i class="s{}"></i>{}</li>').format(i % COLORS, s.label) for i, s in enumerate(series)]
+    return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items))

@@ -1,0 +1,173 @@
+"""Which pictures the report shows, and how they are embedded."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from PIL import Image
+
+from flowrl.gallery.results import MINUS, Metric, paired, shared
+from flowrl.gallery.runs import Evaluation, Run
+
+SELECTION_SEED = 0
+"""Draws the pairs to show and breaks ties; fixed here, so that nobody chooses after having looked."""
+
+NUM_PAIRS = 24
+MAX_FILMS, MAX_FRAMES = 8, 9
+PIXELATED_BELOW_PX = 128
+PAIR_PX, FRAME_PX = 384, 192
+"""Longest side of an embedded picture."""
+
+Pair = tuple[int, int]
+"""(prompt index, seed index)."""
+
+
+def pictured(run: Run) -> np.ndarray:
+    """[P, K] bool: where both pictures of a shared pair were saved."""
+    found = shared(run)
+    for p, k in np.argwhere(found):
+        found[p, k] = run.base.picture(p, k).is_file() and run.after.picture(p, k).is_file()
+    return found
+
+
+def draw_pairs(available: np.ndarray) -> list[Pair]:
+    """Up to `NUM_PAIRS` of the pairs in `available` [P, K], no two of one prompt, ascending.
+
+    Neither scores nor pictures are looked at: what is drawn depends on `SELECTION_SEED` and on which
+    pictures exist, so it is the same for every run over the same evaluation set.
+    """
+    pairs = [(int(p), int(k)) for p, k in np.argwhere(available)]
+    one_each: dict[int, int] = {}
+    for i in np.random.default_rng(SELECTION_SEED).permutation(len(pairs)):
+        one_each.setdefault(*pairs[i])
+    return sorted(list(one_each.items())[:NUM_PAIRS])
+
+
+def largest_drops(gain: np.ndarray, available: np.ndarray) -> list[Pair]:
+    """Up to `NUM_PAIRS` pairs with gain [P, K] < 0, largest drop first.
+
+    Pass or fail metrics tie a lot: pairs with pictures come first among equals, then a fixed random order,
+    which is fair to prompts wherever they stand in the file.
+    """
+    tie = np.random.default_rng(SELECTION_SEED).random(gain.shape)
+    worst_first = np.lexsort((tie.ravel(), ~available.ravel(), gain.ravel()))
+    order = zip(*np.unravel_index(worst_first, gain.shape), strict=True)
+    # NaN < 0 is false, so pairs that could not be scored never show up.
+    return [(int(p), int(k)) for p, k in order if gain[p, k] < 0][:NUM_PAIRS]
+
+
+def card(run: Run, metrics: list[Metric], pair: Pair, section: str, page_folder: Path) -> dict[str, Any]:
+    """Base and tuned on one prompt and seed, with every score; `section` begins its anchor."""
+    p, k = pair
+    scores = []
+    for metric in metrics:
+        before, after = (float(table[p, k]) for table in paired(run, metric.name))
+        scores.append({
+            "label": metric.label,
+            "before": metric.single(before),
+            "after": metric.single(after),
+            "change": _points(metric, after - before),
+            "delta": after - before,
+            "tone": metric.tone(after - before),
+        })
+    return {
+        "anchor": f"{section}-{p:05d}-{k}",
+        "prompt_id": p,
+        "text": run.base.prompts[p],
+        "seed": run.base.seeds[k],
+        "before": embed(run.base.picture(p, k), PAIR_PX, page_folder),
+        "after": embed(run.after.picture(p, k), PAIR_PX, page_folder),
+        "scores": scores,
+        "tone": scores[0]["tone"],
+    }
+
+
+def film(run: Run, metrics: list[Metric], page_folder: Path) -> dict[str, Any]:
+    """The first prompts over training, first seed: {"frames": labels, "rows": one a prompt with pictures}."""
+    frames = _frames(run)
+    rows = []
+    for p, text in enumerate(run.base.prompts if run.base and run.during else ()):
+        if len(rows) == MAX_FILMS:
+            break
+        same = [p < len(e.prompts) and e.prompts[p] == text and e.seeds[:1] == run.base.seeds[:1] for e in frames]
+        saved = [ok and e.picture(p, 0).is_file() for ok, e in zip(same, frames, strict=True)]
+        # Prompts further down have pictures of the base and tuned models alone: no film.
+        if not any(ok and e.tag.startswith("iteration-") for ok, e in zip(saved, frames, strict=True)):
+            continue
+        cells = [_frame(e, metrics[0], p, ok, page_folder) for ok, e in zip(saved, frames, strict=True)]
+        rows.append({"prompt_id": p, "text": text, "seed": run.base.seeds[0], "cells": cells})
+    return {"frames": [_frame_label(e) for e in frames], "rows": rows}
+
+
+def embed(path: Path, limit_px: int, page_folder: Path) -> dict[str, Any] | None:
+    """A picture for the page, or None where none was saved.
+
+    Small pictures stay exact (PNG, enlarged without smoothing by the page); others become WebP of at most
+    `limit_px`, with a relative link to the file.
+
+    Raises:
+        ValueError: the file is no picture.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
+    except OSError as error:
+        raise ValueError(f"{path} is no picture ({error}); delete it and run flowrl eval again") from error
+    small = max(image.size) < PIXELATED_BELOW_PX
+    full_size = image.size
+    image.thumbnail((limit_px, limit_px))
+    buffer = io.BytesIO()
+    if small:
+        image.save(buffer, "PNG", optimize=True)
+    else:
+        image.save(buffer, "WEBP", quality=82)
+    data = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return {
+        "src": f"data:image/{'png' if small else 'webp'};base64,{data}",
+        "width": image.width,
+        "height": image.height,
+        "pixelated": small,
+        "link": None if image.size == full_size else quote(Path(os.path.relpath(path, page_folder)).as_posix()),
+    }
+
+
+def _frames(run: Run) -> list[Evaluation]:
+    """Base, evaluations while training, tuned: at most `MAX_FRAMES`, evenly spread, both ends kept."""
+    tuned = run.evaluations.get("tuned")
+    # The last evaluation while training shows the same weights as the tuned model's.
+    during = [e for e in run.during if tuned is None or e.iteration != tuned.iteration]
+    frames = [e for e in (run.base, *during, tuned) if e is not None]
+    spread = np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))
+    return [frames[i] for i in spread.round().astype(int)]
+
+
+def _frame_label(evaluation: Evaluation) -> str:
+    if evaluation.tag.startswith("iteration-"):
+        return str(evaluation.iteration)
+    return f"{evaluation.tag} ({evaluation.iteration})" if evaluation.iteration else evaluation.tag
+
+
+def _frame(evaluation: Evaluation, metric: Metric, prompt: int, saved: bool, page_folder: Path) -> dict[str, Any]:
+    table = evaluation.scores.get(metric.name)
+    score = float(table[prompt, 0]) if saved and table is not None else float("nan")
+    return {
+        "label": _frame_label(evaluation),
+        "picture": embed(evaluation.picture(prompt, 0), FRAME_PX, page_folder) if saved else None,
+        "score": metric.single(score),
+        "tone": {1.0: "better", 0.0: "worse"}.get(score, "same") if metric.percent else "same",
+    }
+
+
+def _points(metric: Metric, delta: float) -> str:
+    """The change of one picture; pass or fail changes by one, not by 100 percentage points."""
+    if not (metric.percent and np.isfinite(delta)):
+        return metric.change(delta)
+    return {1: "+1", 0: "0", -1: f"{MINUS}1"}[round(delta)]

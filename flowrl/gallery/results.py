@@ -1,0 +1,225 @@
+"""What a run's numbers say: its metrics, their intervals, the verdict, the table of results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowrl.gallery import charts
+from flowrl.gallery.runs import Evaluation, Run, nan_mean, number
+
+LABELS = {"shapes_strict": "strict accuracy", "shapes_partial": "partial score"}
+"""How the embedded world's metrics read in a sentence; other names are shown with spaces for underscores."""
+
+BLOCKS = ("base", "base_best_guidance", "tuned", "difference")
+DASH = "\u2013"
+MINUS = "\u2212"
+NO_VERDICT = "nothing has been evaluated yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """How one metric is written; a share of passes (every score 0 or 1) is written in per cent."""
+
+    name: str
+    percent: bool
+    decimals: int
+    sign: int = 1
+    """-1 where lower is better."""
+
+    @property
+    def label(self) -> str:
+        return LABELS.get(self.name, self.name.replace("_", " "))
+
+    def value(self, x: float, unit: str = " %") -> str:
+        """`x` as text, or a dash for NaN.
+
+        >>> Metric("shapes_strict", percent=True, decimals=3).value(0.4609)
+        '46.1 %'
+        """
+        if not math.isfinite(x):
+            return DASH
+        text = f"{100 * x:.1f}{unit}" if self.percent else f"{x:.{self.decimals}f}"
+        return text.replace("-", MINUS)
+
+    def change(self, x: float) -> str:
+        """A difference with its sign, in percentage points for shares."""
+        text = self.value(x, unit="")
+        is_zero = not any(digit in text for digit in "123456789")
+        return text.lstrip(MINUS) if is_zero else f"+{text}" if x > 0 else text
+
+    def single(self, x: float) -> str:
+        """The score of one picture."""
+        return ("pass" if x else "fail") if self.percent and math.isfinite(x) else self.value(x)
+
+    def tone(self, low: float, high: float | None = None) -> str:
+        """ "better" or "worse" where a change, or all of an interval of changes, is; else "same"."""
+        ends = sorted((self.sign * low, self.sign * (low if high is None else high)))
+        return "better" if ends[0] > 0 else "worse" if ends[1] < 0 else "same"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean with its 95 % interval; NaN bounds while nobody has computed them."""
+
+    mean: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def known(self) -> bool:
+        return math.isfinite(self.mean)
+
+    @property
+    def bounded(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+
+Estimates = dict[str, Estimate]
+"""Block of summary.json (one of `BLOCKS`) -> estimate, for one metric."""
+
+
+def shared(run: Run) -> np.ndarray:
+    """[P, K] bool: where base and tuned have the same prompt and seed; [0, 0] while either is missing."""
+    if run.base is None or run.after is None:
+        return np.zeros((0, 0), dtype=bool)
+    prompts = [a == b for a, b in zip(run.base.prompts, run.after.prompts, strict=False)]
+    seeds = [a == b for a, b in zip(run.base.seeds, run.after.seeds, strict=False)]
+    return np.array(prompts, dtype=bool)[:, None] & np.array(seeds, dtype=bool)[None, :]
+
+
+def paired(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Scores before and after, [P, K] each; NaN in both where either is missing or the pair is not shared."""
+    same = shared(run)
+    rows, columns = same.shape
+    nothing = np.full(same.shape, np.nan)
+    before, after = (
+        e.scores[metric][:rows, :columns] if e is not None and metric in e.scores else nothing
+        for e in (run.base, run.after)
+    )
+    valid = same & np.isfinite(before) & np.isfinite(after)
+    return np.where(valid, before, np.nan), np.where(valid, after, np.nan)
+
+
+def metrics_of(run: Run) -> list[Metric]:
+    """The run's metrics, the primary one first."""
+    found = [e for e in (run.base, run.after) if e is not None]
+    names = [str(run.summary["primary"])] if run.summary.get("primary") else []
+    for block in BLOCKS:
+        names += [name for name, entry in _block(run, block).items() if isinstance(entry, dict)]
+    names += [name for evaluation in found for name in evaluation.scores]
+    lower_is_better = run.summary.get("lower_is_better") or ()
+    metrics = []
+    for name in dict.fromkeys(names):
+        tables = [e.scores[name] for e in found if name in e.scores]
+        scores = np.concatenate([t[np.isfinite(t)] for t in tables]) if tables else np.zeros(0)
+        percent = bool(np.isin(scores, (0, 1)).all()) if scores.size else name == "shapes_strict"
+        # Two digits below the spread between pictures: finer ones are noise at any usual number of prompts.
+        spread = float(scores.std()) if scores.size else 0.0
+        decimals = min(max(2 - math.floor(math.log10(spread)), 0), 5) if spread > 0 else 3
+        metrics.append(Metric(name, percent, decimals, -1 if name in lower_is_better else 1))
+    return metrics
+
+
+def estimates_of(run: Run, metric: Metric) -> Estimates:
+    """What summary.json says or, while it does not, means without an interval of what has been evaluated."""
+    found = {block: Estimate() for block in BLOCKS}
+    if run.base:
+        found["base"] = Estimate(run.base.mean(metric.name))
+    if run.after:
+        found["tuned"] = Estimate(run.after.mean(metric.name))
+    before, after = paired(run, metric.name)
+    if before.size:
+        found["difference"] = Estimate(nan_mean(nan_mean(after - before)))
+    for block in BLOCKS:
+        entry = _block(run, block).get(metric.name)
+        if isinstance(entry, dict):
+            found[block] = Estimate(*(number(entry.get(key)) for key in ("mean", "low", "high")))
+    return found
+
+
+def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
+    """(sentence, tone): what happened to `metric`, "better", "worse" or "same" as far as the interval shows."""
+    base, tuned, change = estimates["base"], estimates["tuned"], estimates["difference"]
+    if not (base.known and tuned.known and change.known):
+        return (f"{metric.label} of the base model: {metric.value(base.mean)}" if base.known else NO_VERDICT), "same"
+    levels = f"from {metric.value(base.mean)} to {metric.value(tuned.mean)}"
+    if not change.bounded:
+        when = "no interval" if run.evaluations.get("tuned") else f"so far, at {run.after.label}, no interval yet"
+        return f"{metric.label} went {levels} ({metric.change(change.mean)}; {when})", "same"
+    interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
+    verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "did not change measurably:"
+    return (
+        f"{metric.label} {verb} {levels} ({metric.change(change.mean)}, {interval})",
+        metric.tone(change.low, change.high),
+    )
+
+
+def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]) -> list[tuple[str, str]]:
+    """(tone, sentence) each: the fair rival, and the other metrics that got worse."""
+    found = []
+    if metrics and (rival := estimates[metrics[0].name]["base_best_guidance"]).known:
+        metric, tuned = metrics[0], estimates[metrics[0].name]["tuned"]
+        scale = number(_block(run, "base_best_guidance").get("guidance_scale"))
+        at = f" (guidance scale {scale:g})" if math.isfinite(scale) else ""
+        text = f"The fair rival, the base model with its best guidance{at}, reaches {metric.value(rival.mean)}"
+        gap = tuned.mean - rival.mean
+        text += f"; tuned minus rival: {metric.change(gap)}." if math.isfinite(gap) else "."
+        found.append((metric.tone(gap), text))
+    for metric in metrics[1:]:
+        change = estimates[metric.name]["difference"]
+        if change.bounded and metric.tone(change.low, change.high) == "worse":
+            interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
+            found.append(("worse", f"{metric.label} got worse: {metric.change(change.mean)}, {interval}."))
+    return found
+
+
+def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
+    """One line of the table of results: texts, tone and the interval plot."""
+    cells = {}
+    for block, e in estimates.items():
+        text = metric.change(e.mean) if block == "difference" else metric.value(e.mean)
+        bounds = f"{metric.value(e.low, unit='')} to {metric.value(e.high, unit='')}" if e.bounded else ""
+        cells[block] = {"text": text, "interval": bounds}
+    change = estimates["difference"]
+    scored = np.isfinite(paired(run, metric.name)[0])
+    entry = _block(run, "difference").get(metric.name)
+    declared = number(entry.get("n")) if isinstance(entry, dict) else math.nan
+    num_prompts = int(scored.any(-1).sum()) if scored.size else declared
+    total = f" of {scored.size}" if scored.sum() < scored.size else ""
+    return {
+        "metric": metric,
+        "cells": cells,
+        "tone": metric.tone(change.low, change.high) if change.bounded else "same",
+        "plot": charts.interval_plot([(block, e.mean, e.low, e.high) for block, e in estimates.items()][:3]),
+        "prompts": f"{num_prompts:.0f}" if math.isfinite(num_prompts) else DASH,
+        "images": f"{scored.sum()}{total}" if scored.size else DASH,
+    }
+
+
+def guidance_sweep(run: Run, metrics: Sequence[Metric]) -> list[tuple[str, list[str]]]:
+    """(guidance scale, one mean a metric) for the base model, ascending; empty without a sweep."""
+    tried = [e for e in run.evaluations.values() if e.tag.startswith("base-guidance-")]
+    if not tried:
+        return []
+    if run.base and number(run.base.guidance_scale) not in {number(e.guidance_scale) for e in tried}:
+        tried.append(run.base)
+    tried.sort(key=lambda e: number(e.guidance_scale))
+    return [(f"{number(e.guidance_scale):g}", [m.value(e.mean(m.name)) for m in metrics]) for e in tried]
+
+
+def settings(evaluation: Evaluation) -> str:
+    """The evaluation's sampling in words."""
+    parts = [f"{evaluation.num_inference_steps} steps"] if evaluation.num_inference_steps else []
+    if evaluation.guidance_scale is not None:
+        parts.append(f"guidance {evaluation.guidance_scale:g}")
+    return ", ".join([*parts, f"seeds {', '.join(map(str, evaluation.seeds))}"])
+
+
+def _block(run: Run, name: str) -> dict[str, Any]:
+    block = run.summary.get(name)
+    return block if isinstance(block, dict) else {}

@@ -1,0 +1,205 @@
+"""Read a run folder, finished or under way, from its text files alone. P prompts, K evaluation seeds ("samples")."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One `eval/<tag>.json`."""
+
+    tag: str
+    iteration: int
+    guidance_scale: float | None
+    num_inference_steps: int | None
+    seeds: tuple[int, ...]
+    prompts: tuple[str, ...]
+    scores: dict[str, np.ndarray]
+    """Metric -> [P, K]; NaN where a picture could not be scored."""
+    pictures: Path
+
+    @property
+    def label(self) -> str:
+        return f"iteration {self.iteration}" if self.tag.startswith("iteration-") else self.tag
+
+    def picture(self, prompt: int, sample: int) -> Path:
+        return self.pictures / f"{prompt:05d}-{sample}.png"
+
+    def mean(self, metric: str) -> float:
+        """Mean over prompts of the mean over seeds; what could not be scored is left out."""
+        return nan_mean(nan_mean(self.scores[metric])) if metric in self.scores else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run folder holds; `problems` tells the reader in sentences what is missing."""
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    config_text: str
+    provenance: dict[str, Any]
+    rows: list[dict[str, Any]]
+    """`metrics.jsonl`, one row an iteration, ascending."""
+    summary: dict[str, Any]
+    evaluations: dict[str, Evaluation]
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def during(self) -> list[Evaluation]:
+        """Evaluations while training, ascending."""
+        found = [e for e in self.evaluations.values() if e.tag.startswith("iteration-")]
+        return sorted(found, key=lambda e: e.iteration)
+
+    @property
+    def base(self) -> Evaluation | None:
+        return self.evaluations.get("base")
+
+    @property
+    def after(self) -> Evaluation | None:
+        """The tuned model's evaluation or, while the run is under way, the latest one."""
+        return self.evaluations.get("tuned") or (self.during[-1] if self.during else None)
+
+    @property
+    def finished(self) -> bool:
+        return self.summary.get("status") == "finished"
+
+    @property
+    def iterations(self) -> int:
+        """How many iterations have been trained."""
+        return int(self.summary.get("iterations") or (self.rows[-1]["iteration"] if self.rows else 0))
+
+    def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """(iterations [N], values [N]) of the rows that have `key`; null is NaN."""
+        known = [(row["iteration"], number(row[key])) for row in self.rows if key in row]
+        x, y = np.array(known, dtype=float).reshape(-1, 2).T
+        return x, y
+
+
+def number(value: Any) -> float:
+    """`value` as a float; NaN for anything that is not a number (null, text, a missing key's None)."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def nan_mean(values: np.ndarray) -> Any:
+    """Mean over the last axis of what is not NaN; NaN, without a warning, where nothing is left."""
+    known = np.isfinite(values)
+    count = known.sum(-1)
+    mean = np.where(known, values, 0.0).sum(-1) / np.maximum(count, 1)
+    return np.where(count > 0, mean, np.nan)[()]
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        ValueError: `folder` is no run, or one of its files cannot be understood; names the file and the remedy.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        what = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} is no run: {what}; pass the folder that flowrl train wrote, <output>/<name>")
+    text = path.read_text(encoding="utf-8")
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML ({error}); restore the file that flowrl train wrote") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no mapping; restore the resolved configuration that flowrl train wrote")
+    problems: list[str] = []
+    provenance = _read_optional(folder / "provenance.json", problems)
+    summary = _read_optional(folder / "summary.json", problems)
+    rows = _read_rows(folder / "metrics.jsonl", problems)
+    evaluations = [_read_evaluation(p, folder) for p in sorted((folder / "eval").glob("*.json"))]
+    return Run(
+        folder=folder,
+        name=str(config.get("name") or folder.resolve().name),
+        config=config,
+        config_text=text,
+        provenance=provenance,
+        rows=rows,
+        summary=summary,
+        evaluations={e.tag: e for e in evaluations},
+        problems=problems,
+    )
+
+
+def _read_optional(path: Path, problems: list[str]) -> dict[str, Any]:
+    """A JSON mapping that a run under way may not have written yet; says so in `problems`."""
+    if not path.is_file():
+        problems.append(f"There is no {path.name} yet.")
+        return {}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        problems.append(f"{path.name} cannot be read (half written?); the report does without it.")
+        return {}
+    return document
+
+
+def _read_rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    if not path.is_file():
+        problems.append("There is no metrics.jsonl yet.")
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows: dict[int, dict[str, Any]] = {}
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            # A resumed run may repeat an iteration: the last row is the one that was trained on.
+            rows[int(row["iteration"])] = row
+        except (ValueError, KeyError, TypeError) as error:
+            if index == len(lines) - 1:
+                problems.append("The last line of metrics.jsonl is half written and was left out.")
+                continue
+            raise ValueError(
+                f"{path}:{index + 1} is no JSON object with an iteration; delete the line or resume the run"
+            ) from error
+    return [rows[iteration] for iteration in sorted(rows)]
+
+
+def _read_evaluation(path: Path, folder: Path) -> Evaluation:
+    remedy = "delete it and run flowrl eval again"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        prompts, seeds = tuple(map(str, document["prompts"])), tuple(map(int, document["seeds"]))
+        scores = {
+            # float() turns null into an error, so nulls become NaN by hand.
+            str(name): np.array([[number(v) for v in row] for row in table], dtype=float).reshape(len(table), -1)
+            for name, table in document["scores"].items()
+        }
+        pictures = folder / str(document.get("images", f"eval/{path.stem}"))
+        evaluation = Evaluation(
+            tag=path.stem,
+            iteration=int(document.get("iteration") or 0),
+            guidance_scale=document.get("guidance_scale"),
+            num_inference_steps=document.get("num_inference_steps"),
+            seeds=seeds,
+            prompts=prompts,
+            scores=scores,
+            pictures=pictures,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no evaluation ({type(error).__name__}: {error}); {remedy}") from error
+    for name, table in scores.items():
+        if table.shape != (len(prompts), len(seeds)):
+            raise ValueError(
+                f"{path}: scores.{name} is {list(table.shape)}, expected [{len(prompts)} prompts, "
+                f"{len(seeds)} seeds]; {remedy}"
+            )
+    # A page carries its pictures along: a foreign path must not be able to smuggle other files into it.
+    if not pictures.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path}: images={document['images']!r} lies outside the run folder; {remedy}")
+    return evaluation

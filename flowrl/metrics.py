@@ -1,0 +1,138 @@
+"""Named scalars: sums over microbatches and processes, metrics.jsonl, the line and the bar one sees."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flowrl.checkpoint import write_atomically
+from flowrl.types import LossOutput
+
+log = logging.getLogger("flowrl")
+
+
+class Sums:
+    """Sums and counts that add up over microbatches and processes, then divide once."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = defaultdict(float)
+        self.counts: dict[str, float] = defaultdict(float)
+
+    def add(self, name: str, value: float, count: float = 1.0) -> None:
+        self.values[name] += value
+        self.counts[name] += count
+
+    def add_loss(self, output: LossOutput, steps: Tensor) -> None:
+        """Metrics of a microbatch of E edges, and its per-step values by denoising step, steps [E]."""
+        for name, value in output.metrics.items():
+            self.add(name, float(value), len(steps))
+        for name, values in output.per_step.items():
+            for k in steps.unique().tolist():
+                chosen = values[steps == k]
+                self.add(f"{name}/step{k:02d}", float(chosen.sum()), len(chosen))
+
+    def merge(self, others: Iterable[Sums]) -> Sums:
+        """A new table with the sums of all."""
+        total = Sums()
+        for other in others:
+            for name, value in other.values.items():
+                total.add(name, value, other.counts[name])
+        return total
+
+    def means(self) -> dict[str, float]:
+        return {name: value / self.counts[name] for name, value in self.values.items() if self.counts[name]}
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one object per iteration, appended and flushed; NaN is written as null."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def append(self, row: dict[str, Any]) -> None:
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(clean) + "\n")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Complete rows; a torn last line of a killed run is dropped."""
+        if not self.file.is_file():
+            return []
+        found = []
+        for line in self.file.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return found
+
+    def truncate(self, iteration: int) -> None:
+        """Drop rows past a checkpoint."""
+        kept = [row for row in self.rows() if row["iteration"] <= iteration]
+        write_atomically(self.file, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+class Timer:
+    """Seconds by phase of one iteration."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+
+class Progress:
+    """A bar with rate and remaining time on a terminal; quiet elsewhere, and on all processes but the first."""
+
+    def __init__(self, total: int, text: str, *, show: bool) -> None:
+        self.total, self.text, self.done, self.started = total, text, 0, time.monotonic()
+        self.show = show and total > 0 and sys.stderr.isatty()
+        self._shown = 0.0
+
+    def update(self, count: int) -> None:
+        self.done += count
+        now = time.monotonic()
+        if not self.show or (now - self._shown < 0.1 and self.done < self.total):
+            return
+        self._shown, spent = now, max(now - self.started, 1e-6)
+        rate = self.done / spent
+        left = (self.total - self.done) / rate if rate else 0.0
+        filled = int(24 * self.done / self.total)
+        bar = "#" * filled + "." * (24 - filled)
+        sys.stderr.write(f"\r{self.text} [{bar}] {self.done}/{self.total} {rate:.1f}/s {left:.0f} s left \x1b[K")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        if self.show:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def set_up_logging(file: Path | None, *, main: bool) -> None:
+    """Messages of the first process to the screen and to train.log; warnings of the others to the screen."""
+    log.handlers.clear()
+    log.setLevel(logging.INFO if main else logging.WARNING)
+    log.propagate = False
+    screen = logging.StreamHandler(sys.stdout)
+    screen.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(screen)
+    if file is not None and main:
+        stream = logging.FileHandler(file, encoding="utf-8")
+        stream.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(stream)

@@ -1,0 +1,196 @@
+"""What a model family offers the loop: encode, schedule, predict, decode. No loop, LoRA, EMA or CFG logic inside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.process import PredictionType, Process
+from flowrl.schedules import Schedule
+from flowrl.types import Condition
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or used as configured; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSettings:
+    """A low-rank adapter. No dropout: it would make the ratio of old and new policy random."""
+
+    rank: int = 32
+    """Rank of the update."""
+    alpha: float = 64
+    """Scale numerator: the update is alpha / rank * B A."""
+    targets: list[str] | None = None
+    """Module name suffixes; null takes the family's own list."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Options every family has."""
+
+    path: str
+    """Hub id, folder, single .safetensors file, or the name of an embedded asset such as tiny-sd3."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    variant: str | None = None
+    """Weight file variant, such as fp16."""
+    dtype: DtypeName = "float32"
+    """Of the network's frozen weights and of its forward pass; trained weights are always float32."""
+    lora: LoraSettings | None = None
+    """The adapter to train; null trains all weights of the denoiser."""
+    init_lora: str | None = None
+    """Folder or .safetensors of a LoRA to start from; its rank and targets must be those of `lora`."""
+    vae: str | None = None
+    """Another VAE: hub id or folder."""
+    height: int | None = None
+    """Picture height in pixels; null takes the pipeline's default."""
+    width: int | None = None
+    """Picture width in pixels; null takes the pipeline's default."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+class ModelAdapter(Protocol):
+    """One model family behind the loop."""
+
+    process: Process
+    prediction_type: PredictionType
+    lora_targets: tuple[str, ...]
+    network: nn.Module
+    """The denoiser: the only trainable part."""
+
+    def dead_lora_modules(self) -> tuple[str, ...]:
+        """Adapted modules whose output the network never uses: they can have no gradient."""
+        ...
+
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        """Text embeddings of P prompts, on the model's device."""
+        ...
+
+    def free_text_encoders(self) -> None:
+        """Drop the encoders; `encode` raises from then on."""
+        ...
+
+    def latent_shape(self) -> tuple[int, ...]:
+        """Of one sample, without the batch dimension."""
+        ...
+
+    def schedule(self, num_inference_steps: int) -> Schedule:
+        """The pipeline's own grid for that many steps."""
+        ...
+
+    def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
+        """Raw network output at x [B, ...] and timestep [B] (network units), guided; [B, ...]."""
+        ...
+
+    def batch_key(self, step_index: int) -> int:
+        """Steps with the same key may share a forward."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images [B, 3, H, W] float32 in [0, 1] from clean latents."""
+        ...
+
+    def to(self, device: torch.device) -> None: ...
+
+
+def torch_dtype(name: DtypeName) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """Mixed precision for the forward pass; nothing in float32."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+def guided(
+    forward: Callable[[Tensor, Tensor, Condition], Tensor],
+    x: Tensor,
+    timestep: Tensor,
+    cond: Condition,
+    unconditional: Condition,
+    guidance_scale: float,
+) -> Tensor:
+    """Classifier-free guidance u + s (c - u) from one forward on a doubled batch, unconditional half first.
+
+    As in diffusers, guidance_scale <= 1 means none and costs one forward. Both branches carry gradient.
+    `unconditional` has one row.
+    """
+    if guidance_scale <= 1:
+        return forward(x, timestep, cond)
+    rows = torch.zeros(len(x), dtype=torch.int64)
+    both = Condition.collate([unconditional.index(rows), cond])
+    output = forward(torch.cat([x, x]), torch.cat([timestep, timestep]), both)
+    negative, positive = output.chunk(2)
+    return negative + guidance_scale * (positive - negative)
+
+
+def asset_folder(name: str) -> Path | None:
+    """Folder of an embedded asset, or None. FLOWRL_ASSETS overrides where assets are looked for."""
+    roots = [PACKAGE / "assets", PACKAGE.parent / "assets"]
+    if os.environ.get("FLOWRL_ASSETS"):
+        roots.insert(0, Path(os.environ["FLOWRL_ASSETS"]))
+    return next((root / name for root in roots if (root / name / "model_index.json").is_file()), None)
+
+
+def resolve_path(path: str) -> str:
+    """A path as diffusers wants it: the folder of an asset, an existing local path, or the hub id itself.
+
+    Raises:
+        ModelError: it looks like a local path and is not there, or is a pickle.
+    """
+    asset = asset_folder(path)
+    if asset is not None:
+        return str(asset)
+    local = Path(path).expanduser()
+    if local.suffix in {".ckpt", ".pt", ".bin", ".pth"}:
+        raise ModelError(f"model.path={path!r}: pickle checkpoints are not read; convert it to .safetensors")
+    if local.exists():
+        return str(local)
+    if path.startswith((".", "/", "~")) or local.suffix == ".safetensors" or path.count("/") != 1:
+        raise ModelError(
+            f"model.path={path!r}: no such file, folder or embedded asset; a hub id looks like 'owner/name'"
+        )
+    return path
+
+
+def load_pipeline(pipeline_class: type, config: ModelConfig, dtype: torch.dtype, **components: object):
+    """`from_pretrained` or `from_single_file`, with the hub's failures turned into one clear message."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    path = resolve_path(config.path)
+    options = {"torch_dtype": dtype, **components}
+    try:
+        if path.endswith(".safetensors"):
+            return pipeline_class.from_single_file(path, **options)
+        return pipeline_class.from_pretrained(path, revision=config.revision, variant=config.variant, **options)
+    except GatedRepoError:
+        raise ModelError(
+            f"model.path={config.path!r} is gated: accept its licence on its hub page, then run 'hf auth login'"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"model.path={config.path!r}: the hub has no such repository, or it is private: check the spelling, "
+            "or run 'hf auth login'"
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"model.path={config.path!r} could not be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "without a network, give a folder that is already here or an embedded asset such as tiny-sd3"
+        ) from error

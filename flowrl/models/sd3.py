@@ -1,0 +1,168 @@
+"""Stable Diffusion 3 and 3.5 (MMDiT): StableDiffusion3Pipeline called part by part.
+
+Process: flow, velocity prediction. timestep = 1000 sigma. `guidance_scale` is the pipeline's own CFG
+scale (<= 1: none). Text: two CLIP encoders and T5; without T5 the pipeline pads with zero tokens, and
+so does this adapter, since it calls the pipeline's own `encode_prompt`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.models.base import ModelConfig, ModelError, autocast, guided, load_pipeline, torch_dtype
+from flowrl.process import FlowProcess, PredictionType, Process
+from flowrl.schedules import Schedule
+from flowrl.types import Condition
+
+# yifan123/flow_grpo:scripts/train_sd3.py
+LORA_TARGETS = (
+    "attn.add_k_proj",
+    "attn.add_q_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "attn.to_k",
+    "attn.to_out.0",
+    "attn.to_q",
+    "attn.to_v",
+)
+
+LEVEL = "tested"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(ModelConfig):
+    max_sequence_length: int = 256
+    """T5 tokens per prompt; SD3 has no text mask, so the padding is part of the input."""
+    load_t5: bool = True
+    """False replaces T5 by zero tokens, as SD3 allows: 9 GB less in bf16."""
+
+
+class Sd3:
+    """Adapter of the family; `pipeline` holds every part, `network` the denoiser."""
+
+    process: Process = FlowProcess()
+    prediction_type: PredictionType = "velocity"
+    lora_targets = LORA_TARGETS
+
+    def __init__(self, pipeline: Any, config: Config) -> None:
+        self.pipeline, self.config = pipeline, config
+        self.network: nn.Module = pipeline.transformer
+        self.device = torch.device("cpu")
+        self._dtype = torch_dtype(config.dtype)
+        self._unconditional: Condition | None = None
+        scale, patch = pipeline.vae_scale_factor, pipeline.patch_size
+        self.height = config.height or pipeline.default_sample_size * scale
+        self.width = config.width or pipeline.default_sample_size * scale
+        for name, value in (("height", self.height), ("width", self.width)):
+            if value % (scale * patch):
+                near = round(value / (scale * patch)) * scale * patch
+                raise ModelError(f"model.{name}={value} must be a multiple of {scale * patch}; use {max(near, scale * patch)}")
+        for module in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
+            if module is not None:
+                module.requires_grad_(False).eval()
+        self.network.eval()
+        if config.gradient_checkpointing:
+            self.network.enable_gradient_checkpointing()
+
+    def dead_lora_modules(self) -> tuple[str, ...]:
+        # The last block drops its text tokens, so their queries reach nothing.
+        last = len(self.network.transformer_blocks) - 1
+        return (f"transformer_blocks.{last}.attn.add_q_proj",)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        if self._unconditional is None:
+            self._unconditional = self._encode([""])
+        return self._encode(list(prompts))
+
+    def _encode(self, prompts: list[str]) -> Condition:
+        if self.pipeline.text_encoder is None:
+            raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            prompt=prompts,
+            prompt_2=None,
+            prompt_3=None,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.config.max_sequence_length,
+        )
+        return Condition({"prompt_embeds": embeds, "pooled": pooled})
+
+    def free_text_encoders(self) -> None:
+        for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+            setattr(self.pipeline, name, None)
+        gc.collect()
+
+    def latent_shape(self) -> tuple[int, ...]:
+        scale = self.pipeline.vae_scale_factor
+        return (self.network.config.in_channels, self.height // scale, self.width // scale)
+
+    def schedule(self, num_inference_steps: int) -> Schedule:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.pipeline.scheduler.config)
+        options = {}
+        if scheduler.config.get("use_dynamic_shifting"):
+            scale, patch, values = self.pipeline.vae_scale_factor, self.pipeline.patch_size, scheduler.config
+            tokens = (self.height // scale // patch) * (self.width // scale // patch)
+            options["mu"] = calculate_shift(
+                tokens,
+                values.get("base_image_seq_len", 256),
+                values.get("max_image_seq_len", 4096),
+                values.get("base_shift", 0.5),
+                values.get("max_shift", 1.16),
+            )
+        scheduler.set_timesteps(num_inference_steps, **options)
+        return Schedule(sigmas=scheduler.sigmas.float().cpu(), timesteps=scheduler.timesteps.float().cpu())
+
+    def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
+        if self._unconditional is None and guidance_scale > 1:
+            raise ModelError("guidance needs the embedding of the empty prompt: call encode() first")
+        return guided(self._forward, x, timestep, cond, self._unconditional, guidance_scale)
+
+    def _forward(self, x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
+        with autocast(self.device, self._dtype):
+            return self.network(
+                hidden_states=x.to(self._dtype),
+                timestep=timestep,
+                encoder_hidden_states=cond["prompt_embeds"],
+                pooled_projections=cond["pooled"],
+                return_dict=False,
+            )[0]
+
+    def batch_key(self, step_index: int) -> int:
+        return 0
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+    def to(self, device: torch.device) -> None:
+        self.pipeline.to(device)
+        self.device = device
+        if self._unconditional is not None:
+            self._unconditional = self._unconditional.to(device)
+
+
+def build(config: Config) -> Sd3:
+    from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+
+    dtype = torch_dtype(config.dtype)
+    components: dict[str, Any] = {} if config.load_t5 else {"text_encoder_3": None, "tokenizer_3": None}
+    if config.vae is not None:
+        components["vae"] = AutoencoderKL.from_pretrained(config.vae, torch_dtype=dtype)
+    pipeline = load_pipeline(StableDiffusion3Pipeline, config, dtype, **components)
+    pipeline.set_progress_bar_config(disable=True)
+    # The VAE decodes in float32: pictures are scored, and half precision shifts the scores.
+    pipeline.vae.float()
+    return Sd3(pipeline, config)

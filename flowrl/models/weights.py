@@ -1,0 +1,159 @@
+"""Trainable weights and their roles: LoRA or full, with policy, reference, EMA and other snapshots.
+
+The policy lives in the network. Every other role is a named set of tensors that `using(role)` swaps in;
+for LoRA the reference is the network with the adapter disabled, and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.models.base import LoraSettings, ModelError
+
+ADAPTER = "default"
+
+
+class Weights:
+    """The trainable parameters of a denoiser.
+
+    Args:
+        network: the denoiser; frozen and trainable parts are set here.
+        lora: adapter settings, or None for full fine-tuning.
+        targets: module suffixes the adapter binds to, unless `lora` names its own.
+        seed: of the adapter's initial values.
+    """
+
+    def __init__(self, network: nn.Module, lora: LoraSettings | None, targets: tuple[str, ...], seed: int) -> None:
+        self.network, self.lora = network, lora
+        self.copies: dict[str, dict[str, Tensor]] = {}
+        if lora is None:
+            network.requires_grad_(True).float()
+        else:
+            network.requires_grad_(False)
+            self._attach(lora, list(lora.targets or targets), seed)
+        self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ModelError("no trainable parameter: the adapter binds to no module")
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.float()
+
+    def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> None:
+        from peft import LoraConfig
+
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=targets,
+            init_lora_weights="gaussian",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                self.network.add_adapter(config, adapter_name=ADAPTER)
+            except ValueError as error:
+                raise ModelError(
+                    f"model.lora.targets={targets} binds to no module of {type(self.network).__name__}: {error}"
+                ) from error
+
+    @property
+    def count(self) -> int:
+        """Number of trained values."""
+        return sum(p.numel() for p in self.parameters.values())
+
+    def snapshot(self, role: str) -> None:
+        """Keep the present values under `role`; for LoRA, 'reference' needs no copy."""
+        if role == "reference" and self.lora is not None:
+            return
+        self.copies[role] = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    @contextmanager
+    def using(self, role: str) -> Iterator[None]:
+        """The network with the values of `role` inside the block; 'policy' is the network as it is."""
+        if role == "policy":
+            yield
+        elif role == "reference" and self.lora is not None:
+            self.network.disable_adapters()
+            try:
+                yield
+            finally:
+                self.network.enable_adapters()
+        elif role in self.copies:
+            kept = {name: p.data for name, p in self.parameters.items()}
+            for name, p in self.parameters.items():
+                p.data = self.copies[role][name]
+            try:
+                yield
+            finally:
+                for name, p in self.parameters.items():
+                    p.data = kept[name]
+        else:
+            raise ValueError(f"role={role!r} is unknown; there are: policy, {', '.join(sorted(self.copies)) or 'none'}")
+
+    def state(self) -> dict[str, Tensor]:
+        """Every role as flat names, for a checkpoint."""
+        tensors = {f"policy/{name}": p.detach() for name, p in self.parameters.items()}
+        for role, copy in self.copies.items():
+            tensors |= {f"{role}/{name}": value for name, value in copy.items()}
+        return tensors
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of `state`; raises ModelError where names or shapes differ."""
+        roles: dict[str, dict[str, Tensor]] = {}
+        for flat, value in tensors.items():
+            role, _, name = flat.partition("/")
+            roles.setdefault(role, {})[name] = value
+        for role, values in roles.items():
+            self._check(values, role)
+            if role == "policy":
+                for name, p in self.parameters.items():
+                    p.data.copy_(values[name])
+            else:
+                self.copies[role] = {name: values[name].to(p.device).clone() for name, p in self.parameters.items()}
+
+    def _check(self, values: dict[str, Tensor], role: str) -> None:
+        for name, p in self.parameters.items():
+            if name not in values or values[name].shape != p.shape:
+                found = tuple(values[name].shape) if name in values else "nothing"
+                raise ModelError(
+                    f"the checkpoint's {role} weights do not fit this model: {name} is {tuple(p.shape)} here, {found} there"
+                )
+
+    def load_lora(self, path: str) -> None:
+        """Start from a saved adapter of the same rank and targets (`model.init_lora`)."""
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        if self.lora is None:
+            raise ModelError("model.init_lora needs model.lora: full fine-tuning has no adapter to load into")
+        file = Path(path)
+        if file.is_dir():
+            file = file / "pytorch_lora_weights.safetensors"
+        if not file.is_file():
+            raise ModelError(f"model.init_lora={path!r}: there is no {file}")
+        prefix = "transformer."
+        tensors = {k.removeprefix(prefix): v for k, v in load_file(file).items() if k.startswith(prefix)}
+        result: Any = set_peft_model_state_dict(self.network, tensors, adapter_name=ADAPTER)
+        adapter = [name for name in result.missing_keys if "lora_" in name]
+        if not tensors or result.unexpected_keys or adapter:
+            raise ModelError(f"model.init_lora={path!r} does not fit model.lora: rank and targets must be the same")
+
+    def save(self, folder: Path, pipeline_class: type) -> None:
+        """What a plain pipeline loads: `load_lora_weights(folder)`, or `folder/transformer` for full weights."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.lora is None:
+            self.network.save_pretrained(folder / "transformer")
+            return
+        from peft import get_peft_model_state_dict
+
+        # Without the metadata diffusers drops alpha, and the reloaded adapter has another scale.
+        pipeline_class.save_lora_weights(
+            folder,
+            transformer_lora_layers=get_peft_model_state_dict(self.network, adapter_name=ADAPTER),
+            transformer_lora_adapter_metadata=self.network.peft_config[ADAPTER].to_dict(),
+        )

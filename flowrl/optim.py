@@ -1,0 +1,138 @@
+"""The optimizer step: AdamW, learning-rate schedule, gradient clipping, loss scaling, EMA."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.config import OptimConfig
+from flowrl.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What an update did. `skipped`: the gradient was not finite and nothing moved."""
+
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+
+
+class Optimizer:
+    """AdamW over the trainable weights.
+
+    Args:
+        weights: what is trained; its "ema" role is kept here if asked for.
+        total_updates: of the whole run, for the learning-rate schedule.
+        loss_scaling: float16 training; the scale starts at 2^16 and follows overflows as usual.
+    """
+
+    def __init__(self, weights: Weights, config: OptimConfig, total_updates: int, *, loss_scaling: bool = False) -> None:
+        self.weights, self.config, self.total_updates = weights, config, max(total_updates, 1)
+        self.updates = 0
+        self.skipped = 0
+        self.scale = 2.0**16 if loss_scaling else 1.0
+        self.dynamic_scale = loss_scaling
+        self._good_steps = 0
+        self.parameters = list(weights.parameters.values())
+        self.adam = torch.optim.AdamW(
+            self.parameters,
+            lr=config.learning_rate,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        if config.ema is not None and "ema" not in weights.copies:
+            weights.snapshot("ema")
+
+    @property
+    def role(self) -> str:
+        """Weights that evaluation and the saved result use."""
+        return "ema" if self.config.ema is not None else "policy"
+
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        base, warmup = self.config.learning_rate, self.config.warmup_updates
+        if self.updates < warmup:
+            return base * (self.updates + 1) / warmup
+        progress = min((self.updates - warmup) / max(self.total_updates - warmup, 1), 1.0)
+        if self.config.schedule == "linear":
+            return base * (1 - progress)
+        if self.config.schedule == "cosine":
+            return base * 0.5 * (1 + math.cos(math.pi * progress))
+        return base
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def flat_gradient(self) -> Tensor:
+        """All gradients as one vector; a parameter without one counts as zeros."""
+        return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in self.parameters])
+
+    def step(self, gradient: Tensor) -> StepReport:
+        """Clip the (unscaled) flat gradient, move the weights, move the average."""
+        rate = self.learning_rate()
+        norm = float(torch.linalg.vector_norm(gradient))
+        if not math.isfinite(norm):
+            self.skipped += 1
+            self._grow(False)
+            self.zero_grad()
+            return StepReport(grad_norm=norm, learning_rate=rate, skipped=True)
+        if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
+            gradient = gradient * (self.config.max_grad_norm / norm)
+        offset = 0
+        for p in self.parameters:
+            p.grad = gradient[offset : offset + p.numel()].view_as(p)
+            offset += p.numel()
+        self.adam.param_groups[0]["lr"] = rate
+        self.adam.step()
+        self.zero_grad()
+        self.updates += 1
+        self._grow(True)
+        self._average()
+        return StepReport(grad_norm=norm, learning_rate=rate, skipped=False)
+
+    def _grow(self, finite: bool) -> None:
+        """Dynamic loss scale: halve on overflow, double after 2000 good steps."""
+        if not self.dynamic_scale:
+            return
+        if not finite:
+            self.scale, self._good_steps = max(self.scale / 2, 1.0), 0
+        else:
+            self._good_steps += 1
+            if self._good_steps % 2000 == 0:
+                self.scale = min(self.scale * 2, 2.0**24)
+
+    def _average(self) -> None:
+        ema = self.config.ema
+        if ema is None or self.updates % ema.every:
+            return
+        decay = min(ema.decay, (1 + self.updates) / (10 + self.updates)) if ema.warmup else ema.decay
+        copies = self.weights.copies["ema"]
+        torch._foreach_lerp_(
+            [copies[name] for name in self.weights.parameters], [p.detach() for p in self.parameters], 1 - decay
+        )
+
+    def state(self) -> tuple[dict[str, Tensor], dict]:
+        """(moments as flat names, counters)."""
+        tensors: dict[str, Tensor] = {}
+        for name, p in self.weights.parameters.items():
+            for key, value in self.adam.state.get(p, {}).items():
+                tensors[f"{name}/{key}"] = torch.as_tensor(value)
+        counters = {"updates": self.updates, "skipped": self.skipped, "scale": self.scale, "good": self._good_steps}
+        return tensors, counters
+
+    def load_state(self, tensors: dict[str, Tensor], counters: dict) -> None:
+        """Inverse of `state`."""
+        self.adam.state.clear()
+        for name, p in self.weights.parameters.items():
+            found = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
+            if found:
+                # Adam keeps its step counter on the CPU, the moments beside the parameter.
+                self.adam.state[p] = {k: v.clone() if k == "step" else v.to(p.device).clone() for k, v in found.items()}
+        self.updates, self.skipped = counters["updates"], counters["skipped"]
+        self.scale, self._good_steps = counters["scale"], counters["good"]

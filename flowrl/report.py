@@ -1,0 +1,106 @@
+"""Before and after: the base evaluation, the final one, `summary.json`, and the gallery."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from flowrl.evaluate import Evaluation, difference, summary
+from flowrl.gallery import build as build_gallery
+from flowrl.metrics import log
+
+if TYPE_CHECKING:
+    from flowrl.trainer import Trainer
+
+# Prompts on which the candidates for the base's best CFG are compared; the winner is then evaluated in full.
+_GUIDANCE_PROMPTS = 128
+
+
+def primary_metric(trainer: Trainer) -> str:
+    """The output that is trained on most: the first of the heaviest reward's shares."""
+    entry = max(trainer.scorer.entries, key=lambda e: abs(e.weight))
+    return next(iter(entry.shares()))
+
+
+def _saved(trainer: Trainer, tag: str) -> Evaluation | None:
+    file = trainer.folder.path / "eval" / f"{tag}.json"
+    return Evaluation.load(file) if file.is_file() else None
+
+
+def evaluate_base(trainer: Trainer) -> tuple[Evaluation, Evaluation | None]:
+    """The untouched model at the evaluation's guidance, and at its best one where that is another."""
+    base = _saved(trainer, "base")
+    if base is None:
+        base = _with_base_weights(trainer, "base", trainer.eval_guidance)
+        metric = primary_metric(trainer)
+        log.info("base: %s %s on %d held-out prompts", metric, _format(summary(base)[metric]), len(base.prompts))
+    best = _best_guidance(trainer, base) if trainer.config.eval.best_guidance else None
+    _write(trainer, "running", base, best, None)
+    return base, best
+
+
+def _with_base_weights(trainer: Trainer, tag: str, guidance_scale: float, **options: Any) -> Evaluation:
+    if trainer.start:
+        raise RuntimeError(f"eval/{tag}.json is gone and the weights have already moved; start the run anew")
+    return trainer.evaluate(tag, guidance_scale=guidance_scale, **options)
+
+
+def _best_guidance(trainer: Trainer, base: Evaluation) -> Evaluation | None:
+    metric, folder = primary_metric(trainer), trainer.folder.path / "eval"
+    for file in sorted(folder.glob("base-guidance-*.json")):
+        return Evaluation.load(file)
+    if trainer.start:
+        return None
+    means = {base.guidance_scale: float(base.scores[metric][:_GUIDANCE_PROMPTS].mean())}
+    for scale in trainer.config.eval.best_guidance:
+        if scale not in means:
+            trial = _with_base_weights(trainer, "trial", scale, limit=_GUIDANCE_PROMPTS, save=False)
+            means[scale] = float(trial.scores[metric].mean())
+    scale = max(means, key=lambda s: means[s])
+    log.info("base by CFG: %s", ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
+    if scale == base.guidance_scale:
+        return None
+    return _with_base_weights(trainer, f"base-guidance-{scale:g}", scale)
+
+
+def finish(trainer: Trainer, before: tuple[Evaluation, Evaluation | None]) -> dict[str, Any]:
+    """Evaluate the result, write the summary and the gallery, and say what came out."""
+    base, best = before
+    tuned = _saved(trainer, "tuned") or trainer.evaluate("tuned")
+    result = _write(trainer, "finished", base, best, tuned)
+    if trainer.world.main:
+        metric = primary_metric(trainer)
+        started = time.monotonic()
+        page = build_gallery([trainer.folder.path])
+        log.info("base  %s %s", metric, _format(result["base"][metric]))
+        if best is not None:
+            log.info("base with its best CFG %g  %s %s", best.guidance_scale, metric, _format(result["base_best_guidance"][metric]))
+        log.info("tuned %s %s", metric, _format(result["tuned"][metric]))
+        log.info("paired difference %s", _format(result["difference"][metric], signed=True))
+        log.info("report: %s (%.1f s)", page, time.monotonic() - started)
+    trainer.world.barrier()
+    return result
+
+
+def _write(
+    trainer: Trainer, status: str, base: Evaluation, best: Evaluation | None, tuned: Evaluation | None
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "status": status,
+        "iterations": trainer.iteration,
+        "seconds": round(trainer.seconds, 1),
+        "primary": primary_metric(trainer),
+        "base": summary(base),
+    }
+    rival = best or base
+    result["base_best_guidance"] = summary(rival) | {"guidance_scale": rival.guidance_scale}
+    if tuned is not None:
+        result |= {"tuned": summary(tuned), "difference": difference(base, tuned)}
+    if trainer.world.main:
+        trainer.folder.write_json("summary.json", result)
+    return result
+
+
+def _format(value: dict[str, float], *, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    return f"{value['mean']:{sign}.4f} (95 % interval {value['low']:{sign}.4f} to {value['high']:{sign}.4f}, n = {value['n']})"

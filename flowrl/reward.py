@@ -1,0 +1,212 @@
+"""Rewards: the contract of one, and the scorer that runs several.
+
+A reward is `score(images, prompts, metadata)`: images float [B, 3, H, W], or videos [B, F, 3, H, W], in
+[0, 1] (a list where sizes differ); it returns [B], or {output name: [B]}, on the reward's published scale.
+A sample that could not be scored is NaN, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ScoreFunction = Callable[[Any, Sequence[str], Sequence[dict]], "Tensor | Mapping[str, Tensor]"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """What a reward declares about itself."""
+
+    outputs: tuple[str, ...]
+    """Names of its values; the first one is trained on unless the configuration says otherwise."""
+    low: float = -math.inf
+    high: float = math.inf
+    """Range of the raw values; a finite value outside it stops the run."""
+    higher_is_better: bool = True
+    modality: str = "image"
+    """"image", "video" or "edit"."""
+    differentiable: bool = False
+    """True where gradients reach the images: no inference mode, cache, PIL or network on the way."""
+    needs_groups: bool = False
+    """True where a score depends on the other samples of the prompt."""
+    level: str = "experimental"
+    """"tested" (a CPU test scores with it), "verified" (real weights, with numbers), "experimental"."""
+    licence: str = "unknown"
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A named scorer with its card; what `build(config)` of a file in `rewards/` returns."""
+
+    score: ScoreFunction
+    card: Card
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedReward:
+    """A reward as the configuration uses it.
+
+    The training value is weight * sum over outputs of share * clip(scale * raw + offset).
+    """
+
+    name: str
+    reward: Reward
+    weight: float = 1.0
+    outputs: dict[str, float] = field(default_factory=dict)
+    """Output -> share; empty: the card's first output alone."""
+    scale: float = 1.0
+    offset: float = 0.0
+    clip: tuple[float, float] | None = None
+
+    def shares(self) -> dict[str, float]:
+        return self.outputs or {self.reward.card.outputs[0]: 1.0}
+
+    def training_value(self, raw: Mapping[str, Tensor]) -> Tensor:
+        """[B] from the raw outputs; NaN where any used output is NaN."""
+        sign = 1.0 if self.reward.card.higher_is_better else -1.0
+        total = torch.zeros(())
+        for output, share in self.shares().items():
+            value = sign * raw[output] * self.scale + self.offset
+            if self.clip is not None:
+                value = value.clamp(*self.clip)
+            total = total + share * value
+        return total
+
+
+class RewardError(RuntimeError):
+    """A reward broke its contract; the message names the reward and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Result of scoring B samples."""
+
+    raw: dict[str, Tensor]
+    """Output name -> [B] float32, raw scale."""
+    values: Tensor
+    """Training values per reward, [R, B]; NaN marks a sample to be masked."""
+    weights: Tensor
+    """[R]."""
+    failures: int = 0
+    """Samples that some reward could not score."""
+
+    @property
+    def total(self) -> Tensor:
+        """Weighted sum, [B]; NaN where a reward that counts has failed."""
+        live = self.weights != 0
+        return (self.values[live] * self.weights[live, None]).sum(dim=0)
+
+
+def score_once(entry: WeightedReward, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+    """Raw outputs of one reward, checked against its card.
+
+    Raises:
+        RewardError: a wrong shape, a missing output, or a finite value outside the declared range.
+    """
+    card, count = entry.reward.card, len(prompts)
+    result = entry.reward.score(images, prompts, metadata)
+    named = dict(result) if isinstance(result, Mapping) else {card.outputs[0]: result}
+    missing = [name for name in card.outputs if name not in named]
+    if missing:
+        raise RewardError(f"reward {entry.name!r} declares {list(card.outputs)} but returned {list(named)}")
+    checked: dict[str, Tensor] = {}
+    for name, value in named.items():
+        tensor = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
+        if tensor.shape != (count,):
+            raise RewardError(
+                f"reward {entry.name!r} returned shape {tuple(tensor.shape)} for {name!r}; "
+                f"it was given {count} samples and must return one number for each, shape ({count},)"
+            )
+        finite = tensor[tensor.isfinite()]
+        # Ranges are declared with float literals: allow for their rounding.
+        slack = 1e-4 * max(1.0, abs(card.high) if math.isfinite(card.high) else 1.0)
+        if finite.numel() and (finite.min() < card.low - slack or finite.max() > card.high + slack):
+            raise RewardError(
+                f"reward {entry.name!r} returned {finite.min():.4g}..{finite.max():.4g} for {name!r}, "
+                f"outside its declared range {card.low}..{card.high}"
+            )
+        checked[name] = torch.where(tensor.isfinite(), tensor, torch.nan)
+    return checked
+
+
+class Scorer:
+    """Runs several rewards on a batch: retry, then mask, then abort.
+
+    Args:
+        entries: the rewards with their weights.
+        batch_size: samples handed to a reward at once.
+        retries: further tries after an exception.
+        max_failed_share: above this share of masked samples in one call the run stops.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[WeightedReward],
+        *,
+        batch_size: int = 64,
+        retries: int = 2,
+        max_failed_share: float = 0.5,
+        on_error: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if not entries:
+            raise ValueError("rewards: at least one reward is needed")
+        outputs = [name for entry in entries for name in entry.reward.card.outputs]
+        doubled = sorted({name for name in outputs if outputs.count(name) > 1})
+        if doubled:
+            raise ValueError(f"rewards: the output {doubled[0]!r} is produced by two entries; name each reward once")
+        for entry in entries:
+            unknown = sorted(set(entry.outputs) - set(entry.reward.card.outputs))
+            if unknown:
+                raise ValueError(
+                    f"rewards: {entry.name!r} has no output {unknown[0]!r}; it has {list(entry.reward.card.outputs)}"
+                )
+        self.entries = tuple(entries)
+        self.batch_size, self.retries, self.max_failed_share = batch_size, retries, max_failed_share
+        self.on_error = on_error
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(name for entry in self.entries for name in entry.reward.card.outputs)
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
+        """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
+
+        Raises:
+            RewardError: a broken contract, or more than `max_failed_share` of the samples failed.
+        """
+        raw: dict[str, list[Tensor]] = {name: [] for name in self.outputs}
+        for start in range(0, len(prompts), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            for entry in self.entries:
+                for name, value in self._attempt(entry, images[part], prompts[part], metadata[part]).items():
+                    raw[name].append(value)
+        joined = {name: torch.cat(parts) for name, parts in raw.items()}
+        values = torch.stack([entry.training_value(joined) for entry in self.entries])
+        failures = int(values.isnan().any(dim=0).sum())
+        if failures > self.max_failed_share * len(prompts):
+            raise RewardError(
+                f"{failures} of {len(prompts)} samples could not be scored, more than the allowed share "
+                f"{self.max_failed_share}; the first error is in the log above"
+            )
+        weights = torch.tensor([entry.weight for entry in self.entries])
+        return Scores(raw=joined, values=values, weights=weights, failures=failures)
+
+    def _attempt(
+        self, entry: WeightedReward, images: Any, prompts: Sequence[str], metadata: Sequence[dict]
+    ) -> dict[str, Tensor]:
+        for attempt in range(self.retries + 1):
+            try:
+                return score_once(entry, images, prompts, metadata)
+            except RewardError:
+                raise
+            except Exception as error:  # a user's code may raise anything; the policy is retry, then mask
+                self.on_error(
+                    f"reward {entry.name!r} raised {type(error).__name__}: {error} (try {attempt + 1} of {self.retries + 1})"
+                )
+        return {name: torch.full((len(prompts),), torch.nan) for name in entry.reward.card.outputs}

@@ -1,0 +1,156 @@
+"""The run folder: who may write to it, what it was started with, where it stands."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowrl import checkpoint
+from flowrl.config import ConfigError, Options, Resolved
+from flowrl.metrics import MetricsFile
+
+# A resumed run may be longer or save more often; anything else would make it another run.
+_MAY_CHANGE = ("iterations", "checkpoint", "output")
+
+
+class RunFolder:
+    """`<output>/<name>`; one writer at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = MetricsFile(path / "metrics.jsonl")
+        self.checkpoints = path / "checkpoints"
+        self._lock: int | None = None
+
+    def lock(self, wait_s: float = 5.0) -> int:
+        """Hold the folder until every process that inherited the returned descriptor has ended.
+
+        Raises:
+            ConfigError: not writable, or another run is using it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            probe = self.path / ".writable"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"output: the run folder {self.path} cannot be written ({error.strerror}); set output=...") from None
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise ConfigError(
+                        f"the run folder {self.path} is in use by another process; wait for it, or choose another name"
+                    ) from None
+                time.sleep(0.1)
+        self._lock = descriptor
+        return descriptor
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def begin(self, resolved: Resolved, resume: bool) -> int:
+        """Make the folder ready and return the iteration to go on from (0: the start).
+
+        Raises:
+            ConfigError: it already holds a run, or one with another configuration.
+        """
+        tree, file = resolved.tree(), self.path / "config.yaml"
+        saved = checkpoint.available(self.checkpoints)
+        started = bool(saved or self.metrics.rows())
+        if file.is_file() and started:
+            changed = _differences(yaml.safe_load(file.read_text(encoding="utf-8")), tree)
+            if changed:
+                raise ConfigError(
+                    f"the run folder {self.path} holds a run with another configuration: {'; '.join(changed)}. "
+                    "Choose another name, or use the old values to resume it"
+                )
+            if not resume:
+                raise ConfigError(
+                    f"the run folder {self.path} already holds this run; add --resume to go on, or choose another name"
+                )
+        checkpoint.write_atomically(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+        return saved[-1] if resume and saved else 0
+
+    def forget_after(self, iteration: int) -> None:
+        """Drop metrics and evaluations past a checkpoint; they will be made again."""
+        self.metrics.truncate(iteration)
+        for file in (self.path / "eval").glob("*.json"):
+            if json.loads(file.read_text(encoding="utf-8"))["iteration"] > iteration:
+                file.unlink()
+
+    def write_json(self, name: str, value: Any) -> None:
+        checkpoint.write_atomically(self.path / name, json.dumps(_plain(value), indent=1) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """NaN is not JSON."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, float) and value != value:
+        return None
+    return value
+
+
+def _differences(old: Options, new: Options, prefix: str = "") -> list[str]:
+    found = []
+    for key in sorted(set(old) | set(new)):
+        place = f"{prefix}{key}"
+        a, b = old.get(key), new.get(key)
+        if a == b or place in _MAY_CHANGE:
+            continue
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{place}.")
+        else:
+            found.append(f"{place} was {a!r}, now {b!r}")
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of everything that can change a number."""
+    names = ("flowrl", "torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "numpy")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any]:
+    """Who, where and with what: for `provenance.json`."""
+    import torch
+
+    root = Path(__file__).resolve().parents[1]
+    git = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False)
+    commit = git.stdout.strip() or "not a git checkout"
+    return versions() | {
+        "commit": commit + (" with uncommitted changes" if git.returncode == 0 and dirty.stdout.strip() else ""),
+        "command": " ".join(["flowrl", *sys.argv[1:]]),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
+        "processes": processes,
+        "threads_per_process": torch.get_num_threads(),
+        "seed": resolved.run.seed,
+        "rewards": ", ".join(f"{plan.name} x {plan.entry.weight}" for plan in resolved.rewards),
+        "levels": {"algorithm": getattr(resolved.algorithm.build(), "level", "experimental")},
+    }

@@ -1,0 +1,114 @@
+"""What a sampler returns (a Gaussian over the next latents) and the protocol it follows.
+
+A sampler neither draws nor scores: `sample`, `log_prob` and `kl` exist once, here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from flowrl.process import Process, expand
+from flowrl.types import Prediction, Step
+
+LogProbForm = Literal["mean", "sum", "unscaled", "position"]
+KLDivisor = Literal["variance", "flow_grpo", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDistribution:
+    """Gaussian over the next latents: mean [B, ...] and std [B], float32; std 0 is a deterministic step."""
+
+    mean: Tensor
+    std: Tensor
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """mean + std * noise, [B, ...] float32; `noise` is standard normal, shaped like the mean."""
+        if noise.shape != self.mean.shape:
+            raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the mean {tuple(self.mean.shape)}")
+        return self.mean + expand(self.std, self.mean) * noise.float()
+
+    def log_prob(self, x_next: Tensor, form: LogProbForm = "mean") -> Tensor:
+        """Log-density of `x_next` [B, ...], float32.
+
+        Forms: `mean` over all latent dims (the official Flow-GRPO number; clip ranges are tuned to it),
+        `sum` (the true log-density), `unscaled` = -mean of (x_next - mean)^2 (CPS), `position` = mean over
+        channels only, [B, ...] without the channel axis. All others are [B].
+
+        Raises:
+            ValueError: a deterministic step (std 0) has no density; shapes differ.
+        """
+        if x_next.shape != self.mean.shape:
+            raise ValueError(f"x_next {tuple(x_next.shape)} must be shaped like the mean {tuple(self.mean.shape)}")
+        square = (x_next.float() - self.mean).square()
+        dims = tuple(range(1, square.ndim))
+        if form == "unscaled":
+            return -square.mean(dim=dims)
+        self._require_noise("log_prob")
+        std = expand(self.std, square)
+        density = -square / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
+        if form == "mean":
+            return density.mean(dim=dims)
+        if form == "sum":
+            return density.sum(dim=dims)
+        if form == "position":
+            return density.mean(dim=1)
+        raise ValueError(f"log_prob form={form!r}; use 'mean', 'sum', 'unscaled' or 'position'")
+
+    def kl(self, other: StepDistribution, *, divisor: KLDivisor = "variance", dt: Tensor | None = None) -> Tensor:
+        """Mean over dims of (mean - other.mean)^2 / (2 * divisor), [B]: the KL of two steps of equal std.
+
+        `variance` divides by std^2 (the Gaussian KL per dim); `flow_grpo` by std^2 / |dt|, the form of the
+        official code since 2025-07-15, which lacks the factor 1 / |dt|; `none` leaves the square alone.
+        """
+        square = (self.mean - other.mean).square().mean(dim=tuple(range(1, self.mean.ndim)))
+        if divisor == "none":
+            return square
+        self._require_noise("kl")
+        variance = self.std.square()
+        if divisor == "flow_grpo":
+            if dt is None:
+                raise ValueError("kl divisor 'flow_grpo' needs dt, the sigma difference of the step, [B]")
+            variance = variance / dt.abs()
+        return square / (2 * variance)
+
+    def _require_noise(self, what: str) -> None:
+        if bool((self.std == 0).any()):
+            raise ValueError(f"{what} of a deterministic step (std 0): only stochastic steps can be scored or trained")
+
+
+class Sampler(Protocol):
+    """A transition law. `log_prob_form` is the form its published clip ranges belong to."""
+
+    log_prob_form: LogProbForm
+
+    def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
+        """Distribution of the next latents given x [B, ...]; noise level from `step.noise_level`."""
+        ...
+
+    def default_noise_level(self) -> float:
+        """Noise level of a stochastic step where the plan does not set one."""
+        ...
+
+
+def euler_mean(process: Process, prediction: Prediction, step: Step) -> Tensor:
+    """alpha' x0_hat + sigma' eps_hat: the deterministic step (DDIM; for flows the Euler step), [B, ...]."""
+    x0_hat = prediction.x0_hat
+    return expand(step.alpha_next, x0_hat) * x0_hat + expand(step.sigma_next, x0_hat) * prediction.eps_hat
+
+
+def require_flow(process: Process, name: str) -> None:
+    """Raise unless the path is a flow: the SDE laws on sigma in [0, 1] have no meaning elsewhere."""
+    from flowrl.process import FlowProcess
+
+    if not isinstance(process, FlowProcess):
+        raise ValueError(f"sampler {name!r} needs a flow model (x = (1 - sigma) x0 + sigma eps); use 'ddim' here")
+
+
+def zeros_like_std(x: Tensor) -> Tensor:
+    """std of a deterministic step, [B] float32."""
+    return torch.zeros(len(x), dtype=torch.float32, device=x.device)

@@ -1,0 +1,36 @@
+"""The deterministic step: x' = alpha' x0_hat + sigma' eps_hat (Euler on a flow, DDIM on VP).
+
+No singular points; no density, so its steps are never trained by methods with log-probs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowrl.process import Process
+from flowrl.samplers.base import LogProbForm, StepDistribution, euler_mean, zeros_like_std
+from flowrl.types import Prediction, Step
+
+LEVEL = "tested"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """No options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ode:
+    log_prob_form: LogProbForm = "mean"
+
+    def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
+        return StepDistribution(mean=euler_mean(process, prediction, step), std=zeros_like_std(x))
+
+    def default_noise_level(self) -> float:
+        return 0.0
+
+
+def build(config: Config) -> Ode:
+    return Ode()

@@ -1,0 +1,65 @@
+"""Sigma grids: pure functions from a number of steps to float32 [K + 1], from noise to exactly 0."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A grid and what the network is fed at each of its steps.
+
+    sigmas [K + 1] strictly decreasing to the last value (0 for flow models), timesteps [K] in the
+    network's units, both float32.
+    """
+
+    sigmas: Tensor
+    timesteps: Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.sigmas) != len(self.timesteps) + 1:
+            raise ValueError(f"{len(self.timesteps)} timesteps need {len(self.timesteps) + 1} sigmas, got {len(self.sigmas)}")
+        if not bool((self.sigmas.diff() < 0).all()):
+            raise ValueError(f"sigmas must fall strictly, got {self.sigmas.tolist()}")
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+
+def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
+    """Resolution shift: s * sigma / (1 + (s - 1) * sigma); 0 and 1 stay.
+
+    >>> shift_sigmas(torch.tensor([1.0, 0.5, 0.0]), 3.0).tolist()
+    [1.0, 0.75, 0.0]
+    """
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def flow_match_euler(num_steps: int, shift: float, *, num_train_timesteps: int = 1000) -> Tensor:
+    """Grid of diffusers' FlowMatchEulerDiscreteScheduler with a static shift, [K + 1].
+
+    The training grid's smallest sigma is shifted once when the scheduler is made and again when the
+    steps are set, so the last stochastic sigma is small (0.00893 for shift 3), not 1 / K.
+    """
+    smallest = shift_sigmas(torch.tensor(1 / num_train_timesteps, dtype=torch.float64), shift)
+    grid = torch.linspace(1.0, float(smallest), num_steps, dtype=torch.float64)
+    return torch.cat([shift_sigmas(grid, shift), torch.zeros(1, dtype=torch.float64)]).float()
+
+
+def shifted_linspace(num_steps: int, shift: float) -> Tensor:
+    """Grid of DanceGRPO and MixGRPO: linspace(1, 0, K + 1), shifted, [K + 1]."""
+    return shift_sigmas(torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64), shift).float()
+
+
+def dynamic_shift(tokens: int, *, base: tuple[int, float] = (256, 0.5), top: tuple[int, float] = (4096, 1.15)) -> float:
+    """FLUX-type shift exp(mu) for an image of `tokens` tokens, mu linear between the two points.
+
+    >>> round(math.log(dynamic_shift(1024)), 3)
+    0.63
+    """
+    slope = (top[1] - base[1]) / (top[0] - base[0])
+    return math.exp(base[1] + slope * (tokens - base[0]))

@@ -1,0 +1,238 @@
+"""The captioned-shapes world: six tasks in the manner of GenEval, their captions, and a renderer.
+
+A scene is a handful of non-overlapping flat shapes on a near-black background. The dark background
+is deliberate: antialiased edge pixels keep the hue of their shape, so an image can be verified by
+colour and geometry alone (`rewards/shapes.py`).
+
+Lengths are in pixels of the picture; the centre of the top-left pixel is (0, 0).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+SHAPES = ("circle", "square", "triangle", "cross")
+PALETTE: dict[str, tuple[float, float, float]] = {
+    "red": (1.0, 0.1, 0.1),
+    "green": (0.1, 0.9, 0.1),
+    "blue": (0.15, 0.15, 1.0),
+    "yellow": (1.0, 1.0, 0.1),
+    "purple": (1.0, 0.1, 1.0),
+    "cyan": (0.1, 1.0, 1.0),
+}
+COLORS = tuple(PALETTE)
+BACKGROUND = 0.06
+NUMBERS = {"two": 2, "three": 3, "four": 4}
+RELATIONS: dict[str, tuple[int, int]] = {
+    # Direction from the second object to the first, (x, y), y pointing down.
+    "left of": (-1, 0),
+    "right of": (1, 0),
+    "above": (0, -1),
+    "below": (0, 1),
+}
+TASKS = ("single", "color", "counting", "two", "binding", "position")
+HELD_OUT_PER_TASK = {"single": 1, "color": 7, "counting": 42, "two": 78, "binding": 192, "position": 192}
+"""How many captions of each task are never used for training: 512 in all."""
+
+# Area of a shape of radius r is AREA[shape] * r^2; its centroid lies CENTROID_Y[shape] * r below its centre.
+AREA = {"circle": math.pi, "square": 3.24, "triangle": 1.8, "cross": 2.3616}
+CENTROID_Y = {"circle": 0.0, "square": 0.0, "triangle": 0.25, "cross": 0.0}
+
+# Radii at 32 px by number of objects; other sizes scale linearly.
+_RADII = {1: (5.0, 9.0), 2: (4.2, 6.2), 3: (3.8, 5.0), 4: (3.6, 4.6)}
+_REFERENCE_SIZE = 32
+_GAP = 1.5
+_AXIS_RATIO = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSpec:
+    """One asked-for object; `color` None means that any colour will do."""
+
+    shape: str
+    color: str | None = None
+
+    def describe(self, article: bool = True) -> str:
+        words = ([self.color] if self.color else []) + [self.shape]
+        return " ".join((["a"] if article else []) + words)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a caption asks for: exactly these objects and, for `position`, the first related to the second."""
+
+    task: str
+    objects: tuple[ObjectSpec, ...]
+    relation: str | None = None
+
+    @property
+    def caption(self) -> str:
+        first = self.objects[0]
+        if self.task == "counting":
+            number = next(word for word, count in NUMBERS.items() if count == len(self.objects))
+            plural = "crosses" if first.shape == "cross" else first.shape + "s"
+            return " ".join([number] + ([first.color] if first.color else []) + [plural])
+        joined = f" {self.relation or 'and'} "
+        return joined.join(o.describe() for o in self.objects)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An object on the canvas: centre (x, y) and radius in pixels."""
+
+    shape: str
+    color: str
+    x: float
+    y: float
+    radius: float
+
+
+@cache
+def scenes() -> dict[str, tuple[Scene, ...]]:
+    """Every scene of the world by task, in a fixed order (1400 captions in all)."""
+    plain = [ObjectSpec(s) for s in SHAPES]
+    colored = [ObjectSpec(s, c) for s in SHAPES for c in COLORS]
+    # At most one of the two is coloured, and the shapes differ, so that the caption identifies both.
+    pairs = [
+        (a, b)
+        for a, b in itertools.product(plain + colored, repeat=2)
+        if a.shape != b.shape and not (a.color and b.color)
+    ]
+    bound = [(a, b) for a, b in itertools.product(colored, repeat=2) if a.color != b.color]
+    return {
+        "single": tuple(Scene("single", (o,)) for o in plain),
+        "color": tuple(Scene("color", (o,)) for o in colored),
+        "counting": tuple(Scene("counting", (o,) * n) for n in NUMBERS.values() for o in plain + colored),
+        "two": tuple(Scene("two", p) for p in pairs),
+        "binding": tuple(Scene("binding", p) for p in bound),
+        "position": tuple(Scene("position", p, r) for p in pairs for r in RELATIONS),
+    }
+
+
+@cache
+def _by_caption() -> dict[str, Scene]:
+    return {scene.caption: scene for group in scenes().values() for scene in group}
+
+
+def parse(caption: str) -> Scene:
+    """The scene that a caption asks for.
+
+    Raises:
+        ValueError: the caption is not one of this world's.
+
+    >>> parse("a red circle left of a square").relation
+    'left of'
+    """
+    key = " ".join(caption.lower().split())
+    try:
+        return _by_caption()[key]
+    except KeyError:
+        raise ValueError(
+            f"caption {caption!r} is not of the shapes world; it looks like 'a red circle', 'three squares', "
+            f"'a red circle and a blue cross' or 'a triangle above a green square'"
+        ) from None
+
+
+@cache
+def split(part: str) -> tuple[Scene, ...]:
+    """The scenes of `part`, "train" or "heldout"; the two share no caption.
+
+    Within a task the order is that of a hash of the caption, so it never depends on this file's order.
+    """
+    if part not in ("train", "heldout"):
+        raise ValueError(f"part={part!r}; use 'train' or 'heldout'")
+    chosen: list[Scene] = []
+    for task, group in scenes().items():
+        ordered = sorted(group, key=lambda s: zlib.crc32(s.caption.encode()))
+        count = HELD_OUT_PER_TASK[task]
+        chosen += ordered[:count] if part == "heldout" else ordered[count:]
+    return tuple(sorted(chosen, key=lambda s: zlib.crc32(s.caption[::-1].encode())))
+
+
+def prompts(part: str) -> list[str]:
+    """Captions of `split(part)`; `assets/prompts/shapes-*.txt` holds the same lines."""
+    return [scene.caption for scene in split(part)]
+
+
+def coverage(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
+    """Antialiased coverage in [0, 1] of a shape at offsets (dx, dy) px from its centre."""
+    if shape == "circle":
+        distance = np.hypot(dx, dy) - radius
+    elif shape == "square":
+        distance = np.maximum(np.abs(dx), np.abs(dy)) - 0.9 * radius
+    elif shape == "triangle":
+        # Apex 0.95 r above the centre, base 0.85 r below it, half base r.
+        slope = math.hypot(1.8, 1.0)
+        side = (1.8 * np.abs(dx) - (dy + 0.95 * radius)) / slope
+        distance = np.maximum(side, dy - 0.85 * radius)
+    elif shape == "cross":
+        a, b = np.abs(dx), np.abs(dy)
+        distance = np.minimum(
+            np.maximum(a - radius, b - 0.36 * radius), np.maximum(a - 0.36 * radius, b - radius)
+        )
+    else:
+        raise ValueError(f"shape={shape!r}; use one of {', '.join(SHAPES)}")
+    return np.clip(0.5 - distance, 0.0, 1.0)
+
+
+def holds(relation: str, first: tuple[float, float], second: tuple[float, float]) -> bool:
+    """Whether `first` stands in `relation` to `second`: on the right side, and mainly along that axis."""
+    (ux, uy) = RELATIONS[relation]
+    dx, dy = first[0] - second[0], first[1] - second[1]
+    along = ux * dx + uy * dy
+    across = abs(uy * dx) + abs(ux * dy)
+    return along > 0 and along >= across
+
+
+def place(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -> tuple[Placed, ...]:
+    """Draw positions, radii and unspecified colours for a scene, by rejection, without overlap."""
+    scale = size / _REFERENCE_SIZE
+    low, high = _RADII[len(scene.objects)]
+    shared_color = COLORS[rng.integers(len(COLORS))] if scene.task == "counting" else None
+    while True:
+        placed: list[Placed] = []
+        for spec in scene.objects:
+            radius = rng.uniform(low, high) * scale
+            margin = radius + 0.5
+            x, y = rng.uniform(margin, size - 1 - margin, 2)
+            color = spec.color or shared_color or COLORS[rng.integers(len(COLORS))]
+            placed.append(Placed(spec.shape, color, float(x), float(y), float(radius)))
+        if _fits(placed, scene.relation, scale):
+            return tuple(placed)
+
+
+def _fits(placed: Sequence[Placed], relation: str | None, scale: float) -> bool:
+    for a, b in itertools.combinations(placed, 2):
+        # Squares and crosses reach beyond their radius diagonally; 1.28 covers the square's corner.
+        reach = sum(1.28 * p.radius if p.shape == "square" else p.radius for p in (a, b))
+        if math.hypot(a.x - b.x, a.y - b.y) < reach + _GAP * scale:
+            return False
+    if relation is None:
+        return True
+    (ux, uy), (a, b) = RELATIONS[relation], placed
+    along = ux * (a.x - b.x) + uy * (a.y - b.y)
+    across = abs(uy * (a.x - b.x)) + abs(ux * (a.y - b.y))
+    return along > 0 and along >= _AXIS_RATIO * across
+
+
+def render(placed: Sequence[Placed], size: int = _REFERENCE_SIZE) -> np.ndarray:
+    """Picture of the placed objects, float32 [3, size, size] in [0, 1]."""
+    yy, xx = np.mgrid[0:size, 0:size].astype(np.float32)
+    image = np.full((3, size, size), BACKGROUND, dtype=np.float32)
+    for item in placed:
+        alpha = coverage(item.shape, xx - item.x, yy - item.y, item.radius)[None]
+        color = np.asarray(PALETTE[item.color], dtype=np.float32)[:, None, None]
+        image = image * (1 - alpha) + color * alpha
+    return image.astype(np.float32)
+
+
+def draw(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -> np.ndarray:
+    """A random picture of a scene, float32 [3, size, size] in [0, 1]."""
+    return render(place(scene, rng, size), size)

@@ -1,0 +1,533 @@
+"""One iteration after another: roll out, score, credit, update, evaluate, save."""
+
+from __future__ import annotations
+
+
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl import checkpoint
+from flowrl.advantages import Advantages
+from flowrl.algorithms.base import Algorithm, Networks
+from flowrl.buffer import microbatches, update_chunks
+from flowrl.checkpoint import Checkpoint
+from flowrl.config import ConfigError, Resolved, RunConfig, resolve
+from flowrl.distributed import World, join, shard
+from flowrl.evaluate import Evaluation, Evaluator
+from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
+from flowrl.models.base import torch_dtype
+from flowrl.models.weights import Weights
+from flowrl.optim import Optimizer
+from flowrl.plan import StepPlan
+from flowrl.prompts import PromptSource, Texts, load_prompts
+from flowrl.report import evaluate_base, finish
+from flowrl.reward import RewardError, Scorer, score_once
+from flowrl.rng import derive, permutation
+from flowrl.rollout import Noise, Policy, run
+from flowrl.runs import RunFolder, provenance, versions
+from flowrl.types import Condition, Edges, SampleId, Samples
+
+_MAX_BAD_UPDATES = 5
+
+
+class Stopped(Exception):
+    """A signal was honoured and the state saved; `number` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.number = number
+
+
+class _Abandon(Exception):
+    """This process saw a signal in the middle of a rollout."""
+
+
+class ParityError(RuntimeError):
+    """The replayed log-probs differ from the rollout's by more than the gate allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One iteration's data: this rank's samples and edges, everybody's rewards."""
+
+    plan: StepPlan
+    samples: Samples
+    edges: Edges
+    cond: Condition
+    rows: Tensor
+    """Row of `cond` of each of this rank's samples, [B]."""
+    rewards: Tensor
+    """Training values of the whole iteration, [R, P, G]."""
+    raw: dict[str, Tensor]
+    """Raw outputs of the whole iteration, name -> [P, G]."""
+    spread: float
+    """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator."""
+
+
+class Trainer:
+    """A run from its configuration. `fit()` trains, evaluates, saves and returns the summary."""
+
+    def __init__(self, config: RunConfig | Resolved) -> None:
+        self.resolved = config if isinstance(config, Resolved) else resolve(config)
+        self.config = self.resolved.run
+        self.signals: list[int] = []
+        self.seconds_before = 0.0
+        self.iteration = 0
+        self.saved = -1
+
+    # ---- set-up
+
+    def fit(self, resume: bool = False) -> dict[str, Any]:
+        """Train to the last iteration.
+
+        Raises:
+            ConfigError: something the user can mend; nothing was trained.
+            Stopped: a signal came; the last finished iteration is saved.
+        """
+        self.world = join()
+        self.folder = RunFolder(self.config.folder)
+        try:
+            self._agree(lambda: self._open_folder(resume))
+            self._agree(self._load)
+            if self.start:
+                self._restore(self.start)
+            handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            try:
+                return self._loop()
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        finally:
+            self.folder.unlock()
+            self.world.close()
+
+    def _agree(self, work: Any) -> None:
+        """Do something on every process; if it fails anywhere with a user's error, all stop with it."""
+        error: Exception | None = None
+        try:
+            work()
+        except (ConfigError, ValueError, RewardError, checkpoint.CheckpointError) as caught:
+            error = caught
+        first = next((e for e in self.world.gather(str(error) if error else None) if e), None)
+        if error is not None:
+            raise error
+        if first is not None:
+            raise ConfigError(first)
+
+    def _open_folder(self, resume: bool) -> None:
+        self.start = 0
+        if self.world.main:
+            if "FLOWRL_LOCKED" not in os.environ:
+                self.folder.lock()
+            self.start = self.folder.begin(self.resolved, resume)
+        self.start = max(self.world.gather(self.start)) if self.world.size > 1 else self.start
+        set_up_logging(self.folder.path / "train.log", main=self.world.main)
+        if resume and not self.start:
+            log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
+
+    def _load(self) -> None:
+        config, device = self.config, self.world.device
+        self.started = time.monotonic()
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        train = load_prompts(config.data.prompts, "data.prompts")
+        held_out = load_prompts(config.data.eval_prompts, "data.eval_prompts") if config.data.eval_prompts else train
+        held_out = held_out[: config.data.max_eval_prompts]
+        self.source = PromptSource(train, config.rollout.prompts_per_iteration, config.seed)
+        self.scorer = self._scorer(self.resolved.rewards)
+        watched = self._scorer((*self.resolved.rewards, *self.resolved.eval_rewards))
+        self.adapter = self.resolved.model.build()
+        self.adapter.to(device)
+        lora = self.resolved.model.config.lora
+        self.weights = Weights(self.adapter.network, lora, self.adapter.lora_targets, derive(config.seed, "lora"))
+        if self.resolved.model.config.init_lora:
+            self.weights.load_lora(self.resolved.model.config.init_lora)
+        self._probe(watched, [p.text for p in train[:2]], [p.metadata for p in train[:2]])
+        texts = [p.text for p in (*train, *held_out)]
+        self.texts = Texts(self.adapter, texts, cache=config.data.cache_text)
+        self.algorithm: Algorithm = self.resolved.algorithm.build()
+        for role in self.algorithm.roles:
+            self.weights.snapshot(role)
+        self.dtype = torch_dtype(self.resolved.model.config.dtype)
+        updates = config.iterations * config.optim.updates_per_iteration
+        self.optimizer = Optimizer(self.weights, config.optim, updates, loss_scaling=self.dtype == torch.float16)
+        self.schedule = self.adapter.schedule(config.rollout.num_inference_steps)
+        self.sampler = self.resolved.sampler.build()
+        self.policy = Policy(self.adapter, self.sampler, config.rollout.guidance_scale)
+        self.networks = Networks(self.policy, self.weights)
+        self.algorithm.plan(self.schedule, self.sampler, 1)
+        self.evaluator = Evaluator(
+            adapter=self.adapter,
+            texts=self.texts,
+            scorer=watched,
+            world=self.world,
+            folder=self.folder.path,
+            prompts=tuple(held_out),
+            seed=derive(0, "evaluation"),
+            samples_per_prompt=config.eval.samples_per_prompt,
+            batch_size=config.eval.batch_size,
+            save_images=config.eval.save_images,
+        )
+        if self.world.main:
+            facts = provenance(self.resolved, str(device), self.world.size)
+            self.folder.write_json("provenance.json", facts)
+            log.info(
+                "%s: %s on %s, %s trained values (%s), %d train and %d held-out prompts, %d process(es)",
+                config.name,
+                self.resolved.algorithm.name,
+                self.resolved.model.config.path,
+                f"{self.weights.count:,}",
+                "full weights" if lora is None else f"LoRA rank {lora.rank}",
+                len(train),
+                len(held_out),
+                self.world.size,
+            )
+            if not config.data.eval_prompts:
+                log.warning("data.eval_prompts is not set: the evaluation uses the training prompts and is no held-out number")
+
+    def _scorer(self, plans: tuple) -> Scorer:
+        return Scorer([plan.build() for plan in plans], on_error=lambda text: log.warning("%s", text))
+
+    def _probe(self, scorer: Scorer, prompts: list[str], metadata: list[dict]) -> None:
+        """Score random pictures before anything is trained: a broken reward ends the run here."""
+        images = torch.rand(len(prompts), 3, getattr(self.adapter, "height", 64), getattr(self.adapter, "width", 64))
+        for entry in scorer.entries:
+            try:
+                score_once(entry, images, prompts, metadata)
+            except RewardError:
+                raise
+            except Exception as error:
+                raise RewardError(
+                    f"reward {entry.name!r} fails on a probe batch of {len(prompts)} pictures: "
+                    f"{type(error).__name__}: {error}; nothing was trained"
+                ) from error
+
+    # ---- the loop
+
+    def _loop(self) -> dict[str, Any]:
+        config = self.config
+        base = evaluate_base(self)
+        for self.iteration in range(self.start + 1, config.iterations + 1):
+            row = self._iterate(self.iteration)
+            if config.eval.every and self.iteration % config.eval.every == 0 and self.iteration < config.iterations:
+                result = self.evaluate(f"iteration-{self.iteration:06d}", limit=config.eval.periodic_prompts)
+                row |= {f"eval/{name}": float(table[table == table].mean()) for name, table in result.scores.items()}
+            if self.world.main:
+                self.folder.metrics.append(row)
+                self._tell(row)
+            last = self.iteration == config.iterations
+            if last or self.iteration % config.checkpoint.every == 0:
+                self.save(self.iteration)
+            self._honour_signals(self.iteration)
+        return finish(self, base)
+
+    def evaluate(self, tag: str, limit: int | None = None, **options: Any) -> Evaluation:
+        """Evaluate with the weights that count (EMA if there is one)."""
+        config = self.config
+        options.setdefault("guidance_scale", self.eval_guidance)
+        steps = config.eval.num_inference_steps or config.rollout.num_inference_steps
+        total = len(self.evaluator.prompts[:limit]) * config.eval.samples_per_prompt // self.world.size
+        bar = Progress(total, f"evaluating {tag}", show=self.world.main)
+        try:
+            with self.weights.using(self.optimizer.role):
+                return self.evaluator(
+                    tag, self.iteration, num_inference_steps=steps, limit=limit, progress=bar.update, **options
+                )
+        finally:
+            bar.close()
+
+    @property
+    def eval_guidance(self) -> float:
+        given = self.config.eval.guidance_scale
+        return self.config.rollout.guidance_scale if given is None else given
+
+    def _iterate(self, iteration: int) -> dict[str, Any]:
+        timer, sums = Timer(), Sums()
+        with timer.phase("iteration"):
+            rollout = self._roll_out(iteration, timer)
+            credit = self.algorithm.advantages(rollout.rewards, torch.tensor([e.weight for e in self.scorer.entries]))
+            with timer.phase("update"):
+                self._update(iteration, rollout, credit, sums)
+        return self._row(iteration, rollout, credit, sums, timer)
+
+    def _roll_out(self, iteration: int, timer: Timer) -> Rollout:
+        config, world = self.config, self.world
+        drawn = [self.source.prompts[k] for k in self.source.draw(iteration)]
+        own = [SampleId(*pair) for pair in shard(len(drawn), config.rollout.group_size, world.rank, world.size)]
+        slots = sorted({i.slot for i in own})
+        rows = torch.tensor([slots.index(i.slot) for i in own], dtype=torch.int64)
+        plan = self.algorithm.plan(self.schedule, self.sampler, iteration)
+        noise = Noise(config.seed, "rollout", iteration, self.adapter.latent_shape(), config.rollout.shared_noise)
+        bar = Progress(len(own), f"iteration {iteration}: sampling", show=world.main)
+        abandoned, local = False, None
+        try:
+            with timer.phase("text"):
+                cond = self.texts.lookup([drawn[slot].text for slot in slots])
+            with timer.phase("rollout"):
+                samples, edges = run(
+                    self.policy,
+                    plan,
+                    noise,
+                    own,
+                    cond,
+                    rows,
+                    batch_size=config.rollout.batch_size,
+                    form=self.algorithm.log_prob_form,
+                    columns=self.algorithm.columns,
+                    device=world.device,
+                    progress=lambda count: self._watch(bar, count),
+                )
+            with timer.phase("decode"):
+                images = self._decode(samples.x0)
+            with timer.phase("reward"):
+                prompts = [drawn[i.slot] for i in own]
+                local = self.scorer.score(images, [p.text for p in prompts], [p.metadata for p in prompts])
+        except _Abandon:
+            abandoned = True
+        finally:
+            bar.close()
+        if world.any(abandoned or bool(self.signals)):
+            self._stop(iteration - 1)
+        assert local is not None
+        rewards, raw = self._gather_scores(own, local.values, local.raw, len(drawn))
+        return Rollout(plan, samples, edges, cond, rows, rewards, raw, _group_spread(images, rows))
+
+    def _watch(self, bar: Progress, count: int) -> None:
+        bar.update(count)
+        if self.signals:
+            raise _Abandon
+
+    def _decode(self, x0: Tensor) -> Tensor:
+        size = self.config.rollout.batch_size
+        return torch.cat([self.adapter.decode(part.to(self.world.device)).cpu() for part in x0.split(size)])
+
+    def _gather_scores(
+        self, own: list[SampleId], values: Tensor, raw: dict[str, Tensor], prompts: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Everybody's scores by identity: [R, P, G] and name -> [P, G]."""
+        group = self.config.rollout.group_size
+        rewards = torch.full((len(values), prompts, group), torch.nan)
+        table = {name: torch.full((prompts, group), torch.nan) for name in raw}
+        for ids, part, named in self.world.gather((own, values, raw)):
+            slot, sample = torch.tensor([i.slot for i in ids]), torch.tensor([i.sample for i in ids])
+            rewards[:, slot, sample] = part
+            for name, value in named.items():
+                table[name][slot, sample] = value
+        return rewards, table
+
+    # ---- updates
+
+    def _update(self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums) -> None:
+        """Optimizer steps on disjoint shares of the samples that carry an advantage."""
+        config, group = self.config, self.config.rollout.group_size
+        useful = (credit.valid & ~credit.dead[:, None]).flatten().nonzero().squeeze(1)
+        chunks = update_chunks(useful, config.optim.updates_per_iteration, config.seed, iteration)
+        sample_of_edge = torch.tensor([i.slot * group + i.sample for i in rollout.samples.ids])[rollout.edges.sample]
+        advantage = credit.values.flatten()[sample_of_edge][:, None]
+        shares = []
+        for number, chunk in enumerate(chunks):
+            rows = torch.isin(sample_of_edge, chunk).nonzero().squeeze(1)
+            shares.append(rows[permutation(len(rows), config.seed, "edges", iteration, number, self.world.rank)])
+        edges = rollout.edges
+        if iteration == self.start + 1:
+            self._parity_gate(rollout, edges, advantage, shares)
+        if getattr(self.algorithm.config, "old_log_prob", "rollout") == "recompute":
+            edges = self._recompute(rollout, edges, advantage, shares)
+        for share in shares:
+            self._one_update(rollout, edges, advantage, share, sums)
+
+    def _batches(self, rollout: Rollout, edges: Edges, advantage: Tensor, order: Tensor):
+        return microbatches(
+            edges,
+            advantage,
+            rollout.plan,
+            self.adapter,
+            rollout.cond,
+            rollout.rows,
+            batch_size=self.config.optim.batch_size,
+            order=order,
+            device=self.world.device,
+        )
+
+    def _one_update(self, rollout: Rollout, edges: Edges, advantage: Tensor, share: Tensor, sums: Sums) -> None:
+        scale = self.optimizer.scale
+        for batch in self._batches(rollout, edges, advantage, share):
+            output = self.algorithm.loss(batch, self.networks)
+            (output.loss * scale).backward()
+            sums.add_loss(output, batch.step.index.cpu())
+        # One reduction per update: the gradient of the summed loss and the number of edges behind it.
+        count = torch.tensor([float(len(share))], device=self.world.device)
+        flat = self.world.all_reduce_sum(torch.cat([self.optimizer.flat_gradient(), count]))
+        if flat[-1] == 0:
+            self.optimizer.zero_grad()
+            return
+        report = self.optimizer.step(flat[:-1] / (flat[-1] * scale))
+        if report.grad_norm == 0 and self.optimizer.updates == 1:
+            raise RuntimeError("no trainable parameter got a gradient in the first update: the loss does not reach the weights")
+        self.bad_updates = self.bad_updates + 1 if report.skipped else 0
+        if self.bad_updates >= _MAX_BAD_UPDATES and scale == 1.0:
+            raise RuntimeError(
+                f"{self.bad_updates} updates in a row had a gradient that is not finite; "
+                f"lower optim.learning_rate (now {self.config.optim.learning_rate})"
+            )
+        sums.add("grad/norm", report.grad_norm if math.isfinite(report.grad_norm) else 0.0)
+        sums.add("optim/learning_rate", report.learning_rate)
+        sums.add("optim/skipped", float(report.skipped))
+
+    bad_updates = 0
+
+    @torch.no_grad()
+    def _replay(self, rollout: Rollout, edges: Edges, advantage: Tensor, order: Tensor) -> Tensor:
+        """Log-probs of the edges of `order` under the present policy, [len(order), *pos]."""
+        parts = []
+        for batch in self._batches(rollout, edges, advantage, order):
+            parts.append(self.networks.transition(batch).log_prob(batch.next_latents, self.algorithm.log_prob_form).cpu())
+        return torch.cat(parts) if parts else torch.zeros(0)
+
+    def _parity_gate(self, rollout: Rollout, edges: Edges, advantage: Tensor, shares: list[Tensor]) -> None:
+        """Replay one microbatch before the first update; stop where it does not repeat the rollout."""
+        order = torch.cat(shares)[: self.config.optim.batch_size]
+        ratio = (self._replay(rollout, edges, advantage, order) - edges.old_log_prob[order]).abs()
+        worst = float(ratio.max()) if len(ratio) else 0.0
+        step = int(edges.step[order][ratio.reshape(len(order), -1).amax(1).argmax()]) if len(ratio) else -1
+        reports = self.world.gather((worst, step))
+        worst, step = max(reports)
+        tolerance = self.algorithm.parity_tolerance(self.dtype)
+        log.info("parity: replayed log-probs differ by at most %.2e (allowed %.2e)", worst, tolerance)
+        if worst > tolerance and getattr(self.algorithm.config, "old_log_prob", "rollout") != "recompute":
+            raise ParityError(
+                f"replaying the rollout changes the log-prob by {worst:.2e} at step {step}, more than {tolerance:.2e} "
+                "(a tenth of the clip range): set algorithm.old_log_prob=recompute, or the same batch size in rollout and optim"
+            )
+
+    def _recompute(self, rollout: Rollout, edges: Edges, advantage: Tensor, shares: list[Tensor]) -> Edges:
+        from dataclasses import replace
+
+        old = edges.old_log_prob.clone()
+        for share in shares:
+            old[share] = self._replay(rollout, edges, advantage, share)
+        return replace(edges, old_log_prob=old)
+
+    # ---- reporting and saving
+
+    def _row(
+        self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums, timer: Timer
+    ) -> dict[str, Any]:
+        total = rollout.rewards.nan_to_num().mul(torch.tensor([e.weight for e in self.scorer.entries])[:, None, None]).sum(0)
+        row: dict[str, Any] = {"iteration": iteration, "reward/total_mean": float(total[credit.valid].mean())}
+        for name, table in rollout.raw.items():
+            scored = table[table.isfinite()]
+            row[f"reward/{name}_mean"] = float(scored.mean()) if len(scored) else math.nan
+        row["reward/group_std"] = float(total.std(dim=1, correction=0).mean())
+        row["reward/masked"] = int((~credit.valid).sum())
+        row["advantage/dead_group_share"] = float(credit.dead.float().mean())
+        row["sample/group_spread"] = rollout.spread
+        gathered = self.world.gather(sums)
+        row |= sums.merge(gathered).means()
+        row |= {f"time/{name}_s": round(value, 4) for name, value in timer.seconds.items()}
+        return row
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        parts = [f"iteration {row['iteration']}/{self.config.iterations}", f"reward {row['reward/total_mean']:.3f}"]
+        parts += [f"held-out {name[5:]} {row[name]:.3f}" for name in row if name.startswith("eval/")][:1]
+        parts.append(f"clip {row.get('policy/clip_fraction', 0.0):.2f}")
+        parts.append(f"dead groups {row['advantage/dead_group_share']:.2f}")
+        parts.append(f"{row['time/iteration_s']:.2f} s")
+        if row["reward/masked"]:
+            parts.append(f"{row['reward/masked']} samples masked")
+        log.info("  ".join(parts))
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.started
+
+    def save(self, iteration: int) -> None:
+        """Checkpoint the end of an iteration, with the weights as a plain pipeline loads them."""
+        if self.saved == iteration:
+            return
+
+        def write() -> None:
+            moments, counters = self.optimizer.state()
+            tensors = {f"weights/{k}": v for k, v in self.weights.state().items()}
+            tensors |= {f"optim/{k}": v for k, v in moments.items()}
+            state = {
+                "optimizer": counters,
+                "algorithm": self.algorithm.state_dict(),
+                "seconds": self.seconds,
+                "processes": self.world.size,
+                "versions": versions(),
+                "config": self.resolved.tree(),
+            }
+            checkpoint.save(self.folder.checkpoints, Checkpoint(iteration, tensors, state), self.config.checkpoint.keep)
+            with self.weights.using(self.optimizer.role):
+                self.weights.save(self.folder.path / "adapter", type(self.adapter.pipeline))
+
+        error: str | None = None
+        if self.world.main:
+            try:
+                write()
+            except (checkpoint.CheckpointError, OSError) as caught:
+                error = str(caught)
+        error = next((e for e in self.world.gather(error) if e), None)
+        if error is not None:
+            raise checkpoint.CheckpointError(error)
+        self.saved = iteration
+
+    def _restore(self, iteration: int) -> None:
+        loaded: list[Checkpoint] = []
+        self._agree(lambda: loaded.append(checkpoint.load(self.folder.checkpoints, iteration)))
+        state = loaded[0].state
+        split: dict[str, dict[str, Tensor]] = {"weights": {}, "optim": {}}
+        for name, value in loaded[0].tensors.items():
+            section, _, rest = name.partition("/")
+            split[section][rest] = value
+        self.weights.load_state(split["weights"])
+        self.optimizer.load_state(split["optim"], state["optimizer"])
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.seconds_before, self.saved, self.iteration = state["seconds"], iteration, iteration
+        if self.world.main:
+            self.folder.forget_after(iteration)
+        self.world.barrier()
+        log.info("resumed after iteration %d", iteration)
+        if state["processes"] != self.world.size:
+            log.warning("%d processes before, %d now: the result is right but not bitwise the same", state["processes"], self.world.size)
+        changed = {k: v for k, v in state["versions"].items() if versions().get(k) != v}
+        if changed:
+            log.warning("other versions than before (%s): the result may differ in the last digits", changed)
+
+    # ---- signals
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self.signals:
+            os._exit(128 + number)
+        self.signals.append(number)
+
+    def _honour_signals(self, iteration: int) -> None:
+        if self.world.any(bool(self.signals)):
+            self._stop(iteration)
+
+    def _stop(self, iteration: int) -> None:
+        """Save the last finished iteration and leave."""
+        numbers = [n for n in self.world.gather(self.signals[0] if self.signals else None) if n]
+        if iteration > self.start or self.start == 0:
+            self.save(iteration)
+        if self.world.main:
+            log.info("stopped after iteration %d; go on with the same command and --resume", iteration)
+        raise Stopped(numbers[0])
+
+
+def _group_spread(images: Tensor, rows: Tensor) -> float:
+    """Mean over prompts of the std of pixels over the group's samples; near 0 means collapse."""
+    spreads = [images[rows == row].std(dim=0, correction=0).mean() for row in rows.unique()]
+    return float(torch.stack(spreads).mean())
+
+
+

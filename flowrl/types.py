@@ -1,0 +1,159 @@
+"""What travels between the stages of an iteration, and the letters that shapes are written in.
+
+B samples in a batch, P prompts, G samples per prompt (group), K denoising steps, N nodes or parents,
+E edges, R rewards, F frames, C/H/W channels and pixels (latents: [B, C, h, w] or [B, C, F, h, w]).
+`*pos` is empty unless a method scores positions separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One transition per sample: where it starts, where it ends, what the network is fed.
+
+    All are [B]: alpha, sigma and their `_next` float32 (x = alpha * x0 + sigma * eps), `timestep` in the
+    network's own units, `index` the step's number in the plan, `noise_level` the sampler's own knob
+    (0 is deterministic), `sigma_ceiling` the bound some noise laws need on sigma at the first step.
+    """
+
+    alpha: Tensor
+    sigma: Tensor
+    alpha_next: Tensor
+    sigma_next: Tensor
+    timestep: Tensor
+    index: Tensor
+    noise_level: Tensor
+    sigma_ceiling: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The network's belief at x, all [B, ...] float32: x = alpha * x0_hat + sigma * eps_hat."""
+
+    x0_hat: Tensor
+    eps_hat: Tensor
+    velocity: Tensor
+
+
+class Condition:
+    """Network inputs that come from the prompt: named tensors whose first dimension is the prompt.
+
+    Example: Condition({"prompt_embeds": [P, L, D], "pooled": [P, D]}).
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        sizes = {name: len(value) for name, value in tensors.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"a Condition needs one row per prompt in every entry, got {sizes}")
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def index(self, rows: Tensor) -> Condition:
+        """The conditions of `rows` [B]."""
+        return Condition({name: value[rows.to(value.device)] for name, value in self.tensors.items()})
+
+    def to(self, *args: Any, **kwargs: Any) -> Condition:
+        return Condition({name: value.to(*args, **kwargs) for name, value in self.tensors.items()})
+
+    @staticmethod
+    def collate(items: Sequence[Condition]) -> Condition:
+        """One Condition of all rows. Entries must agree in their other dimensions."""
+        return Condition({name: torch.cat([item[name] for item in items]) for name in items[0].tensors})
+
+
+@dataclass(frozen=True, slots=True)
+class SampleId:
+    """Who a sample is, whichever rank draws it: `slot` in the iteration's prompt list, `sample` in its group."""
+
+    slot: int
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Finished generations of this rank."""
+
+    x0: Tensor
+    """Clean latents, [B, ...] float32."""
+    ids: tuple[SampleId, ...]
+    """B identities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Stochastic transitions worth training on. Latents are stored once, as nodes; a chain is a tree of branch 1."""
+
+    nodes: Tensor
+    """Latents, [N, ...], in the dtype in which they were scored."""
+    parent: Tensor
+    """Row of `nodes` each edge starts from, [E] int64."""
+    child: Tensor
+    """Row of `nodes` each edge ends at, [E] int64."""
+    step: Tensor
+    """Index into the plan, [E] int64."""
+    sample: Tensor
+    """Row of `Samples` the edge leads to, [E] int64."""
+    old_log_prob: Tensor
+    """[E, *pos] float32, under the policy that drew the edge."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """Named extras per edge that an algorithm asked for, such as `mean_old` [E, ...]."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def select(self, rows: Tensor) -> Edges:
+        """The edges of `rows` [n]; nodes are shared, not copied."""
+        return replace(
+            self,
+            parent=self.parent[rows],
+            child=self.child[rows],
+            step=self.step[rows],
+            sample=self.sample[rows],
+            old_log_prob=self.old_log_prob[rows],
+            columns={name: value[rows] for name, value in self.columns.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One training forward: E edges that share nothing but the batch."""
+
+    latents: Tensor
+    """Where each edge starts, [E, ...]."""
+    next_latents: Tensor
+    """Where it went, [E, ...]."""
+    step: Step
+    cond: Condition
+    old_log_prob: Tensor
+    """[E, *pos]."""
+    advantage: Tensor
+    """[E, R, *pos]; R = 1 unless an algorithm keeps rewards apart."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.old_log_prob)
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A summed loss and summed metrics; the trainer divides both by the global count."""
+
+    loss: Tensor
+    """Scalar: the SUM over the microbatch, so that ranks with different counts average exactly."""
+    metrics: dict[str, Tensor]
+    """Name -> sum over the microbatch, scalar, detached."""
+    per_step: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> value per edge, [E], detached; reported per denoising step."""
