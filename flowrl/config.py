@@ -15,21 +15,15 @@ from types import ModuleType
 from typing import Any, Literal
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from flowrl import registry
 from flowrl.reward import Card, Reward, WeightedReward
-
-Options = dict[str, Any]
-
-
-class ConfigError(ValueError):
-    """A configuration the user can mend; exit code 2."""
+from flowrl.strict import ConfigError, Options, load_tree, validate
 
 
 def _positive(**values: float | int | None) -> None:
     for name, value in values.items():
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # NaN too
             raise ValueError(f"{name}={value} must be positive")
 
 
@@ -215,102 +209,6 @@ def geometry(config: RunConfig) -> None:
         raise ValueError("rollout.group_size=1: a group-relative advantage needs at least 2 samples per prompt")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats: plain YAML 1.1 reads 1e-4 as a string."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)?(\.\d[\d_]*)?([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN)$"),
-    list("-+0123456789."),
-)
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}") from None
-
-
-def apply_override(tree: Options, word: str) -> None:
-    """Set `a.b.0.c=value` in a tree; the value is YAML. Lists are indexed, missing mappings are made."""
-    path, equals, text = word.partition("=")
-    if not equals or not path:
-        raise ConfigError(f"override {word!r} is not of the form key=value, such as optim.learning_rate=1e-4")
-    value, keys = parse_yaml(text, f"override {word!r}"), path.split(".")
-    node: Any = tree
-    for position, key in enumerate(keys):
-        last = position == len(keys) - 1
-        if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
-                raise ConfigError(f"override {word!r}: {'.'.join(keys[:position])} is a list of {len(node)}, no item {key!r}")
-            key = int(key)
-        elif not isinstance(node, dict):
-            raise ConfigError(f"override {word!r}: {'.'.join(keys[:position])} is a plain value, it has no {key!r}")
-        if last:
-            node[key] = value
-        else:
-            if isinstance(node, dict) and node.get(key) is None:
-                node[key] = {}
-            node = node[key]
-
-
-_ADAPTERS: dict[type, TypeAdapter] = {}
-
-
-def validate(cls: type, value: Any, where: str) -> Any:
-    """An instance of the dataclass `cls` from plain data, or ConfigError naming the key."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where or 'the configuration'} must be a mapping of keys to values, got {value!r}")
-    if cls not in _ADAPTERS:
-        _ADAPTERS[cls] = TypeAdapter(cls)
-    _refuse_unknown(cls, value, where)
-    try:
-        # Through JSON: strict, and still taking a list where a tuple is asked for.
-        return _ADAPTERS[cls].validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, where)) from None
-    except TypeError as error:
-        raise ConfigError(f"{where or 'the configuration'}: {error}") from None
-
-
-def _refuse_unknown(cls: type, value: Options, where: str) -> None:
-    hints = _field_types(cls)
-    for key, inner in value.items():
-        place = f"{where}.{key}" if where else str(key)
-        if key not in hints:
-            close = registry.suggest(str(key), list(hints))
-            raise ConfigError(f"{place}: unknown key (value {inner!r}); {close}valid keys: {', '.join(sorted(hints))}")
-        nested = hints[key]
-        if nested is not None and isinstance(inner, dict):
-            _refuse_unknown(nested, inner, place)
-
-
-def _field_types(cls: type) -> dict[str, type | None]:
-    """Field name -> the dataclass inside it, or None."""
-    import typing
-
-    found: dict[str, type | None] = {}
-    hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        options = [hints[item.name], *typing.get_args(hints[item.name])]
-        found[item.name] = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
-    return found
-
-
-def _explain(error: ValidationError, where: str) -> str:
-    lines = []
-    for problem in error.errors():
-        place = ".".join(str(part) for part in ((where,) if where else ()) + problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        shown = "" if problem["type"] in ("missing", "value_error") else f" = {problem['input']!r}"
-        if problem["type"] == "missing":
-            message = "is required"
-        lines.append(f"{place or 'configuration'}{shown}: {message}")
-    return "\n".join(lines)
-
-
 @dataclass(frozen=True, slots=True)
 class Component:
     """A resolved component: its module and validated options."""
@@ -334,19 +232,6 @@ def component(kind: str, options: Options, where: str) -> Component:
     except registry.UnknownName as error:
         raise ConfigError(f"{where}: {error}") from None
     return Component(name, module, validate(module.Config, rest, where))
-
-
-def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:
-    """The plain data of a YAML file with overrides applied."""
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"configuration file {str(path)!r} does not exist")
-    tree = parse_yaml(file.read_text(encoding="utf-8"), str(path))
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
-    for word in overrides or []:
-        apply_override(tree, word)
-    return tree
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

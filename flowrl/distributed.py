@@ -143,9 +143,7 @@ def launch(arguments: Sequence[str], processes: int, pass_fds: Sequence[int] = (
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
             command = [sys.executable, "-m", "flowrl", *arguments]
             # A session of its own: Ctrl-C reaches the children once, through us.
-            children.append(
-                subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=list(pass_fds))
-            )
+            children.append(subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=list(pass_fds)))
         return _wait(children)
     finally:
         for child in children:

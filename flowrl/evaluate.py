@@ -109,18 +109,14 @@ class Evaluator:
             texts = [prompts[i.slot].text for i in ids]
             rows = torch.arange(len(slots)).repeat_interleave(self.samples_per_prompt)
             cond = self.texts.lookup([prompts[slot].text for slot in slots])
-            samples, _ = run(
-                policy, plan, noise, ids, cond, rows, batch_size=self.batch_size, device=self.world.device
-            )
+            samples, _ = run(policy, plan, noise, ids, cond, rows, batch_size=self.batch_size, device=self.world.device)
             images = self.adapter.decode(samples.x0.to(self.world.device)).cpu()
             scores = self.scorer.score(images, texts, [prompts[i.slot].metadata for i in ids]).raw
             own += [(i, {name: float(value[j]) for name, value in scores.items()}) for j, i in enumerate(ids)]
             if save:
                 self._keep(tag, ids, images)
             progress(len(ids))
-        table = {
-            name: np.full((len(prompts), self.samples_per_prompt), np.nan) for name in self.scorer.outputs
-        }
+        table = {name: np.full((len(prompts), self.samples_per_prompt), np.nan) for name in self.scorer.outputs}
         for part in self.world.gather(own):
             for i, values in part:
                 for name, value in values.items():
@@ -181,6 +177,12 @@ def difference(base: Evaluation, tuned: Evaluation) -> dict[str, dict[str, float
     """Metric -> paired difference tuned - base with interval; both must hold the same prompts and seeds."""
     if base.prompts != tuned.prompts:
         raise ValueError("a paired difference needs the same prompts in both evaluations")
+    for name in base.scores.keys() & tuned.scores.keys():
+        if base.scores[name].shape != tuned.scores[name].shape:
+            raise ValueError(
+                f"a paired difference needs the same seeds in both evaluations: {name} has "
+                f"{base.scores[name].shape[1]} and {tuned.scores[name].shape[1]} per prompt"
+            )
     return {
         name: interval(_prompt_means(tuned.scores[name] - table))
         for name, table in base.scores.items()

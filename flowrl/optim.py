@@ -30,7 +30,9 @@ class Optimizer:
         loss_scaling: float16 training; the scale starts at 2^16 and follows overflows as usual.
     """
 
-    def __init__(self, weights: Weights, config: OptimConfig, total_updates: int, *, loss_scaling: bool = False) -> None:
+    def __init__(
+        self, weights: Weights, config: OptimConfig, total_updates: int, *, loss_scaling: bool = False
+    ) -> None:
         self.weights, self.config, self.total_updates = weights, config, max(total_updates, 1)
         self.updates = 0
         self.skipped = 0

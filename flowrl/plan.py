@@ -32,8 +32,11 @@ class StepPlan:
         if outside:
             raise ValueError(f"the plan trains step {outside[0]}, but there are only steps 0..{num_steps - 1}")
         for k in self.train:
-            if self.noise_level[k] == 0:
-                raise ValueError(f"the plan trains step {k}, which is deterministic (noise level 0): it has no log-prob")
+            if not self.noise_level[k] > 0:
+                raise ValueError(
+                    f"the plan trains step {k}, which is deterministic (noise level {self.noise_level[k]:g}): "
+                    "it has no log-prob"
+                )
             if k == num_steps - 1 and float(self.schedule.sigmas[-1]) == 0:
                 raise ValueError(f"the plan trains the last step ({k}): its Gaussian is too sharp to be scored")
 

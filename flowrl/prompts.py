@@ -43,7 +43,12 @@ def load_prompts(source: str, key: str) -> list[Prompt]:
     file = _find(source)
     if file is None:
         raise ConfigError(f"{key}={source!r}: there is no such file; give a .txt (one prompt a line) or a .jsonl")
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # a byte-order mark is no part of the first prompt
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}={source!r}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    # Not splitlines: it also breaks at U+2028 and the like, which JSON strings may hold.
+    lines = [line.strip() for line in text.split("\n")]
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
     if not numbered:
         raise ConfigError(f"{key}={source!r}: the file holds no prompt; write one a line")
@@ -53,7 +58,11 @@ def load_prompts(source: str, key: str) -> list[Prompt]:
 
 
 def _find(source: str) -> Path | None:
-    places = [Path(source).expanduser(), PACKAGE / "assets/prompts" / source, PACKAGE.parent / "assets/prompts" / source]
+    places = [
+        Path(source).expanduser(),
+        PACKAGE / "assets/prompts" / source,
+        PACKAGE.parent / "assets/prompts" / source,
+    ]
     return next((place for place in places if place.is_file()), None)
 
 

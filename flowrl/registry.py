@@ -28,7 +28,7 @@ class UnknownName(ValueError):
 
 
 def suggest(name: str, valid: list[str]) -> str:
-    """"did you mean X? " or ""."""
+    """ "did you mean X? " or ""."""
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? " if close else ""
 
@@ -58,7 +58,7 @@ def load(kind: str, name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise UnknownName(f"{kind}: no module {name!r} can be imported (looked in {sys.path[0] or '.'})") from None
     valid = names(kind)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.evaluate import Evaluation, difference, summary
 from flowrl.gallery import build as build_gallery
 from flowrl.metrics import log
+from flowrl.reward import WeightedReward
 
 if TYPE_CHECKING:
     from flowrl.trainer import Trainer
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
 _GUIDANCE_PROMPTS = 128
 
 
+def _heaviest(trainer: Trainer) -> WeightedReward:
+    return max(trainer.scorer.entries, key=lambda e: abs(e.weight))
+
+
 def primary_metric(trainer: Trainer) -> str:
     """The output that is trained on most: the first of the heaviest reward's shares."""
-    entry = max(trainer.scorer.entries, key=lambda e: abs(e.weight))
-    return next(iter(entry.shares()))
+    return next(iter(_heaviest(trainer).shares()))
 
 
 def _saved(trainer: Trainer, tag: str) -> Evaluation | None:
@@ -56,7 +60,8 @@ def _best_guidance(trainer: Trainer, base: Evaluation) -> Evaluation | None:
         if scale not in means:
             trial = _with_base_weights(trainer, "trial", scale, limit=_GUIDANCE_PROMPTS, save=False)
             means[scale] = float(trial.scores[metric].mean())
-    scale = max(means, key=lambda s: means[s])
+    better = _heaviest(trainer).reward.card.higher_is_better
+    scale = (max if better else min)(means, key=lambda s: means[s])
     log.info("base by CFG: %s", ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
     if scale == base.guidance_scale:
         return None
@@ -66,7 +71,9 @@ def _best_guidance(trainer: Trainer, base: Evaluation) -> Evaluation | None:
 def finish(trainer: Trainer, before: tuple[Evaluation, Evaluation | None]) -> dict[str, Any]:
     """Evaluate the result, write the summary and the gallery, and say what came out."""
     base, best = before
-    tuned = _saved(trainer, "tuned") or trainer.evaluate("tuned")
+    tuned = _saved(trainer, "tuned")
+    if tuned is None or tuned.iteration != trainer.iteration:
+        tuned = trainer.evaluate("tuned")
     result = _write(trainer, "finished", base, best, tuned)
     if trainer.world.main:
         metric = primary_metric(trainer)
@@ -74,7 +81,12 @@ def finish(trainer: Trainer, before: tuple[Evaluation, Evaluation | None]) -> di
         page = build_gallery([trainer.folder.path])
         log.info("base  %s %s", metric, _format(result["base"][metric]))
         if best is not None:
-            log.info("base with its best CFG %g  %s %s", best.guidance_scale, metric, _format(result["base_best_guidance"][metric]))
+            log.info(
+                "base with its best CFG %g  %s %s",
+                best.guidance_scale,
+                metric,
+                _format(result["base_best_guidance"][metric]),
+            )
         log.info("tuned %s %s", metric, _format(result["tuned"][metric]))
         log.info("paired difference %s", _format(result["difference"][metric], signed=True))
         log.info("report: %s (%.1f s)", page, time.monotonic() - started)
@@ -90,6 +102,12 @@ def _write(
         "iterations": trainer.iteration,
         "seconds": round(trainer.seconds, 1),
         "primary": primary_metric(trainer),
+        "lower_is_better": [
+            name
+            for entry in trainer.watched.entries
+            if not entry.reward.card.higher_is_better
+            for name in entry.reward.card.outputs
+        ],
         "base": summary(base),
     }
     rival = best or base

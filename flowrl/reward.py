@@ -103,21 +103,32 @@ class Scores:
         return (self.values[live] * self.weights[live, None]).sum(dim=0)
 
 
-def score_once(entry: WeightedReward, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+def score_once(
+    entry: WeightedReward, images: Any, prompts: Sequence[str], metadata: Sequence[dict]
+) -> dict[str, Tensor]:
     """Raw outputs of one reward, checked against its card.
 
     Raises:
-        RewardError: a wrong shape, a missing output, or a finite value outside the declared range.
+        RewardError: no numbers, a wrong shape, other outputs than declared, a finite value outside the range.
     """
     card, count = entry.reward.card, len(prompts)
     result = entry.reward.score(images, prompts, metadata)
     named = dict(result) if isinstance(result, Mapping) else {card.outputs[0]: result}
-    missing = [name for name in card.outputs if name not in named]
-    if missing:
-        raise RewardError(f"reward {entry.name!r} declares {list(card.outputs)} but returned {list(named)}")
+    if set(named) != set(card.outputs):
+        raise RewardError(
+            f"reward {entry.name!r} declares the outputs {list(card.outputs)} but returned {list(named)}; "
+            f"name them all in the Card of its build(config)"
+        )
     checked: dict[str, Tensor] = {}
-    for name, value in named.items():
-        tensor = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
+    for name in card.outputs:
+        try:
+            tensor = torch.as_tensor(named[name], dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RewardError(
+                f"reward {entry.name!r} returned a {type(named[name]).__name__} for {name!r} that is not one number "
+                f"a sample ({error}); a sample that could not be scored is NaN"
+            ) from error
+        tensor = tensor.detach().cpu()
         if tensor.shape != (count,):
             raise RewardError(
                 f"reward {entry.name!r} returned shape {tuple(tensor.shape)} for {name!r}; "
@@ -177,36 +188,44 @@ class Scorer:
     def score(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
         """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
 
+        A reward that needs whole groups gets the batch in one piece.
+
         Raises:
             RewardError: a broken contract, or more than `max_failed_share` of the samples failed.
         """
-        raw: dict[str, list[Tensor]] = {name: [] for name in self.outputs}
-        for start in range(0, len(prompts), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            for entry in self.entries:
-                for name, value in self._attempt(entry, images[part], prompts[part], metadata[part]).items():
-                    raw[name].append(value)
-        joined = {name: torch.cat(parts) for name, parts in raw.items()}
+        count, errors = len(prompts), []
+        joined: dict[str, Tensor] = {}
+        for entry in self.entries:
+            chunk = max(count, 1) if entry.reward.card.needs_groups else self.batch_size
+            parts = [
+                self._attempt(entry, images[part], prompts[part], metadata[part], errors)
+                for part in (slice(start, start + chunk) for start in range(0, count, chunk))
+            ]
+            for name in entry.reward.card.outputs:
+                joined[name] = torch.cat([part[name] for part in parts]) if parts else torch.empty(0)
         values = torch.stack([entry.training_value(joined) for entry in self.entries])
         failures = int(values.isnan().any(dim=0).sum())
-        if failures > self.max_failed_share * len(prompts):
+        if failures > self.max_failed_share * count:
             raise RewardError(
-                f"{failures} of {len(prompts)} samples could not be scored, more than the allowed share "
-                f"{self.max_failed_share}; the first error is in the log above"
+                f"{failures} of {count} samples could not be scored, more than the allowed share "
+                f"{self.max_failed_share}; {errors[-1] if errors else 'the rewards returned NaN for them'}"
             )
-        weights = torch.tensor([entry.weight for entry in self.entries])
+        weights = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float32)
         return Scores(raw=joined, values=values, weights=weights, failures=failures)
 
     def _attempt(
-        self, entry: WeightedReward, images: Any, prompts: Sequence[str], metadata: Sequence[dict]
+        self, entry: WeightedReward, images: Any, prompts: Sequence[str], metadata: Sequence[dict], errors: list[str]
     ) -> dict[str, Tensor]:
-        for attempt in range(self.retries + 1):
+        """Raw outputs of one chunk, NaN after the last try; every exception is told and appended to `errors`."""
+        tries = self.retries + 1
+        for attempt in range(1, tries + 1):
             try:
                 return score_once(entry, images, prompts, metadata)
             except RewardError:
                 raise
             except Exception as error:  # a user's code may raise anything; the policy is retry, then mask
-                self.on_error(
-                    f"reward {entry.name!r} raised {type(error).__name__}: {error} (try {attempt + 1} of {self.retries + 1})"
+                errors.append(
+                    f"reward {entry.name!r} raised {type(error).__name__}: {error} (try {attempt} of {tries})"
                 )
+                self.on_error(errors[-1])
         return {name: torch.full((len(prompts),), torch.nan) for name in entry.reward.card.outputs}

@@ -126,9 +126,8 @@ def _chains(
     """One batch through all steps."""
     process, count = policy.adapter.process, len(ids)
     trained, member = set(plan.train), torch.arange(count)
+    # Unscaled also where sigmas[0] < 1 (VP, sigma_max < 1): so do the pipelines, and so they were trained.
     x = noise.initial(ids).to(device)
-    if plan.schedule.sigmas[0] != 1:
-        x = x * plan.schedule.sigmas[0].to(device)
     nodes: list[Tensor] = []
     records: list[dict[str, Tensor]] = []
     at_node: int | None = None  # number of the node that holds the present x

@@ -45,7 +45,9 @@ class RunFolder:
             probe.write_text("")
             probe.unlink()
         except OSError as error:
-            raise ConfigError(f"output: the run folder {self.path} cannot be written ({error.strerror}); set output=...") from None
+            raise ConfigError(
+                f"output: the run folder {self.path} cannot be written ({error.strerror}); set output=..."
+            ) from None
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -141,7 +143,9 @@ def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any
 
     root = Path(__file__).resolve().parents[1]
     git = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False)
+    dirty = subprocess.run(
+        ["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False
+    )
     commit = git.stdout.strip() or "not a git checkout"
     return versions() | {
         "commit": commit + (" with uncommitted changes" if git.returncode == 0 and dirty.stdout.strip() else ""),

@@ -22,7 +22,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if len(self.sigmas) != len(self.timesteps) + 1:
-            raise ValueError(f"{len(self.timesteps)} timesteps need {len(self.timesteps) + 1} sigmas, got {len(self.sigmas)}")
+            raise ValueError(
+                f"{len(self.timesteps)} timesteps need {len(self.timesteps) + 1} sigmas, got {len(self.sigmas)}"
+            )
         if not bool((self.sigmas.diff() < 0).all()):
             raise ValueError(f"sigmas must fall strictly, got {self.sigmas.tolist()}")
 

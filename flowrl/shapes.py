@@ -96,7 +96,7 @@ class Placed:
 
 @cache
 def scenes() -> dict[str, tuple[Scene, ...]]:
-    """Every scene of the world by task, in a fixed order (1400 captions in all)."""
+    """Every scene of the world by task, in a fixed order (1372 captions in all)."""
     plain = [ObjectSpec(s) for s in SHAPES]
     colored = [ObjectSpec(s, c) for s in SHAPES for c in COLORS]
     # At most one of the two is coloured, and the shapes differ, so that the caption identifies both.
@@ -161,25 +161,29 @@ def prompts(part: str) -> list[str]:
     return [scene.caption for scene in split(part)]
 
 
-def coverage(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    """Antialiased coverage in [0, 1] of a shape at offsets (dx, dy) px from its centre."""
+def distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
+    """Signed distance in pixels from the rim of a shape, negative inside, at offsets (dx, dy) from its centre.
+
+    Outside, near a corner, it is a lower bound.
+    """
     if shape == "circle":
-        distance = np.hypot(dx, dy) - radius
-    elif shape == "square":
-        distance = np.maximum(np.abs(dx), np.abs(dy)) - 0.9 * radius
-    elif shape == "triangle":
+        return np.hypot(dx, dy) - radius
+    if shape == "square":
+        return np.maximum(np.abs(dx), np.abs(dy)) - 0.9 * radius
+    if shape == "triangle":
         # Apex 0.95 r above the centre, base 0.85 r below it, half base r.
         slope = math.hypot(1.8, 1.0)
         side = (1.8 * np.abs(dx) - (dy + 0.95 * radius)) / slope
-        distance = np.maximum(side, dy - 0.85 * radius)
-    elif shape == "cross":
+        return np.maximum(side, dy - 0.85 * radius)
+    if shape == "cross":
         a, b = np.abs(dx), np.abs(dy)
-        distance = np.minimum(
-            np.maximum(a - radius, b - 0.36 * radius), np.maximum(a - 0.36 * radius, b - radius)
-        )
-    else:
-        raise ValueError(f"shape={shape!r}; use one of {', '.join(SHAPES)}")
-    return np.clip(0.5 - distance, 0.0, 1.0)
+        return np.minimum(np.maximum(a - radius, b - 0.36 * radius), np.maximum(a - 0.36 * radius, b - radius))
+    raise ValueError(f"shape={shape!r}; use one of {', '.join(SHAPES)}")
+
+
+def coverage(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
+    """Antialiased coverage in [0, 1] of a shape at offsets (dx, dy) px from its centre."""
+    return np.clip(0.5 - distance(shape, dx, dy, radius), 0.0, 1.0)
 
 
 def holds(relation: str, first: tuple[float, float], second: tuple[float, float]) -> bool:
@@ -192,7 +196,11 @@ def holds(relation: str, first: tuple[float, float], second: tuple[float, float]
 
 
 def place(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -> tuple[Placed, ...]:
-    """Draw positions, radii and unspecified colours for a scene, by rejection, without overlap."""
+    """Draw positions, radii and unspecified colours for a scene, by rejection, without overlap.
+
+    Objects to be counted share one colour here, but nothing asks for that: a picture of "three squares" in
+    three colours shows three squares, and the verifier accepts it.
+    """
     scale = size / _REFERENCE_SIZE
     low, high = _RADII[len(scene.objects)]
     shared_color = COLORS[rng.integers(len(COLORS))] if scene.task == "counting" else None
@@ -210,9 +218,11 @@ def place(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -
 
 def _fits(placed: Sequence[Placed], relation: str | None, scale: float) -> bool:
     for a, b in itertools.combinations(placed, 2):
-        # Squares and crosses reach beyond their radius diagonally; 1.28 covers the square's corner.
+        # A square reaches beyond its radius diagonally: 1.28 covers its corner. A cross's 1.07 is within the gap.
         reach = sum(1.28 * p.radius if p.shape == "square" else p.radius for p in (a, b))
         if math.hypot(a.x - b.x, a.y - b.y) < reach + _GAP * scale:
+            return False
+        if min(_corner_gap(a, b), _corner_gap(b, a)) < _GAP * scale:
             return False
     if relation is None:
         return True
@@ -220,6 +230,15 @@ def _fits(placed: Sequence[Placed], relation: str | None, scale: float) -> bool:
     along = ux * (a.x - b.x) + uy * (a.y - b.y)
     across = abs(uy * (a.x - b.x)) + abs(ux * (a.y - b.y))
     return along > 0 and along >= _AXIS_RATIO * across
+
+
+def _corner_gap(a: Placed, b: Placed) -> float:
+    """Pixels between the base corners of a triangle `a`, 1.31 radii from its centre, and the rim of `b`."""
+    if a.shape != "triangle":
+        return math.inf
+    x = np.asarray([a.x - a.radius, a.x + a.radius])
+    y = np.full(2, a.y + 0.85 * a.radius)
+    return float(distance(b.shape, x - b.x, y - b.y, b.radius).min())
 
 
 def render(placed: Sequence[Placed], size: int = _REFERENCE_SIZE) -> np.ndarray:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-
 import math
 import os
 import signal
 import time
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,25 +15,22 @@ from torch import Tensor
 from flowrl import checkpoint
 from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Algorithm, Networks
-from flowrl.buffer import microbatches, update_chunks
 from flowrl.checkpoint import Checkpoint
 from flowrl.config import ConfigError, Resolved, RunConfig, resolve
-from flowrl.distributed import World, join, shard
+from flowrl.distributed import join, shard
 from flowrl.evaluate import Evaluation, Evaluator
+from flowrl.learner import Learner, Rollout
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
 from flowrl.models.base import torch_dtype
 from flowrl.models.weights import Weights
 from flowrl.optim import Optimizer
-from flowrl.plan import StepPlan
-from flowrl.prompts import PromptSource, Texts, load_prompts
+from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts
 from flowrl.report import evaluate_base, finish
 from flowrl.reward import RewardError, Scorer, score_once
-from flowrl.rng import derive, permutation
+from flowrl.rng import derive
 from flowrl.rollout import Noise, Policy, run
 from flowrl.runs import RunFolder, provenance, versions
-from flowrl.types import Condition, Edges, SampleId, Samples
-
-_MAX_BAD_UPDATES = 5
+from flowrl.types import SampleId
 
 
 class Stopped(Exception):
@@ -47,28 +43,6 @@ class Stopped(Exception):
 
 class _Abandon(Exception):
     """This process saw a signal in the middle of a rollout."""
-
-
-class ParityError(RuntimeError):
-    """The replayed log-probs differ from the rollout's by more than the gate allows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One iteration's data: this rank's samples and edges, everybody's rewards."""
-
-    plan: StepPlan
-    samples: Samples
-    edges: Edges
-    cond: Condition
-    rows: Tensor
-    """Row of `cond` of each of this rank's samples, [B]."""
-    rewards: Tensor
-    """Training values of the whole iteration, [R, P, G]."""
-    raw: dict[str, Tensor]
-    """Raw outputs of the whole iteration, name -> [P, G]."""
-    spread: float
-    """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator."""
 
 
 class Trainer:
@@ -108,6 +82,18 @@ class Trainer:
             self.folder.unlock()
             self.world.close()
 
+    def evaluate_only(self, run: Path | None, out: Path) -> Evaluation:
+        """Evaluate the untouched model, or the newest checkpoint of a run folder, into `out`."""
+        self.world, self.folder, self.start = join(), RunFolder(out), 0
+        set_up_logging(None, main=self.world.main)
+        self._load()
+        if run is not None:
+            saved = checkpoint.available(run / "checkpoints")
+            if not saved:
+                raise ConfigError(f"{run} holds no checkpoint to evaluate")
+            self._load_state(checkpoint.load(run / "checkpoints", saved[-1]))
+        return self.evaluate("evaluation")
+
     def _agree(self, work: Any) -> None:
         """Do something on every process; if it fails anywhere with a user's error, all stop with it."""
         error: Exception | None = None
@@ -133,75 +119,97 @@ class Trainer:
             log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
 
     def _load(self) -> None:
-        config, device = self.config, self.world.device
         self.started = time.monotonic()
-        if config.deterministic:
+        if self.config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        train = load_prompts(config.data.prompts, "data.prompts")
-        held_out = load_prompts(config.data.eval_prompts, "data.eval_prompts") if config.data.eval_prompts else train
-        held_out = held_out[: config.data.max_eval_prompts]
-        self.source = PromptSource(train, config.rollout.prompts_per_iteration, config.seed)
+        self._load_data_and_rewards()
+        self._load_model()
+        self._load_method()
+        if self.world.main:
+            self.folder.write_json(
+                "provenance.json", provenance(self.resolved, str(self.world.device), self.world.size)
+            )
+            self._introduce()
+
+    def _load_data_and_rewards(self) -> None:
+        config = self.config
+        self.train_prompts = load_prompts(config.data.prompts, "data.prompts")
+        held_out = self.train_prompts
+        if config.data.eval_prompts is not None:
+            held_out = load_prompts(config.data.eval_prompts, "data.eval_prompts")
+        self.held_out = held_out[: config.data.max_eval_prompts]
+        self.source = PromptSource(self.train_prompts, config.rollout.prompts_per_iteration, config.seed)
         self.scorer = self._scorer(self.resolved.rewards)
-        watched = self._scorer((*self.resolved.rewards, *self.resolved.eval_rewards))
+        self.watched = self._scorer((*self.resolved.rewards, *self.resolved.eval_rewards))
+
+    def _load_model(self) -> None:
+        options = self.resolved.model.config
+        self.dtype = torch_dtype(options.dtype)
         self.adapter = self.resolved.model.build()
-        self.adapter.to(device)
-        lora = self.resolved.model.config.lora
-        self.weights = Weights(self.adapter.network, lora, self.adapter.lora_targets, derive(config.seed, "lora"))
-        if self.resolved.model.config.init_lora:
-            self.weights.load_lora(self.resolved.model.config.init_lora)
-        self._probe(watched, [p.text for p in train[:2]], [p.metadata for p in train[:2]])
-        texts = [p.text for p in (*train, *held_out)]
-        self.texts = Texts(self.adapter, texts, cache=config.data.cache_text)
+        self.adapter.to(self.world.device)
+        seed = derive(self.config.seed, "lora")
+        self.weights = Weights(self.adapter.network, options.lora, self.adapter.lora_targets, seed)
+        if options.init_lora is not None:
+            self.weights.load_lora(options.init_lora)
+        self._probe(self.watched, self.train_prompts[:2])
+        texts = [p.text for p in (*self.train_prompts, *self.held_out)]
+        self.texts = Texts(self.adapter, texts, cache=self.config.data.cache_text)
+
+    def _load_method(self) -> None:
+        config = self.config
         self.algorithm: Algorithm = self.resolved.algorithm.build()
         for role in self.algorithm.roles:
             self.weights.snapshot(role)
-        self.dtype = torch_dtype(self.resolved.model.config.dtype)
         updates = config.iterations * config.optim.updates_per_iteration
         self.optimizer = Optimizer(self.weights, config.optim, updates, loss_scaling=self.dtype == torch.float16)
         self.schedule = self.adapter.schedule(config.rollout.num_inference_steps)
         self.sampler = self.resolved.sampler.build()
         self.policy = Policy(self.adapter, self.sampler, config.rollout.guidance_scale)
-        self.networks = Networks(self.policy, self.weights)
+        networks = Networks(self.policy, self.weights)
+        self.learner = Learner(config, self.algorithm, networks, self.optimizer, self.world)
+        # A plan that cannot be made is the user's to mend, now rather than after the base evaluation.
         self.algorithm.plan(self.schedule, self.sampler, 1)
         self.evaluator = Evaluator(
             adapter=self.adapter,
             texts=self.texts,
-            scorer=watched,
+            scorer=self.watched,
             world=self.world,
             folder=self.folder.path,
-            prompts=tuple(held_out),
+            prompts=tuple(self.held_out),
             seed=derive(0, "evaluation"),
             samples_per_prompt=config.eval.samples_per_prompt,
             batch_size=config.eval.batch_size,
             save_images=config.eval.save_images,
         )
-        if self.world.main:
-            facts = provenance(self.resolved, str(device), self.world.size)
-            self.folder.write_json("provenance.json", facts)
-            log.info(
-                "%s: %s on %s, %s trained values (%s), %d train and %d held-out prompts, %d process(es)",
-                config.name,
-                self.resolved.algorithm.name,
-                self.resolved.model.config.path,
-                f"{self.weights.count:,}",
-                "full weights" if lora is None else f"LoRA rank {lora.rank}",
-                len(train),
-                len(held_out),
-                self.world.size,
+
+    def _introduce(self) -> None:
+        lora = self.resolved.model.config.lora
+        log.info(
+            "%s: %s on %s, %s trained values (%s), %d train and %d held-out prompts, %d process(es)",
+            self.config.name,
+            self.resolved.algorithm.name,
+            self.resolved.model.config.path,
+            f"{self.weights.count:,}",
+            "full weights" if lora is None else f"LoRA rank {lora.rank}",
+            len(self.train_prompts),
+            len(self.held_out),
+            self.world.size,
+        )
+        if self.config.data.eval_prompts is None:
+            log.warning(
+                "data.eval_prompts is not set: evaluation uses the training prompts, which is no held-out number"
             )
-            if not config.data.eval_prompts:
-                log.warning("data.eval_prompts is not set: the evaluation uses the training prompts and is no held-out number")
 
     def _scorer(self, plans: tuple) -> Scorer:
         return Scorer([plan.build() for plan in plans], on_error=lambda text: log.warning("%s", text))
 
-    def _probe(self, scorer: Scorer, prompts: list[str], metadata: list[dict]) -> None:
+    def _probe(self, scorer: Scorer, prompts: list[Prompt]) -> None:
         """Score random pictures before anything is trained: a broken reward ends the run here."""
         images = torch.rand(len(prompts), 3, getattr(self.adapter, "height", 64), getattr(self.adapter, "width", 64))
         for entry in scorer.entries:
             try:
-                score_once(entry, images, prompts, metadata)
+                score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
             except RewardError:
                 raise
             except Exception as error:
@@ -215,8 +223,9 @@ class Trainer:
     def _loop(self) -> dict[str, Any]:
         config = self.config
         base = evaluate_base(self)
-        for self.iteration in range(self.start + 1, config.iterations + 1):
-            row = self._iterate(self.iteration)
+        for iteration in range(self.start + 1, config.iterations + 1):
+            self.iteration = iteration
+            row = self._iterate(iteration)
             if config.eval.every and self.iteration % config.eval.every == 0 and self.iteration < config.iterations:
                 result = self.evaluate(f"iteration-{self.iteration:06d}", limit=config.eval.periodic_prompts)
                 row |= {f"eval/{name}": float(table[table == table].mean()) for name, table in result.scores.items()}
@@ -254,8 +263,9 @@ class Trainer:
         with timer.phase("iteration"):
             rollout = self._roll_out(iteration, timer)
             credit = self.algorithm.advantages(rollout.rewards, torch.tensor([e.weight for e in self.scorer.entries]))
+            gate = self.dtype if iteration == self.start + 1 else None
             with timer.phase("update"):
-                self._update(iteration, rollout, credit, sums)
+                self.learner.update(iteration, rollout, credit, sums, gate=gate)
         return self._row(iteration, rollout, credit, sums, timer)
 
     def _roll_out(self, iteration: int, timer: Timer) -> Rollout:
@@ -323,105 +333,14 @@ class Trainer:
                 table[name][slot, sample] = value
         return rewards, table
 
-    # ---- updates
-
-    def _update(self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums) -> None:
-        """Optimizer steps on disjoint shares of the samples that carry an advantage."""
-        config, group = self.config, self.config.rollout.group_size
-        useful = (credit.valid & ~credit.dead[:, None]).flatten().nonzero().squeeze(1)
-        chunks = update_chunks(useful, config.optim.updates_per_iteration, config.seed, iteration)
-        sample_of_edge = torch.tensor([i.slot * group + i.sample for i in rollout.samples.ids])[rollout.edges.sample]
-        advantage = credit.values.flatten()[sample_of_edge][:, None]
-        shares = []
-        for number, chunk in enumerate(chunks):
-            rows = torch.isin(sample_of_edge, chunk).nonzero().squeeze(1)
-            shares.append(rows[permutation(len(rows), config.seed, "edges", iteration, number, self.world.rank)])
-        edges = rollout.edges
-        if iteration == self.start + 1:
-            self._parity_gate(rollout, edges, advantage, shares)
-        if getattr(self.algorithm.config, "old_log_prob", "rollout") == "recompute":
-            edges = self._recompute(rollout, edges, advantage, shares)
-        for share in shares:
-            self._one_update(rollout, edges, advantage, share, sums)
-
-    def _batches(self, rollout: Rollout, edges: Edges, advantage: Tensor, order: Tensor):
-        return microbatches(
-            edges,
-            advantage,
-            rollout.plan,
-            self.adapter,
-            rollout.cond,
-            rollout.rows,
-            batch_size=self.config.optim.batch_size,
-            order=order,
-            device=self.world.device,
-        )
-
-    def _one_update(self, rollout: Rollout, edges: Edges, advantage: Tensor, share: Tensor, sums: Sums) -> None:
-        scale = self.optimizer.scale
-        for batch in self._batches(rollout, edges, advantage, share):
-            output = self.algorithm.loss(batch, self.networks)
-            (output.loss * scale).backward()
-            sums.add_loss(output, batch.step.index.cpu())
-        # One reduction per update: the gradient of the summed loss and the number of edges behind it.
-        count = torch.tensor([float(len(share))], device=self.world.device)
-        flat = self.world.all_reduce_sum(torch.cat([self.optimizer.flat_gradient(), count]))
-        if flat[-1] == 0:
-            self.optimizer.zero_grad()
-            return
-        report = self.optimizer.step(flat[:-1] / (flat[-1] * scale))
-        if report.grad_norm == 0 and self.optimizer.updates == 1:
-            raise RuntimeError("no trainable parameter got a gradient in the first update: the loss does not reach the weights")
-        self.bad_updates = self.bad_updates + 1 if report.skipped else 0
-        if self.bad_updates >= _MAX_BAD_UPDATES and scale == 1.0:
-            raise RuntimeError(
-                f"{self.bad_updates} updates in a row had a gradient that is not finite; "
-                f"lower optim.learning_rate (now {self.config.optim.learning_rate})"
-            )
-        sums.add("grad/norm", report.grad_norm if math.isfinite(report.grad_norm) else 0.0)
-        sums.add("optim/learning_rate", report.learning_rate)
-        sums.add("optim/skipped", float(report.skipped))
-
-    bad_updates = 0
-
-    @torch.no_grad()
-    def _replay(self, rollout: Rollout, edges: Edges, advantage: Tensor, order: Tensor) -> Tensor:
-        """Log-probs of the edges of `order` under the present policy, [len(order), *pos]."""
-        parts = []
-        for batch in self._batches(rollout, edges, advantage, order):
-            parts.append(self.networks.transition(batch).log_prob(batch.next_latents, self.algorithm.log_prob_form).cpu())
-        return torch.cat(parts) if parts else torch.zeros(0)
-
-    def _parity_gate(self, rollout: Rollout, edges: Edges, advantage: Tensor, shares: list[Tensor]) -> None:
-        """Replay one microbatch before the first update; stop where it does not repeat the rollout."""
-        order = torch.cat(shares)[: self.config.optim.batch_size]
-        ratio = (self._replay(rollout, edges, advantage, order) - edges.old_log_prob[order]).abs()
-        worst = float(ratio.max()) if len(ratio) else 0.0
-        step = int(edges.step[order][ratio.reshape(len(order), -1).amax(1).argmax()]) if len(ratio) else -1
-        reports = self.world.gather((worst, step))
-        worst, step = max(reports)
-        tolerance = self.algorithm.parity_tolerance(self.dtype)
-        log.info("parity: replayed log-probs differ by at most %.2e (allowed %.2e)", worst, tolerance)
-        if worst > tolerance and getattr(self.algorithm.config, "old_log_prob", "rollout") != "recompute":
-            raise ParityError(
-                f"replaying the rollout changes the log-prob by {worst:.2e} at step {step}, more than {tolerance:.2e} "
-                "(a tenth of the clip range): set algorithm.old_log_prob=recompute, or the same batch size in rollout and optim"
-            )
-
-    def _recompute(self, rollout: Rollout, edges: Edges, advantage: Tensor, shares: list[Tensor]) -> Edges:
-        from dataclasses import replace
-
-        old = edges.old_log_prob.clone()
-        for share in shares:
-            old[share] = self._replay(rollout, edges, advantage, share)
-        return replace(edges, old_log_prob=old)
-
     # ---- reporting and saving
 
-    def _row(
-        self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums, timer: Timer
-    ) -> dict[str, Any]:
-        total = rollout.rewards.nan_to_num().mul(torch.tensor([e.weight for e in self.scorer.entries])[:, None, None]).sum(0)
+    def _row(self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums, timer: Timer) -> dict[str, Any]:
+        total = (
+            rollout.rewards.nan_to_num()
+            .mul(torch.tensor([e.weight for e in self.scorer.entries])[:, None, None])
+            .sum(0)
+        )
         row: dict[str, Any] = {"iteration": iteration, "reward/total_mean": float(total[credit.valid].mean())}
         for name, table in rollout.raw.items():
             scored = table[table.isfinite()]
@@ -481,24 +400,32 @@ class Trainer:
             raise checkpoint.CheckpointError(error)
         self.saved = iteration
 
-    def _restore(self, iteration: int) -> None:
-        loaded: list[Checkpoint] = []
-        self._agree(lambda: loaded.append(checkpoint.load(self.folder.checkpoints, iteration)))
-        state = loaded[0].state
+    def _load_state(self, saved: Checkpoint) -> None:
         split: dict[str, dict[str, Tensor]] = {"weights": {}, "optim": {}}
-        for name, value in loaded[0].tensors.items():
+        for name, value in saved.tensors.items():
             section, _, rest = name.partition("/")
             split[section][rest] = value
         self.weights.load_state(split["weights"])
-        self.optimizer.load_state(split["optim"], state["optimizer"])
-        self.algorithm.load_state_dict(state["algorithm"])
-        self.seconds_before, self.saved, self.iteration = state["seconds"], iteration, iteration
+        self.optimizer.load_state(split["optim"], saved.state["optimizer"])
+        self.algorithm.load_state_dict(saved.state["algorithm"])
+        self.iteration = saved.iteration
+
+    def _restore(self, iteration: int) -> None:
+        loaded: list[Checkpoint] = []
+        self._agree(lambda: loaded.append(checkpoint.load(self.folder.checkpoints, iteration)))
+        self._load_state(loaded[0])
+        state = loaded[0].state
+        self.seconds_before, self.saved = state["seconds"], iteration
         if self.world.main:
             self.folder.forget_after(iteration)
         self.world.barrier()
         log.info("resumed after iteration %d", iteration)
         if state["processes"] != self.world.size:
-            log.warning("%d processes before, %d now: the result is right but not bitwise the same", state["processes"], self.world.size)
+            log.warning(
+                "%d processes before, %d now: the result is right but not bitwise the same",
+                state["processes"],
+                self.world.size,
+            )
         changed = {k: v for k, v in state["versions"].items() if versions().get(k) != v}
         if changed:
             log.warning("other versions than before (%s): the result may differ in the last digits", changed)
@@ -528,6 +455,3 @@ def _group_spread(images: Tensor, rows: Tensor) -> float:
     """Mean over prompts of the std of pixels over the group's samples; near 0 means collapse."""
     spreads = [images[rows == row].std(dim=0, correction=0).mean() for row in rows.unique()]
     return float(torch.stack(spreads).mean())
-
-
-

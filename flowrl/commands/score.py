@@ -19,8 +19,9 @@ def command(
     """One line of JSON per picture; NaN is null."""
     import json
 
-    from flowrl.config import ConfigError, apply_override, reward_plan
+    from flowrl.config import ConfigError, reward_plan
     from flowrl.reward import score_once
+    from flowrl.strict import apply_override
 
     files = sorted(f for f in images.iterdir() if f.suffix.lower() in _SUFFIXES) if images.is_dir() else []
     if not files:

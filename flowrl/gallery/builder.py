@@ -19,7 +19,7 @@ import jinja2
 import numpy as np
 
 from flowrl.gallery import charts, pictures, results
-from flowrl.gallery.results import Estimates, Metric
+from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import Run, load_run, nan_mean, number
 
 CURVES = {
@@ -69,13 +69,13 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
     metrics = results.metrics_of(run)
     estimates = {m.name: results.estimates_of(run, m) for m in metrics}
     verdict, tone = results.NO_VERDICT, "same"
-    gain = np.zeros((0, 0))
+    available = pictures.pictured(run)
+    gain = np.full(available.shape, np.nan)
     if metrics:
         verdict, tone = results.verdict(run, metrics[0], estimates[metrics[0].name])
         before, after = results.paired(run, metrics[0].name)
         gain = metrics[0].sign * (after - before)
-    available = pictures.pictured(run)
-    curves, more_curves = _curves(run, metrics, estimates)
+    curves, more_curves = _curves(run, metrics)
 
     def cards(kind: str, pairs: list[pictures.Pair]) -> list[dict[str, Any]]:
         return [pictures.card(run, metrics, pair, f"{anchor}-{kind}", page_folder) for pair in pairs if metrics]
@@ -100,9 +100,11 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
         "primary": metrics[0] if metrics else None,
         "metrics": metrics,
         "table": [results.table_row(run, m, estimates[m.name]) for m in metrics],
+        "bounded": any(e["difference"].bounded for e in estimates.values()),
         "guidance": results.guidance_sweep(run, metrics),
         "curves": curves,
         "more_curves": more_curves,
+        "num_during": len(run.during[-1].prompts) if run.during else 0,
         "num_pictured": int(available.any(-1).sum()) if available.size else 0,
         "num_pairs": int(np.isfinite(gain).sum()),
         "num_worse": int((gain < 0).sum()),
@@ -123,17 +125,18 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         metric = next(iter(results.metrics_of(run)), None)
         estimates = results.estimates_of(run, metric) if metric else None
-        rows.append({
-            "name": run.name,
-            "status": _status(run),
-            "algorithm": str(_get(run.config, "algorithm", "name") or results.DASH),
-            "iterations": run.iterations,
-            "time": _duration(_seconds(run)),
-            "result": results.table_row(run, metric, estimates) if metric else None,
-            "change": estimates["difference"] if estimates else None,
-        })
+        rows.append(
+            {
+                "name": run.name,
+                "status": _status(run),
+                "algorithm": str(_get(run.config, "algorithm", "name") or results.DASH),
+                "time": _duration(_seconds(run)),
+                "result": results.table_row(run, metric, estimates) if metric else None,
+                "change": estimates["difference"] if estimates else None,
+            }
+        )
         if metric:
-            drawn.append((metric, charts.Series(run.name, *run.curve(f"eval/{metric.name}"), markers=True)))
+            drawn.append((metric, charts.Series(run.name, *results.held_out_curve(run, metric), markers=True)))
     changes = [e for e in (row["change"] for row in rows) if e and e.known]
     ends = [v for e in changes for v in (e.mean, e.low, e.high) if math.isfinite(v)]
     # Every interval stands on the same axis, or the eye could not compare them.
@@ -148,13 +151,11 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     return {"rows": rows, "curve": curve, "metric": drawn[0][0] if same_metric else None}
 
 
-def _curves(
-    run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The charts that everyone needs, and one of each other logged number."""
     by_name = {m.name: m for m in metrics}
     keys = list(dict.fromkeys(key for row in run.rows for key in row if key != "iteration"))
-    points = {key: run.curve(key) for key in keys}
+    points = {key: run.curve(key) for key in keys} | {f"eval/{m.name}": results.held_out_curve(run, m) for m in metrics}
     points = {key: xy for key, xy in points.items() if np.isfinite(xy[1]).any()}
     rewards = [key for key in points if re.fullmatch(r"reward/.+_mean", key)]
     total = "reward/total_mean"
@@ -166,9 +167,13 @@ def _curves(
 
     def chart(key: str, title: str, metric: str = "") -> dict[str, Any]:
         sparse = key.startswith("eval/")
-        base = estimates[metric]["base"].mean if sparse and metric in estimates else math.nan
+        base = (
+            results.level_while_training(run, run.base, by_name[metric]) if sparse and metric in by_name else math.nan
+        )
         svg = charts.line_chart(
             [charts.Series(title, *points[key], markers=sparse)],
+            # One axis for all, or evaluations would seem to begin where training does.
+            x_range=(run.rows[0]["iteration"], max(run.rows[-1]["iteration"], run.iterations)) if run.rows else None,
             baseline=base if math.isfinite(base) else None,
             percent=metric in by_name and by_name[metric].percent,
         )
@@ -233,18 +238,19 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     """(label, text) of the header, without what the run does not say."""
     config = run.config
     rank = _get(config, "model", "lora", "rank")
-    model = [_get(config, "model", "name"), _get(config, "model", "path"), f"LoRA rank {rank}" if rank else None]
+    # An explicit null is full fine-tuning; a missing key says nothing.
+    full = "full fine-tuning" if "lora" in (config.get("model") or {}) and rank is None else None
+    model = [_get(config, "model", "name"), _get(config, "model", "path"), f"LoRA rank {rank}" if rank else full]
     sampler = [_get(config, "rollout", "sampler", "name")]
     steps, guidance = _get(config, "rollout", "num_inference_steps"), _get(config, "rollout", "guidance_scale")
     sampler += [f"{steps} steps" if steps else None, f"guidance {guidance}" if guidance is not None else None]
     rewards = [
-        f"{_get(entry, 'name') or _get(entry, 'path')} x {_get(entry, 'weight') or 1:g}"
+        f"{entry.get('name') or entry.get('path')} x {entry.get('weight', 1.0):g}"
         for entry in (config.get("rewards") or [])
     ]
     seeds = ", ".join(map(str, run.base.seeds)) if run.base else ""
     hardware = [run.provenance.get(key) for key in ("hardware", "device", "gpu", "cpu")]
     facts = {
-        "Status": _status(run),
         "Model": ", ".join(str(part) for part in model if part),
         "Algorithm": str(_get(config, "algorithm", "name") or ""),
         "Rollout": ", ".join(str(part) for part in sampler if part),
@@ -253,7 +259,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "Hardware": next((str(h) for h in hardware if h), ""),
         "Time": _duration(_seconds(run)),
         "Started": str(run.provenance.get("started") or ""),
-        "Commit": str(run.provenance.get("commit") or "")[:12],
+        "Commit": re.sub(r"\b([0-9a-f]{12})[0-9a-f]+\b", r"\1", str(run.provenance.get("commit") or "")),
     }
     return [(label, text) for label, text in facts.items() if text]
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 360, 196
-LEFT, RIGHT, TOP, BOTTOM = 44, 10, 12, 24
+LEFT, RIGHT, TOP, BOTTOM = 50, 10, 12, 24
 COLORS = 6
 """How many series colours the style sheet knows; a further series starts again at the first."""
 
 MAX_POINTS = 400
 SMOOTH_FROM = 40
 """Curves with fewer points are drawn as they are; longer ones get a moving mean over a twentieth of them."""
+
+
+Scale = Callable[[np.ndarray | float], np.ndarray]
+"""Data to user units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +58,23 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
-def tick_label(value: float) -> str:
-    """A short axis label.
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Axis labels with the decimals that tell `ticks` apart, powers of ten where those would be too many.
 
-    >>> [tick_label(v) for v in (0.0, 0.25, 1200.0, 3e-06, -2.0)]
-    ['0', '0.25', '1200', '3e-6', '\\u22122']
+    >>> tick_labels([0.0, 0.25, 0.5])
+    ['0.00', '0.25', '0.50']
+    >>> tick_labels([0.0, 1e-06, 2e-06])
+    ['0', '1e-6', '2e-6']
     """
-    text = f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e")
-    return text.replace("-", "\u2212", 1) if text.startswith("-") else text
+    step, largest = ticks[1] - ticks[0], max(abs(tick) for tick in ticks)
+    if largest < 1e-3 or largest >= 1e6:
+        labels = [f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e") for tick in ticks]
+    else:
+        # 0.25 and 2.5 need one digit more than their power of ten tells; more than six do not fit the margin.
+        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+        decimals += round(step * 10**decimals * 10) % 10 != 0
+        labels = [f"{tick:.{min(decimals, 6)}f}" for tick in ticks]
+    return ["\u2212" + label[1:] if label.startswith("-") else label for label in labels]
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
@@ -76,11 +89,18 @@ def smooth(y: np.ndarray) -> np.ndarray:
     return np.where(total > 0, (sums[high] - sums[low]) / np.maximum(total, 1), np.nan)
 
 
-def line_chart(series: Sequence[Series], *, baseline: float | None = None, percent: bool = False) -> Markup:
+def line_chart(
+    series: Sequence[Series],
+    *,
+    x_range: tuple[float, float] | None = None,
+    baseline: float | None = None,
+    percent: bool = False,
+) -> Markup:
     """A chart of one or more curves over the iterations, or an empty string without any finite value.
 
     Args:
         series: the curves; a legend is drawn from two on.
+        x_range: first and last iteration of the axis; default: those of the curves.
         baseline: level of the base model, a dashed line.
         percent: the values are shares in [0, 1] and are labelled in per cent.
     """
@@ -92,8 +112,8 @@ def line_chart(series: Sequence[Series], *, baseline: float | None = None, perce
     low = min([float(np.nanmin(s.y)) for s in series] + levels)
     high = max([float(np.nanmax(s.y)) for s in series] + levels)
     ticks = nice_ticks(low, high)
-    x_low = min(float(s.x[0]) for s in series)
-    x_high = max(max(float(s.x[-1]) for s in series), x_low + 1)
+    x_low, x_high = x_range or (min(float(s.x[0]) for s in series), max(float(s.x[-1]) for s in series))
+    x_high = max(x_high, x_low + 1)
 
     def px(x: np.ndarray | float) -> np.ndarray:
         return LEFT + (np.asarray(x, float) - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
@@ -127,8 +147,9 @@ def line_chart(series: Sequence[Series], *, baseline: float | None = None, perce
     return Markup(svg) + (_legend(series) if len(series) > 1 else Markup(""))
 
 
-def interval_plot(rows: Sequence[tuple[str, float, float, float]], *, domain: tuple[float, float] | None = None,
-                  zero: bool = False) -> Markup:
+def interval_plot(
+    rows: Sequence[tuple[str, float, float, float]], *, domain: tuple[float, float] | None = None, zero: bool = False
+) -> Markup:
     """Means with their intervals on one axis, one row each, for a table cell.
 
     Args:
@@ -162,11 +183,11 @@ def interval_plot(rows: Sequence[tuple[str, float, float, float]], *, domain: tu
     )
 
 
-def _axes(ticks, py, x_low: float, x_high: float, px, percent: bool) -> list[str]:
+def _axes(ticks: Sequence[float], py: Scale, x_low: float, x_high: float, px: Scale, percent: bool) -> list[str]:
     parts = []
-    for tick in ticks:
+    labels = [f"{label} %" for label in tick_labels([100 * tick for tick in ticks])] if percent else tick_labels(ticks)
+    for tick, label in zip(ticks, labels, strict=True):
         y = float(py(tick))
-        label = tick_label(100 * tick) + " %" if percent else tick_label(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{label}</text>')
     for tick in nice_ticks(x_low, x_high, 5):
@@ -190,10 +211,10 @@ def _path(x: np.ndarray, y: np.ndarray, name: str) -> str:
 
 
 def _value(value: float, percent: bool) -> str:
-    return f"{100 * value:.1f} %" if percent else f"{value:.4g}"
+    return f"{100 * value:.1f} %" if percent else f"{value:.6g}"
 
 
-def _readout(series: Sequence[Series], px, percent: bool) -> list[list]:
+def _readout(series: Sequence[Series], px: Scale, percent: bool) -> list[list]:
     """[[x in user units, text], ...]: what the page shows under the pointer, one entry an iteration."""
     known: dict[float, list[str]] = {}
     for s in series:

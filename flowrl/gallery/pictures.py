@@ -12,7 +12,7 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
-from flowrl.gallery.results import MINUS, Metric, paired, shared
+from flowrl.gallery.results import Metric, paired, shared
 from flowrl.gallery.runs import Evaluation, Run
 
 SELECTION_SEED = 0
@@ -68,14 +68,16 @@ def card(run: Run, metrics: list[Metric], pair: Pair, section: str, page_folder:
     scores = []
     for metric in metrics:
         before, after = (float(table[p, k]) for table in paired(run, metric.name))
-        scores.append({
-            "label": metric.label,
-            "before": metric.single(before),
-            "after": metric.single(after),
-            "change": _points(metric, after - before),
-            "delta": after - before,
-            "tone": metric.tone(after - before),
-        })
+        scores.append(
+            {
+                "label": metric.label,
+                "before": metric.single(before),
+                "after": metric.single(after),
+                "change": metric.single_change(after - before),
+                "delta": after - before,
+                "tone": metric.tone(after - before),
+            }
+        )
     return {
         "anchor": f"{section}-{p:05d}-{k}",
         "prompt_id": p,
@@ -92,7 +94,7 @@ def film(run: Run, metrics: list[Metric], page_folder: Path) -> dict[str, Any]:
     """The first prompts over training, first seed: {"frames": labels, "rows": one a prompt with pictures}."""
     frames = _frames(run)
     rows = []
-    for p, text in enumerate(run.base.prompts if run.base and run.during else ()):
+    for p, text in enumerate(run.base.prompts if run.base and run.during and metrics else ()):
         if len(rows) == MAX_FILMS:
             break
         same = [p < len(e.prompts) and e.prompts[p] == text and e.seeds[:1] == run.base.seeds[:1] for e in frames]
@@ -164,10 +166,3 @@ def _frame(evaluation: Evaluation, metric: Metric, prompt: int, saved: bool, pag
         "score": metric.single(score),
         "tone": {1.0: "better", 0.0: "worse"}.get(score, "same") if metric.percent else "same",
     }
-
-
-def _points(metric: Metric, delta: float) -> str:
-    """The change of one picture; pass or fail changes by one, not by 100 percentage points."""
-    if not (metric.percent and np.isfinite(delta)):
-        return metric.change(delta)
-    return {1: "+1", 0: "0", -1: f"{MINUS}1"}[round(delta)]

@@ -35,26 +35,34 @@ class Metric:
     def label(self) -> str:
         return LABELS.get(self.name, self.name.replace("_", " "))
 
-    def value(self, x: float, unit: str = " %") -> str:
-        """`x` as text, or a dash for NaN.
+    def value(self, x: float, unit: str = " %", digits: int | None = None) -> str:
+        """`x` as text with `digits` decimals (default: those of a mean), or a dash for NaN.
 
         >>> Metric("shapes_strict", percent=True, decimals=3).value(0.4609)
         '46.1 %'
         """
         if not math.isfinite(x):
             return DASH
-        text = f"{100 * x:.1f}{unit}" if self.percent else f"{x:.{self.decimals}f}"
+        text = f"{100 * x:.1f}{unit}" if self.percent else f"{x:.{self.decimals if digits is None else digits}f}"
         return text.replace("-", MINUS)
 
-    def change(self, x: float) -> str:
+    def change(self, x: float, digits: int | None = None) -> str:
         """A difference with its sign, in percentage points for shares."""
-        text = self.value(x, unit="")
+        text = self.value(x, unit="", digits=digits)
         is_zero = not any(digit in text for digit in "123456789")
         return text.lstrip(MINUS) if is_zero else f"+{text}" if x > 0 else text
 
     def single(self, x: float) -> str:
-        """The score of one picture."""
-        return ("pass" if x else "fail") if self.percent and math.isfinite(x) else self.value(x)
+        """The score of one picture: pass or fail, or a number with one digit less than a mean deserves."""
+        if self.percent and math.isfinite(x):
+            return "pass" if x else "fail"
+        return self.value(x, digits=max(self.decimals - 1, 0))
+
+    def single_change(self, x: float) -> str:
+        """The change of one picture; from fail to pass is 1, not 100 percentage points."""
+        if self.percent and math.isfinite(x):
+            return {1: "+1", 0: "0", -1: f"{MINUS}1"}[round(x)]
+        return self.change(x, digits=max(self.decimals - 1, 0))
 
     def tone(self, low: float, high: float | None = None) -> str:
         """ "better" or "worse" where a change, or all of an interval of changes, is; else "same"."""
@@ -139,7 +147,27 @@ def estimates_of(run: Run, metric: Metric) -> Estimates:
         entry = _block(run, block).get(metric.name)
         if isinstance(entry, dict):
             found[block] = Estimate(*(number(entry.get(key)) for key in ("mean", "low", "high")))
+    if _is_own_guidance(run) and not (run.config.get("eval") or {}).get("best_guidance"):
+        # No other scale was tried, so the base model's own was not found to be its best.
+        found["base_best_guidance"] = Estimate()
     return found
+
+
+def level_while_training(run: Run, evaluation: Evaluation | None, metric: Metric) -> float:
+    """Mean of `evaluation` on the prompts and seeds of those while training, which may be fewer; NaN if unknown."""
+    if evaluation is None or metric.name not in evaluation.scores:
+        return math.nan
+    rows, columns = (len(run.during[-1].prompts), len(run.during[-1].seeds)) if run.during else (None, None)
+    return nan_mean(nan_mean(evaluation.scores[metric.name][:rows, :columns]))
+
+
+def held_out_curve(run: Run, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """(iterations [N], means [N]) of the evaluations while training and, after them, of the tuned model."""
+    x, y = run.curve(f"eval/{metric.name}")
+    tuned = run.evaluations.get("tuned")
+    if tuned is not None and tuned.iteration > max(x, default=0):
+        x, y = np.append(x, tuned.iteration), np.append(y, level_while_training(run, tuned, metric))
+    return x, y
 
 
 def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
@@ -165,7 +193,7 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
     if metrics and (rival := estimates[metrics[0].name]["base_best_guidance"]).known:
         metric, tuned = metrics[0], estimates[metrics[0].name]["tuned"]
         scale = number(_block(run, "base_best_guidance").get("guidance_scale"))
-        at = f" (guidance scale {scale:g})" if math.isfinite(scale) else ""
+        at = f" (scale {scale:g}{', its own' if _is_own_guidance(run) else ''})" if math.isfinite(scale) else ""
         text = f"The fair rival, the base model with its best guidance{at}, reaches {metric.value(rival.mean)}"
         gap = tuned.mean - rival.mean
         text += f"; tuned minus rival: {metric.change(gap)}." if math.isfinite(gap) else "."
@@ -174,7 +202,8 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
         change = estimates[metric.name]["difference"]
         if change.bounded and metric.tone(change.low, change.high) == "worse":
             interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
-            found.append(("worse", f"{metric.label} got worse: {metric.change(change.mean)}, {interval}."))
+            text = f"{metric.label} got worse: {metric.change(change.mean)}, {interval}."
+            found.append(("worse", text[:1].upper() + text[1:]))
     return found
 
 
@@ -202,9 +231,9 @@ def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
 
 
 def guidance_sweep(run: Run, metrics: Sequence[Metric]) -> list[tuple[str, list[str]]]:
-    """(guidance scale, one mean a metric) for the base model, ascending; empty without a sweep."""
+    """(guidance scale, one mean a metric) for the base model, ascending; empty below two scales beside its own."""
     tried = [e for e in run.evaluations.values() if e.tag.startswith("base-guidance-")]
-    if not tried:
+    if len(tried) < 2:
         return []
     if run.base and number(run.base.guidance_scale) not in {number(e.guidance_scale) for e in tried}:
         tried.append(run.base)
@@ -218,6 +247,12 @@ def settings(evaluation: Evaluation) -> str:
     if evaluation.guidance_scale is not None:
         parts.append(f"guidance {evaluation.guidance_scale:g}")
     return ", ".join([*parts, f"seeds {', '.join(map(str, evaluation.seeds))}"])
+
+
+def _is_own_guidance(run: Run) -> bool:
+    """Whether the summary's best guidance of the base model is the one it was evaluated with anyway."""
+    scale = _block(run, "base_best_guidance").get("guidance_scale")
+    return run.base is not None and scale is not None and scale == run.base.guidance_scale
 
 
 def _block(run: Run, name: str) -> dict[str, Any]:

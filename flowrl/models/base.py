@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -38,6 +39,12 @@ class LoraSettings:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank={self.rank} must be at least 1")
+        if self.alpha <= 0:
+            raise ValueError(f"alpha={self.alpha} must be positive: the update is alpha / rank * B A")
+        if self.targets is not None and not self.targets:
+            raise ValueError(
+                "targets=[] binds to nothing; give module name suffixes, or null for the family's own list"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,12 +148,15 @@ def guided(
     return negative + guidance_scale * (positive - negative)
 
 
-def asset_folder(name: str) -> Path | None:
-    """Folder of an embedded asset, or None. FLOWRL_ASSETS overrides where assets are looked for."""
+def asset_roots() -> list[Path]:
+    """Where embedded assets are looked for, in order; FLOWRL_ASSETS comes first."""
     roots = [PACKAGE / "assets", PACKAGE.parent / "assets"]
-    if os.environ.get("FLOWRL_ASSETS"):
-        roots.insert(0, Path(os.environ["FLOWRL_ASSETS"]))
-    return next((root / name for root in roots if (root / name / "model_index.json").is_file()), None)
+    return [Path(os.environ["FLOWRL_ASSETS"]), *roots] if os.environ.get("FLOWRL_ASSETS") else roots
+
+
+def asset_folder(name: str) -> Path | None:
+    """Folder of an embedded asset, or None."""
+    return next((root / name for root in asset_roots() if (root / name / "model_index.json").is_file()), None)
 
 
 def resolve_path(path: str) -> str:
@@ -170,27 +180,63 @@ def resolve_path(path: str) -> str:
     return path
 
 
-def load_pipeline(pipeline_class: type, config: ModelConfig, dtype: torch.dtype, **components: object):
-    """`from_pretrained` or `from_single_file`, with the hub's failures turned into one clear message."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+def _quiet_loading() -> None:
+    """Loading takes seconds: the libraries' own bars would drown the run's messages."""
+    import diffusers
+    import transformers
 
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def load_pipeline(pipeline_class: type, config: ModelConfig, dtype: torch.dtype, **components: object):
+    """`from_pretrained` or `from_single_file`; components that the folder declares as null are passed as None."""
+    _quiet_loading()
     path = resolve_path(config.path)
-    options = {"torch_dtype": dtype, **components}
-    try:
+    options: dict[str, object] = {"torch_dtype": dtype, **null_components(path), **components}
+    with loading("model.path", config.path):
         if path.endswith(".safetensors"):
+            if config.revision or config.variant:
+                raise ModelError("model.revision and model.variant belong to a hub id, not to a single file")
             return pipeline_class.from_single_file(path, **options)
         return pipeline_class.from_pretrained(path, revision=config.revision, variant=config.variant, **options)
-    except GatedRepoError:
-        raise ModelError(
-            f"model.path={config.path!r} is gated: accept its licence on its hub page, then run 'hf auth login'"
-        ) from None
-    except RepositoryNotFoundError:
-        raise ModelError(
-            f"model.path={config.path!r}: the hub has no such repository, or it is private: check the spelling, "
-            "or run 'hf auth login'"
-        ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ModelError(
-            f"model.path={config.path!r} could not be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); "
-            "without a network, give a folder that is already here or an embedded asset such as tiny-sd3"
-        ) from error
+
+
+def null_components(path: str) -> dict[str, None]:
+    """Parts that a local folder's model_index.json declares absent; diffusers wants them said explicitly."""
+    file = Path(path) / "model_index.json"
+    if not file.is_file():
+        return {}
+    index = json.loads(file.read_text(encoding="utf-8"))
+    return {name: None for name, value in index.items() if value == [None, None]}
+
+
+@contextmanager
+def loading(key: str, path: str) -> Iterator[None]:
+    """Turn what a hub, a folder or a file can raise into one ModelError that names the key and the remedy."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except ModelError:
+        raise
+    except (HfHubHTTPError, OSError, ValueError, SafetensorError) as error:
+        # diffusers wraps the hub's own errors in OSError: the reason is further down the chain.
+        chain: list[BaseException] = [error]
+        while (below := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(below)
+        if any(isinstance(e, GatedRepoError) for e in chain):
+            text = f"{key}={path!r} is gated: accept its licence on its hub page, then run 'hf auth login'"
+        elif any(isinstance(e, RepositoryNotFoundError) for e in chain):
+            text = (
+                f"{key}={path!r}: the hub has no such repository, or it is private: check the spelling, "
+                "or run 'hf auth login'"
+            )
+        else:
+            reason = (str(error).splitlines() or [""])[0]
+            text = (
+                f"{key}={path!r} could not be loaded ({type(error).__name__}: {reason}); "
+                "without a network, give a folder that is already here or an embedded asset such as tiny-sd3"
+            )
+        raise ModelError(text) from error

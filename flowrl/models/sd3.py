@@ -10,12 +10,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.models.base import ModelConfig, ModelError, autocast, guided, load_pipeline, torch_dtype
+from flowrl.models.base import (
+    ModelConfig,
+    ModelError,
+    autocast,
+    guided,
+    load_pipeline,
+    loading,
+    null_components,
+    torch_dtype,
+)
 from flowrl.process import FlowProcess, PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
@@ -56,19 +66,25 @@ class Sd3:
         self.device = torch.device("cpu")
         self._dtype = torch_dtype(config.dtype)
         self._unconditional: Condition | None = None
-        scale, patch = pipeline.vae_scale_factor, pipeline.patch_size
-        self.height = config.height or pipeline.default_sample_size * scale
-        self.width = config.width or pipeline.default_sample_size * scale
+        default = pipeline.default_sample_size * pipeline.vae_scale_factor
+        self.height = default if config.height is None else config.height
+        self.width = default if config.width is None else config.width
         for name, value in (("height", self.height), ("width", self.width)):
-            if value % (scale * patch):
-                near = round(value / (scale * patch)) * scale * patch
-                raise ModelError(f"model.{name}={value} must be a multiple of {scale * patch}; use {max(near, scale * patch)}")
+            self._check_size(name, value)
         for module in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
             if module is not None:
                 module.requires_grad_(False).eval()
         self.network.eval()
         if config.gradient_checkpointing:
             self.network.enable_gradient_checkpointing()
+
+    def _check_size(self, name: str, value: int) -> None:
+        """A side must be whole patches, and no longer than the table of position embeddings."""
+        unit = self.pipeline.vae_scale_factor * self.pipeline.patch_size
+        largest = self.network.config.pos_embed_max_size * unit
+        if value % unit or not 0 < value <= largest:
+            near = min(max(round(value / unit), 1) * unit, largest)
+            raise ModelError(f"model.{name}={value} must be a multiple of {unit} in {unit}..{largest}; use {near}")
 
     def dead_lora_modules(self) -> tuple[str, ...]:
         # The last block drops its text tokens, so their queries reach nothing.
@@ -102,6 +118,12 @@ class Sd3:
     def latent_shape(self) -> tuple[int, ...]:
         scale = self.pipeline.vae_scale_factor
         return (self.network.config.in_channels, self.height // scale, self.width // scale)
+
+    def condition_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one prompt's embeddings: what `encode` returns, without its first dimension."""
+        sizes, clip_tokens = self.network.config, self.pipeline.tokenizer_max_length
+        tokens = clip_tokens + self.config.max_sequence_length
+        return {"prompt_embeds": (tokens, sizes.joint_attention_dim), "pooled": (sizes.pooled_projection_dim,)}
 
     def schedule(self, num_inference_steps: int) -> Schedule:
         from diffusers import FlowMatchEulerDiscreteScheduler
@@ -160,9 +182,47 @@ def build(config: Config) -> Sd3:
     dtype = torch_dtype(config.dtype)
     components: dict[str, Any] = {} if config.load_t5 else {"text_encoder_3": None, "tokenizer_3": None}
     if config.vae is not None:
-        components["vae"] = AutoencoderKL.from_pretrained(config.vae, torch_dtype=dtype)
+        with loading("model.vae", config.vae):
+            components["vae"] = AutoencoderKL.from_pretrained(config.vae, dtype=dtype)
     pipeline = load_pipeline(StableDiffusion3Pipeline, config, dtype, **components)
     pipeline.set_progress_bar_config(disable=True)
     # The VAE decodes in float32: pictures are scored, and half precision shifts the scores.
     pipeline.vae.float()
+    return Sd3(pipeline, config)
+
+
+def skeleton(config: Config, folder: Path) -> Sd3:
+    """The adapter on the meta device, from a pipeline folder's JSON files alone: shapes, schedule, counts.
+
+    It has no tokenizers and no weights; `config.path` and `config.vae` are not read.
+    """
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+    from transformers import CLIPTextModelWithProjection, T5EncoderModel
+
+    dtype = torch_dtype(config.dtype)
+    absent = {"text_encoder_3"} if not config.load_t5 else set()
+    absent |= set(null_components(str(folder)))
+    encoders: dict[str, Any] = {}
+    with torch.device("meta"):
+        transformer = SD3Transformer2DModel.from_config(SD3Transformer2DModel.load_config(folder / "transformer"))
+        vae = AutoencoderKL.from_config(AutoencoderKL.load_config(folder / "vae"))
+        for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+            kind = T5EncoderModel if name == "text_encoder_3" else CLIPTextModelWithProjection
+            made = None if name in absent else kind(kind.config_class.from_pretrained(folder / name))
+            encoders[name] = made if made is None else made.to(dtype)
+    pipeline = StableDiffusion3Pipeline(
+        transformer=nn.Module.to(transformer, dtype),
+        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+        vae=vae,
+        tokenizer=None,
+        tokenizer_2=None,
+        tokenizer_3=None,
+        **encoders,
+    )
+    pipeline.tokenizer_max_length = encoders["text_encoder"].config.max_position_embeddings
     return Sd3(pipeline, config)

@@ -6,6 +6,7 @@ for LoRA the reference is the network with the adapter disabled, and costs nothi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,23 @@ from torch import Tensor, nn
 from flowrl.models.base import LoraSettings, ModelError
 
 ADAPTER = "default"
+PREFIX = "transformer."
+
+
+def lora_file(path: Path) -> Path:
+    """The weights of a saved LoRA: the file itself, or diffusers' name inside a folder."""
+    return path / "pytorch_lora_weights.safetensors" if path.is_dir() else path
+
+
+def read_lora(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(denoiser tensors by module, LoRA settings) of a file in diffusers' layout; settings may be empty."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as source:
+        tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118, it is no dict
+        packed = (source.metadata() or {}).get("lora_adapter_metadata", "{}")
+    settings = {key.removeprefix(PREFIX): value for key, value in json.loads(packed).items() if key.startswith(PREFIX)}
+    return {k.removeprefix(PREFIX): v for k, v in tensors.items() if k.startswith(PREFIX)}, settings
 
 
 class Weights:
@@ -60,6 +78,10 @@ class Weights:
                 raise ModelError(
                     f"model.lora.targets={targets} binds to no module of {type(self.network).__name__}: {error}"
                 ) from error
+        adapted = [name.partition(".lora_A.")[0] for name, _ in self.network.named_parameters() if ".lora_A." in name]
+        for target in targets:
+            if not any(name == target or name.endswith(f".{target}") for name in adapted):
+                raise ModelError(f"model.lora.targets: {target!r} binds to no module of {type(self.network).__name__}")
 
     @property
     def count(self) -> int:
@@ -125,22 +147,28 @@ class Weights:
                 )
 
     def load_lora(self, path: str) -> None:
-        """Start from a saved adapter of the same rank and targets (`model.init_lora`)."""
+        """Start from a saved adapter of the same rank, alpha and targets (`model.init_lora`)."""
         from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
+        from safetensors import SafetensorError
 
         if self.lora is None:
             raise ModelError("model.init_lora needs model.lora: full fine-tuning has no adapter to load into")
-        file = Path(path)
-        if file.is_dir():
-            file = file / "pytorch_lora_weights.safetensors"
+        file = lora_file(Path(path))
         if not file.is_file():
             raise ModelError(f"model.init_lora={path!r}: there is no {file}")
-        prefix = "transformer."
-        tensors = {k.removeprefix(prefix): v for k, v in load_file(file).items() if k.startswith(prefix)}
-        result: Any = set_peft_model_state_dict(self.network, tensors, adapter_name=ADAPTER)
-        adapter = [name for name in result.missing_keys if "lora_" in name]
-        if not tensors or result.unexpected_keys or adapter:
+        try:
+            found, settings = read_lora(file)
+            alpha = settings.get("lora_alpha", self.lora.alpha)
+            if alpha != self.lora.alpha:
+                raise ModelError(
+                    f"model.init_lora={path!r} was trained with alpha={alpha}, model.lora.alpha is {self.lora.alpha}"
+                )
+            result: Any = set_peft_model_state_dict(self.network, found, adapter_name=ADAPTER)
+            fits = bool(found) and not result.unexpected_keys
+            fits = fits and not [name for name in result.missing_keys if "lora_" in name]
+        except (RuntimeError, OSError, SafetensorError) as error:  # another rank; not a safetensors file
+            raise ModelError(f"model.init_lora={path!r} cannot be used: {str(error).splitlines()[0]}") from error
+        if not fits:
             raise ModelError(f"model.init_lora={path!r} does not fit model.lora: rank and targets must be the same")
 
     def save(self, folder: Path, pipeline_class: type) -> None:

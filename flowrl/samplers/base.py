@@ -44,11 +44,11 @@ class StepDistribution:
         """
         if x_next.shape != self.mean.shape:
             raise ValueError(f"x_next {tuple(x_next.shape)} must be shaped like the mean {tuple(self.mean.shape)}")
+        self._require_noise("log_prob")
         square = (x_next.float() - self.mean).square()
         dims = tuple(range(1, square.ndim))
         if form == "unscaled":
             return -square.mean(dim=dims)
-        self._require_noise("log_prob")
         std = expand(self.std, square)
         density = -square / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
         if form == "mean":
@@ -65,13 +65,15 @@ class StepDistribution:
         `variance` divides by std^2 (the Gaussian KL per dim); `flow_grpo` by std^2 / |dt|, the form of the
         official code since 2025-07-15, which lacks the factor 1 / |dt|; `none` leaves the square alone.
         """
+        if other.mean.shape != self.mean.shape:
+            raise ValueError(f"other {tuple(other.mean.shape)} must be shaped like the mean {tuple(self.mean.shape)}")
         square = (self.mean - other.mean).square().mean(dim=tuple(range(1, self.mean.ndim)))
         if divisor == "none":
             return square
         self._require_noise("kl")
         variance = self.std.square()
         if divisor == "flow_grpo":
-            if dt is None:
+            if dt is None or dt.shape != self.std.shape:
                 raise ValueError("kl divisor 'flow_grpo' needs dt, the sigma difference of the step, [B]")
             variance = variance / dt.abs()
         return square / (2 * variance)

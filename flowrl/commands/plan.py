@@ -1,0 +1,221 @@
+"""`flowrl plan`: what a run will do and need, before anything is downloaded."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from flowrl.config import Resolved, RunConfig
+    from flowrl.memory import Estimate
+    from flowrl.plan import StepPlan
+
+PROCESSES = (1, 2, 8)
+
+
+def command(
+    config: Annotated[str, typer.Argument(help="YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
+) -> None:
+    """Resolved configuration, batch geometry, steps, memory. Downloads nothing."""
+    import yaml
+    from rich.console import Console
+
+    from flowrl.config import load_config, resolve
+    from flowrl.prompts import load_prompts
+
+    resolved = resolve(load_config(config, overrides))
+    run = resolved.run
+    train = load_prompts(run.data.prompts, "data.prompts")
+    held_out = load_prompts(run.data.eval_prompts, "data.eval_prompts") if run.data.eval_prompts else train
+    held_out = held_out[: run.data.max_eval_prompts]
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+    _heading(console, "Configuration, every default written out")
+    console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)
+    adapter, reason = _skeleton(resolved)
+    plan = step_plan(resolved, adapter)
+    _heading(console, "Batch geometry")
+    console.print(f"{len(train)} training prompts, {len(held_out)} for evaluation")
+    if len(train) < run.rollout.prompts_per_iteration:
+        console.print("fewer prompts than rollout.prompts_per_iteration: some are drawn twice in an iteration")
+    console.print(_geometry_table(resolved, plan))
+    _heading(console, f"Steps: {len(plan)} in all, {len(plan.train)} trained")
+    console.print(reason if adapter is None else _steps_table(resolved, adapter, plan))
+    _heading(console, "Memory and compute, estimated for one process")
+    if adapter is None:
+        console.print(reason)
+        return
+    from flowrl.memory import estimate
+
+    texts = {p.text for p in (*train, *held_out)}
+    result = estimate(resolved, plan, prompts=len(texts))
+    console.print(_memory_table(resolved, result, len(texts)))
+    console.print(_phase_table(result))
+    console.print(
+        f"largest: {result.peak.name}, {size(result.peak.peak)}. Not in it: reward models, the CUDA context, library "
+        "workspaces, fragmentation; add 10 to 20 %. Formulas: flowrl/memory.py."
+    )
+    console.print(
+        f"network per iteration: {operations(result.rollout_flop)} in the rollout, {operations(result.update_flop)} in "
+        "the updates; divide by the processes and by what your device sustains."
+    )
+
+
+def _heading(console: Console, text: str) -> None:
+    console.rule(f"[bold]{text}", align="left")
+
+
+def _skeleton(resolved: Resolved) -> tuple[Any, str]:
+    """(adapter without weights, "") or (None, why not)."""
+    from flowrl.memory import UnknownModel, skeleton
+
+    try:
+        return skeleton(resolved), ""
+    except UnknownModel as error:
+        return None, str(error)
+
+
+def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
+    """The first iteration's plan; without a model its sigmas are placeholders, only its counts are right."""
+    import torch
+
+    from flowrl.schedules import Schedule
+
+    steps = resolved.run.rollout.num_inference_steps
+    schedule = adapter.schedule(steps) if adapter else Schedule(torch.linspace(1, 0, steps + 1), torch.zeros(steps))
+    return resolved.algorithm.build().plan(schedule, resolved.sampler.build(), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Work of the busiest of `processes` in one iteration; a forward under CFG counts once and is twice as large."""
+
+    processes: int
+    samples: int
+    rollout_forwards: int
+    update_forwards: int
+    """With gradient; where no group is dead."""
+    frozen_forwards: int
+    """Of the reference, and of recomputed log-probs."""
+
+
+def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0) -> Geometry:
+    """Counts for a number of processes; `extra` frozen forwards go with each forward of the update."""
+    from flowrl.distributed import shard
+
+    parts = [
+        len(shard(run.rollout.prompts_per_iteration, run.rollout.group_size, rank, processes))
+        for rank in range(processes)
+    ]
+    samples, updates = max(parts), run.optim.updates_per_iteration
+    edges = math.ceil(samples * len(plan.train) / updates)
+    forwards = updates * math.ceil(edges / run.optim.batch_size)
+    rollout = len(plan) * math.ceil(samples / run.rollout.batch_size)
+    return Geometry(processes, samples, rollout, forwards, extra * forwards)
+
+
+def _geometry_table(resolved: Resolved, plan: StepPlan) -> Table:
+    run = resolved.run
+    options = resolved.algorithm.config
+    kl = getattr(options, "kl", None)
+    extra = int(kl is not None and kl.coef > 0) + int(getattr(options, "old_log_prob", "") == "recompute")
+    rows = [geometry(run, plan, processes, extra) for processes in PROCESSES]
+    table = _table("", *(f"{g.processes} process{'es' if g.processes > 1 else ''}" for g in rows))
+    updates, trained = run.optim.updates_per_iteration, len(plan.train)
+    table.title = (
+        f"{run.samples_per_iteration} samples per iteration = {run.rollout.prompts_per_iteration} prompts x "
+        f"{run.rollout.group_size}; {updates} updates of {run.samples_per_iteration // updates} samples x {trained} "
+        f"steps; {run.iterations} iterations = {run.iterations * updates} updates"
+    )
+    guided = " (CFG: batch doubled)" if run.rollout.guidance_scale > 1 else ""
+    table.add_row("samples per process", *(f"{g.samples:,}" for g in rows))
+    table.add_row(f"rollout forwards of {run.rollout.batch_size}{guided}", *(f"{g.rollout_forwards:,}" for g in rows))
+    table.add_row(f"update forwards of {run.optim.batch_size}{guided}", *(f"{g.update_forwards:,}" for g in rows))
+    table.add_row("frozen forwards in updates", *(f"{g.frozen_forwards:,}" for g in rows))
+    return table
+
+
+def _steps_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
+    table = _table("step", "sigma", "next sigma", "timestep", "kind", "std")
+    stds = transition_std(resolved, adapter, plan)
+    sigmas, times = plan.schedule.sigmas.tolist(), plan.schedule.timesteps.tolist()
+    for k, std in enumerate(stds):
+        kind = "sde, trained" if k in plan.train else "sde" if plan.stochastic[k] else "ode"
+        table.add_row(str(k), f"{sigmas[k]:.5f}", f"{sigmas[k + 1]:.5f}", f"{times[k]:.2f}", kind, f"{std:.5f}")
+    return table
+
+
+def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[float]:
+    """std of every step under the sampler's law; 0 for deterministic steps."""
+    import torch
+
+    from flowrl.types import Prediction
+
+    zeros = torch.zeros(len(plan), 1)
+    step = plan.steps(torch.arange(len(plan)), adapter.process)
+    law = resolved.sampler.build().transition(adapter.process, Prediction(zeros, zeros, zeros), zeros, step)
+    return [float(s) if noisy else 0.0 for s, noisy in zip(law.std, plan.stochastic, strict=True)]
+
+
+def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
+    lora = resolved.model.config.lora
+    what = "full weights"
+    if lora is not None:
+        what = f"LoRA rank {lora.rank}, alpha {lora.alpha:g}, {result.lora_modules} modules"
+    table = _table("part", "values", "size", "where")
+    for name, count in result.parameters.items():
+        table.add_row(name, f"{count:,}", "", "")
+    table.add_row(f"trained: {what}", f"{result.trained:,}", size(result.saved), "saved file")
+    table.add_row("Adam's moments", f"{2 * result.trained:,}", size(result.moments), "device")
+    for name, held in (("EMA", result.ema), ("snapshots", result.snapshots)):
+        if held:
+            table.add_row(name, f"{held // 4:,}", size(held), "device")
+    cached = "device" if result.embeddings else "made when needed"
+    table.add_row(f"embeddings of {texts} texts, {size(result.prompt)} each", "", size(result.embeddings), cached)
+    table.add_row("latents of a rollout", "", size(result.latents), "host")
+    table.add_row("pictures of a rollout", "", size(result.pictures), "host")
+    return table
+
+
+def _phase_table(result: Estimate) -> Table:
+    table = _table("phase", "resident", "transient", "peak on the device")
+    for phase in result.phases:
+        table.add_row(phase.name, size(phase.resident), size(phase.transient), size(phase.peak))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left", title_style="")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number == 0 else "right")
+    return table
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(3 * 2**29), size(1_683_456), size(10_752)
+    ('1.50 GiB', '1.6 MiB', '10.5 KiB')
+    """
+    if count >= 2**30:
+        return f"{count / 2**30:,.2f} GiB"
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def operations(count: float) -> str:
+    """Floating-point operations for people.
+
+    >>> operations(5.18e16), operations(9.1e10)
+    ('51.8 PFLOP', '0.091 TFLOP')
+    """
+    return f"{count / 1e15:.3g} PFLOP" if count >= 1e15 else f"{count / 1e12:.3g} TFLOP"

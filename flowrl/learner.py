@@ -1,0 +1,171 @@
+"""The update half of an iteration: shares of the samples, the parity gate, one reduction per optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import Advantages
+from flowrl.algorithms.base import Algorithm, Networks
+from flowrl.buffer import microbatches, update_chunks
+from flowrl.config import RunConfig
+from flowrl.distributed import World
+from flowrl.metrics import Sums, log
+from flowrl.optim import Optimizer
+from flowrl.plan import StepPlan
+from flowrl.rng import permutation
+from flowrl.types import Condition, Edges, Microbatch, Samples
+
+_MAX_BAD_UPDATES = 5
+
+
+class ParityError(RuntimeError):
+    """The replayed log-probs differ from the rollout's by more than the gate allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One iteration's data: this rank's samples and edges, everybody's rewards."""
+
+    plan: StepPlan
+    samples: Samples
+    edges: Edges
+    cond: Condition
+    rows: Tensor
+    """Row of `cond` of each of this rank's samples, [B]."""
+    rewards: Tensor
+    """Training values of the whole iteration, [R, P, G]."""
+    raw: dict[str, Tensor]
+    """Raw outputs of the whole iteration, name -> [P, G]."""
+    spread: float
+    """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator."""
+
+
+class Learner:
+    """Turns a rollout with its credit into optimizer steps."""
+
+    def __init__(
+        self, config: RunConfig, algorithm: Algorithm, networks: Networks, optimizer: Optimizer, world: World
+    ) -> None:
+        self.config, self.algorithm, self.networks = config, algorithm, networks
+        self.optimizer, self.world = optimizer, world
+        self.adapter = networks.policy.adapter
+        self.recompute = getattr(algorithm.config, "old_log_prob", "rollout") == "recompute"
+        self.bad_updates = 0
+
+    def update(
+        self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums, *, gate: torch.dtype | None = None
+    ) -> None:
+        """Optimizer steps on disjoint shares of the samples that carry an advantage.
+
+        Args:
+            gate: dtype of the network if the parity gate is to be passed first, else None.
+        """
+        config, group = self.config, self.config.rollout.group_size
+        useful = (credit.valid & ~credit.dead[:, None]).flatten().nonzero().squeeze(1)
+        chunks = update_chunks(useful, config.optim.updates_per_iteration, config.seed, iteration)
+        identity = torch.tensor([i.slot * group + i.sample for i in rollout.samples.ids])
+        sample_of_edge = identity[rollout.edges.sample]
+        advantage = credit.values.flatten()[sample_of_edge][:, None]
+        shares = []
+        for number, chunk in enumerate(chunks):
+            rows = torch.isin(sample_of_edge, chunk).nonzero().squeeze(1)
+            shares.append(rows[permutation(len(rows), config.seed, "edges", iteration, number, self.world.rank)])
+        if gate is not None:
+            self._parity_gate(rollout, advantage, torch.cat(shares)[: config.optim.batch_size], gate)
+        if self.recompute:
+            rollout = self._recomputed(rollout, advantage, shares)
+        for share in shares:
+            self._one_update(rollout, advantage, share, sums)
+
+    def _batches(self, rollout: Rollout, advantage: Tensor, order: Tensor) -> Iterator[Microbatch]:
+        return microbatches(
+            rollout.edges,
+            advantage,
+            rollout.plan,
+            self.adapter,
+            rollout.cond,
+            rollout.rows,
+            batch_size=self.config.optim.batch_size,
+            order=order,
+            device=self.world.device,
+        )
+
+    def _one_update(self, rollout: Rollout, advantage: Tensor, share: Tensor, sums: Sums) -> None:
+        scale = self.optimizer.scale
+        for batch in self._batches(rollout, advantage, share):
+            output = self.algorithm.loss(batch, self.networks)
+            (output.loss * scale).backward()
+            sums.add_loss(output, batch.step.index.cpu())
+        # One reduction per update: the gradient of the summed loss and the number of edges behind it.
+        count = torch.tensor([float(len(share))], device=self.world.device)
+        flat = self.world.all_reduce_sum(torch.cat([self.optimizer.flat_gradient(), count]))
+        if flat[-1] == 0:
+            self.optimizer.zero_grad()
+            return
+        report = self.optimizer.step(flat[:-1] / (flat[-1] * scale))
+        if report.grad_norm == 0 and self.optimizer.updates == 1:
+            raise RuntimeError("no trainable parameter got a gradient: the loss does not reach the weights")
+        self.bad_updates = self.bad_updates + 1 if report.skipped else 0
+        if self.bad_updates >= _MAX_BAD_UPDATES and scale == 1.0:
+            raise RuntimeError(
+                f"{self.bad_updates} updates in a row had a gradient that is not finite; "
+                f"lower optim.learning_rate (now {self.config.optim.learning_rate})"
+            )
+        sums.add("grad/norm", report.grad_norm if math.isfinite(report.grad_norm) else 0.0)
+        sums.add("optim/learning_rate", report.learning_rate)
+        sums.add("optim/skipped", float(report.skipped))
+
+    @torch.no_grad()
+    def replay(self, rollout: Rollout, advantage: Tensor, order: Tensor) -> Tensor:
+        """Log-probs of the edges of `order` under the present policy at training geometry, [len(order), *pos]."""
+        form = self.algorithm.log_prob_form
+        parts = [
+            self.networks.transition(batch).log_prob(batch.next_latents, form).cpu()
+            for batch in self._batches(rollout, advantage, order)
+        ]
+        return torch.cat(parts) if parts else rollout.edges.old_log_prob[:0]
+
+    def _parity_gate(self, rollout: Rollout, advantage: Tensor, order: Tensor, dtype: torch.dtype) -> None:
+        """Replay one microbatch before the first update; stop where it does not repeat the rollout.
+
+        The second number is the same at the rollout's own batch composition, where it must be 0.
+        """
+        worst, step = self._deviation(rollout, advantage, order)
+        # The first rollout batch at its first trained step, in the rollout's order.
+        edges, first = rollout.edges, min(rollout.plan.train)
+        same = ((edges.step == first) & (edges.sample < self.config.rollout.batch_size)).nonzero().squeeze(1)
+        exact, _ = self._deviation(rollout, advantage, same[: self.config.optim.batch_size])
+        worst, step, exact = max(self.world.gather((worst, step, exact)))
+        tolerance = self.algorithm.parity_tolerance(dtype)
+        log.info(
+            "parity: replayed log-probs differ by at most %.2e (allowed %.2e); %.2e at the rollout's own batches",
+            worst,
+            tolerance,
+            exact,
+        )
+        if worst > tolerance and not self.recompute:
+            raise ParityError(
+                f"replaying the rollout changes the log-prob by {worst:.2e} at step {step}, more than {tolerance:.2e} (a "
+                "tenth of the clip range): set algorithm.old_log_prob=recompute, or equal rollout.batch_size and "
+                "optim.batch_size"
+            )
+
+    def _deviation(self, rollout: Rollout, advantage: Tensor, order: Tensor) -> tuple[float, int]:
+        """Largest |log ratio| of a replay, and its step."""
+        if not len(order):
+            return 0.0, -1
+        change = (self.replay(rollout, advantage, order) - rollout.edges.old_log_prob[order]).abs()
+        per_edge = change.reshape(len(order), -1).amax(dim=1)
+        return float(per_edge.max()), int(rollout.edges.step[order][per_edge.argmax()])
+
+    def _recomputed(self, rollout: Rollout, advantage: Tensor, shares: list[Tensor]) -> Rollout:
+        """Old log-probs at the very batches of the updates."""
+        old = rollout.edges.old_log_prob.clone()
+        for share in shares:
+            old[share] = self.replay(rollout, advantage, share)
+        return replace(rollout, edges=replace(rollout.edges, old_log_prob=old))

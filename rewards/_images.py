@@ -1,0 +1,16 @@
+"""Pictures as the libraries behind rewards want them. A helper, not a reward."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+
+def to_uint8(picture: Tensor) -> np.ndarray | None:
+    """[H, W, 3] uint8 of a [3, H, W] picture in [0, 1], rounded, as it would be saved; None if it holds NaN or inf."""
+    values = picture.detach().float().cpu()
+    if values.ndim != 3 or values.shape[0] != 3:
+        raise ValueError(f"a picture must be [3, H, W], got {list(values.shape)}")
+    if not values.isfinite().all():
+        return None
+    return (values * 255).round().clamp(0, 255).byte().permute(1, 2, 0).contiguous().numpy()

@@ -1,0 +1,61 @@
+"""Size of the picture as a JPEG: a reward without weights, whose optimum under compression is a flat picture.
+
+Source: DDPO, arXiv:2305.13301; kvablack/ddpo-pytorch:ddpo_pytorch/rewards.py.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowrl.reward import Card, Reward
+from rewards._images import to_uint8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    mode: Literal["compressibility", "incompressibility"] = "compressibility"
+    """Which way is better: smaller files or larger ones. The raw value is the size either way."""
+    quality: int = 95
+    """JPEG quality, 1 to 95. Sizes differ by a few bytes between builds of libjpeg."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.quality <= 95:
+            raise ValueError(f"quality={self.quality} must be from 1 to 95, the range PIL recommends")
+
+
+def jpeg_kilobytes(pixels: np.ndarray, quality: int) -> float:
+    """Thousands of bytes of an [H, W, 3] uint8 picture as a JPEG."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="JPEG", quality=quality)
+    return file.tell() / 1000
+
+
+def build(config: Config) -> Reward:
+    def one(picture: Tensor) -> float:
+        pixels = to_uint8(picture)
+        return math.nan if pixels is None else jpeg_kilobytes(pixels, config.quality)
+
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        return torch.tensor([one(picture) for picture in images])
+
+    return Reward(
+        score=score,
+        card=Card(
+            outputs=("jpeg_kb",),
+            low=0.0,
+            higher_is_better=config.mode == "incompressibility",
+            modality="image",
+            level="tested",
+            licence="Apache-2.0 (this project)",
+            source="DDPO, arXiv:2305.13301",
+        ),
+    )

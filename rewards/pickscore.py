@@ -1,0 +1,54 @@
+"""PickScore: how much people prefer the picture for its prompt, by a CLIP ViT-H/14 tuned on half a million choices.
+
+raw = exp(logit_scale) * cos(image, text); about 20 to 24 for present models. CLIP sees the centre square of the
+picture and the first 77 tokens of the prompt.
+
+Source: arXiv:2305.01569; yuvalkirstain/PickScore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowrl.reward import Card, Reward
+from rewards import _clip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    model: str = "yuvalkirstain/PickScore_v1"
+    """Weights: a folder or a hub id (4 GB in float32)."""
+    tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    """Tokenizer: a folder or a hub id."""
+    preprocess: _clip.Preprocess = "exact"
+    """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
+    device: str | None = None
+    """Where the network runs; none takes the GPU if there is one."""
+
+
+def build(config: Config) -> Reward:
+    clip = _clip.load(
+        config.model, config.tokenizer, device=config.device, preprocess=config.preprocess, reward="pickscore"
+    )
+    scale = clip.model.logit_scale.exp()
+
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        with clip.guard():
+            return scale * (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
+
+    return Reward(
+        score=score,
+        card=Card(
+            outputs=("pickscore",),
+            low=-float(scale),
+            high=float(scale),
+            modality="image",
+            differentiable=config.preprocess == "fast",
+            level="experimental",
+            licence="MIT (code and weights)",
+            source="arXiv:2305.01569",
+        ),
+    )

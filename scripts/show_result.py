@@ -1,0 +1,30 @@
+"""Print a finished run's base and tuned metric with intervals, and where the report is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    metric = summary["primary"]
+
+    def line(label: str, key: str, sign: str = "") -> str:
+        value = summary[key][metric]
+        numbers = ", ".join(format(100 * value[name], f"{sign}.1f") for name in ("low", "high"))
+        return f"{label:<28}{format(100 * value['mean'], f'{sign}.1f'):>7} %   95 % interval [{numbers}]"
+
+    print(f"\n{metric} on {summary['base'][metric]['n']} held-out prompts, {summary['seconds']:.0f} s in all")
+    print(line("base", "base"))
+    guidance = summary["base_best_guidance"]["guidance_scale"]
+    print(line(f"base, best CFG ({guidance:g})", "base_best_guidance"))
+    print(line("tuned", "tuned"))
+    print(line("paired difference", "difference", "+"))
+    print(f"report: {(folder / 'gallery' / 'index.html').resolve()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A small run on the embedded model: seconds long, with a reward that needs no verifier."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+BASE = {
+    "name": "run",
+    "iterations": 4,
+    "model": {"name": "sd3", "path": "tiny-sd3", "max_sequence_length": 8},
+    "data": {"prompts": "shapes:train", "eval_prompts": "shapes:heldout", "max_eval_prompts": 4},
+    "rollout": {
+        "sampler": {"name": "flow_sde", "noise_level": 0.7},
+        "num_inference_steps": 3,
+        "prompts_per_iteration": 2,
+        "group_size": 4,
+        "batch_size": 4,
+    },
+    "algorithm": {"name": "flow_grpo", "clip_range": 1e-3, "advantages": {"std": "group"}},
+    "rewards": [{"path": "brightness.py"}],
+    "optim": {"learning_rate": 1e-3, "batch_size": 4, "updates_per_iteration": 2, "ema": {"decay": 0.9}},
+    "eval": {"batch_size": 8},
+    "checkpoint": {"every": 1, "keep": 9},
+}
+BRIGHTNESS = "def score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3))\n"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `run.yaml` and `brightness.py`, made the working directory."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))
+    (tmp_path / "brightness.py").write_text(BRIGHTNESS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def train(*overrides: str, resume: bool = False) -> dict:
+    """Train in this process."""
+    from flowrl.config import load_config, resolve
+    from flowrl.trainer import Trainer
+
+    return Trainer(resolve(load_config("run.yaml", list(overrides)))).fit(resume=resume)
+
+
+def start(*words: str) -> subprocess.Popen:
+    """`flowrl WORDS` as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "flowrl", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+
+
+def finish(process: subprocess.Popen, timeout_s: float = 120) -> tuple[int, str]:
+    """(exit code, everything it printed)."""
+    output, _ = process.communicate(timeout=timeout_s)
+    return process.returncode, output
+
+
+def digest(run: str | Path, iteration: int) -> str:
+    """Of the tensors of a checkpoint: weights of every role, and the optimizer's moments."""
+    file = Path("runs") / run / "checkpoints" / f"iteration-{iteration:06d}" / "state.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()

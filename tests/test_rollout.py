@@ -1,0 +1,277 @@
+"""The one denoising loop: what it records, and that layout does not matter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowrl.algorithms.flow_grpo import Config
+from flowrl.plan import StepPlan, deterministic, window
+from flowrl.rollout import Noise, Policy, run
+from flowrl.samplers import ddim, flow_sde
+from flowrl.types import SampleId
+from toys import SHAPE, ToyAdapter, roll_out
+
+
+def ids(prompts: int, group: int) -> list[SampleId]:
+    return [SampleId(slot, sample) for slot in range(prompts) for sample in range(group)]
+
+
+# ---- what is recorded
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 6])
+def test_the_child_of_a_step_is_the_parent_of_the_next_and_is_stored_once(batch_size):
+    session = roll_out(ToyAdapter(), batch_size=batch_size)
+    edges, trained = session.edges, len(session.plan.train)
+    assert len(edges) == 6 * trained
+    parent, child = edges.parent.reshape(6, trained), edges.child.reshape(6, trained)
+    assert torch.equal(child[:, :-1], parent[:, 1:])
+    # Every chain of K trained steps has K + 1 latents, and no latent twice.
+    assert len(edges.nodes) == 6 * (trained + 1)
+    assert torch.cat([parent[:, :1], child], dim=1).flatten().sort().values.tolist() == list(range(len(edges.nodes)))
+    assert len(edges.nodes.flatten(1).unique(dim=0)) == len(edges.nodes)
+
+
+@pytest.mark.parametrize("batch_size", [2, 6])
+def test_edges_are_ordered_by_sample_and_step(batch_size):
+    edges = roll_out(ToyAdapter(), batch_size=batch_size).edges
+    assert edges.sample.tolist() == [s for s in range(6) for _ in range(5)]
+    assert edges.step.tolist() == list(range(5)) * 6
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_a_rollout_is_the_loop_written_by_hand(guidance_scale):
+    """Steps 1, 2 and 4 stochastic, the others Euler, the noise drawn by key; latents, log-probs and x0 all agree."""
+    adapter = ToyAdapter()
+    session = roll_out(adapter, Config(sde_steps=[1, 2, 4]), batch_size=6, guidance_scale=guidance_scale)
+    edges, sigmas = session.edges, session.plan.schedule.sigmas
+    x, cond = session.noise.initial(session.ids), session.cond.index(session.rows)
+    recorded = 0
+    with torch.no_grad():
+        for k in range(6):
+            sigma, dt = sigmas[k], sigmas[k + 1] - sigmas[k]
+            v = adapter.predict(x, torch.full((6,), 1000 * sigma), cond, guidance_scale)
+            if k not in (1, 2, 4):
+                x = x + v * dt
+                continue
+            g = 0.7 * (sigma / (1 - sigma)).sqrt()
+            mean = x * (1 + g**2 / (2 * sigma) * dt) + v * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
+            std = g * (-dt).sqrt()
+            after = mean + std * session.noise.step(session.ids, k)
+            chosen = edges.select((edges.step == k).nonzero().squeeze(1))
+            assert_close(chosen.nodes[chosen.parent], x, rtol=1e-4, atol=1e-5)
+            assert_close(chosen.nodes[chosen.child], after, rtol=1e-4, atol=1e-5)
+            density = torch.distributions.Normal(mean, std).log_prob(after)
+            assert_close(chosen.old_log_prob, density.flatten(1).mean(1), rtol=1e-4, atol=1e-4)
+            recorded += len(chosen)
+            x = after
+    assert recorded == len(edges) == 18
+    assert_close(session.samples.x0, x, rtol=1e-4, atol=1e-5)
+    assert session.samples.x0.dtype == torch.float32
+
+
+def test_a_window_records_only_its_steps_and_links_only_neighbours():
+    """Steps 1, 2 chain; step 4 starts from a latent of its own."""
+    edges = roll_out(ToyAdapter(), Config(sde_steps=[1, 2, 4]), batch_size=6).edges
+    parent, child = edges.parent.reshape(6, 3), edges.child.reshape(6, 3)
+    assert torch.equal(child[:, 0], parent[:, 1])
+    assert not torch.isin(parent[:, 2], child).any()
+    assert len(edges.nodes) == 6 * 5
+    assert edges.step.reshape(6, 3).tolist() == [[1, 2, 4]] * 6
+
+
+def test_a_stochastic_step_that_is_not_trained_is_walked_but_not_recorded():
+    adapter = ToyAdapter()
+    session = roll_out(adapter)
+    plan = StepPlan(adapter.schedule(6), session.plan.noise_level, (1, 3))
+    samples, edges = run(
+        session.policy, plan, session.noise, session.ids, session.cond, session.rows, batch_size=session.batch_size
+    )
+    assert torch.equal(samples.x0, session.samples.x0)
+    assert edges.step.reshape(6, 2).tolist() == [[1, 3]] * 6
+    assert len(edges.nodes) == 6 * 4
+    kept = torch.isin(session.edges.step, torch.tensor([1, 3]))
+    assert torch.equal(edges.old_log_prob, session.edges.old_log_prob[kept])
+    assert torch.equal(edges.nodes[edges.child], session.edges.nodes[session.edges.child[kept]])
+
+
+def test_a_deterministic_plan_records_nothing_and_draws_no_step_noise(monkeypatch):
+    adapter = ToyAdapter()
+    session = roll_out(adapter)
+    monkeypatch.setattr(Noise, "step", lambda *a: pytest.fail("step noise was drawn"))
+    samples, edges = run(
+        session.policy,
+        deterministic(adapter.schedule(6)),
+        session.noise,
+        session.ids,
+        session.cond,
+        session.rows,
+        batch_size=4,
+    )
+    assert len(edges) == len(edges.nodes) == 0
+    assert samples.x0.shape == (6, *SHAPE)
+
+
+def test_the_mean_under_the_old_policy_is_recorded_if_asked_for():
+    session = roll_out(ToyAdapter(), columns=("mean_old",), batch_size=4)
+    edges = session.edges
+    step = session.plan.steps(edges.step, session.adapter.process)
+    with torch.no_grad():
+        cond = session.cond.index(session.rows[edges.sample])
+        mean = session.policy.transition(edges.nodes[edges.parent], step, cond).mean
+    assert_close(edges.columns["mean_old"], mean, rtol=1e-5, atol=1e-6)
+    assert roll_out(ToyAdapter()).edges.columns == {}
+
+
+def test_an_unknown_column_is_refused():
+    with pytest.raises(ValueError, match="'mean_ref' is unknown"):
+        roll_out(ToyAdapter(), columns=("mean_ref",))
+
+
+def test_nothing_of_a_rollout_carries_gradient():
+    session = roll_out(ToyAdapter())
+    assert not session.samples.x0.requires_grad
+    assert not session.edges.nodes.requires_grad
+    assert not session.edges.old_log_prob.requires_grad
+
+
+def test_progress_counts_every_sample():
+    adapter, counts = ToyAdapter(), []
+    session = roll_out(adapter)
+    run(
+        session.policy,
+        session.plan,
+        session.noise,
+        session.ids,
+        session.cond,
+        session.rows,
+        batch_size=4,
+        progress=counts.append,
+    )
+    assert counts == [4, 2]
+
+
+def test_a_vp_rollout_starts_from_unscaled_noise_and_walks_the_ddim_grid():
+    """ddpo sheet 1.2: the terminal SNR is not 0, yet the start state is N(0, I), as in the pipeline."""
+    from diffusers import DDIMScheduler
+
+    adapter = ToyAdapter(vp=True)
+    policy = Policy(adapter, ddim.build(ddim.Config()), 1.0)
+    noise, cond = Noise(0, "rollout", 1, SHAPE), adapter.encode(["prompt"])
+    who, rows = ids(1, 3), torch.zeros(3, dtype=torch.int64)
+    plan = StepPlan(adapter.schedule(5), (1.0,) * 5, (0, 1, 2, 3, 4))
+    samples, edges = run(policy, plan, noise, who, cond, rows, batch_size=3)
+    assert torch.equal(edges.nodes[edges.parent[edges.step == 0]], noise.initial(who))
+
+    scheduler = DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+    scheduler.set_timesteps(5)
+    x = noise.initial(who) * scheduler.init_noise_sigma
+    with torch.no_grad():
+        for k, t in enumerate(scheduler.timesteps):
+            out = adapter.predict(x, t.float().expand(3), cond.index(rows), 1.0)
+            x = scheduler.step(out, t, x, eta=1.0, variance_noise=noise.step(who, k)).prev_sample
+    # x0_hat is 15 times as large as x at the first step; float32 on both sides.
+    assert_close(samples.x0, x, rtol=1e-3, atol=1e-3)
+
+
+# ---- layout
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_a_rollout_does_not_depend_on_the_batch_size(batch_size):
+    """DESIGN section 4: noise bitwise, latents within rounding."""
+    whole = roll_out(ToyAdapter(), batch_size=6)
+    split = roll_out(ToyAdapter(), batch_size=batch_size)
+    assert_close(split.samples.x0, whole.samples.x0, rtol=0, atol=1e-6)
+    a, b = whole.edges, split.edges
+    for name in ("step", "sample"):
+        assert torch.equal(getattr(a, name), getattr(b, name))
+    assert_close(b.nodes[b.parent], a.nodes[a.parent], rtol=0, atol=1e-6)
+    assert_close(b.nodes[b.child], a.nodes[a.child], rtol=0, atol=1e-6)
+    # (x' - mean) / std is the noise itself, exact to rounding: 1e-6 / std with std > 0.2 on this grid.
+    assert_close(b.old_log_prob, a.old_log_prob, rtol=0, atol=2e-5)
+    starts = a.step == 0
+    assert torch.equal(b.nodes[b.parent[starts]], a.nodes[a.parent[starts]])
+
+
+def test_a_share_of_the_samples_gives_their_rows_of_the_whole():
+    """As another process would draw them: slots 1 and 2 alone, in another order."""
+    whole = roll_out(ToyAdapter(), prompts=3, batch_size=9)
+    chosen = [5, 3, 8]
+    part = [whole.ids[i] for i in chosen]
+    samples, edges = run(
+        whole.policy, whole.plan, whole.noise, part, whole.cond, whole.rows[chosen], batch_size=2
+    )
+    assert samples.ids == tuple(part)
+    assert_close(samples.x0, whole.samples.x0[chosen], rtol=0, atol=1e-6)
+    mine = edges.nodes[edges.child].reshape(3, 5, *SHAPE)
+    theirs = whole.edges.nodes[whole.edges.child].reshape(9, 5, *SHAPE)[chosen]
+    assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_noise_is_keyed_by_identity_and_not_by_batch_position():
+    noise = Noise(0, "rollout", 1, SHAPE)
+    everyone = ids(3, 4)
+    first, step = noise.initial(everyone), noise.step(everyone, 2)
+    for at in (0, 5, 11):
+        assert torch.equal(noise.initial(everyone[at : at + 1])[0], first[at])
+        assert torch.equal(noise.step(everyone[at : at + 1], 2)[0], step[at])
+
+
+def test_every_draw_of_a_run_differs_from_every_other():
+    """By seed, purpose, iteration, slot, sample, step, and between the start and the steps."""
+    who = ids(2, 2)
+    draws = []
+    for seed in (0, 1):
+        for purpose, iteration in (("rollout", 1), ("rollout", 2), ("eval", None)):
+            noise = Noise(seed, purpose, iteration, SHAPE)
+            draws += [noise.initial(who), noise.step(who, 0), noise.step(who, 1)]
+    rows = torch.cat(draws).flatten(1)
+    assert len(rows.unique(dim=0)) == len(rows) == 2 * 3 * 3 * 4
+
+
+def test_evaluation_noise_has_no_iteration():
+    who = ids(2, 1)
+    assert torch.equal(Noise(0, "eval", None, SHAPE).initial(who), Noise(0, "eval", None, SHAPE).initial(who))
+    assert not torch.equal(Noise(0, "eval", None, SHAPE).initial(who), Noise(0, "eval", 0, SHAPE).initial(who))
+
+
+def test_shared_noise_is_one_start_per_prompt_and_still_separate_steps():
+    """DESIGN section 4: shared noise drops `sample`."""
+    session = roll_out(ToyAdapter(), shared_start=True)
+    edges = session.edges
+    starts = edges.nodes[edges.parent[edges.step == 0]].reshape(2, 3, *SHAPE)
+    assert torch.equal(starts[:, :1].expand_as(starts), starts)
+    assert not torch.equal(starts[0, 0], starts[1, 0])
+    assert len(session.samples.x0.flatten(1).unique(dim=0)) == 6
+    apart = roll_out(ToyAdapter()).edges
+    assert torch.equal(
+        apart.nodes[apart.parent[apart.step == 0]].reshape(2, 3, *SHAPE)[:, 0], starts[:, 0]
+    )
+
+
+def test_policy_deterministic_is_the_euler_step_whatever_the_sampler():
+    adapter = ToyAdapter()
+    session = roll_out(adapter)
+    step = window(adapter.schedule(6), 0.7).steps(torch.full((6,), 2), adapter.process)
+    cond, x = session.cond.index(session.rows), session.samples.x0
+    with torch.no_grad():
+        v = adapter.predict(x, step.timestep, cond, 1.0)
+        found = session.policy.deterministic(x, step, cond)
+        noiseless = dataclasses.replace(step, noise_level=torch.zeros(6))
+        law = flow_sde.build(flow_sde.Config())
+        same = dataclasses.replace(session.policy, sampler=law).transition(x, noiseless, cond).mean
+    euler = x + v * (step.sigma_next - step.sigma)[:, None, None, None]
+    assert_close(found, euler, rtol=0, atol=1e-6)
+    assert_close(same, euler, rtol=0, atol=1e-6)

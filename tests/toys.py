@@ -1,0 +1,192 @@
+"""A tiny model family behind the ModelAdapter protocol: no diffusers, no download, milliseconds.
+
+Two prompts never have the same embedding, and every parameter reaches the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flowrl import rng
+from flowrl.algorithms.base import Networks
+from flowrl.algorithms.flow_grpo import Config as GrpoConfig
+from flowrl.algorithms.flow_grpo import FlowGrpo
+from flowrl.algorithms.flow_grpo import build as build_grpo
+from flowrl.buffer import microbatches
+from flowrl.models.base import guided
+from flowrl.models.weights import Weights
+from flowrl.plan import StepPlan
+from flowrl.process import FlowProcess, PredictionType, Process, VPProcess
+from flowrl.rollout import Noise, Policy, run
+from flowrl.samplers import flow_sde
+from flowrl.schedules import Schedule, flow_match_euler
+from flowrl.types import Condition, Edges, Microbatch, SampleId, Samples
+
+SHAPE = (2, 4, 4)
+WIDTH = 3
+
+
+class ToyNetwork(nn.Module):
+    """Two convolutions with the timestep and the prompt added in between, [B, 2, 4, 4] -> [B, 2, 4, 4]."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.inner = nn.Conv2d(2, 6, 3, padding=1)
+            self.embed = nn.Linear(WIDTH + 1, 6)
+            self.outer = nn.Conv2d(6, 2, 3, padding=1)
+
+    def forward(self, x: Tensor, timestep: Tensor, prompt: Tensor) -> Tensor:
+        hidden = self.embed(torch.cat([prompt, timestep[:, None] / 1000], dim=1))
+        return self.outer(torch.tanh(self.inner(x) + hidden[:, :, None, None]))
+
+
+class ToyAdapter:
+    """Flow with shift 3 by default; with `vp` an SD1.x-like noise-prediction model."""
+
+    lora_targets = ("embed",)
+    height = width = 4
+
+    def __init__(self, *, vp: bool = False, seed: int = 0, key_per_step: bool = False) -> None:
+        self.process: Process = VPProcess() if vp else FlowProcess()
+        self.prediction_type: PredictionType = "eps" if vp else "velocity"
+        self.network: nn.Module = ToyNetwork(seed)
+        self.key_per_step = key_per_step
+        self.encoded: list[list[str]] = []
+        self.freed = False
+
+    def dead_lora_modules(self) -> tuple[str, ...]:
+        return ()
+
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        if self.freed:
+            raise RuntimeError("the encoders were freed")
+        self.encoded.append(list(prompts))
+        return Condition({"prompt": torch.cat([rng.normal((WIDTH,), 0, f"toy/{text}", [()]) for text in prompts])})
+
+    def free_text_encoders(self) -> None:
+        self.freed = True
+
+    def latent_shape(self) -> tuple[int, ...]:
+        return SHAPE
+
+    def schedule(self, num_inference_steps: int) -> Schedule:
+        if isinstance(self.process, VPProcess):
+            return vp_schedule(num_inference_steps)
+        return flow_schedule(num_inference_steps)
+
+    def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
+        empty = Condition({"prompt": torch.zeros(1, WIDTH)})
+        return guided(self._forward, x, timestep, cond, empty, guidance_scale)
+
+    def _forward(self, x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
+        return self.network(x.float(), timestep, cond["prompt"])
+
+    def batch_key(self, step_index: int) -> int:
+        return step_index if self.key_per_step else 0
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents.mean(dim=1, keepdim=True).sigmoid().expand(-1, 3, -1, -1)
+
+    def to(self, device: torch.device) -> None:
+        self.network.to(device)
+
+
+def flow_schedule(num_steps: int, shift: float = 3.0) -> Schedule:
+    sigmas = flow_match_euler(num_steps, shift)
+    return Schedule(sigmas=sigmas, timesteps=1000 * sigmas[:-1])
+
+
+def vp_alphas_cumprod() -> Tensor:
+    """SD1.x (ddpo sheet 1.2): beta = linspace(sqrt(0.00085), sqrt(0.012), 1000)^2, [1000] float64."""
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64).square()
+    return (1 - betas).cumprod(0)
+
+
+def vp_schedule(num_steps: int) -> Schedule:
+    """SD1.x: leading spacing, offset 1; the last step ends at training step 0, not at clean data."""
+    jump = 1000 // num_steps
+    timesteps = torch.arange(num_steps - 1, -1, -1) * jump + 1
+    grid = torch.cat([timesteps, torch.zeros(1, dtype=torch.int64)])
+    return Schedule(sigmas=(1 - vp_alphas_cumprod()[grid]).sqrt().float(), timesteps=timesteps.float())
+
+
+@dataclass(frozen=True)
+class Session:
+    """A finished toy rollout with everything that a loss needs."""
+
+    adapter: ToyAdapter
+    weights: Weights
+    algorithm: FlowGrpo
+    policy: Policy
+    networks: Networks
+    plan: StepPlan
+    noise: Noise
+    ids: tuple[SampleId, ...]
+    samples: Samples
+    edges: Edges
+    cond: Condition
+    rows: Tensor
+    """Row of `cond` of each sample."""
+    batch_size: int
+
+    def batches(self, advantage: Tensor, *, batch_size: int | None = None) -> list[Microbatch]:
+        """Microbatches in the edges' own order; with `key_per_step` exactly the rollout's batches."""
+        size = self.batch_size if batch_size is None else batch_size
+        return list(
+            microbatches(
+                self.edges, advantage[:, None], self.plan, self.adapter, self.cond, self.rows, batch_size=size
+            )
+        )
+
+    def gradient(self, advantage: Tensor, **options: int) -> dict[str, Tensor]:
+        """Of the mean loss over all edges, by parameter name, through Algorithm.loss."""
+        self.adapter.network.zero_grad()
+        for batch in self.batches(advantage, **options):
+            (self.algorithm.loss(batch, self.networks).loss / len(self.edges)).backward()
+        return {name: p.grad.clone() for name, p in self.adapter.network.named_parameters()}
+
+
+def roll_out(
+    adapter: ToyAdapter,
+    config: GrpoConfig | None = None,
+    *,
+    prompts: int = 2,
+    group: int = 3,
+    num_steps: int = 6,
+    batch_size: int = 4,
+    guidance_scale: float = 1.0,
+    iteration: int = 1,
+    shared_start: bool = False,
+    columns: Sequence[str] = (),
+) -> Session:
+    """One toy rollout under Flow-GRPO with full weights."""
+    algorithm = build_grpo(config or GrpoConfig())
+    weights = Weights(adapter.network, None, (), 0)
+    for role in algorithm.roles:
+        weights.snapshot(role)
+    sampler = flow_sde.build(flow_sde.Config(noise_level=0.7))
+    policy = Policy(adapter, sampler, guidance_scale)
+    plan = algorithm.plan(adapter.schedule(num_steps), sampler, iteration)
+    ids = tuple(SampleId(slot, sample) for slot in range(prompts) for sample in range(group))
+    rows = torch.tensor([i.slot for i in ids])
+    cond = adapter.encode([f"prompt {slot}" for slot in range(prompts)])
+    noise = Noise(0, "rollout", iteration, adapter.latent_shape(), shared_start)
+    samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=batch_size, columns=columns)
+    networks = Networks(policy, weights)
+    return Session(
+        adapter, weights, algorithm, policy, networks, plan, noise, ids, samples, edges, cond, rows, batch_size
+    )
+
+
+def nudge(network: nn.Module, size: float = 0.02, seed: int = 1) -> None:
+    """Move every weight a little, as an update would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.add_(size * torch.randn(p.shape, generator=generator))
