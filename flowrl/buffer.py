@@ -37,9 +37,15 @@ def microbatches(
     """Forwards of at most `batch_size` edges, never mixing batch keys; the last of a key may be partial.
 
     Args:
-        edges: E edges; `rows` [B] is the row of `cond` of each sample.
+        edges: E edges of a rollout.
         advantage: [E, R, *pos].
-        order: a permutation of the edges, [E]; None keeps them in order.
+        plan: the rollout's plan; gives each edge its step.
+        adapter: says which steps may share a forward.
+        cond: conditions of the prompts.
+        rows: row of `cond` of each sample, [B].
+        batch_size: edges per forward.
+        order: which edges, in which order; None takes all as they come.
+        device: where the forward runs.
     """
     order = torch.arange(len(edges)) if order is None else order
     keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)

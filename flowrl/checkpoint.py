@@ -75,7 +75,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         kept = available(folder)
         safe = f"iteration {kept[-1]} is safe" if kept else "there is no earlier checkpoint"
         raise CheckpointError(
-            f"could not save {target}: {error}; {safe}. Free some space or mend the folder, then run again with --resume"
+            f"could not save {target}: {error}; {safe}. Free some space or mend the folder, then go on with --resume"
         ) from error
     for iteration in available(folder)[:-keep]:
         shutil.rmtree(path_of(folder, iteration))

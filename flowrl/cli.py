@@ -22,8 +22,6 @@ app = typer.Typer(
 
 def _register() -> None:
     for name in COMMANDS:
-        if not os.path.exists(os.path.join(os.path.dirname(__file__), "commands", name + ".py")):
-            continue  # TEMPORARY
         module = importlib.import_module(f"flowrl.commands.{name}")
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
@@ -43,8 +41,10 @@ def main() -> None:
     try:
         _register()
         app(standalone_mode=True)
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
     except BaseException as error:
         handle(error)
 

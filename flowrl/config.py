@@ -231,11 +231,17 @@ def component(kind: str, options: Options, where: str) -> Component:
         module = registry.load(kind, name)
     except registry.UnknownName as error:
         raise ConfigError(f"{where}: {error}") from None
-    return Component(name, module, validate(module.Config, rest, where))
+    return Component(name, module, validate(_config_class(module, where, name), rest, where))
+
+
+def _config_class(module: ModuleType, where: str, name: str) -> type:
+    if not (hasattr(module, "Config") and hasattr(module, "build")):
+        raise ConfigError(f"{where}: {name} is no component: it must define Config and build(config)")
+    return module.Config
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read, override and validate; components are validated by `flowrl.assembly`.
+    """Read, override and validate; components are validated by `resolve`.
 
     Raises:
         ConfigError: one clear message, nothing loaded.
@@ -315,16 +321,17 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
         module = registry.load("rewards", name)
     except registry.UnknownName as error:
         raise ConfigError(f"{where}: {error}") from None
-    except Exception as error:  # a user's file may raise anything when it is run
+    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is run
         raise ConfigError(f"{where}: {name} cannot be imported: {type(error).__name__}: {error}") from error
     if hasattr(module, "build"):
-        return RewardPlan(entry, module, validate(module.Config, own, where))
+        return RewardPlan(entry, module, validate(_config_class(module, where, str(name)), own, where))
     if not callable(getattr(module, "score", None)):
         raise ConfigError(f"{where}: {name} defines neither score(images, prompts, metadata) nor build(config)")
     if own:
         close = registry.suggest(next(iter(own)), sorted(common))
         raise ConfigError(
-            f"{where}.{next(iter(own))}: unknown key; {close}a one-file reward without Config takes: {', '.join(sorted(common))}"
+            f"{where}.{next(iter(own))}: unknown key; {close}a one-file reward without Config takes: "
+            f"{', '.join(sorted(common))}"
         )
     return RewardPlan(entry, module, None)
 
@@ -370,15 +377,16 @@ def resolve(run: RunConfig) -> Resolved:
     wanted, given = getattr(resolved.algorithm.config, "guidance_scale", None), run.rollout.guidance_scale
     if wanted is not None and wanted != given:
         raise ConfigError(
-            f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method with "
-            "log-probs needs the same; set both alike, or leave algorithm.guidance_scale out"
+            f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method "
+            "with log-probs needs the same; set both alike, or leave algorithm.guidance_scale out"
         )
     steps, trained = run.rollout.num_inference_steps, getattr(resolved.algorithm.config, "sde_steps", None)
     if steps < 2:
         raise ConfigError(f"rollout.num_inference_steps={steps}: at least 2, since the last step is never trained")
     if trained is not None and max(trained) > steps - 2:
         raise ConfigError(
-            f"algorithm.sde_steps={trained}: with rollout.num_inference_steps={steps} the last trainable step is {steps - 2}"
+            f"algorithm.sde_steps={trained}: with rollout.num_inference_steps={steps} "
+            f"the last trainable step is {steps - 2}"
         )
     if resolved.sampler.build().default_noise_level() == 0:
         raise ConfigError(

@@ -68,6 +68,10 @@ class Evaluation:
         )
 
 
+class Interrupted(Exception):
+    """An evaluation was given up on all processes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """What stays the same in every evaluation of a run."""
@@ -93,8 +97,13 @@ class Evaluator:
         limit: int | None = None,
         save: bool = True,
         progress: Callable[[int], None] = lambda count: None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> Evaluation:
-        """Evaluate the network as it is now. Every process returns the whole result; the first one writes it."""
+        """Evaluate the network as it is now. Every process returns the whole result; the first one writes it.
+
+        Raises:
+            Interrupted: `stop()` became true on some process; all of them raise, and nothing is written.
+        """
         prompts = self.prompts[:limit]
         low = self.world.rank * len(prompts) // self.world.size
         high = (self.world.rank + 1) * len(prompts) // self.world.size
@@ -104,6 +113,8 @@ class Evaluator:
         own: list[tuple[SampleId, dict[str, float]]] = []
         step = max(1, self.batch_size // self.samples_per_prompt)
         for start in range(low, high, step):
+            if stop():
+                break
             slots = range(start, min(start + step, high))
             ids = [SampleId(slot, k) for slot in slots for k in range(self.samples_per_prompt)]
             texts = [prompts[i.slot].text for i in ids]
@@ -116,6 +127,8 @@ class Evaluator:
             if save:
                 self._keep(tag, ids, images)
             progress(len(ids))
+        if self.world.any(stop()):
+            raise Interrupted
         table = {name: np.full((len(prompts), self.samples_per_prompt), np.nan) for name in self.scorer.outputs}
         for part in self.world.gather(own):
             for i, values in part:

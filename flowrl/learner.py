@@ -63,6 +63,10 @@ class Learner:
         """Optimizer steps on disjoint shares of the samples that carry an advantage.
 
         Args:
+            iteration: keys the shares and the order inside them.
+            rollout: this rank's edges.
+            credit: advantages of all samples of the iteration.
+            sums: receives the metrics.
             gate: dtype of the network if the parity gate is to be passed first, else None.
         """
         config, group = self.config, self.config.rollout.group_size
@@ -150,8 +154,8 @@ class Learner:
         )
         if worst > tolerance and not self.recompute:
             raise ParityError(
-                f"replaying the rollout changes the log-prob by {worst:.2e} at step {step}, more than {tolerance:.2e} (a "
-                "tenth of the clip range): set algorithm.old_log_prob=recompute, or equal rollout.batch_size and "
+                f"replaying the rollout changes the log-prob by {worst:.2e} at step {step}, more than {tolerance:.2e} "
+                "(a tenth of the clip range): set algorithm.old_log_prob=recompute, or equal rollout.batch_size and "
                 "optim.batch_size"
             )
 

@@ -34,7 +34,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from flowrl.config import Resolved
 from flowrl.distributed import shard
@@ -84,21 +84,41 @@ def skeleton(resolved: Resolved) -> Any:
     if make is None:
         raise UnknownModel(f"model.name={resolved.model.name!r} cannot be measured without its weights")
     path = resolved.model.config.path
+    folder = locate(path)
     with loading("model.path", path):
-        return make(resolved.model.config, locate(path))
+        return make(resolved.model.config, folder)
+
+
+_ATEN = torch.ops.aten
+_FLOP = {
+    **flop_registry,
+    # torch counts attention on a GPU only.
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
+}
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of the storages made inside the block: `now` still alive, `peak` the most at any moment."""
+    """Bytes of the storages made inside the block: `now` still alive, `peak` the most at any moment; and `flop`.
+
+    torch's own FlopCounterMode keeps activations alive under gradient checkpointing, so it cannot run beside this.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.flop = 0
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        formula = _FLOP.get(func._overloadpacket)
+        if formula is not None:
+            self.flop += formula(*args, **kwargs, out_val=result)
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor):
@@ -283,17 +303,9 @@ def _faked(*modules: nn.Module) -> Iterator[None]:
 
 def _run(work: Callable[[], Any], *, grad: bool) -> tuple[int, float]:
     """(peak bytes, operations) of some work."""
-    ops = torch.ops.aten
-    attention = {  # torch counts these on a GPU only
-        ops._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-        ops._scaled_dot_product_flash_attention_for_cpu_backward: (
-            lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-        ),
-    }
-    counter = FlopCounterMode(display=False, custom_mapping=attention)
-    with torch.set_grad_enabled(grad), counter, Meter() as meter:
+    with torch.set_grad_enabled(grad), Meter() as meter:
         work()
-    return meter.peak, float(counter.get_total_flops())
+    return meter.peak, float(meter.flop)
 
 
 def _predict(adapter: Any, batch: int, guidance_scale: float) -> torch.Tensor:

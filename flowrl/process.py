@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from flowrl.types import Prediction

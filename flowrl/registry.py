@@ -71,7 +71,8 @@ def _load_file(path: Path, kind: str) -> ModuleType:
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     module_name = f"flowrl_user_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     spec.loader.exec_module(module)

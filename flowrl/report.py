@@ -121,4 +121,5 @@ def _write(
 
 def _format(value: dict[str, float], *, signed: bool = False) -> str:
     sign = "+" if signed else ""
-    return f"{value['mean']:{sign}.4f} (95 % interval {value['low']:{sign}.4f} to {value['high']:{sign}.4f}, n = {value['n']})"
+    mean, low, high = (format(value[name], f"{sign}.4f") for name in ("mean", "low", "high"))
+    return f"{mean} (95 % interval {low} to {high}, n = {value['n']})"

@@ -88,11 +88,16 @@ def run(
     """Denoise B samples along the plan.
 
     Args:
+        policy: adapter, sampler and guidance.
+        plan: the denoising steps.
+        noise: keyed noise.
         ids: B identities; they key the noise.
-        cond: conditions of the prompts; `rows` [B] picks each sample's.
+        cond: conditions of the prompts.
+        rows: row of `cond` of each sample, [B].
         batch_size: samples per network forward.
         form: of the stored log-probs.
         columns: extras per trained edge; `mean_old` [E, ...] is the one there is.
+        device: where the forward runs.
         progress: called with the number of samples just finished.
 
     Returns:

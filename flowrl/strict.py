@@ -84,6 +84,7 @@ def validate(cls: type, value: Any, where: str) -> Any:
     if cls not in _ADAPTERS:
         _ADAPTERS[cls] = TypeAdapter(cls)
     _refuse_unknown(cls, value, where)
+    _refuse_nan(value, where)
     try:
         # Through JSON: strict, and still taking a list where a tuple is asked for.
         return _ADAPTERS[cls].validate_json(json.dumps(value), strict=True)
@@ -99,10 +100,24 @@ def _refuse_unknown(cls: type, value: Options, where: str) -> None:
         place = f"{where}.{key}" if where else str(key)
         if key not in hints:
             close = registry.suggest(str(key), list(hints))
-            raise ConfigError(f"{place}: unknown key (value {inner!r}); {close}valid keys: {', '.join(sorted(hints))}")
+            raise ConfigError(f"{place}: unknown key (value {inner!r}); {close}{_valid(hints)}")
         nested = hints[key]
         if nested is not None and isinstance(inner, dict):
             _refuse_unknown(nested, inner, place)
+
+
+def _refuse_nan(value: Any, where: str) -> None:
+    """No option means anything as NaN, and every check of a range lets it pass."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        place = f"{where}.{key}" if where else str(key)
+        if isinstance(inner, float) and inner != inner:
+            raise ConfigError(f"{place} = nan: must be a number")
+        _refuse_nan(inner, place)
+
+
+def _valid(hints: Options) -> str:
+    return f"valid keys: {', '.join(sorted(hints))}" if hints else "this component takes no options"
 
 
 def _field_types(cls: type) -> dict[str, type | None]:

@@ -6,9 +6,11 @@ import math
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from flowrl.algorithms.base import Algorithm, Networks
 from flowrl.checkpoint import Checkpoint
 from flowrl.config import ConfigError, Resolved, RunConfig, resolve
 from flowrl.distributed import join, shard
-from flowrl.evaluate import Evaluation, Evaluator
+from flowrl.evaluate import Evaluation, Evaluator, Interrupted
 from flowrl.learner import Learner, Rollout
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
 from flowrl.models.base import torch_dtype
@@ -69,12 +71,14 @@ class Trainer:
         self.folder = RunFolder(self.config.folder)
         try:
             self._agree(lambda: self._open_folder(resume))
-            self._agree(self._load)
-            if self.start:
-                self._restore(self.start)
             handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
             try:
+                self._agree(self._load)
+                if self.start:
+                    self._restore(self.start)
                 return self._loop()
+            except Interrupted:
+                self._stop(self.iteration)
             finally:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
@@ -222,20 +226,22 @@ class Trainer:
 
     def _loop(self) -> dict[str, Any]:
         config = self.config
+        self._honour_signals(self.start)
         base = evaluate_base(self)
         for iteration in range(self.start + 1, config.iterations + 1):
             self.iteration = iteration
             row = self._iterate(iteration)
-            if config.eval.every and self.iteration % config.eval.every == 0 and self.iteration < config.iterations:
-                result = self.evaluate(f"iteration-{self.iteration:06d}", limit=config.eval.periodic_prompts)
-                row |= {f"eval/{name}": float(table[table == table].mean()) for name, table in result.scores.items()}
+            if config.eval.every and iteration % config.eval.every == 0 and iteration < config.iterations:
+                # A signal in the middle of it is honoured below, once this iteration is recorded.
+                with suppress(Interrupted):
+                    result = self.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
+                    row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
             if self.world.main:
                 self.folder.metrics.append(row)
                 self._tell(row)
-            last = self.iteration == config.iterations
-            if last or self.iteration % config.checkpoint.every == 0:
-                self.save(self.iteration)
-            self._honour_signals(self.iteration)
+            if iteration == config.iterations or iteration % config.checkpoint.every == 0:
+                self.save(iteration)
+            self._honour_signals(iteration)
         return finish(self, base)
 
     def evaluate(self, tag: str, limit: int | None = None, **options: Any) -> Evaluation:
@@ -248,7 +254,13 @@ class Trainer:
         try:
             with self.weights.using(self.optimizer.role):
                 return self.evaluator(
-                    tag, self.iteration, num_inference_steps=steps, limit=limit, progress=bar.update, **options
+                    tag,
+                    self.iteration,
+                    num_inference_steps=steps,
+                    limit=limit,
+                    progress=bar.update,
+                    stop=lambda: bool(self.signals),
+                    **options,
                 )
         finally:
             bar.close()
@@ -441,10 +453,10 @@ class Trainer:
         if self.world.any(bool(self.signals)):
             self._stop(iteration)
 
-    def _stop(self, iteration: int) -> None:
+    def _stop(self, iteration: int) -> NoReturn:
         """Save the last finished iteration and leave."""
         numbers = [n for n in self.world.gather(self.signals[0] if self.signals else None) if n]
-        if iteration > self.start or self.start == 0:
+        if iteration > self.start:
             self.save(iteration)
         if self.world.main:
             log.info("stopped after iteration %d; go on with the same command and --resume", iteration)

@@ -1,13 +1,12 @@
 """CLIP from transformers for rewards: preprocessing and unit embeddings. A helper, not a reward.
 
-The network is frozen and float32; autocast is off inside.
+The network is frozen and float32; autocast is off inside. No graph is kept unless a picture asks for gradients.
 Source: openai/CLIP preprocessing (shortest side by bicubic, centre crop); `CLIPModel` of transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,10 +36,6 @@ class Clip:
     @property
     def device(self) -> torch.device:
         return self.model.logit_scale.device
-
-    def guard(self) -> AbstractContextManager:
-        """Wraps every use: no graph is kept unless the preprocessing lets gradients through."""
-        return nullcontext() if self.preprocess == "fast" else torch.inference_mode()
 
     def embed_images(self, images: Tensor | Sequence[Tensor]) -> Tensor:
         """Unit image embeddings, [B, D], of pictures in [0, 1]."""

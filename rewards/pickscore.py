@@ -36,8 +36,7 @@ def build(config: Config) -> Reward:
     scale = clip.model.logit_scale.exp()
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        with clip.guard():
-            return scale * (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
+        return scale * (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
 
     return Reward(
         score=score,

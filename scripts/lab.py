@@ -25,11 +25,12 @@ RUNS = ROOT / "runs" / "lab"
 SEEDS = (0, 1, 2)
 # What can change a number; messages, the gallery and the like cannot.
 NUMERIC = (
-    "flowrl/samplers/*.py flowrl/algorithms/*.py flowrl/models/*.py flowrl/advantages.py flowrl/objectives.py "
-    "flowrl/rollout.py flowrl/learner.py flowrl/optim.py flowrl/process.py flowrl/schedules.py flowrl/plan.py "
-    "flowrl/buffer.py flowrl/rng.py flowrl/evaluate.py flowrl/shapes.py flowrl/prompts.py flowrl/reward.py "
-    "rewards/shapes.py assets/tiny-sd3/**/*.safetensors"
-).split()
+    *(f"flowrl/{folder}/*.py" for folder in ("samplers", "algorithms", "models")),
+    *(f"flowrl/{name}.py" for name in ("advantages", "buffer", "evaluate", "learner", "objectives", "optim", "plan")),
+    *(f"flowrl/{name}.py" for name in ("process", "prompts", "reward", "rng", "rollout", "schedules", "shapes")),
+    "rewards/shapes.py",
+    "assets/tiny-sd3/**/*.safetensors",
+)
 
 
 def recipes() -> dict[str, Path]:
@@ -59,7 +60,8 @@ def run_cell(name: str, recipe: Path, seed: int) -> dict:
 
 
 def percent(value: dict, sign: str = "") -> str:
-    return f"{format(100 * value['mean'], sign + '.1f')} [{format(100 * value['low'], sign + '.1f')}, {format(100 * value['high'], sign + '.1f')}]"
+    mean, low, high = (format(100 * value[name], f"{sign}.1f") for name in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 def page(results: dict) -> str:
@@ -83,10 +85,11 @@ def page(results: dict) -> str:
                 continue
             values = cell["summary"]
             metric = "shapes_strict"
-            scale = values["base_best_guidance"]["guidance_scale"]
+            rival = values["base_best_guidance"]
+            scale = rival["guidance_scale"]
             lines.append(
                 f"| {name} | {seed} | {percent(values['base'][metric])} "
-                f"| {percent(values['base_best_guidance'][metric])} at {scale:g} | {percent(values['tuned'][metric])} "
+                f"| {percent(rival[metric])} at {scale:g} | {percent(values['tuned'][metric])} "
                 f"| {percent(values['difference'][metric], '+')} | {values['seconds']:.0f} "
                 f"| {'' if cell['fingerprint'] == fingerprint(recipe) else 'stale'} |"
             )

@@ -389,9 +389,7 @@ def worker(rank: int, settings: Settings, port: int) -> None:
     diffusers.utils.logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=settings.processes
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=settings.processes)
     pipe = build_pipeline(settings.seed)
     if settings.vae_from is None:
         train_vae(pipe, settings, rank)
@@ -403,7 +401,10 @@ def worker(rank: int, settings: Settings, port: int) -> None:
         save(pipe, settings.output)
     if rank == 0:
         table = report(load_pipeline(settings.output), "final", 512, final=True)
-        facts = {"settings": {k: v for k, v in vars(settings).items() if k not in ("output", "vae_from")}, "strict": table}
+        facts = {
+            "settings": {k: v for k, v in vars(settings).items() if k not in ("output", "vae_from")},
+            "strict": table,
+        }
         (settings.output / "pretraining.json").write_text(json.dumps(facts, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flowrl.buffer import microbatches, update_chunks
 from flowrl.plan import window
 from flowrl.types import Condition, Edges
-from toys import ToyAdapter, flow_schedule
+from tests.toys import ToyAdapter, flow_schedule
 
 PLAN = window(flow_schedule(4), 0.7)
 COND = Condition({"prompt": torch.arange(2.0)[:, None]})

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from flowrl.algorithms.flow_grpo import AdvantageConfig, Config, KLConfig, build
 from flowrl.samplers import flow_sde, ode
 from flowrl.schedules import Schedule
-from toys import Session, ToyAdapter, flow_schedule, nudge, roll_out
+from tests.toys import Session, ToyAdapter, flow_schedule, nudge, roll_out
 
 LEVEL = 0.7
 GUIDANCE = [1.0, 3.0]
@@ -157,9 +157,7 @@ def test_separate_rewards_are_refused_by_the_merged_loss():
     session = roll_out(ToyAdapter())
     batch = session.batches(draw_advantages(len(session.edges)))[0]
     with pytest.raises(ValueError, match="must agree"):
-        session.algorithm.loss(
-            dataclasses.replace(batch, advantage=batch.advantage.expand(-1, 2)), session.networks
-        )
+        session.algorithm.loss(dataclasses.replace(batch, advantage=batch.advantage.expand(-1, 2)), session.networks)
 
 
 # ---- the KL
@@ -261,9 +259,11 @@ def test_rewards_are_merged_raw_and_then_normalised():
     algorithm = build(Config(advantages=AdvantageConfig(std="none", clip=2.0)))
     found = algorithm.advantages(rewards, torch.tensor([1.0, 0.1]))
     assert_close(found.values, torch.tensor([[-1.0, 1.0], [-1.5, 1.5]]))
-    assert float(build(Config(advantages=AdvantageConfig(std="none", clip=1.2))).advantages(
-        rewards, torch.tensor([1.0, 0.1])
-    ).values.max()) == pytest.approx(1.2)
+    assert float(
+        build(Config(advantages=AdvantageConfig(std="none", clip=1.2)))
+        .advantages(rewards, torch.tensor([1.0, 0.1]))
+        .values.max()
+    ) == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize(

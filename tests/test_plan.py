@@ -8,7 +8,7 @@ import torch
 from flowrl.plan import StepPlan, deterministic, window
 from flowrl.process import FlowProcess, VPProcess
 from flowrl.schedules import Schedule
-from toys import flow_schedule, vp_schedule
+from tests.toys import flow_schedule, vp_schedule
 
 
 def test_a_window_defaults_to_every_step_but_the_last():

@@ -105,13 +105,17 @@ def white_extra(rng, size) -> Drawn:
     return extra(rng, size, color=(1.0, 1.0, 1.0))
 
 
-def halfway(first: str, second: str) -> tuple[float, ...]:
-    return tuple((a + b) / 2 for a, b in zip(PALETTE[first], PALETTE[second], strict=True))
+def halfway(first: str, second: str, rng) -> tuple[float, ...]:
+    """A hue about halfway between two of the palette, as bright as they are."""
+    a, b = (np.asarray(PALETTE[name]) - BACKGROUND for name in (first, second))
+    share = rng.uniform(0.4, 0.6)
+    mixed = (1 - share) * a / np.linalg.norm(a) + share * b / np.linalg.norm(b)
+    return tuple(BACKGROUND + (1 - BACKGROUND) * mixed / mixed.max())
 
 
 def halfway_extra(rng, size) -> Drawn:
     turn = rng.integers(6)
-    return extra(rng, size, color=halfway(WHEEL[turn], WHEEL[turn - 1]))
+    return extra(rng, size, color=halfway(WHEEL[turn], WHEEL[turn - 1], rng))
 
 
 def altered(rng, size, change) -> Drawn:
@@ -135,7 +139,7 @@ def wrong_shape(rng, size) -> Drawn:
 def halfway_color(rng, size) -> Drawn:
     def change(spec: ObjectSpec, p: Placed) -> Placed:
         neighbour = WHEEL[(WHEEL.index(p.color) + pick(rng, (-1, 1))) % 6]
-        return replace(p, color=halfway(p.color, neighbour)) if spec.color else p
+        return replace(p, color=halfway(p.color, neighbour, rng)) if spec.color else p
 
     return altered(rng, size, change)
 

@@ -13,7 +13,7 @@ from flowrl.plan import StepPlan, deterministic, window
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers import ddim, flow_sde
 from flowrl.types import SampleId
-from toys import SHAPE, ToyAdapter, roll_out
+from tests.toys import SHAPE, ToyAdapter, roll_out
 
 
 def ids(prompts: int, group: int) -> list[SampleId]:
@@ -210,9 +210,7 @@ def test_a_share_of_the_samples_gives_their_rows_of_the_whole():
     whole = roll_out(ToyAdapter(), prompts=3, batch_size=9)
     chosen = [5, 3, 8]
     part = [whole.ids[i] for i in chosen]
-    samples, edges = run(
-        whole.policy, whole.plan, whole.noise, part, whole.cond, whole.rows[chosen], batch_size=2
-    )
+    samples, edges = run(whole.policy, whole.plan, whole.noise, part, whole.cond, whole.rows[chosen], batch_size=2)
     assert samples.ids == tuple(part)
     assert_close(samples.x0, whole.samples.x0[chosen], rtol=0, atol=1e-6)
     mine = edges.nodes[edges.child].reshape(3, 5, *SHAPE)
@@ -256,9 +254,7 @@ def test_shared_noise_is_one_start_per_prompt_and_still_separate_steps():
     assert not torch.equal(starts[0, 0], starts[1, 0])
     assert len(session.samples.x0.flatten(1).unique(dim=0)) == 6
     apart = roll_out(ToyAdapter()).edges
-    assert torch.equal(
-        apart.nodes[apart.parent[apart.step == 0]].reshape(2, 3, *SHAPE)[:, 0], starts[:, 0]
-    )
+    assert torch.equal(apart.nodes[apart.parent[apart.step == 0]].reshape(2, 3, *SHAPE)[:, 0], starts[:, 0])
 
 
 def test_policy_deterministic_is_the_euler_step_whatever_the_sampler():

@@ -14,7 +14,7 @@ from flowrl.process import FlowProcess
 from flowrl.samplers.flow_sde import Config, build
 from flowrl.schedules import Schedule, dynamic_shift, flow_match_euler, shift_sigmas, shifted_linspace
 from flowrl.types import Prediction
-from toys import flow_schedule
+from tests.toys import flow_schedule
 
 SD35_10_STEPS = [1, 0.96013, 0.91335, 0.85769, 0.79037, 0.70728, 0.60215, 0.46488, 0.27805, 0.00893, 0]
 FLOW_SDE_STDS = [0.700, 0.743, 0.536, 0.446, 0.392, 0.353, 0.319, 0.282, 0.225, 0.0063]

@@ -139,9 +139,7 @@ class Session:
         """Microbatches in the edges' own order; with `key_per_step` exactly the rollout's batches."""
         size = self.batch_size if batch_size is None else batch_size
         return list(
-            microbatches(
-                self.edges, advantage[:, None], self.plan, self.adapter, self.cond, self.rows, batch_size=size
-            )
+            microbatches(self.edges, advantage[:, None], self.plan, self.adapter, self.cond, self.rows, batch_size=size)
         )
 
     def gradient(self, advantage: Tensor, **options: int) -> dict[str, Tensor]:

@@ -87,5 +87,6 @@ def _probe(plan, resolved) -> str:
     from flowrl.reward import score_once
 
     prompts = load_prompts(resolved.run.data.prompts, "data.prompts")[:2]
-    scores = score_once(plan.build(), torch.rand(len(prompts), 3, 64, 64), [p.text for p in prompts], [p.metadata for p in prompts])
+    texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+    scores = score_once(plan.build(), torch.rand(len(prompts), 3, 64, 64), texts, metadata)
     return ", ".join(f"{name} {value.tolist()}" for name, value in scores.items())

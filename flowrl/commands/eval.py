@@ -9,7 +9,7 @@ import typer
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="YAML file (evaluates the untouched model) or run folder (the tuned one).")],
+    target: Annotated[str, typer.Argument(help="YAML file (the untouched model) or run folder (the tuned one).")],
     overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words, such as eval.guidance_scale=4.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for scores and pictures.")] = None,
 ) -> None:
@@ -21,7 +21,8 @@ def command(
     folder = Path(target)
     run = folder if (folder / "config.yaml").is_file() else None
     resolved = resolve(load_config(folder / "config.yaml" if run else target, overrides))
-    result = Trainer(resolved).evaluate_only(run, out or (folder / "eval-extra" if run else Path("eval") / resolved.run.name))
+    default = folder / "eval-extra" if run else Path("eval") / resolved.run.name
+    result = Trainer(resolved).evaluate_only(run, out or default)
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "

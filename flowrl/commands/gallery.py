@@ -10,7 +10,7 @@ import typer
 
 def command(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
-    out: Annotated[Path | None, typer.Option("--out", help="File to write; default <first run>/gallery/index.html.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Default: <first run>/gallery/index.html.")] = None,
 ) -> None:
     """Build the report; it opens from disk."""
     from flowrl.config import ConfigError

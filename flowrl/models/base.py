@@ -193,7 +193,7 @@ def load_pipeline(pipeline_class: type, config: ModelConfig, dtype: torch.dtype,
     """`from_pretrained` or `from_single_file`; components that the folder declares as null are passed as None."""
     _quiet_loading()
     path = resolve_path(config.path)
-    options: dict[str, object] = {"torch_dtype": dtype, **null_components(path), **components}
+    options: dict[str, object] = {"dtype": dtype, **null_components(path), **components}
     with loading("model.path", config.path):
         if path.endswith(".safetensors"):
             if config.revision or config.variant:

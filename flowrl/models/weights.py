@@ -143,7 +143,8 @@ class Weights:
             if name not in values or values[name].shape != p.shape:
                 found = tuple(values[name].shape) if name in values else "nothing"
                 raise ModelError(
-                    f"the checkpoint's {role} weights do not fit this model: {name} is {tuple(p.shape)} here, {found} there"
+                    f"the checkpoint's {role} weights do not fit this model: "
+                    f"{name} is {tuple(p.shape)} here, {found} there"
                 )
 
     def load_lora(self, path: str) -> None:

@@ -13,7 +13,7 @@ from flowrl.plan import StepPlan, window
 from flowrl.process import FlowProcess, Process, VPProcess
 from flowrl.samplers.base import StepDistribution, euler_mean
 from flowrl.types import Step
-from toys import flow_schedule, vp_schedule
+from tests.toys import flow_schedule, vp_schedule
 
 NAMES = registry.names("samplers")
 PATHS = {"flow": (FlowProcess(), "velocity", flow_schedule), "vp": (VPProcess(), "eps", vp_schedule)}

@@ -42,7 +42,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *wor
         ("model.path=./nowhere", ["./nowhere", "no such"]),
         ("model.path=weights.ckpt", ["weights.ckpt", "safetensors"]),
         ("algorithm.name=grpo_flow", ["grpo_flow", "flow_grpo"]),
-        ("rollout.sampler.name=ode", ["deterministic"]),
+        ("rollout.sampler={name: ode}", ["deterministic"]),
         ("algorithm.sde_steps=[2]", ["sde_steps=[2]", "last trainable step is 1"]),
         ("output=/dev/null/runs", ["/dev/null/runs", "cannot be written"]),
         ("name=a/b", ["a/b", "run folder"]),
@@ -130,10 +130,10 @@ def test_a_full_disk_while_saving_keeps_what_was_saved_and_the_run_can_go_on(pla
     train("name=whole", "iterations=3")
     write = safetensors.torch.save_file
 
-    def full_at_two(tensors, file, *rest):
+    def full_at_two(tensors, file, **options):
         if "000002" in str(file):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(tensors, file, *rest)
+        return write(tensors, file, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(safetensors.torch, "save_file", full_at_two)

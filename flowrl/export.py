@@ -1,0 +1,199 @@
+"""A run's trained weights in the layouts that other programs read.
+
+    diffusers   pytorch_lora_weights.safetensors with its alpha: `pipe.load_lora_weights(DIR)`
+    kohya       one file with `lora_down`, `lora_up`, `alpha` per module of the original MMDiT: ComfyUI, sd-scripts
+    merged      a whole pipeline folder with the update added to its weights: `from_pretrained(DIR)`
+
+The original MMDiT keeps query, key and value in one matrix. Three updates of rank r become one of rank 3r,
+down [A_q; A_k; A_v] and up block-diagonal (B_q, B_k, B_v), with three times the alpha: the same function.
+
+Source: names as comfyanonymous/ComfyUI:comfy/lora.py (lora_unet_ + module path with underscores) and
+kohya-ss/sd-scripts:networks/lora_sd3.py expect them; the same pairs of names as diffusers' SD3 converter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.config import ConfigError, component, load_tree
+from flowrl.models.base import ModelError, loading, null_components, resolve_path, torch_dtype
+from flowrl.models.weights import lora_file, read_lora
+
+Format = Literal["diffusers", "kohya", "merged"]
+
+# diffusers' module in a block -> (original module, which third of its rows)
+_FUSED = {
+    f"{attention}.{ours}": (f"{block}.{attention}.qkv", third)
+    for attention, block, names in (
+        ("attn", "x_block", ("to_q", "to_k", "to_v")),
+        ("attn", "context_block", ("add_q_proj", "add_k_proj", "add_v_proj")),
+        ("attn2", "x_block", ("to_q", "to_k", "to_v")),
+    )
+    for third, ours in enumerate(names)
+}
+_PLAIN = {
+    "attn.to_out.0": "x_block.attn.proj",
+    "attn.to_add_out": "context_block.attn.proj",
+    "attn2.to_out.0": "x_block.attn2.proj",
+    "ff.net.0.proj": "x_block.mlp.fc1",
+    "ff.net.2": "x_block.mlp.fc2",
+    "ff_context.net.0.proj": "context_block.mlp.fc1",
+    "ff_context.net.2": "context_block.mlp.fc2",
+    "norm1.linear": "x_block.adaLN_modulation.1",
+}
+
+
+def export(run: Path, layout: Format, out: Path) -> Path:
+    """Write a run's weights to the folder `out`; returns the file or folder to load.
+
+    Raises:
+        ConfigError: no run, nothing trained yet, or full weights asked for as a LoRA.
+    """
+    saved, model = _trained(run), _model(run)
+    file = lora_file(saved)
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        raise ConfigError(f"--out {str(out)!r} is not empty; name a new folder")
+    if layout == "merged":
+        out.mkdir(parents=True, exist_ok=True)
+        pipeline = _with_update(model, saved, merge=True)
+        pipeline.save_pretrained(out)
+        return out
+    if not file.is_file():
+        raise ConfigError(f"{str(run)!r} trained full weights: there is no LoRA to export; use --format merged")
+    out.mkdir(parents=True, exist_ok=True)
+    if layout == "diffusers":
+        return Path(shutil.copy(file, out / file.name))
+    from safetensors.torch import save_file
+
+    tensors, settings = read_lora(file)
+    rank, alpha = settings["r"], settings["lora_alpha"]
+    about = {"ss_network_module": "networks.lora_sd3", "ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
+    target = out / f"{run.resolve().name}.safetensors"
+    save_file(to_kohya(tensors, alpha / rank), target, metadata={"format": "pt", **about})
+    return target
+
+
+def to_kohya(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """diffusers' LoRA tensors of an MMDiT (`<module>.lora_A.weight` [r, in], `lora_B` [out, r]) in kohya's layout.
+
+    Args:
+        tensors: by module, without the prefix `transformer.`.
+        scale: alpha / r; the written alpha is scale times the rank of what is written.
+
+    Raises:
+        ModelError: a module that the original network does not have under another name.
+    """
+    fused: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+    result: dict[str, Tensor] = {}
+    for name in sorted(k.removesuffix(".lora_A.weight") for k in tensors if k.endswith(".lora_A.weight")):
+        pair = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
+        match = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", name)
+        place = match.group(2) if match else name
+        block = f"joint_blocks.{match.group(1)}." if match else ""
+        if place in _FUSED:
+            module, third = _FUSED[place]
+            fused.setdefault(block + module, {})[third] = pair
+        elif place in _PLAIN:
+            result |= _entry(block + _PLAIN[place], *pair, scale)
+        else:
+            raise ModelError(
+                f"{name} has no counterpart in kohya's layout; train other targets, or use --format merged"
+            )
+    for module, parts in fused.items():
+        result |= _entry(module, *_join_thirds(parts), scale)
+    return {name: value.contiguous() for name, value in result.items()}
+
+
+def _join_thirds(parts: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(down [sum of r, in], up [3 out, sum of r]) of updates to thirds of a matrix; a missing third is not updated."""
+    thirds = sorted(parts)
+    down = torch.cat([parts[third][0] for third in thirds])
+    width = len(parts[thirds[0]][1])
+    up, column = torch.zeros(3 * width, len(down)), 0
+    for third in thirds:
+        piece = parts[third][1]
+        up[third * width : (third + 1) * width, column : column + piece.shape[1]] = piece
+        column += piece.shape[1]
+    return down, up
+
+
+def _entry(module: str, down: Tensor, up: Tensor, scale: float) -> dict[str, Tensor]:
+    key = "lora_unet_" + module.replace(".", "_")
+    alpha = torch.tensor(scale * len(down))
+    return {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up, f"{key}.alpha": alpha}
+
+
+def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
+    """(pipeline, call options) of a run folder, with its trained weights, or of any model `model.path` takes.
+
+    The options are the run's evaluation settings; none for a plain model.
+
+    Raises:
+        ConfigError: a run without trained weights.
+        ModelError: a model that cannot be loaded.
+    """
+    folder = Path(model)
+    if not (folder / "config.yaml").is_file():
+        from diffusers import DiffusionPipeline
+
+        path = resolve_path(model)
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        with loading("model", model):
+            if path.endswith(".safetensors"):
+                raise ModelError(f"{model!r} is a single file: its family is not known; give a folder or a hub id")
+            return DiffusionPipeline.from_pretrained(path, dtype=dtype, **null_components(path)), {}
+    tree, config = load_tree(folder / "config.yaml"), _model(folder).config
+    pipeline = _with_update(_model(folder), _trained(folder), merge=False)
+    rollout, evaluation = tree["rollout"], tree["eval"]
+    guidance = evaluation["guidance_scale"]
+    options = {
+        "num_inference_steps": evaluation["num_inference_steps"] or rollout["num_inference_steps"],
+        "guidance_scale": rollout["guidance_scale"] if guidance is None else guidance,
+        "height": config.height,
+        "width": config.width,
+        "max_sequence_length": getattr(config, "max_sequence_length", None),
+    }
+    return pipeline, {name: value for name, value in options.items() if value is not None}
+
+
+def _model(run: Path) -> Any:
+    """The run's model component."""
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{str(run)!r} is no run folder: there is no {file}")
+    return component("models", load_tree(file)["model"], "model")
+
+
+def _trained(run: Path) -> Path:
+    """Folder of the run's saved weights."""
+    saved = run / "adapter"
+    if not lora_file(saved).is_file() and not (saved / "transformer" / "config.json").is_file():
+        raise ConfigError(f"{str(run)!r} holds no trained weights yet (no {saved}): train it first")
+    return saved
+
+
+def _with_update(model: Any, saved: Path, *, merge: bool) -> Any:
+    """The run's pipeline, all of one dtype, with its trained weights: as an adapter, or added to the network's."""
+    config = model.config
+    if hasattr(config, "load_t5"):  # a pipeline without T5 would not load without saying so
+        config = dataclasses.replace(config, load_t5=True)
+    config = dataclasses.replace(config, gradient_checkpointing=False)
+    adapter, dtype = model.module.build(config), torch_dtype(config.dtype)
+    pipeline = adapter.pipeline
+    pipeline.vae.to(dtype)
+    if lora_file(saved).is_file():
+        pipeline.load_lora_weights(saved)
+        if merge:
+            pipeline.fuse_lora()
+            pipeline.unload_lora_weights()
+    else:
+        kind = type(adapter.network)
+        pipeline.transformer = kind.from_pretrained(saved / "transformer", dtype=dtype)
+    return pipeline

@@ -1,0 +1,149 @@
+"""Finding objects and naming their colours, for rewards. A helper, not a reward.
+
+Sources: Mask2Former, arXiv:2112.01527, in transformers; the colour prompts are those of djghosh13/geneval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowrl.reward import RewardError
+from rewards._clip import Clip
+
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+# GenEval's names for three of COCO's classes.
+RENAMED = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}
+_GREY = 0x99
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """An object in a picture."""
+
+    label: str
+    confidence: float
+    box: tuple[float, float, float, float]
+    """(left, top, right, bottom) in pixels, right and bottom exclusive."""
+    mask: np.ndarray | None = None
+    """[H, W] bool, or none where the detector gives boxes only."""
+
+
+class Detector(Protocol):
+    def __call__(self, pixels: np.ndarray) -> Sequence[Detection]:
+        """Objects of a picture, [H, W, 3] uint8, in any order and of any confidence."""
+        ...
+
+
+class ColorNamer(Protocol):
+    def __call__(self, pixels: np.ndarray, found: Sequence[Detection]) -> list[str]:
+        """One of COLORS for each object; all are of one label."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mask2Former:
+    """Instance segmentation, one picture at a time, so that no score depends on the padding of a batch."""
+
+    model: Any
+    processor: Any
+    floor: float = 0.05
+    """Detections below this confidence are dropped."""
+
+    def __call__(self, pixels: np.ndarray) -> list[Detection]:
+        device = self.model.device
+        inputs = self.processor(images=[pixels], return_tensors="pt").to(device)
+        # One picture is resized to multiples of 32 and never padded, so a mask covers the whole of it.
+        assert bool(inputs["pixel_mask"].all())
+        with torch.autocast(device.type, enabled=False):
+            outputs = self.model(pixel_values=inputs["pixel_values"], pixel_mask=inputs["pixel_mask"])
+        masks = F.interpolate(outputs.masks_queries_logits, pixels.shape[:2], mode="bilinear")[0]
+        return self._pick(outputs.class_queries_logits[0].softmax(dim=-1)[:, :-1], masks)
+
+    def _pick(self, probabilities: Tensor, masks: Tensor) -> list[Detection]:
+        """The best (query, class) pairs; [Q, C] and [Q, H, W]."""
+        queries, classes = probabilities.shape
+        best, flat = probabilities.flatten().topk(queries)
+        names = self.model.config.id2label
+        found = []
+        for probability, index in zip(best.tolist(), flat.tolist(), strict=True):
+            logits = masks[index // classes]
+            inside = logits > 0
+            if not inside.any():
+                continue
+            confidence = probability * float(logits.sigmoid()[inside].mean())
+            if confidence < self.floor:
+                continue
+            label = names[index % classes]
+            mask = inside.cpu().numpy()
+            found.append(Detection(RENAMED.get(label, label), confidence, box_of(mask), mask))
+        return found
+
+
+def load_mask2former(model: str, *, device: str | None, reward: str) -> Mask2Former:
+    """A frozen float32 Mask2Former from a folder or the hub.
+
+    Raises:
+        RewardError: the weights can neither be found nor downloaded.
+    """
+    from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
+
+    try:
+        network = Mask2FormerForUniversalSegmentation.from_pretrained(model, dtype=torch.float32)
+        processor = AutoImageProcessor.from_pretrained(model)
+    except OSError as error:
+        raise RewardError(
+            f"reward {reward!r} cannot load the detector {model!r}; give a folder or a hub id that can be reached: "
+            f"{error}"
+        ) from error
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Mask2Former(network.eval().requires_grad_(False).to(place), processor)
+
+
+def box_of(mask: np.ndarray) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom) of a mask's pixels, the last two exclusive."""
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ClipColors:
+    """Zero-shot colour of an object: its pixels on grey, cropped to its box, against three phrasings a colour."""
+
+    clip: Clip
+    prototypes: dict[str, Tensor] = field(default_factory=dict)
+    """Label -> unit mean of the phrasings of each colour, [colors, D]; filled as labels come up."""
+
+    def __call__(self, pixels: np.ndarray, found: Sequence[Detection]) -> list[str]:
+        if not found:
+            return []
+        label = found[0].label
+        if label not in self.prototypes:
+            self.prototypes[label] = self._prototypes(label)
+        crops = [torch.from_numpy(cut_out(pixels, item)).permute(2, 0, 1) / 255 for item in found]
+        similarity = self.clip.embed_images(crops) @ self.prototypes[label].T
+        return [COLORS[index] for index in similarity.argmax(dim=1).tolist()]
+
+    def _prototypes(self, label: str) -> Tensor:
+        wordings = (
+            "a photo of a {color} {label}",
+            "a photo of a {color}-colored {label}",
+            "a photo of a {color} object",
+        )
+        phrases = [wording.format(color=color, label=label) for color in COLORS for wording in wordings]
+        embedded = self.clip.embed_texts(phrases).unflatten(0, (len(COLORS), len(wordings)))
+        return F.normalize(embedded.mean(dim=1), dim=-1)
+
+
+def cut_out(pixels: np.ndarray, item: Detection) -> np.ndarray:
+    """The object alone: what its mask leaves out turns grey, then the box is cropped; at least one pixel."""
+    if item.mask is not None:
+        pixels = np.where(item.mask[:, :, None], pixels, np.uint8(_GREY))
+    left, top, right, bottom = (round(value) for value in item.box)
+    return np.ascontiguousarray(pixels[top : max(bottom, top + 1), left : max(right, left + 1)])

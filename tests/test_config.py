@@ -1,0 +1,420 @@
+"""YAML to a strict configuration: what is refused, with which words, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.config import dump, load_config, resolve, reward_plan
+from flowrl.strict import ConfigError, apply_override, parse_yaml, validate
+
+TREE = {
+    "name": "test",
+    "iterations": 3,
+    "model": {"name": "sd3", "path": "tiny-sd3"},
+    "data": {"prompts": "shapes:train"},
+    "rewards": [{"name": "shapes", "weight": 1.0}, {"name": "jpeg", "weight": 0.5}],
+    "rollout": {"prompts_per_iteration": 4, "group_size": 6},
+    "optim": {"updates_per_iteration": 2},
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """load_config of TREE with overrides; `text` replaces TREE."""
+
+    def load(*overrides: str, text: str | None = None) -> Any:
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(TREE) if text is None else text)
+        return load_config(file, list(overrides))
+
+    return load
+
+
+def refusal(action, *arguments: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action(*arguments)
+    return str(caught.value)
+
+
+# ---- YAML
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E-4", 1e-4),
+        ("-1e-4", -1e-4),
+        ("1e4", 1e4),
+        ("1.5e3", 1500.0),
+        ("2.e3", 2000.0),
+        ("3.0e-05", 3e-5),
+        (".5", 0.5),
+        ("-.5", -0.5),
+        ("5.", 5.0),
+        ("1_000.5", 1000.5),
+        (".inf", float("inf")),
+    ],
+)
+def test_numbers_with_a_point_or_an_exponent_are_floats(text, value):
+    """Plain YAML 1.1 reads 1e-4 as a string."""
+    found = parse_yaml(text, "test")
+    assert type(found) is float
+    assert found == value
+
+
+@pytest.mark.parametrize("text", ["10", "-10", "1_000", "0"])
+def test_whole_numbers_stay_integers(text):
+    assert type(parse_yaml(text, "test")) is int
+
+
+@pytest.mark.parametrize("text", ["-e5", "+E1", "e5", "1e", "1e-4x", "1.2.3", "v1.0", "2025-01-31", "abc", "."])
+def test_what_only_looks_like_a_number_or_a_date_stays_text(text):
+    assert parse_yaml(text, "test") == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_float_of_python_is_read_back_exactly(value):
+    assert parse_yaml(repr(value), "test") == value
+    assert parse_yaml(yaml.safe_dump({"x": value}), "test") == {"x": value}
+
+
+def test_broken_yaml_names_the_file(read):
+    message = refusal(lambda: read(text="name: [unclosed"))
+    assert "config.yaml" in message
+    assert "not valid YAML" in message
+
+
+@pytest.mark.parametrize("text", ["", "just words", "- a\n- b"])
+def test_a_file_that_is_no_mapping_is_refused(read, text):
+    assert "mapping" in refusal(lambda: read(text=text))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    assert "does not exist" in refusal(load_config, tmp_path / "nowhere.yaml")
+
+
+def test_yaml_cannot_make_python_objects(read):
+    message = refusal(lambda: read(text="name: !!python/object/apply:os.getcwd []"))
+    assert "not valid YAML" in message
+
+
+# ---- keys, types, ranges
+
+
+def test_a_good_file_is_read_with_its_defaults(read):
+    run = read()
+    assert run.rollout.num_inference_steps == 10
+    assert run.optim.learning_rate == 3e-4
+    assert run.samples_per_iteration == 24
+    assert run.folder == Path("runs/test")
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "nearest"),
+    [
+        ("optm.learning_rate=1e-4", "optm", "optim"),
+        ("optim.learnig_rate=1e-4", "optim.learnig_rate", "learning_rate"),
+        ("optim.ema.dcay=0.5", "optim.ema.dcay", "decay"),
+        ("rollout.groupsize=4", "rollout.groupsize", "group_size"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_value_and_the_nearest_valid_one(read, override, place, nearest):
+    message = refusal(read, override)
+    assert f"{place}: unknown key (value" in message
+    assert f"did you mean {nearest!r}?" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("iterations=many", ("iterations = 'many'", "integer")),
+        ("iterations=2.0", ("iterations = 2.0", "integer")),
+        ("iterations='3'", ("iterations = '3'", "integer")),
+        ("iterations=true", ("iterations = True", "integer")),
+        ("iterations=", ("iterations = None", "integer")),
+        ("optim.learning_rate='1e-4'", ("optim.learning_rate = '1e-4'", "number")),
+        ("name=3", ("name = 3", "string")),
+        ("deterministic=1", ("deterministic = 1", "boolean")),
+        ("rewards=shapes", ("rewards = 'shapes'", "array")),
+        ("optim.schedule=step", ("optim.schedule = 'step'", "'cosine'")),
+        ("data=prompts.txt", ("data = 'prompts.txt'",)),
+        ("optim.betas=[0.9, x]", ("optim.betas.1 = 'x'", "number")),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_and_never_converted(read, override, words):
+    message = refusal(read, override)
+    assert all(word in message for word in words), message
+
+
+def test_a_whole_number_is_fine_where_a_float_is_asked_for(read):
+    assert read("rollout.guidance_scale=4").rollout.guidance_scale == 4.0
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.learning_rate=-1e-4", ("optim", "learning_rate=-0.0001", "positive")),
+        ("optim.learning_rate=0", ("optim", "learning_rate=0", "positive")),
+        ("optim.learning_rate=.nan", ("optim.learning_rate", "nan")),
+        ("optim.betas=[0.9, 1.0]", ("optim", "betas=[0.9, 1.0]")),
+        ("optim.betas=[0.9]", ("optim", "betas=[0.9]")),
+        ("optim.weight_decay=-1", ("optim", "weight_decay")),
+        ("optim.ema={decay: 1.0}", ("optim.ema", "decay=1.0", "[0, 1)")),
+        ("rollout.batch_size=0", ("rollout", "batch_size=0", "positive")),
+        ("eval.every=-1", ("eval", "every=-1")),
+        ("checkpoint.keep=0", ("checkpoint", "keep=0", "positive")),
+        ("iterations=-1", ("iterations=-1",)),
+        ("name=../elsewhere", ("name='../elsewhere'", "run folder")),
+        ("name=..", ("name='..'",)),
+        ("data.max_eval_prompts=0", ("data", "max_eval_prompts=0")),
+    ],
+)
+def test_a_value_out_of_range_is_refused(read, override, words):
+    message = refusal(read, override)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("key", ["name", "model", "data", "rewards", "iterations"])
+def test_a_missing_key_is_named(read, key):
+    tree = {k: v for k, v in TREE.items() if k != key}
+    assert f"{key}: is required" in refusal(lambda: read(text=yaml.safe_dump(tree)))
+
+
+def test_two_mistakes_are_told_at_once(read):
+    message = refusal(read, "iterations=x", "seed=y")
+    assert "iterations = 'x'" in message
+    assert "seed = 'y'" in message
+
+
+def test_a_nan_deep_inside_a_component_is_refused(read):
+    message = refusal(read, "rewards.1.weight=.nan")
+    assert "rewards.1.weight = nan" in message
+
+
+# ---- geometry
+
+
+def test_updates_that_do_not_divide_the_samples_are_refused_with_the_nearest_that_do(read):
+    message = refusal(read, "optim.updates_per_iteration=5")
+    assert "optim.updates_per_iteration=5 does not divide the 24 samples" in message
+    assert "prompts_per_iteration=4 x group_size=6" in message
+    assert message.endswith("3, 4, 6")
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_updates_that_divide_the_samples_are_accepted(read, updates):
+    assert read(f"optim.updates_per_iteration={updates}").optim.updates_per_iteration == updates
+
+
+def test_a_group_of_one_is_refused(read):
+    assert "group_size=1" in refusal(read, "rollout.group_size=1")
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 1000])
+def test_batch_sizes_need_not_divide_anything(read, size):
+    """DESIGN section 4."""
+    run = read(f"rollout.batch_size={size}", f"optim.batch_size={size}", f"eval.batch_size={size}")
+    assert run.optim.batch_size == size
+
+
+# ---- overrides
+
+
+def test_overrides_reach_nested_keys_lists_and_missing_mappings(read):
+    run = read("optim.learning_rate=1e-4", "rewards.1.weight=2", "model.lora.rank=8", "eval.best_guidance=[2, 3.5]")
+    assert run.optim.learning_rate == 1e-4
+    assert run.rewards == [{"name": "shapes", "weight": 1.0}, {"name": "jpeg", "weight": 2}]
+    assert run.model["lora"] == {"rank": 8}
+    assert run.eval.best_guidance == [2.0, 3.5]
+
+
+def test_a_later_override_wins_and_null_takes_a_value_away(read):
+    assert read("seed=1", "seed=2").seed == 2
+    assert read("optim.max_grad_norm=null").optim.max_grad_norm is None
+
+
+def test_an_override_may_hold_an_equals_sign_and_yaml(read):
+    assert read("output=runs=2").output == "runs=2"
+    assert read("rewards=[{name: jpeg}]").rewards == [{"name": "jpeg"}]
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("optim.learning_rate", ("not of the form key=value",)),
+        ("=3", ("not of the form key=value",)),
+        ("rewards.2.weight=1", ("rewards is a list of 2", "no item '2'")),
+        ("rewards.-1.weight=1", ("rewards is a list of 2", "no item '-1'")),
+        ("rewards.first.weight=1", ("no item 'first'",)),
+        ("name.first=1", ("name is a plain value",)),
+        ("seed=[1", ("not valid YAML",)),
+    ],
+)
+def test_an_override_that_leads_nowhere_is_refused_with_the_word(word, words):
+    message = refusal(apply_override, {"name": "x", "rewards": [{}, {}]}, word)
+    assert repr(word) in message
+    assert all(part in message for part in words), message
+
+
+# ---- components
+
+
+def test_resolving_finds_every_component_with_its_own_options(read):
+    options = ("rollout.sampler={name: flow_sde, noise_level: 0.9}", "algorithm={name: flow_grpo, clip_range: 1e-3}")
+    found = resolve(read(*options))
+    assert (found.model.name, found.sampler.name, found.algorithm.name) == ("sd3", "flow_sde", "flow_grpo")
+    assert found.sampler.config.noise_level == 0.9
+    assert found.algorithm.config.clip_range == 1e-3
+    assert [plan.entry.weight for plan in found.rewards] == [1.0, 0.5]
+    assert found.eval_rewards == ()
+
+
+def test_the_resolved_tree_reads_back_as_the_same_run(read, tmp_path):
+    first = resolve(read("algorithm={name: flow_grpo, kl: {coef: 0.01}}", "optim.learning_rate=1e-5"))
+    file = tmp_path / "again.yaml"
+    file.write_text(yaml.safe_dump(first.tree()))
+    assert resolve(load_config(file)).tree() == first.tree()
+    file.write_text(dump(first.run))
+    assert load_config(file) == first.run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.name=sd4"], ("model: ", "name='sd4' is unknown", "did you mean 'sd3'?")),
+        (["rollout.sampler.name=flow_sd"], ("rollout.sampler: ", "'flow_sd' is unknown", "did you mean 'flow_sde'?")),
+        (["algorithm.name=flow_grop"], ("algorithm: ", "'flow_grop' is unknown", "did you mean 'flow_grpo'?")),
+        (["rewards.0.name=shape"], ("rewards.0: ", "'shape' is unknown", "did you mean 'shapes'?")),
+        (["eval.rewards=[{name: jpg}]"], ("eval.rewards.0: ", "'jpg' is unknown", "did you mean 'jpeg'?")),
+        (["algorithm={}"], ("algorithm.name is required", "flow_grpo")),
+        (["algorithm.name=3"], ("algorithm.name is required",)),
+        (["algorithm.clip_rnge=1"], ("algorithm.clip_rnge: unknown key", "did you mean 'clip_range'?")),
+        (["algorithm.kl.coeff=1"], ("algorithm.kl.coeff: unknown key", "did you mean 'coef'?")),
+        (["algorithm.clip_range=-1.0"], ("algorithm", "clip_range=-1.0 must be positive")),
+        (["rollout.sampler.noise_lvl=1"], ("rollout.sampler.noise_lvl: unknown key", "'noise_level'")),
+        (["model.lora.rnk=1"], ("model.lora.rnk: unknown key", "did you mean 'rank'?")),
+        (["model={name: sd3}"], ("model.path", "is required")),
+        (["model.dtype=fp16"], ("model.dtype = 'fp16'",)),
+        (["rewards.0.qualty=3"], ("rewards.0.qualty: unknown key",)),
+        (["rewards.0.clip=[1, 0]"], ("rewards.0", "clip=[1.0, 0.0]")),
+        (["rewards.0={weight: 1.0}"], ("rewards.0", "either name or path")),
+        (["rewards=[]"], ("rewards is empty",)),
+        (["model.name=no_such_package.model"], ("model: ", "'no_such_package.model'")),
+        (["algorithm.name=json.decoder"], ("algorithm: json.decoder is no component", "Config and build")),
+    ],
+)
+def test_a_component_that_is_unknown_or_ill_configured_is_refused(read, overrides, words):
+    run = read("rollout.sampler={name: flow_sde}", "algorithm={name: flow_grpo}", *overrides)
+    message = refusal(resolve, run)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["algorithm.guidance_scale=4.5", "rollout.guidance_scale=1.0"],
+            ("algorithm.guidance_scale=4.5", "rollout.guidance_scale=1.0"),
+        ),
+        (["algorithm.sde_steps=[0, 9]"], ("algorithm.sde_steps=[0, 9]", "last trainable step is 8")),
+        (["algorithm.sde_steps=[0, 10]"], ("algorithm.sde_steps=[0, 10]", "last trainable step is 8")),
+        (["rollout.num_inference_steps=1"], ("rollout.num_inference_steps=1", "at least 2")),
+        (["rollout.sampler={name: ode}"], ("rollout.sampler={'name': 'ode'}", "deterministic")),
+        (["rollout.sampler={name: flow_sde, noise_level: 0}"], ("noise_level", "deterministic")),
+        (["rewards.0.weight=0", "rewards.1.weight=0"], ("every weight is 0",)),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(read, overrides, words):
+    message = refusal(resolve, read("algorithm={name: flow_grpo}", *overrides))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.guidance_scale=4.5", "rollout.guidance_scale=4.5"],
+        ["algorithm.sde_steps=[0, 8]"],
+        ["rollout.num_inference_steps=2"],
+        ["rewards.0.weight=0"],
+        ["rewards.0.weight=-1"],
+    ],
+)
+def test_their_neighbours_are_accepted(read, overrides):
+    assert resolve(read("algorithm={name: flow_grpo}", *overrides)).algorithm.name == "flow_grpo"
+
+
+# ---- a user's one-file reward
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_a_file_with_a_score_function_is_a_reward(tmp_path):
+    path = write(tmp_path, "def score(images, prompts, metadata):\n    return images.mean((1, 2, 3))\n")
+    plan = reward_plan({"path": path, "weight": 2.0}, "rewards.0")
+    assert plan.name == "mine"
+    built = plan.build()
+    assert built.weight == 2.0
+    assert built.reward.card.outputs == ("mine",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ("defines neither score",)),
+        ("score = 3\n", ("defines neither score",)),
+        ("def build(config):\n    return None\n", ("is no component", "Config and build")),
+        ("import not_installed_anywhere\n", ("cannot be imported", "ModuleNotFoundError", "not_installed_anywhere")),
+        ("def score(:\n", ("cannot be imported", "SyntaxError")),
+        ("1 / 0\n", ("cannot be imported", "ZeroDivisionError")),
+        ("import sys\nsys.exit(0)\n", ("cannot be imported", "SystemExit")),
+    ],
+)
+def test_a_file_that_is_no_reward_is_refused_with_the_reason(tmp_path, text, words):
+    path = write(tmp_path, text)
+    message = refusal(reward_plan, {"path": path}, "rewards.0")
+    assert message.startswith("rewards.0: ")
+    assert path in message
+    assert all(word in message for word in words), message
+
+
+def test_a_file_that_is_missing_or_no_python_is_refused(tmp_path):
+    assert "there is no such file" in refusal(reward_plan, {"path": str(tmp_path / "gone.py")}, "rewards.0")
+    assert "must be a .py file" in refusal(reward_plan, {"path": "my_package.reward"}, "rewards.0")
+
+
+def test_an_option_that_a_one_file_reward_does_not_take_is_refused(tmp_path):
+    path = write(tmp_path, "def score(images, prompts, metadata):\n    return [0.0] * len(prompts)\n")
+    message = refusal(reward_plan, {"path": path, "wieght": 1.0}, "rewards.0")
+    assert "rewards.0.wieght: unknown key; did you mean 'weight'?" in message
+
+
+def test_a_file_with_config_and_build_has_its_own_strict_options(tmp_path):
+    path = write(
+        tmp_path,
+        "from dataclasses import dataclass\nfrom flowrl.reward import Card, Reward\n\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Config:\n    level: float = 0.5\n\n"
+        "def build(config):\n"
+        "    return Reward(score=lambda i, p, m: [config.level] * len(p), card=Card(outputs=('level',)))\n",
+    )
+    built = reward_plan({"path": path, "level": 0.25}, "rewards.0").build()
+    assert built.reward.score(None, ["a", "b"], [{}, {}]) == [0.25, 0.25]
+    message = refusal(reward_plan, {"path": path, "leve": 0.25}, "rewards.0")
+    assert "rewards.0.leve: unknown key" in message
+    assert "did you mean 'level'?" in message
+
+
+def test_validate_refuses_what_is_no_mapping():
+    from flowrl.config import EmaConfig
+
+    assert "optim.ema must be a mapping" in refusal(validate, EmaConfig, [1], "optim.ema")

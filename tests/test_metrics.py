@@ -1,0 +1,201 @@
+"""Sums that divide once, metrics.jsonl, the progress bar, the log."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import pickle
+import sys
+import time
+
+import pytest
+import torch
+
+from flowrl.metrics import MetricsFile, Progress, Sums, Timer, log, set_up_logging
+from flowrl.types import LossOutput
+
+
+def output(count: int, value: float) -> LossOutput:
+    return LossOutput(
+        loss=torch.tensor(0.0),
+        metrics={"policy/loss": torch.tensor(value * count)},
+        per_step={"policy/ratio": torch.full((count,), value)},
+    )
+
+
+# ---- sums
+
+
+def test_means_weigh_every_edge_alike_whatever_the_microbatch():
+    sums = Sums()
+    sums.add_loss(output(3, 1.0), torch.tensor([0, 0, 1]))
+    sums.add_loss(output(1, 5.0), torch.tensor([1]))
+    found = sums.means()
+    assert found["policy/loss"] == pytest.approx((3 * 1.0 + 5.0) / 4)
+    assert found["policy/ratio/step00"] == pytest.approx(1.0)
+    assert found["policy/ratio/step01"] == pytest.approx((1.0 + 5.0) / 2)
+
+
+def test_merged_sums_are_those_of_all_processes_together():
+    """Also where one has seen other steps, or nothing at all."""
+    parts = [Sums(), Sums(), Sums()]
+    parts[0].add_loss(output(3, 1.0), torch.tensor([0, 0, 0]))
+    parts[1].add_loss(output(1, 5.0), torch.tensor([7]))
+    whole = Sums()
+    whole.add_loss(output(3, 1.0), torch.tensor([0, 0, 0]))
+    whole.add_loss(output(1, 5.0), torch.tensor([7]))
+    assert Sums().merge(parts).means() == whole.means()
+    assert whole.means()["policy/loss"] == pytest.approx(2.0)
+
+
+def test_merging_leaves_the_parts_alone():
+    part = Sums()
+    part.add("a", 1.0)
+    assert Sums().merge([part, part]).values["a"] == 2.0
+    assert part.means() == {"a": 1.0}
+
+
+def test_a_metric_without_a_count_is_left_out():
+    sums = Sums()
+    sums.add("seen", 6.0, 3.0)
+    sums.add("unseen", 0.0, 0.0)
+    assert sums.means() == {"seen": 2.0}
+
+
+def test_sums_can_travel_between_processes():
+    sums = Sums()
+    sums.add("a", 1.0)
+    again = pickle.loads(pickle.dumps(sums))
+    again.add("b", 2.0)
+    assert again.means() == {"a": 1.0, "b": 2.0}
+
+
+# ---- the file
+
+
+@pytest.fixture
+def file(tmp_path) -> MetricsFile:
+    return MetricsFile(tmp_path / "metrics.jsonl")
+
+
+def test_rows_are_appended_and_read_back(file):
+    assert file.rows() == []
+    rows = [{"iteration": 1, "reward/a_mean": 0.5}, {"iteration": 2, "reward/a_mean": 0.25}]
+    for row in rows:
+        file.append(row)
+    assert file.rows() == rows
+    assert file.file.read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_null_and_the_line_is_json(file, value):
+    file.append({"iteration": 1, "a": value, "b": 1})
+    line = file.file.read_text()
+    json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert file.rows() == [{"iteration": 1, "a": None, "b": 1}]
+
+
+def test_the_torn_last_line_of_a_killed_run_is_dropped(file):
+    file.append({"iteration": 1})
+    with file.file.open("a") as stream:
+        stream.write('{"iteration": 2, "rew')
+    assert file.rows() == [{"iteration": 1}]
+
+
+def test_a_resume_drops_the_rows_past_its_checkpoint_and_goes_on_cleanly(file):
+    for k in range(1, 6):
+        file.append({"iteration": k})
+    with file.file.open("a") as stream:
+        stream.write('{"iteration": 6, "rew')
+    file.truncate(3)
+    assert [row["iteration"] for row in file.rows()] == [1, 2, 3]
+    file.append({"iteration": 4})
+    assert [row["iteration"] for row in file.rows()] == [1, 2, 3, 4]
+    file.truncate(0)
+    assert file.file.read_text() == ""
+
+
+# ---- time and progress
+
+
+def test_a_timer_adds_up_the_phases_also_when_one_fails():
+    timer = Timer()
+    for _ in range(2):
+        with timer.phase("rollout"):
+            time.sleep(0.01)
+    with pytest.raises(RuntimeError), timer.phase("reward"):
+        raise RuntimeError
+    assert 0.02 <= timer.seconds["rollout"] < 5
+    assert set(timer.seconds) == {"rollout", "reward"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "show"), [(io.StringIO(), True), (Terminal(), False)])
+def test_a_bar_is_quiet_off_a_terminal_and_where_it_is_not_wanted(monkeypatch, stream, show):
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = Progress(3, "sampling", show=show)
+    bar.update(3)
+    bar.close()
+    assert stream.getvalue() == ""
+
+
+def test_a_bar_ends_full_and_is_wiped(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = Progress(8, "sampling", show=True)
+    for _ in range(4):
+        bar.update(2)
+    bar.close()
+    text = stream.getvalue()
+    assert "sampling" in text
+    assert "8/8" in text
+    assert "#" * 24 in text
+    assert text.endswith("\r\x1b[K")
+
+
+def test_a_bar_of_nothing_shows_nothing(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = Progress(0, "sampling", show=True)
+    bar.update(0)
+    bar.close()
+    assert stream.getvalue() == ""
+
+
+# ---- the log
+
+
+@pytest.fixture
+def restored_log():
+    before = (log.handlers[:], log.level, log.propagate)
+    yield
+    for handler in log.handlers:
+        handler.close()
+    log.handlers[:], log.level, log.propagate = before[0], before[1], before[2]
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_the_first_process_logs_to_screen_and_file_and_the_others_warn_only(tmp_path, capsys, restored_log, main):
+    set_up_logging(tmp_path / "train.log", main=main)
+    log.info("a message")
+    log.warning("a warning")
+    screen = capsys.readouterr().out
+    assert "a warning" in screen
+    assert ("a message" in screen) == main
+    assert (tmp_path / "train.log").exists() == main
+    if main:
+        assert "INFO a message" in (tmp_path / "train.log").read_text()
+
+
+def test_setting_up_twice_does_not_double_the_messages(capsys, restored_log):
+    for _ in range(2):
+        set_up_logging(None, main=True)
+    log.info("once")
+    assert capsys.readouterr().out.count("once") == 1
+    assert logging.getLogger("flowrl") is log
