@@ -66,8 +66,6 @@ def group_advantages(
     low = torch.where(valid, filled, torch.inf).amin(dim=1)
     high = torch.where(valid, filled, -torch.inf).amax(dim=1)
     dead = ~(high > low)
-    # Exactly 0, not the rounding error of the mean, which a small std would magnify.
-    centred = torch.where(dead[:, None], 0.0, centred)
     if std == "group":
         scale = _masked_mean(centred.square(), valid, 1).sqrt() + eps
     elif std == "global":
@@ -77,6 +75,7 @@ def group_advantages(
         scale = torch.ones(1, 1, dtype=torch.float64)
     else:
         raise ValueError(f"std={std!r}; use 'global', 'group' or 'none'")
+    # Exactly 0, not the rounding error of the mean, which a small std would magnify.
     values = torch.where(dead[:, None], 0.0, centred / torch.where(scale == 0, 1.0, scale))
     if clip is not None:
         values = values.clamp(-clip, clip)

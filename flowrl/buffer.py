@@ -50,9 +50,10 @@ def microbatches(
     order = torch.arange(len(edges)) if order is None else order
     keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
     for key in keys.unique():
-        members = order[keys == key]
+        members = (keys == key).nonzero().squeeze(1)
         for start in range(0, len(members), batch_size):
-            chosen = members[start : start + batch_size]
+            place = members[start : start + batch_size]
+            chosen = order[place]
             part = edges.select(chosen)
             yield Microbatch(
                 latents=part.nodes[part.parent].to(device),
@@ -61,5 +62,6 @@ def microbatches(
                 cond=cond.index(rows[part.sample]),
                 old_log_prob=part.old_log_prob.to(device),
                 advantage=advantage[chosen].to(device),
+                place=place,
                 columns={name: value.to(device) for name, value in part.columns.items()},
             )

@@ -221,10 +221,10 @@ class Component:
         return self.module.build(self.config)
 
 
-def component(kind: str, options: Options, where: str) -> Component:
-    """The component that `options` names, with the rest of its keys validated by its own Config."""
+def component(kind: str, options: Options, where: str, default: str | None = None) -> Component:
+    """The component that `options` names (else `default`), with its other keys validated by its own Config."""
     rest = dict(options)
-    name = rest.pop("name", None)
+    name = rest.pop("name", default)
     if not isinstance(name, str):
         raise ConfigError(f"{where}.name is required; there are: {', '.join(registry.names(kind))}")
     try:
@@ -367,8 +367,8 @@ def resolve(run: RunConfig) -> Resolved:
     resolved = Resolved(
         run=run,
         model=component("models", run.model, "model"),
-        sampler=component("samplers", run.rollout.sampler, "rollout.sampler"),
-        algorithm=component("algorithms", run.algorithm, "algorithm"),
+        sampler=component("samplers", run.rollout.sampler, "rollout.sampler", "flow_sde"),
+        algorithm=component("algorithms", run.algorithm, "algorithm", "flow_grpo"),
         rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
         eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),
     )
@@ -380,6 +380,12 @@ def resolve(run: RunConfig) -> Resolved:
             f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method "
             "with log-probs needs the same; set both alike, or leave algorithm.guidance_scale out"
         )
+    _check_steps(resolved)
+    return resolved
+
+
+def _check_steps(resolved: Resolved) -> None:
+    run = resolved.run
     steps, trained = run.rollout.num_inference_steps, getattr(resolved.algorithm.config, "sde_steps", None)
     if steps < 2:
         raise ConfigError(f"rollout.num_inference_steps={steps}: at least 2, since the last step is never trained")
@@ -393,4 +399,3 @@ def resolve(run: RunConfig) -> Resolved:
             f"rollout.sampler={run.rollout.sampler}: this sampler is deterministic, its steps have no log-prob; "
             "use flow_sde with noise_level above 0"
         )
-    return resolved

@@ -102,7 +102,7 @@ class Evaluator:
         """Evaluate the network as it is now. Every process returns the whole result; the first one writes it.
 
         Raises:
-            Interrupted: `stop()` became true on some process; all of them raise, and nothing is written.
+            Interrupted: `stop()` became true on some process; all of them raise, and no scores are written.
         """
         prompts = self.prompts[:limit]
         low = self.world.rank * len(prompts) // self.world.size

@@ -127,12 +127,12 @@ class Learner:
     @torch.no_grad()
     def replay(self, rollout: Rollout, advantage: Tensor, order: Tensor) -> Tensor:
         """Log-probs of the edges of `order` under the present policy at training geometry, [len(order), *pos]."""
-        form = self.algorithm.log_prob_form
-        parts = [
-            self.networks.transition(batch).log_prob(batch.next_latents, form).cpu()
-            for batch in self._batches(rollout, advantage, order)
-        ]
-        return torch.cat(parts) if parts else rollout.edges.old_log_prob[:0]
+        form, replayed = self.algorithm.log_prob_form, rollout.edges.old_log_prob[order].clone()
+        for batch in self._batches(rollout, advantage, order):
+            log_prob = self.networks.transition(batch).log_prob(batch.next_latents, form).cpu()
+            # Microbatches come by batch key, so an edge's place in `order` is not its place in the batches.
+            replayed[batch.place] = log_prob
+        return replayed
 
     def _parity_gate(self, rollout: Rollout, advantage: Tensor, order: Tensor, dtype: torch.dtype) -> None:
         """Replay one microbatch before the first update; stop where it does not repeat the rollout.
@@ -152,7 +152,8 @@ class Learner:
             tolerance,
             exact,
         )
-        if worst > tolerance and not self.recompute:
+        # Written so that a NaN does not pass.
+        if not worst <= tolerance and not self.recompute:
             raise ParityError(
                 f"replaying the rollout changes the log-prob by {worst:.2e} at step {step}, more than {tolerance:.2e} "
                 "(a tenth of the clip range): set algorithm.old_log_prob=recompute, or equal rollout.batch_size and "

@@ -38,15 +38,19 @@ RELATIONS: dict[str, tuple[int, int]] = {
     "below": (0, 1),
 }
 TASKS = ("single", "color", "counting", "two", "binding", "position")
-HELD_OUT_PER_TASK = {"single": 1, "color": 7, "counting": 42, "two": 78, "binding": 192, "position": 192}
-"""How many captions of each task are never used for training: 512 in all."""
+HELD_OUT_SCENES = {"single": 2, "color": 16, "counting": 64, "two": 50, "binding": 150, "position": 130}
+"""How many scenes of each task are never used for training; with their forms, 512 captions in all."""
+TRAIN_SCENES = {"single": 2, "color": 8, "counting": 20, "two": 22, "binding": 150, "position": 200}
+"""How many scenes of each task make the training prompts; the others are left to pretraining alone."""
 
 # Area of a shape of radius r is AREA[shape] * r^2; its centroid lies CENTROID_Y[shape] * r below its centre.
 AREA = {"circle": math.pi, "square": 3.24, "triangle": 1.8, "cross": 2.3616}
 CENTROID_Y = {"circle": 0.0, "square": 0.0, "triangle": 0.25, "cross": 0.0}
 
 # Radii at 32 px by number of objects; other sizes scale linearly.
-_RADII = {1: (5.0, 9.0), 2: (4.2, 6.2), 3: (3.8, 5.0), 4: (3.6, 4.6)}
+_RADII = {1: (6.5, 7.5, 8.5), 2: (5.5, 6.0, 6.5), 3: (4.4, 4.8), 4: (3.8, 4.2)}
+# Centres lie on this raster (at 32 px): fewer subpixel cases to learn for a tiny model.
+_RASTER = 2
 _REFERENCE_SIZE = 32
 _GAP = 1.5
 _AXIS_RATIO = 1.2
@@ -59,9 +63,9 @@ class ObjectSpec:
     shape: str
     color: str | None = None
 
-    def describe(self, article: bool = True) -> str:
-        words = ([self.color] if self.color else []) + [self.shape]
-        return " ".join((["a"] if article else []) + words)
+    def describe(self, article: str = "a") -> str:
+        """Words such as "a red circle"."""
+        return " ".join(word for word in (article, self.color, self.shape) if word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +77,21 @@ class Scene:
     relation: str | None = None
 
     @property
-    def caption(self) -> str:
+    def forms(self) -> tuple[str, ...]:
+        """Every caption of the scene, the plain one first: numerals too, and single objects without an article."""
         first = self.objects[0]
         if self.task == "counting":
-            number = next(word for word, count in NUMBERS.items() if count == len(self.objects))
-            plural = "crosses" if first.shape == "cross" else first.shape + "s"
-            return " ".join([number] + ([first.color] if first.color else []) + [plural])
-        joined = f" {self.relation or 'and'} "
-        return joined.join(o.describe() for o in self.objects)
+            plural = ObjectSpec("crosses" if first.shape == "cross" else first.shape + "s", first.color)
+            word = next(word for word, count in NUMBERS.items() if count == len(self.objects))
+            return tuple(plural.describe(number) for number in (word, str(len(self.objects))))
+        if len(self.objects) == 1:
+            return tuple(first.describe(article) for article in ("a", "1", ""))
+        return (f" {self.relation or 'and'} ".join(o.describe() for o in self.objects),)
+
+    @property
+    def caption(self) -> str:
+        """The plain caption."""
+        return self.forms[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,29 +107,24 @@ class Placed:
 
 @cache
 def scenes() -> dict[str, tuple[Scene, ...]]:
-    """Every scene of the world by task, in a fixed order (1372 captions in all)."""
+    """Every scene of the world by task, in a fixed order (2584 in all)."""
     plain = [ObjectSpec(s) for s in SHAPES]
     colored = [ObjectSpec(s, c) for s in SHAPES for c in COLORS]
-    # At most one of the two is coloured, and the shapes differ, so that the caption identifies both.
-    pairs = [
-        (a, b)
-        for a, b in itertools.product(plain + colored, repeat=2)
-        if a.shape != b.shape and not (a.color and b.color)
-    ]
+    alike = [(a, b) for a, b in itertools.product(colored, repeat=2) if a.color == b.color and a.shape != b.shape]
     bound = [(a, b) for a, b in itertools.product(colored, repeat=2) if a.color != b.color]
     return {
         "single": tuple(Scene("single", (o,)) for o in plain),
         "color": tuple(Scene("color", (o,)) for o in colored),
         "counting": tuple(Scene("counting", (o,) * n) for n in NUMBERS.values() for o in plain + colored),
-        "two": tuple(Scene("two", p) for p in pairs),
+        "two": tuple(Scene("two", p) for p in alike),
         "binding": tuple(Scene("binding", p) for p in bound),
-        "position": tuple(Scene("position", p, r) for p in pairs for r in RELATIONS),
+        "position": tuple(Scene("position", p, r) for p in bound for r in RELATIONS),
     }
 
 
 @cache
 def _by_caption() -> dict[str, Scene]:
-    return {scene.caption: scene for group in scenes().values() for scene in group}
+    return {form: scene for group in scenes().values() for scene in group for form in scene.forms}
 
 
 def parse(caption: str) -> Scene:
@@ -127,7 +133,7 @@ def parse(caption: str) -> Scene:
     Raises:
         ValueError: the caption is not one of this world's.
 
-    >>> parse("a red circle left of a square").relation
+    >>> parse("a red circle left of a blue square").relation
     'left of'
     """
     key = " ".join(caption.lower().split())
@@ -136,7 +142,7 @@ def parse(caption: str) -> Scene:
     except KeyError:
         raise ValueError(
             f"caption {caption!r} is not of the shapes world; it looks like 'a red circle', 'three squares', "
-            f"'a red circle and a blue cross' or 'a triangle above a green square'"
+            f"'a red circle and a blue cross' or 'a red triangle above a green square'"
         ) from None
 
 
@@ -151,14 +157,14 @@ def split(part: str) -> tuple[Scene, ...]:
     chosen: list[Scene] = []
     for task, group in scenes().items():
         ordered = sorted(group, key=lambda s: zlib.crc32(s.caption.encode()))
-        count = HELD_OUT_PER_TASK[task]
-        chosen += ordered[:count] if part == "heldout" else ordered[count:]
+        held_out, train = HELD_OUT_SCENES[task], TRAIN_SCENES[task]
+        chosen += ordered[:held_out] if part == "heldout" else ordered[held_out : held_out + train]
     return tuple(sorted(chosen, key=lambda s: zlib.crc32(s.caption[::-1].encode())))
 
 
 def prompts(part: str) -> list[str]:
     """Captions of `split(part)`; `assets/prompts/shapes-*.txt` holds the same lines."""
-    return [scene.caption for scene in split(part)]
+    return [form for scene in split(part) for form in scene.forms]
 
 
 def distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
@@ -202,14 +208,14 @@ def place(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -
     three colours shows three squares, and the verifier accepts it.
     """
     scale = size / _REFERENCE_SIZE
-    low, high = _RADII[len(scene.objects)]
+    radii, raster = _RADII[len(scene.objects)], _RASTER * scale
     shared_color = COLORS[rng.integers(len(COLORS))] if scene.task == "counting" else None
     while True:
         placed: list[Placed] = []
         for spec in scene.objects:
-            radius = rng.uniform(low, high) * scale
-            margin = radius + 0.5
-            x, y = rng.uniform(margin, size - 1 - margin, 2)
+            radius = radii[rng.integers(len(radii))] * scale
+            first, last = math.ceil((radius + 0.5) / raster), math.floor((size - 1.5 * scale - radius) / raster)
+            x, y = rng.integers(first, last + 1, 2) * raster
             color = spec.color or shared_color or COLORS[rng.integers(len(COLORS))]
             placed.append(Placed(spec.shape, color, float(x), float(y), float(radius)))
         if _fits(placed, scene.relation, scale):

@@ -16,21 +16,16 @@ from torch import Tensor
 
 from flowrl import checkpoint
 from flowrl.advantages import Advantages
-from flowrl.algorithms.base import Algorithm, Networks
+from flowrl.assembly import assemble
 from flowrl.checkpoint import Checkpoint
 from flowrl.config import ConfigError, Resolved, RunConfig, resolve
 from flowrl.distributed import join, shard
-from flowrl.evaluate import Evaluation, Evaluator, Interrupted
-from flowrl.learner import Learner, Rollout
+from flowrl.evaluate import Evaluation, Interrupted
+from flowrl.learner import Rollout
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
-from flowrl.models.base import torch_dtype
-from flowrl.models.weights import Weights
-from flowrl.optim import Optimizer
-from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts
 from flowrl.report import evaluate_base, finish
-from flowrl.reward import RewardError, Scorer, score_once
-from flowrl.rng import derive
-from flowrl.rollout import Noise, Policy, run
+from flowrl.reward import RewardError
+from flowrl.rollout import Noise, run
 from flowrl.runs import RunFolder, provenance, versions
 from flowrl.types import SampleId
 
@@ -119,6 +114,11 @@ class Trainer:
             self.start = self.folder.begin(self.resolved, resume)
         self.start = max(self.world.gather(self.start)) if self.world.size > 1 else self.start
         set_up_logging(self.folder.path / "train.log", main=self.world.main)
+        if not self.start:
+            # A run that was killed before its first checkpoint may have left rows behind.
+            if self.world.main:
+                self.folder.forget_after(0)
+            self.world.barrier()
         if resume and not self.start:
             log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
 
@@ -127,100 +127,17 @@ class Trainer:
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        self._load_data_and_rewards()
-        self._load_model()
-        self._load_method()
+        parts = assemble(self.resolved, self.world, self.folder.path)
+        self.source, self.texts = parts.source, parts.texts
+        self.scorer, self.watched = parts.scorer, parts.watched
+        self.adapter, self.weights, self.dtype = parts.adapter, parts.weights, parts.dtype
+        self.algorithm, self.optimizer, self.policy = parts.algorithm, parts.optimizer, parts.policy
+        self.schedule, self.sampler = parts.schedule, parts.sampler
+        self.learner, self.evaluator = parts.learner, parts.evaluator
         if self.world.main:
-            self.folder.write_json(
-                "provenance.json", provenance(self.resolved, str(self.world.device), self.world.size)
-            )
-            self._introduce()
-
-    def _load_data_and_rewards(self) -> None:
-        config = self.config
-        self.train_prompts = load_prompts(config.data.prompts, "data.prompts")
-        held_out = self.train_prompts
-        if config.data.eval_prompts is not None:
-            held_out = load_prompts(config.data.eval_prompts, "data.eval_prompts")
-        self.held_out = held_out[: config.data.max_eval_prompts]
-        self.source = PromptSource(self.train_prompts, config.rollout.prompts_per_iteration, config.seed)
-        self.scorer = self._scorer(self.resolved.rewards)
-        self.watched = self._scorer((*self.resolved.rewards, *self.resolved.eval_rewards))
-
-    def _load_model(self) -> None:
-        options = self.resolved.model.config
-        self.dtype = torch_dtype(options.dtype)
-        self.adapter = self.resolved.model.build()
-        self.adapter.to(self.world.device)
-        seed = derive(self.config.seed, "lora")
-        self.weights = Weights(self.adapter.network, options.lora, self.adapter.lora_targets, seed)
-        if options.init_lora is not None:
-            self.weights.load_lora(options.init_lora)
-        self._probe(self.watched, self.train_prompts[:2])
-        texts = [p.text for p in (*self.train_prompts, *self.held_out)]
-        self.texts = Texts(self.adapter, texts, cache=self.config.data.cache_text)
-
-    def _load_method(self) -> None:
-        config = self.config
-        self.algorithm: Algorithm = self.resolved.algorithm.build()
-        for role in self.algorithm.roles:
-            self.weights.snapshot(role)
-        updates = config.iterations * config.optim.updates_per_iteration
-        self.optimizer = Optimizer(self.weights, config.optim, updates, loss_scaling=self.dtype == torch.float16)
-        self.schedule = self.adapter.schedule(config.rollout.num_inference_steps)
-        self.sampler = self.resolved.sampler.build()
-        self.policy = Policy(self.adapter, self.sampler, config.rollout.guidance_scale)
-        networks = Networks(self.policy, self.weights)
-        self.learner = Learner(config, self.algorithm, networks, self.optimizer, self.world)
-        # A plan that cannot be made is the user's to mend, now rather than after the base evaluation.
-        self.algorithm.plan(self.schedule, self.sampler, 1)
-        self.evaluator = Evaluator(
-            adapter=self.adapter,
-            texts=self.texts,
-            scorer=self.watched,
-            world=self.world,
-            folder=self.folder.path,
-            prompts=tuple(self.held_out),
-            seed=derive(0, "evaluation"),
-            samples_per_prompt=config.eval.samples_per_prompt,
-            batch_size=config.eval.batch_size,
-            save_images=config.eval.save_images,
-        )
-
-    def _introduce(self) -> None:
-        lora = self.resolved.model.config.lora
-        log.info(
-            "%s: %s on %s, %s trained values (%s), %d train and %d held-out prompts, %d process(es)",
-            self.config.name,
-            self.resolved.algorithm.name,
-            self.resolved.model.config.path,
-            f"{self.weights.count:,}",
-            "full weights" if lora is None else f"LoRA rank {lora.rank}",
-            len(self.train_prompts),
-            len(self.held_out),
-            self.world.size,
-        )
-        if self.config.data.eval_prompts is None:
-            log.warning(
-                "data.eval_prompts is not set: evaluation uses the training prompts, which is no held-out number"
-            )
-
-    def _scorer(self, plans: tuple) -> Scorer:
-        return Scorer([plan.build() for plan in plans], on_error=lambda text: log.warning("%s", text))
-
-    def _probe(self, scorer: Scorer, prompts: list[Prompt]) -> None:
-        """Score random pictures before anything is trained: a broken reward ends the run here."""
-        images = torch.rand(len(prompts), 3, getattr(self.adapter, "height", 64), getattr(self.adapter, "width", 64))
-        for entry in scorer.entries:
-            try:
-                score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
-            except RewardError:
-                raise
-            except Exception as error:
-                raise RewardError(
-                    f"reward {entry.name!r} fails on a probe batch of {len(prompts)} pictures: "
-                    f"{type(error).__name__}: {error}; nothing was trained"
-                ) from error
+            facts = provenance(self.resolved, str(self.world.device), self.world.size)
+            self.folder.write_json("provenance.json", facts)
+            log.info("%s", parts.introduction())
 
     # ---- the loop
 

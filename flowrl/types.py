@@ -141,6 +141,8 @@ class Microbatch:
     """[E, *pos]."""
     advantage: Tensor
     """[E, R, *pos]; R = 1 unless an algorithm keeps rewards apart."""
+    place: Tensor
+    """Where each edge stands in the order that was asked for, [E] int64, on the CPU."""
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:

@@ -70,7 +70,7 @@ def page(results: dict) -> str:
         "# The lab",
         "",
         "Written by `python scripts/lab.py`; do not edit. Strict accuracy (`shapes_strict`) in per cent on the 512",
-        "held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over captions; the difference is paired.",
+        "held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over captions, paired differences.",
         "Two single-thread processes on two CPU cores; seconds include both evaluations and the search for the base's",
         "best CFG. A stale cell was measured with an older recipe, model or numerics.",
         "",

@@ -294,7 +294,6 @@ def test_the_resolved_tree_reads_back_as_the_same_run(read, tmp_path):
         (["algorithm.name=flow_grop"], ("algorithm: ", "'flow_grop' is unknown", "did you mean 'flow_grpo'?")),
         (["rewards.0.name=shape"], ("rewards.0: ", "'shape' is unknown", "did you mean 'shapes'?")),
         (["eval.rewards=[{name: jpg}]"], ("eval.rewards.0: ", "'jpg' is unknown", "did you mean 'jpeg'?")),
-        (["algorithm={}"], ("algorithm.name is required", "flow_grpo")),
         (["algorithm.name=3"], ("algorithm.name is required",)),
         (["algorithm.clip_rnge=1"], ("algorithm.clip_rnge: unknown key", "did you mean 'clip_range'?")),
         (["algorithm.kl.coeff=1"], ("algorithm.kl.coeff: unknown key", "did you mean 'coef'?")),

@@ -114,6 +114,18 @@ def test_the_first_gradient_is_minus_the_mean_of_advantage_times_grad_log_prob(g
     assert_gradients_close(found, gradients(objective, network))
 
 
+@pytest.mark.parametrize("key_per_step", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_the_gradient_of_an_update_does_not_depend_on_the_batch_split(batch_size, key_per_step):
+    """DESIGN section 4: to rtol 1e-5, here after an update, where ratios differ from 1."""
+    found = []
+    for size, apart in ((30, False), (batch_size, key_per_step)):
+        session = roll_out(ToyAdapter(key_per_step=apart), Config(clip_range=0.5, kl=KLConfig(coef=0.1)))
+        nudge(session.adapter.network)
+        found.append(session.gradient(draw_advantages(len(session.edges)), batch_size=size))
+    assert_gradients_close(found[1], found[0], rtol=1e-5)
+
+
 def test_off_policy_the_gradient_is_that_of_the_clipped_ratio_written_by_hand():
     """grpo_family 0.2: per sample max(-A r, -A clamp(r, 1 - c, 1 + c))."""
     session = roll_out(ToyAdapter(), Config(clip_range=0.02))

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.rng import derive, generator, normal, permutation
+from flowrl.rng import derive, normal, permutation
 
 KEYS = [(iteration, slot, sample) for iteration in range(5) for slot in range(8) for sample in range(16)]
+
+GOLDEN = [0.7678592801094055, -1.5055489540100098, 0.48883822560310364]
 
 
 def test_keyed_noise_is_standard_normal():
@@ -53,8 +55,7 @@ def test_noise_is_bitwise_the_same_in_every_version_of_the_code():
     """The published runs rest on these numbers: a change here changes every image."""
     assert derive(0, "noise", 1, 2) == 7454679448656141705
     found = normal((3,), 0, "rollout/initial", [(1, 0, 0)])[0]
-    again = torch.randn(3, generator=torch.Generator().manual_seed(derive(0, "rollout/initial", 1, 0, 0)))
-    assert torch.equal(found, again)
+    assert found.tolist() == GOLDEN
 
 
 def test_drawing_noise_leaves_the_global_generator_alone():
@@ -75,8 +76,6 @@ def test_every_seed_purpose_and_key_gives_another_draw():
     ]
     assert len(set(everything)) == len(everything)
     assert all(0 <= value < 2**63 for value in everything)
-    # What a CPU generator really uses: its Mersenne twister is seeded with the low 32 bits only.
-    assert len({value & 0xFFFFFFFF for value in everything}) == len(everything)
 
 
 @settings(max_examples=100, deadline=None)
@@ -99,5 +98,6 @@ def test_a_permutation_holds_every_number_once_and_differs_by_key():
     assert permutation(0, 0, "edges").tolist() == []
 
 
-def test_generators_live_on_the_cpu():
-    assert generator(0, "noise").device.type == "cpu"
+def test_noise_is_float32_on_the_cpu():
+    noise = normal((2, 3), 0, "noise", [(1,)])
+    assert (noise.dtype, noise.device.type) == (torch.float32, "cpu")

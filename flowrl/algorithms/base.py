@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Networks:
 class Algorithm(Protocol):
     """A method on edges. `roles` are snapshots it needs ("reference", "old"); `columns` extras of the rollout."""
 
+    config: Any
     needs: Literal["edges"]
     roles: tuple[str, ...]
     columns: tuple[str, ...]

@@ -14,7 +14,7 @@ import yaml
 BASE = {
     "name": "run",
     "iterations": 4,
-    "model": {"name": "sd3", "path": "tiny-sd3", "max_sequence_length": 8},
+    "model": {"name": "sd3", "path": "tiny-sd3", "max_sequence_length": 9},
     "data": {"prompts": "shapes:train", "eval_prompts": "shapes:heldout", "max_eval_prompts": 4},
     "rollout": {
         "sampler": {"name": "flow_sde", "noise_level": 0.7},

@@ -1,0 +1,142 @@
+"""Putting a run together: data, rewards, model, weights and method, checked before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flowrl.algorithms.base import Algorithm, Networks
+from flowrl.config import Resolved, RewardPlan
+from flowrl.distributed import World
+from flowrl.evaluate import Evaluator
+from flowrl.learner import Learner
+from flowrl.metrics import log
+from flowrl.models.base import ModelAdapter, torch_dtype
+from flowrl.models.weights import Weights
+from flowrl.optim import Optimizer
+from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts
+from flowrl.reward import RewardError, Scorer, score_once
+from flowrl.rng import derive
+from flowrl.rollout import Policy
+from flowrl.samplers.base import Sampler
+from flowrl.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything a run works with."""
+
+    resolved: Resolved
+    world: World
+    source: PromptSource
+    held_out: tuple[Prompt, ...]
+    scorer: Scorer
+    """Rewards that are trained on."""
+    watched: Scorer
+    """Those and the ones that are only looked at."""
+    adapter: ModelAdapter
+    weights: Weights
+    dtype: torch.dtype
+    texts: Texts
+    algorithm: Algorithm
+    optimizer: Optimizer
+    schedule: Schedule
+    sampler: Sampler
+    policy: Policy
+    learner: Learner
+    evaluator: Evaluator
+
+    def introduction(self) -> str:
+        """One line on what is about to run."""
+        run, options = self.resolved.run, self.resolved.model.config
+        line = (
+            f"{run.name}: {self.resolved.algorithm.name} on {options.path}, {self.weights.count:,} trained values "
+            f"({'full weights' if options.lora is None else f'LoRA rank {options.lora.rank}'}), "
+            f"{len(self.source.prompts)} train and {len(self.held_out)} held-out prompts, {self.world.size} process(es)"
+        )
+        if run.data.eval_prompts is None:
+            line += "\ndata.eval_prompts is not set: evaluation uses the training prompts, which is no held-out number"
+        return line
+
+
+def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
+    """Load what the configuration names, cheapest first, and try the rewards before anything is trained.
+
+    Raises:
+        ConfigError, ModelError, RewardError: something the user can mend.
+    """
+    config, options = resolved.run, resolved.model.config
+    train = load_prompts(config.data.prompts, "data.prompts")
+    held_out = train
+    if config.data.eval_prompts is not None:
+        held_out = load_prompts(config.data.eval_prompts, "data.eval_prompts")
+    held_out = held_out[: config.data.max_eval_prompts]
+    scorer, watched = _scorer(resolved.rewards), _scorer((*resolved.rewards, *resolved.eval_rewards))
+    adapter = resolved.model.build()
+    adapter.to(world.device)
+    weights = Weights(adapter.network, options.lora, adapter.lora_targets, derive(config.seed, "lora"))
+    if options.init_lora is not None:
+        weights.load_lora(options.init_lora)
+    _probe(watched, train[:2], getattr(adapter, "height", 64), getattr(adapter, "width", 64))
+    texts = Texts(adapter, [p.text for p in (*train, *held_out)], cache=config.data.cache_text)
+    algorithm: Algorithm = resolved.algorithm.build()
+    for role in algorithm.roles:
+        weights.snapshot(role)
+    dtype = torch_dtype(options.dtype)
+    updates = config.iterations * config.optim.updates_per_iteration
+    optimizer = Optimizer(weights, config.optim, updates, loss_scaling=dtype == torch.float16)
+    sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
+    policy = Policy(adapter, sampler, config.rollout.guidance_scale)
+    # A plan that cannot be made is the user's to mend, now rather than after the base evaluation.
+    algorithm.plan(schedule, sampler, 1)
+    return Parts(
+        resolved=resolved,
+        world=world,
+        source=PromptSource(train, config.rollout.prompts_per_iteration, config.seed),
+        held_out=tuple(held_out),
+        scorer=scorer,
+        watched=watched,
+        adapter=adapter,
+        weights=weights,
+        dtype=dtype,
+        texts=texts,
+        algorithm=algorithm,
+        optimizer=optimizer,
+        schedule=schedule,
+        sampler=sampler,
+        policy=policy,
+        learner=Learner(config, algorithm, Networks(policy, weights), optimizer, world),
+        evaluator=Evaluator(
+            adapter=adapter,
+            texts=texts,
+            scorer=watched,
+            world=world,
+            folder=folder,
+            prompts=tuple(held_out),
+            seed=derive(0, "evaluation"),
+            samples_per_prompt=config.eval.samples_per_prompt,
+            batch_size=config.eval.batch_size,
+            save_images=config.eval.save_images,
+        ),
+    )
+
+
+def _scorer(plans: tuple[RewardPlan, ...]) -> Scorer:
+    return Scorer([plan.build() for plan in plans], on_error=lambda text: log.warning("%s", text))
+
+
+def _probe(scorer: Scorer, prompts: list[Prompt], height: int, width: int) -> None:
+    """Score random pictures: a broken reward ends the run here."""
+    images = torch.rand(len(prompts), 3, height, width, generator=torch.Generator().manual_seed(0))
+    for entry in scorer.entries:
+        try:
+            score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
+        except RewardError:
+            raise
+        except Exception as error:
+            raise RewardError(
+                f"reward {entry.name!r} fails on a probe batch of {len(prompts)} pictures: "
+                f"{type(error).__name__}: {error}; nothing was trained"
+            ) from error

@@ -1,0 +1,39 @@
+"""The command line starts quickly, lists what there is, and documents every command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from flowrl import registry
+from flowrl.cli import COMMANDS
+
+
+def flowrl(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "flowrl", *words], capture_output=True, text=True, timeout=120)
+
+
+def test_help_names_every_command_and_loads_no_torch():
+    result = flowrl("--help")
+    assert result.returncode == 0
+    for name in COMMANDS:
+        assert name in result.stdout
+    code = "import sys, flowrl.cli as c; c._register(); print([m for m in ('torch', 'diffusers') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert loaded.stdout.strip() == "[]", loaded.stderr
+
+
+@pytest.mark.parametrize("kind", sorted(registry.FOLDERS))
+def test_every_component_is_listed_with_a_level(kind: str):
+    for name in registry.names(kind):
+        module = registry.load(kind, name)
+        assert module.LEVEL in ("tested", "verified", "experimental"), name
+        assert hasattr(module, "Config")
+        assert callable(module.build)
+        assert module.__doc__
+
+
+def test_an_unknown_command_exits_with_2():
+    assert flowrl("trian").returncode == 2
