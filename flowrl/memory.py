@@ -204,20 +204,17 @@ def nodes_per_sample(plan: StepPlan) -> int:
     return len(plan.train) + sum(k - 1 not in plan.train for k in plan.train)
 
 
-def estimate(resolved: Resolved, plan: StepPlan, *, prompts: int, processes: int = 1) -> Estimate:
+def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, processes: int = 1) -> Estimate:
     """Counts, bytes and operations of a run.
 
     Args:
         resolved: the run.
+        adapter: a fresh one from `skeleton`; it is used up.
         plan: of an iteration; its trained steps decide how many latents are kept.
         prompts: distinct texts whose embeddings are cached.
         processes: over which the samples are spread; everything returned is of one of them.
-
-    Raises:
-        UnknownModel: see `skeleton`.
     """
-    run, adapter = resolved.run, skeleton(resolved)
-    config, pipeline = resolved.model.config, adapter.pipeline
+    run, config, pipeline = resolved.run, resolved.model.config, adapter.pipeline
     dtype, kl = torch_dtype(config.dtype), getattr(resolved.algorithm.config, "kl", None)
     encoders = {name: part for name, part in pipeline.components.items() if name.startswith("text_encoder") and part}
     parameters = {"denoiser": count(adapter.network), "vae": count(pipeline.vae)}

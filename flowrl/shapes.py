@@ -53,6 +53,8 @@ _RADII = {1: (6.5, 7.5, 8.5), 2: (5.5, 6.0, 6.5), 3: (4.4, 4.8), 4: (3.8, 4.2)}
 _RASTER = 2
 _REFERENCE_SIZE = 32
 _GAP = 1.5
+# How far a shape's corners reach, in radii; a triangle's base corners are looked at one by one.
+_REACH = {"circle": 1.0, "square": 1.28, "triangle": 1.0, "cross": 1.07}
 _AXIS_RATIO = 1.2
 
 
@@ -224,8 +226,7 @@ def place(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -
 
 def _fits(placed: Sequence[Placed], relation: str | None, scale: float) -> bool:
     for a, b in itertools.combinations(placed, 2):
-        # A square reaches beyond its radius diagonally: 1.28 covers its corner. A cross's 1.07 is within the gap.
-        reach = sum(1.28 * p.radius if p.shape == "square" else p.radius for p in (a, b))
+        reach = sum(_REACH[p.shape] * p.radius for p in (a, b))
         if math.hypot(a.x - b.x, a.y - b.y) < reach + _GAP * scale:
             return False
         if min(_corner_gap(a, b), _corner_gap(b, a)) < _GAP * scale:

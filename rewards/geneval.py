@@ -37,6 +37,8 @@ _MAX_OBJECTS = 16
 # An offset counts beyond a tenth of both sizes, and in an axis that holds more than half of it.
 _POSITION_MARGIN, _POSITION_SHARE = 0.1, 0.5
 
+LEVEL = "experimental"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -212,7 +214,7 @@ def scorer(config: Config, detector: Detector, namer: ColorNamer) -> Reward:
             low=2.0 - _MAX_OBJECTS,
             high=1.0,
             modality="image",
-            level="experimental",
+            level=LEVEL,
             licence="MIT (GenEval, Mask2Former and CLIP)",
             source="arXiv:2310.11513",
         ),

@@ -19,6 +19,8 @@ from torch import Tensor
 from flowrl.reward import Card, Reward
 from rewards._images import to_uint8
 
+LEVEL = "tested"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -54,7 +56,7 @@ def build(config: Config) -> Reward:
             low=0.0,
             higher_is_better=config.mode == "incompressibility",
             modality="image",
-            level="tested",
+            level=LEVEL,
             licence="Apache-2.0 (this project)",
             source="DDPO, arXiv:2305.13301",
         ),

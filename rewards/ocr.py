@@ -25,6 +25,8 @@ Reader = Callable[[np.ndarray], str]
 
 _QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
 
+LEVEL = "experimental"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -124,7 +126,7 @@ def build(config: Config) -> Reward:
             low=0.0,
             high=1.0,
             modality="image",
-            level="experimental",
+            level=LEVEL,
             licence="Apache-2.0 (RapidOCR and PP-OCRv4)",
             source="yifan123/flow_grpo:flow_grpo/ocr.py",
         ),

@@ -16,6 +16,8 @@ from torch import Tensor
 from flowrl.reward import Card, Reward
 from rewards import _clip
 
+LEVEL = "experimental"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -46,7 +48,7 @@ def build(config: Config) -> Reward:
             high=float(scale),
             modality="image",
             differentiable=config.preprocess == "fast",
-            level="experimental",
+            level=LEVEL,
             licence="MIT (code and weights)",
             source="arXiv:2305.01569",
         ),

@@ -34,13 +34,16 @@ _FOREGROUND = 0.34
 # a whole piece, whose noise averages out, may be 13 off, which leaves every hue halfway between unnamed.
 _MIN_PIXEL_COSINE = 0.90
 _MIN_PIECE_COSINE = 0.974
-# Shapes drawn in noise of std 0.08 overlap with their template by 0.86 or more, two grown together by 0.83 or less.
-_MIN_OVERLAP = 0.84
+# At 32 px and noise of std 0.08, shapes overlap with their template by 0.85 or more; two of them grown together,
+# even without noise, by 0.82 or less.
+_MIN_OVERLAP = 0.83
 # At 32 px, in pixels: smaller pieces are specks; pieces below the second number are too small to be an object.
 _SPECK_PX, _OBJECT_PX = 8, 16
-_SOLID_PX = 4
+_SOLID_PX = 2
 """What is left of an unnamed piece after losing its rim, for it to count."""
 _BLOCK = np.ones((3, 3), dtype=bool)
+
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +200,7 @@ def build(config: Config) -> Reward:
             low=0.0,
             high=1.0,
             modality="image",
-            level="tested",
+            level=LEVEL,
             licence="Apache-2.0 (this project)",
             source="flowrl lab",
         ),

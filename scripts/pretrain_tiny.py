@@ -39,17 +39,18 @@ class Settings:
     output: Path
     vae_steps: int = 2300
     pictures: int = 120_000
-    steps: int = 6500
-    learning_rate: float = 4e-3
-    text_learning_rate: float = 1e-3
-    """Of the text encoders: at the denoiser's rate they collapse, and captions lose their word order."""
+    cycles: tuple[tuple[int, float, float], ...] = ((6500, 4e-3, 0.5), (3600, 2e-3, 0.2))
+    """(steps, peak learning rate, share of the steps after which it falls linearly to 0); the second cycle starts
+    from the saved result of the first."""
+    first_cycle: int = 0
+    """Start with this cycle, from the pipeline already in the output folder."""
+    text_rate: float = 0.25
+    """Learning rate of the text encoders over the denoiser's: at 1 they collapse, and word order is lost."""
     vae_from: Path | None = None
     """A pipeline whose trained VAE is taken over instead of training one."""
     batch_size: int = 64
     ema: float = 0.999
-    decay_from: float = 0.5
-    """Share of the steps after which the learning rate falls linearly to 0."""
-    snapshot_every: int = 1000
+    snapshot_every: int = 1200
 
 
 def words() -> list[str]:
@@ -253,15 +254,17 @@ def train_vae(pipe, settings: Settings, rank: int) -> None:
 
 
 @torch.no_grad()
-def encode_world(pipe, captions: Captions, settings: Settings, rank: int) -> tuple[Tensor, Tensor]:
+def encode_world(pipe, captions: Captions, settings: Settings, rank: int, cycle: int) -> tuple[Tensor, Tensor]:
     """(latents [N, 4, 8, 8] standardised, caption rows [N]); each rank makes its share of the pictures."""
-    rng = np.random.default_rng((settings.seed, 2, rank))
+    rng = np.random.default_rng((settings.seed, 2, rank, cycle))
     latents, rows = [], []
     for _ in range(settings.pictures // settings.processes // 500):
         images, texts = draw_batch(rng, 500)
         latents.append(pipe.vae.encode(images * 2 - 1).latent_dist.mean)
         rows.append(torch.tensor([captions.index[text] for text in texts]))
     stacked = torch.cat(latents)
+    if cycle > 0:
+        return (stacked - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor, torch.cat(rows)
     moments = torch.stack([stacked.double().mean(), stacked.double().square().mean()])
     dist.all_reduce(moments)
     mean, square = (moments / settings.processes).tolist()
@@ -270,14 +273,14 @@ def encode_world(pipe, captions: Captions, settings: Settings, rank: int) -> tup
     return (stacked - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor, torch.cat(rows)
 
 
-def train_transformer(pipe, settings: Settings, rank: int) -> None:
+def train_transformer(pipe, settings: Settings, rank: int, cycle: int) -> None:
     """Flow matching on transformer and text encoders; the average of the weights is kept."""
-    steps = settings.steps
+    steps, peak, decay_from = settings.cycles[cycle]
     captions = Captions(pipe)
-    latents, rows = encode_world(pipe, captions, settings, rank)
+    latents, rows = encode_world(pipe, captions, settings, rank, cycle)
     log(rank, f"latents {tuple(latents.shape)} scale {pipe.vae.config.scaling_factor}")
-    generator = torch.Generator().manual_seed(settings.seed * 1000 + 7 + rank)
-    lengths_rng = np.random.default_rng((settings.seed, 3))  # the same T5 length on every rank
+    generator = torch.Generator().manual_seed(settings.seed * 1000 + 100 * cycle + 7 + rank)
+    lengths_rng = np.random.default_rng((settings.seed, 3, cycle))  # the same T5 length on every rank
     modules = [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
     for module in modules:
         module.train()
@@ -285,13 +288,13 @@ def train_transformer(pipe, settings: Settings, rank: int) -> None:
     average = [p.detach().clone() for p in parameters]
     drawing = {id(p) for p in pipe.transformer.parameters()}
     groups = [
-        {"params": [p for p in parameters if id(p) in drawing], "peak": settings.learning_rate},
-        {"params": [p for p in parameters if id(p) not in drawing], "peak": settings.text_learning_rate},
+        {"params": [p for p in parameters if id(p) in drawing], "peak": peak},
+        {"params": [p for p in parameters if id(p) not in drawing], "peak": settings.text_rate * peak},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
     empty, started, shown = len(captions.index) - 1, time.time(), 0.0
     for step in range(1, steps + 1):
-        tail = (1 - step / steps) / (1 - settings.decay_from)
+        tail = (1 - step / steps) / (1 - decay_from)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * min(1.0, step / 300, max(tail, 0.0))
         length = int(lengths_rng.choice(list(T5_LENGTHS), p=list(T5_LENGTHS.values())))
@@ -321,9 +324,9 @@ def train_transformer(pipe, settings: Settings, rank: int) -> None:
         torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 - decay)
         shown = loss.item() if step == 1 else 0.98 * shown + 0.02 * loss.item()
         if step % 100 == 0:
-            log(rank, f"flow {step}/{steps} loss {shown:.4f} {(time.time() - started) / step:.3f} s/step")
+            log(rank, f"cycle {cycle} flow {step}/{steps} loss {shown:.4f} {(time.time() - started) / step:.3f} s/step")
         if step % settings.snapshot_every == 0 and step < steps and rank == 0:
-            with_average(parameters, average, lambda step=step: report(pipe, f"step {step}", 256))
+            with_average(parameters, average, lambda step=step: report(pipe, f"cycle {cycle} step {step}", 256))
             for module in modules:
                 module.train()
     for p, value in zip(parameters, average, strict=True):
@@ -389,19 +392,24 @@ def worker(rank: int, settings: Settings, port: int) -> None:
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=settings.processes)
-    pipe = build_pipeline(settings.seed)
-    if settings.vae_from is None:
-        train_vae(pipe, settings, rank)
-    else:
-        pipe.vae.load_state_dict(load_pipeline(settings.vae_from).vae.state_dict())
-    pipe.vae.eval()
-    train_transformer(pipe, settings, rank)
-    if rank == 0:
-        save(pipe, settings.output)
+    if settings.first_cycle == 0:
+        pipe = build_pipeline(settings.seed)
+        if settings.vae_from is None:
+            train_vae(pipe, settings, rank)
+        else:
+            pipe.vae.load_state_dict(load_pipeline(settings.vae_from).vae.state_dict())
+    for cycle in range(settings.first_cycle, len(settings.cycles)):
+        if cycle > 0:
+            pipe = load_pipeline(settings.output)
+        pipe.vae.eval()
+        train_transformer(pipe, settings, rank, cycle)
+        if rank == 0:
+            save(pipe, settings.output)
+        dist.barrier()
     if rank == 0:
         table = report(load_pipeline(settings.output), "final", 512, final=True)
         facts = {
-            "settings": {k: v for k, v in vars(settings).items() if k not in ("output", "vae_from")},
+            "settings": {k: v for k, v in vars(settings).items() if k not in ("output", "vae_from", "first_cycle")},
             "strict": table,
         }
         (settings.output / "pretraining.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -414,7 +422,8 @@ def main() -> None:
     parser.add_argument("name", choices=["tiny-sd3"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--steps", type=int, default=None, help="steps of every cycle (default: the recipe's)")
+    parser.add_argument("--first-cycle", type=int, default=0, help="go on from the pipeline in the output folder")
     parser.add_argument("--vae-from", type=Path, default=None, help="take the VAE of this pipeline folder")
     parser.add_argument("--vae-steps", type=int, default=Settings.vae_steps)
     parser.add_argument("--pictures", type=int, default=Settings.pictures)
@@ -425,7 +434,8 @@ def main() -> None:
         seed=args.seed,
         processes=args.processes,
         output=args.output or ASSETS / args.name,
-        steps=args.steps,
+        cycles=tuple((args.steps or steps, *rest) for steps, *rest in Settings.cycles),
+        first_cycle=args.first_cycle,
         vae_from=args.vae_from,
         vae_steps=args.vae_steps,
         pictures=args.pictures,

@@ -310,11 +310,11 @@ RED_CIRCLE, BLUE_CROSS = Found("circle", "red", 8.0, 16.0), Found("cross", "blue
         ("two circles", [RED_CIRCLE], 0, 0.5),
         ("a red circle and a blue cross", [BLUE_CROSS, RED_CIRCLE], 1, 1.0),
         ("a blue circle and a red cross", [BLUE_CROSS, RED_CIRCLE], 0, 0.5),
-        ("a red circle left of a cross", [BLUE_CROSS, RED_CIRCLE], 1, 1.0),
-        ("a red circle right of a cross", [BLUE_CROSS, RED_CIRCLE], 0, 0.6),
-        ("a red circle left of a cross", [RED_CIRCLE], 0, 0.3),
-        ("a red circle left of a square", [BLUE_CROSS, RED_CIRCLE], 0, 0.3),
-        ("a red circle left of a cross", [RED_CIRCLE, BLUE_CROSS, BLUE_CROSS], 0, 0.85),
+        ("a red circle left of a blue cross", [BLUE_CROSS, RED_CIRCLE], 1, 1.0),
+        ("a red circle right of a blue cross", [BLUE_CROSS, RED_CIRCLE], 0, 0.6),
+        ("a red circle left of a blue cross", [RED_CIRCLE], 0, 0.3),
+        ("a red circle left of a yellow square", [BLUE_CROSS, RED_CIRCLE], 0, 0.3),
+        ("a red circle left of a blue cross", [RED_CIRCLE, BLUE_CROSS, BLUE_CROSS], 0, 0.85),
     ],
 )
 def test_strict_and_partial_score_of_given_objects(caption, found, strict, partial):

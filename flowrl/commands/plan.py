@@ -55,7 +55,7 @@ def command(
     from flowrl.memory import estimate
 
     texts = {p.text for p in (*train, *held_out)}
-    result = estimate(resolved, plan, prompts=len(texts))
+    result = estimate(resolved, adapter, plan, prompts=len(texts))
     console.print(_memory_table(resolved, result, len(texts)))
     console.print(_phase_table(result))
     console.print(
