@@ -38,9 +38,9 @@ RELATIONS: dict[str, tuple[int, int]] = {
     "below": (0, 1),
 }
 TASKS = ("single", "color", "counting", "two", "binding", "position")
-HELD_OUT_SCENES = {"single": 2, "color": 16, "counting": 64, "two": 50, "binding": 150, "position": 130}
+HELD_OUT_SCENES = {"single": 2, "color": 16, "counting": 64, "two": 50, "binding": 200, "position": 80}
 """How many scenes of each task are never used for training; with their forms, 512 captions in all."""
-TRAIN_SCENES = {"single": 2, "color": 8, "counting": 20, "two": 22, "binding": 150, "position": 200}
+TRAIN_SCENES = {"single": 2, "color": 8, "counting": 20, "two": 22, "binding": 96, "position": 48}
 """How many scenes of each task make the training prompts; the others are left to pretraining alone."""
 
 # Area of a shape of radius r is AREA[shape] * r^2; its centroid lies CENTROID_Y[shape] * r below its centre.

@@ -95,6 +95,8 @@ def test_the_meter_counts_what_is_alive_and_the_most_that_was():
     with Meter() as meter:
         y = x + 1
         assert (meter.now, meter.peak) == (4000, 4000)
+        assert x[:5].numel() == 5  # a view of what was there before
+        assert meter.now == 4000
         view = y[:10]
         y += 1
         assert meter.now == 4000  # a view and a write in place are no new memory

@@ -1,0 +1,97 @@
+"""Write the README's block and picture from a finished run: `python scripts/readme_picture.py runs/quickstart`.
+
+The captions are drawn with a fixed seed before any score is looked at; a green frame is strictly right, a red one
+is not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "assets" / "quickstart.png"
+COLUMNS, SCALE, MARGIN, CAPTION = 10, 3, 8, 44
+RIGHT, WRONG, PAPER, INK = (46, 160, 67), (207, 34, 46), (255, 255, 255), (36, 41, 47)
+
+
+def load(folder: Path, tag: str) -> dict:
+    return json.loads((folder / "eval" / f"{tag}.json").read_text(encoding="utf-8"))
+
+
+def draw(folder: Path) -> Image.Image:
+    """Base above tuned, on the same captions and noise."""
+    rows = {"base": load(folder, "base"), "tuned": load(folder, "tuned")}
+    prompts = rows["base"]["prompts"]
+    chosen = sorted(np.random.default_rng(0).choice(len(prompts), size=COLUMNS, replace=False).tolist())
+    side = 32 * SCALE
+    cell = side + 2 * MARGIN
+    sheet = Image.new("RGB", (60 + COLUMNS * cell, CAPTION + 2 * cell), PAPER)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
+    for column, prompt in enumerate(chosen):
+        left = 60 + column * cell
+        for number, text in enumerate(textwrap.wrap(prompts[prompt], 17)):
+            pen.text((left + MARGIN, 2 + 14 * number), text, fill=INK, font=font)
+        for row, (tag, record) in enumerate(rows.items()):
+            top = CAPTION + row * cell
+            pen.text((8, top + cell // 2 - 6), tag, fill=INK, font=font)
+            picture = Image.open(folder / "eval" / tag / f"{prompt:05d}-0.png").resize((side, side), Image.NEAREST)
+            frame = RIGHT if record["scores"]["shapes_strict"][prompt][0] == 1 else WRONG
+            pen.rectangle(
+                (left + MARGIN - 3, top + MARGIN - 3, left + MARGIN + side + 2, top + MARGIN + side + 2), frame
+            )
+            sheet.paste(picture, (left + MARGIN, top + MARGIN))
+    return sheet
+
+
+def block(folder: Path) -> str:
+    """What the README says about the run."""
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+
+    def row(label: str, key: str, sign: str = "") -> str:
+        value = summary[key]["shapes_strict"]
+        mean, low, high = (format(100 * value[name], f"{sign}.1f") for name in ("mean", "low", "high"))
+        return f"| {label} | {mean} % | [{low}, {high}] |"
+
+    scale = summary["base_best_guidance"]["guidance_scale"]
+    count = summary["base"]["shapes_strict"]["n"]
+    return "\n".join(
+        [
+            "![base above tuned on the same captions and the same noise](assets/quickstart.png)",
+            "",
+            f"Strict accuracy on {count} held-out captions x 2 fixed seeds, {summary['iterations']} iterations of "
+            f"Flow-GRPO, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} processes):",
+            "",
+            "| | `shapes_strict` | 95 % interval |",
+            "|---|---|---|",
+            row("base", "base"),
+            row(f"base with its best CFG ({scale:g})", "base_best_guidance"),
+            row("tuned", "tuned"),
+            row("paired difference", "difference", "+"),
+            "",
+            "From `bash scripts/quickstart.sh` (seed 0); picture and table by `python scripts/readme_picture.py "
+            "runs/quickstart`. Other seeds: [docs/lab.md](docs/lab.md).",
+        ]
+    )
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    draw(folder).save(PICTURE, optimize=True)
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    marked = f"<!-- quickstart -->\n{block(folder)}\n<!-- end of quickstart -->"
+    pattern = r"<!-- quickstart -->(?:.*<!-- end of quickstart -->)?"
+    readme.write_text(re.sub(pattern, lambda _: marked, text, flags=re.DOTALL), encoding="utf-8")
+    print(PICTURE)
+
+
+if __name__ == "__main__":
+    main()
