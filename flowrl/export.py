@@ -187,9 +187,11 @@ def _with_update(model: Any, saved: Path, *, merge: bool) -> Any:
     config = dataclasses.replace(config, gradient_checkpointing=False)
     adapter, dtype = model.module.build(config), torch_dtype(config.dtype)
     pipeline = adapter.pipeline
-    pipeline.vae.to(dtype)
+    torch.nn.Module.to(pipeline.vae, dtype)
     if lora_file(saved).is_file():
-        pipeline.load_lora_weights(saved)
+        # Not load_lora_weights: it warns that there is nothing for the text encoders.
+        state, metadata = pipeline.lora_state_dict(saved, return_lora_metadata=True)
+        pipeline.load_lora_into_transformer(state, pipeline.transformer, metadata=metadata, _pipeline=pipeline)
         if merge:
             pipeline.fuse_lora()
             pipeline.unload_lora_weights()
