@@ -182,7 +182,8 @@ def _trained(run: Path) -> Path:
 def _with_update(model: Any, saved: Path, *, merge: bool) -> Any:
     """The run's pipeline, all of one dtype, with its trained weights: as an adapter, or added to the network's."""
     config = model.config
-    if hasattr(config, "load_t5"):  # a pipeline without T5 would not load without saying so
+    if merge and hasattr(config, "load_t5"):
+        # A folder without T5 would not load without saying so; `text_encoder_3=None` leaves it out as in training.
         config = dataclasses.replace(config, load_t5=True)
     config = dataclasses.replace(config, gradient_checkpointing=False)
     adapter, dtype = model.module.build(config), torch_dtype(config.dtype)

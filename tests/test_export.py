@@ -38,11 +38,12 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "tuned", base, tiny.LORA)
 
 
-def write_run(folder: Path, base: Path, settings: LoraSettings | None) -> Path:
+def write_run(folder: Path, base: Path, settings: LoraSettings | None, **model_options: object) -> Path:
     model = trained(settings)
     lora = None if settings is None else {"rank": settings.rank, "alpha": settings.alpha, "targets": settings.targets}
     tree = {
-        "model": {"name": "sd3", "path": str(base), "lora": lora, "max_sequence_length": tiny.TOKENS, "height": 32},
+        "model": {"name": "sd3", "path": str(base), "lora": lora, "max_sequence_length": tiny.TOKENS, "height": 32}
+        | model_options,
         "rollout": {"num_inference_steps": 3, "guidance_scale": 2.0},
         "eval": {"num_inference_steps": None, "guidance_scale": 5.0},
     }
@@ -238,6 +239,12 @@ def test_the_pipeline_of_a_run_has_its_weights_and_settings(run):
         "max_sequence_length": tiny.TOKENS,
     }
     assert_close(tiny.output(wrapped(pipe), 3.0), tiny.output(trained()[0], 3.0), atol=1e-5, rtol=0)
+
+
+def test_a_run_without_t5_samples_without_it_and_is_merged_with_it(base, tmp_path):
+    run = write_run(tmp_path / "run", base, tiny.LORA, load_t5=False)
+    assert load_run_pipeline(str(run))[0].text_encoder_3 is None
+    assert StableDiffusion3Pipeline.from_pretrained(export(run, "merged", tmp_path / "out")).text_encoder_3 is not None
 
 
 def test_a_plain_folder_is_a_pipeline_too(base):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from torch.testing import assert_close
 
 from flowrl.config import OptimConfig
 from flowrl.models import sd3
-from flowrl.models.base import LoraSettings, ModelError, resolve_path
+from flowrl.models.base import LoraSettings, ModelError
 from flowrl.models.weights import Weights
 from flowrl.optim import Optimizer
 from flowrl.plan import deterministic
@@ -264,7 +263,7 @@ def test_init_lora_that_is_no_lora_is_refused(tmp_path):
         full.load_lora(str(tmp_path))
 
 
-# ---- sizes and paths
+# ---- sizes and parts
 
 
 @pytest.mark.parametrize(("size", "near"), [(20, 16), (0, 8), (-8, 8), (72, 64), (65, 64), (3, 8)])
@@ -276,64 +275,6 @@ def test_a_size_that_does_not_fit_is_refused_with_the_nearest_that_does(size, ne
 def test_latents_have_the_size_asked_for():
     assert tiny.adapter().latent_shape() == (4, 8, 8)
     assert tiny.adapter(height=64, width=16).latent_shape() == (4, 16, 4)
-
-
-def test_a_single_safetensors_file_goes_to_the_single_file_loader(tmp_path, monkeypatch):
-    file = tmp_path / "sd35.safetensors"
-    file.touch()
-    seen = {}
-
-    def load(path, **options):
-        seen.update(options, path=path)
-        return tiny.pipeline()
-
-    monkeypatch.setattr(StableDiffusion3Pipeline, "from_single_file", load)
-    sd3.build(sd3.Config(path=str(file), load_t5=False))
-    assert seen == {"path": str(file), "dtype": torch.float32, "text_encoder_3": None, "tokenizer_3": None}
-    with pytest.raises(ModelError, match="belong to a hub id, not to a single file"):
-        sd3.build(sd3.Config(path=str(file), variant="fp16"))
-
-
-def test_a_file_that_is_no_model_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    file = tmp_path / "broken.safetensors"
-    file.write_bytes(b"no tensors here")
-    with pytest.raises(ModelError, match=r"model\.path='.*broken\.safetensors' could not be loaded"):
-        sd3.build(sd3.Config(path=str(file)))
-
-
-@pytest.mark.parametrize("name", ["model.ckpt", "folder/model.pt", "model.bin"])
-def test_pickles_are_refused(name):
-    with pytest.raises(ModelError, match=r"pickle checkpoints are not read; convert it to \.safetensors"):
-        resolve_path(name)
-
-
-@pytest.mark.parametrize("path", ["./nothing", "/nothing/here", "tiny-sd4", "a/b/c", "model.safetensors"])
-def test_a_path_that_is_not_there_says_what_a_path_may_be(path):
-    with pytest.raises(ModelError, match="no such file, folder or embedded asset; a hub id looks like 'owner/name'"):
-        resolve_path(path)
-
-
-def test_hub_failures_name_the_remedy(monkeypatch):
-    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
-
-    response = SimpleNamespace(headers={}, request=None)
-    causes = {
-        "is gated: accept its licence": GatedRepoError("gated", response=response),
-        "no such repository, or it is private": RepositoryNotFoundError("missing", response=response),
-        "without a network, give a folder": OfflineModeIsEnabled("offline"),
-    }
-    for message, cause in causes.items():
-
-        def fail(*args, cause=cause, **options):
-            raise OSError("wrapped, as diffusers does") from cause
-
-        monkeypatch.setattr(StableDiffusion3Pipeline, "from_pretrained", fail)
-        with pytest.raises(ModelError, match=f"^model.path='owner/name'.*{message}"):
-            sd3.build(sd3.Config(path="owner/name"))
-        monkeypatch.setattr(AutoencoderKL, "from_pretrained", fail)
-        with pytest.raises(ModelError, match=f"^model.vae='owner/vae'.*{message}"):
-            sd3.build(sd3.Config(path="owner/name", vae="owner/vae"))
 
 
 def test_another_vae_is_used(folder, tmp_path):
