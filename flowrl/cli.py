@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from typing import NoReturn
 
 import typer
@@ -38,6 +39,25 @@ def _fail(text: str, code: int) -> NoReturn:
 
 def main() -> None:
     """Run a command; exit 2 for what the user can mend in the input, 1 for a failure, 128 + n after signal n."""
+    if "WORLD_SIZE" not in os.environ:
+        _run()
+        return
+    # A process of a group: tearing down the interpreter while gloo's threads still live may abort it (exit code 134)
+    # after everything is done and saved, so it leaves without.
+    code = 0
+    try:
+        _run()
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run() -> None:
     try:
         _register()
         app(standalone_mode=True)

@@ -22,6 +22,7 @@ def expand(value: Tensor, like: Tensor) -> Tensor:
     Raises:
         ValueError: `value` is not [B].
 
+    >>> import torch
     >>> expand(torch.ones(2), torch.zeros(2, 3, 4)).shape
     torch.Size([2, 1, 1])
     """
