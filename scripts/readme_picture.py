@@ -76,8 +76,8 @@ def block(folder: Path) -> str:
             row("tuned", "tuned"),
             row("paired difference", "difference", "+"),
             "",
-            "From `bash scripts/quickstart.sh` (seed 0); picture and table by `python scripts/readme_picture.py "
-            "runs/quickstart`. Other seeds: [docs/lab.md](docs/lab.md).",
+            "Recipe `configs/quickstart.yaml`, seed 0; picture and table by `python scripts/readme_picture.py "
+            f"{folder}`. Other seeds, and how far this is from its aim: [docs/lab.md](docs/lab.md).",
         ]
     )
 
