@@ -36,8 +36,7 @@ def test_the_embedded_model_is_small_and_has_no_pickle():
 
 @pytest.mark.slow
 def test_the_quickstart_raises_strict_accuracy(tmp_path: Path):
-    # The aim is 15 points with the interval's lower end above 10; docs/lab.md says how far it is. This asks that the gain
-    # is there.
+    # The aim is 15 points with the interval's lower end above 10; docs/lab.md says how far it is.
     words = ["train", str(ROOT / "configs" / "quickstart.yaml"), f"output={tmp_path}", "eval.every=0"]
     command = [sys.executable, "-m", "flowrl", *words, "--processes", "2"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=1800)
