@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from flowrl.algorithms.base import Algorithm, Networks
-from flowrl.config import Resolved, RewardPlan
+from flowrl.config import ConfigError, Resolved, RewardPlan
 from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
 from flowrl.learner import Learner
@@ -68,6 +68,12 @@ def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
         ConfigError, ModelError, RewardError: something the user can mend.
     """
     config, options = resolved.run, resolved.model.config
+    samples = config.rollout.prompts_per_iteration * config.rollout.group_size
+    if samples < world.size:
+        raise ConfigError(
+            f"rollout.prompts_per_iteration x rollout.group_size = {samples} samples cannot keep {world.size} "
+            "processes busy; raise one of them or start fewer processes"
+        )
     train = load_prompts(config.data.prompts, "data.prompts")
     held_out = train
     if config.data.eval_prompts is not None:
@@ -128,11 +134,18 @@ def _scorer(plans: tuple[RewardPlan, ...]) -> Scorer:
 
 
 def _probe(scorer: Scorer, prompts: list[Prompt], height: int, width: int) -> None:
-    """Score random pictures: a broken reward ends the run here."""
+    """Score random pictures: a broken reward ends the run here; one that scores none of them is told of."""
     images = torch.rand(len(prompts), 3, height, width, generator=torch.Generator().manual_seed(0))
     for entry in scorer.entries:
         try:
-            score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
+            raw = score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
+            if entry.training_value(raw).isnan().all():
+                log.warning(
+                    "reward %r returned NaN for all %d probe pictures (noise): every sample that it cannot score is "
+                    "masked, and the run stops where that is more than half of them",
+                    entry.name,
+                    len(prompts),
+                )
         except RewardError:
             raise
         except Exception as error:

@@ -6,7 +6,8 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
     peak(phase) = resident(phase) + transient(phase)
 
     resident  frozen denoiser + trained weights (4 bytes each) + VAE (float32) + snapshots and EMA (4 each)
-              + Adam's moments (8 each) + embeddings of all prompts, where they are cached;
+              + Adam's moments (8 each) + embeddings of the prompts at work (those of all prompts, where they
+              are cached, lie in host memory);
               in `encode` the text encoders instead of moments, EMA and embeddings
     transient encode      one batch of prompts through the largest text encoder
               rollout     a forward without gradients at rollout.batch_size, doubled by CFG
@@ -163,8 +164,9 @@ class Estimate:
     saved: int
     """File of the trained weights."""
     prompt: int
-    """Cached embeddings of one prompt."""
+    """Embeddings of one prompt."""
     embeddings: int
+    """Host memory: embeddings of all prompts, where they are cached."""
     moments: int
     ema: int
     snapshots: int
@@ -230,7 +232,8 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     ema = trained * _FLOAT if run.optim.ema else 0
     snapshots = trained * _FLOAT * len(roles)
     base = size(adapter.network) + size(pipeline.vae)
-    loaded = base + embeddings + ema + snapshots + 2 * _FLOAT * trained
+    at_work = max(run.rollout.prompts_per_iteration, run.eval.batch_size // run.eval.samples_per_prompt)
+    loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
     if not run.data.cache_text:
         loaded += sum(size(part) for part in encoders.values())
     steps, edges = len(plan), samples * len(plan.train)

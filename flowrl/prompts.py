@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,7 +99,11 @@ class PromptSource:
 
 
 class Texts:
-    """Text embeddings of prompts: all made once and the encoders freed, or made when asked for."""
+    """Text embeddings of prompts: all made once and the encoders freed, or made when asked for.
+
+    The cache lies in host memory, since thousands of long prompts take more than a denoiser does; `lookup` brings
+    the few that an iteration needs to the device they were made on.
+    """
 
     def __init__(self, adapter: ModelAdapter, prompts: Sequence[str], *, cache: bool, batch_size: int = 64) -> None:
         self.adapter, self.batch_size = adapter, batch_size
@@ -107,16 +111,19 @@ class Texts:
         self.table: Condition | None = None
         if cache:
             unique = list(dict.fromkeys(prompts))
-            self.table = self._encode(unique)
+            parts = self._batches(unique)
+            first = next(iter(parts))
+            self.device = next(iter(first.tensors.values())).device
+            self.table = Condition.collate([first.to("cpu"), *(part.to("cpu") for part in parts)])
             self.rows = {text: row for row, text in enumerate(unique)}
             adapter.free_text_encoders()
 
     def lookup(self, prompts: Sequence[str]) -> Condition:
         """Conditions of P prompts, in order."""
         if self.table is None:
-            return self._encode(list(prompts))
-        return self.table.index(torch.tensor([self.rows[text] for text in prompts]))
+            return Condition.collate(list(self._batches(prompts)))
+        return self.table.index(torch.tensor([self.rows[text] for text in prompts])).to(self.device)
 
-    def _encode(self, prompts: list[str]) -> Condition:
-        parts = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
-        return Condition.collate([self.adapter.encode(part) for part in parts])
+    def _batches(self, prompts: Sequence[str]) -> Iterator[Condition]:
+        for start in range(0, len(prompts), self.batch_size):
+            yield self.adapter.encode(list(prompts[start : start + self.batch_size]))

@@ -204,14 +204,16 @@ class Scorer:
             for name in entry.reward.card.outputs:
                 joined[name] = torch.cat([part[name] for part in parts]) if parts else torch.empty(0)
         values = torch.stack([entry.training_value(joined) for entry in self.entries])
-        failures = int(values.isnan().any(dim=0).sum())
-        if failures > self.max_failed_share * count:
+        weights = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float32)
+        # A reward that is only looked at (weight 0) ends nothing by failing.
+        counted = values[weights != 0] if bool((weights != 0).any()) else values
+        lost = int(counted.isnan().any(dim=0).sum())
+        if lost > self.max_failed_share * count:
             raise RewardError(
-                f"{failures} of {count} samples could not be scored, more than the allowed share "
+                f"{lost} of {count} samples could not be scored, more than the allowed share "
                 f"{self.max_failed_share}; {errors[-1] if errors else 'the rewards returned NaN for them'}"
             )
-        weights = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float32)
-        return Scores(raw=joined, values=values, weights=weights, failures=failures)
+        return Scores(raw=joined, values=values, weights=weights, failures=int(values.isnan().any(dim=0).sum()))
 
     def _attempt(
         self, entry: WeightedReward, images: Any, prompts: Sequence[str], metadata: Sequence[dict], errors: list[str]

@@ -88,6 +88,8 @@ def test_rewards_are_summed_by_weight_and_a_weight_of_zero_only_looks():
     # The unscored sample of the watched reward is told but masks nothing that is trained on.
     assert_close(scores.total, 2 * BASE - 0.5 * 10 * BASE)
     assert scores.failures == 1
+    blind = entry(constant([math.nan] * 8), "watched", ("w",), weight=0)
+    assert scored(first, blind).failures == 8, "counted, and the run goes on"
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

@@ -177,7 +177,7 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
     for name, held in (("EMA", result.ema), ("snapshots", result.snapshots)):
         if held:
             table.add_row(name, f"{held // 4:,}", size(held), "device")
-    cached = "device" if result.embeddings else "made when needed"
+    cached = "host" if result.embeddings else "made when needed"
     table.add_row(f"embeddings of {texts} texts, {size(result.prompt)} each", "", size(result.embeddings), cached)
     table.add_row("latents of a rollout", "", size(result.latents), "host")
     table.add_row("pictures of a rollout", "", size(result.pictures), "host")
