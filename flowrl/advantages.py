@@ -1,82 +1,367 @@
 """Advantage rules: pure functions on rewards [R, P, G], in float64.
 
-Order everywhere: aggregate the rewards, centre, scale, clip. NaN marks a masked sample: it enters no
-statistic and gets advantage 0.
+Order everywhere: gate, aggregate, centre, scale, normalise over the batch, clip, select. NaN marks a masked
+sample: it enters no statistic, gets advantage 0 and is never selected. A group whose rewards are all equal is
+dead: its advantages are exactly 0 under every rule.
+
+    rule        advantage                                                                    from
+    group       sum of weighted raw rewards, then (r - mean) / (std + eps)                   Flow-GRPO, Dr. GRPO
+    per_reward  each reward normalised, then their sum with weights rescaled to 1            MixGRPO
+    gdpo        each reward normalised, their weighted sum normalised over the batch         GDPO
+    separate    each reward normalised and clipped, one advantage per reward                 DanceGRPO
+    median      sum of weighted raw rewards, then (r - median) / (median deviation + eps)    MC-GRPO
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from flowrl.selection import SelectConfig, select
+
+Std = Literal["global", "group", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateConfig:
+    easy: int
+    """Place in `rewards` of the reward that counts only where the hard one is reached, from 0; elsewhere it is 0."""
+    hard: int
+    """Place of the reward that opens the gate; its weight may be 0."""
+    threshold: float
+    """Least training value of the hard reward (after its scale, offset and clip) that opens the gate."""
+
+    def __post_init__(self) -> None:
+        if self.easy == self.hard or min(self.easy, self.hard) < 0:
+            raise ValueError(f"easy={self.easy} and hard={self.hard} must be two places in `rewards`, from 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageConfig:
+    name: Literal["group", "per_reward", "gdpo", "separate", "median"] = "group"
+    """The rule; see `flowrl/advantages.py`."""
+    std: Std = "global"
+    """Divide by the std of all samples of the iteration, of the prompt's group, or not at all (Dr. GRPO).
+
+    `per_reward`, `gdpo` (`group` only) and `separate` do so reward by reward; `median` has its own scale.
+    """
+    eps: float = 1e-4
+    """Added to the std or the median deviation."""
+    clip: float | None = 5.0
+    """Bound on the absolute advantage; null for none."""
+    ddof: Literal[0, 1] = 0
+    """Of the std: 0 divides by n (Flow-GRPO), 1 by n - 1 (DanceGRPO, MixGRPO, GDPO)."""
+    trimmed_ratio: float = 0.0
+    """Mean and std leave out this share of a group's samples, the lowest."""
+    min_deviation: float = 0.1
+    """Of `median`: the deviation is at least this fraction of the group's std."""
+    select: SelectConfig | None = None
+    """Update on some samples of a prompt only; null: on all."""
+    gate: GateConfig | None = None
+    """Count an easy reward only where a hard one is reached; null: always."""
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ValueError(f"eps={self.eps} must not be negative")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip={self.clip} must be positive, or null for none")
+        if not 0 <= self.trimmed_ratio < 1:
+            raise ValueError(f"trimmed_ratio={self.trimmed_ratio} must lie in [0, 1)")
+        if self.name == "gdpo" and self.std != "group":
+            raise ValueError(f"std={self.std!r}: gdpo normalises every reward within its group; set std to group")
+        if self.name == "median":
+            if not self.min_deviation > 0:
+                raise ValueError(f"min_deviation={self.min_deviation} must be positive: the deviation is often 0")
+            if self.clip is None:
+                raise ValueError("clip=null: the median rule needs a bound, since its deviation can be next to 0")
+            if self.trimmed_ratio:
+                raise ValueError(f"trimmed_ratio={self.trimmed_ratio}: the median rule takes no mean; set it to 0")
+
+    def check_group(self, group_size: int) -> None:
+        """Refuse what a group of this size cannot give; the configuration alone does not know the size."""
+        if self.select is not None:
+            self.select.check_group(group_size)
+        if self.trimmed_ratio and group_size - int(group_size * self.trimmed_ratio) < 2:
+            raise ValueError(
+                f"advantages.trimmed_ratio={self.trimmed_ratio} leaves fewer than 2 of {group_size} samples for mean "
+                f"and std; it must stay below {1 - 1 / group_size:.4g}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """values [P, G] float32 (0 where masked or dead), valid [P, G] bool, dead [P] bool (no spread in the group)."""
+    """What every sample of an iteration is credited with."""
 
     values: Tensor
+    """[P, G, R'] float32, 0 where masked or dead. R' is 1; the rule `separate` has one column per reward whose
+    weight is not 0, in their order, with the weight inside: the loss is the plain sum over columns."""
     valid: Tensor
+    """[P, G] bool, False where a reward that counts has failed."""
     dead: Tensor
+    """[P] bool: no reward that counts has any spread in the group."""
+    kept: Tensor
+    """[P, G] bool: takes part in the update. All valid samples of live groups, less those that a rule or a
+    selection leaves out; what these have in `values` stays as it was."""
+
+
+def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig) -> Advantages:
+    """Advantages of all samples of an iteration by the configured rule.
+
+    Args:
+        rewards: training values [R, P, G]; NaN marks a failure.
+        weights: [R]; a reward of weight 0 is only logged (it may open a gate).
+        config: the rule.
+
+    Raises:
+        ValueError: rewards that do not fit the configuration, naming the key.
+    """
+    if rewards.ndim != 3:
+        raise ValueError(f"rewards must be [R, P, G], got {tuple(rewards.shape)}")
+    config.check_group(rewards.shape[2])
+    if config.gate is not None:
+        rewards = gated(rewards, config.gate)
+    eps, clip, ddof, trimmed = config.eps, config.clip, config.ddof, config.trimmed_ratio
+    if config.name == "group":
+        total = aggregate(rewards, weights)
+        credit = group_advantages(total, std=config.std, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
+    elif config.name == "median":
+        total = aggregate(rewards, weights)
+        credit = median_advantages(total, eps=eps, clip=clip, ddof=ddof, min_deviation=config.min_deviation)
+    elif config.name == "gdpo":
+        credit = gdpo_advantages(rewards, weights, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
+    else:
+        rule = per_reward_advantages if config.name == "per_reward" else separate_advantages
+        credit = rule(rewards, weights, std=config.std, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
+    if config.select is not None:
+        # Columns hold their reward's weight, so their sum ranks a sample as its loss does.
+        credit = replace(credit, kept=select(credit.values.sum(dim=2), credit.kept, config.select))
+    return credit
+
+
+# ---- from many rewards to one
+
+
+def gated(rewards: Tensor, gate: GateConfig) -> Tensor:
+    """Rewards [R, P, G] with the easy one 0 where the hard one stays below the threshold, NaN where that failed.
+
+    Source: arXiv 2601.05242, conditioned rewards.
+    """
+    if max(gate.easy, gate.hard) >= len(rewards):
+        raise ValueError(
+            f"advantages.gate names rewards {gate.easy} and {gate.hard}; there are {len(rewards)}, counted from 0"
+        )
+    easy, hard = rewards[gate.easy], rewards[gate.hard]
+    rewards = rewards.clone()
+    rewards[gate.easy] = torch.where(hard.isfinite(), torch.where(hard >= gate.threshold, easy, 0.0), torch.nan)
+    return rewards
 
 
 def aggregate(rewards: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of raw rewards [R, P, G] with weights [R] -> [P, G] float64; zero weights are only logged."""
+    rewards, weights = _live(rewards, weights)
+    return (rewards * weights[:, None, None]).sum(dim=0)
+
+
+def _live(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards [R', P, G] and weights [R'] of those whose weight is not 0, float64."""
     live = weights != 0
     if not bool(live.any()):
         raise ValueError("every reward has weight 0: nothing to train on")
-    return (rewards[live].double() * weights[live].double()[:, None, None]).sum(dim=0)
+    return rewards[live].double(), weights[live].double()
 
 
-def _masked_mean(values: Tensor, valid: Tensor, dim: int) -> Tensor:
-    count = valid.sum(dim=dim, keepdim=True).clamp(min=1)
-    return torch.where(valid, values, 0.0).sum(dim=dim, keepdim=True) / count
+# ---- centre and scale
+
+
+def _masked_mean(values: Tensor, mask: Tensor, dim: int, ddof: int = 0) -> Tensor:
+    count = (mask.sum(dim=dim, keepdim=True) - ddof).clamp(min=1)
+    return torch.where(mask, values, 0.0).sum(dim=dim, keepdim=True) / count
+
+
+def _over(centred: Tensor, scale: Tensor) -> Tensor:
+    """centred / scale; a scale of 0 (no spread, eps 0) divides by nothing."""
+    return centred / torch.where(scale == 0, 1.0, scale)
+
+
+def _dead(filled: Tensor, valid: Tensor) -> Tensor:
+    """[P] groups without two different rewards."""
+    low = torch.where(valid, filled, torch.inf).amin(dim=1)
+    high = torch.where(valid, filled, -torch.inf).amax(dim=1)
+    return ~(high > low)
+
+
+def _without_lowest(filled: Tensor, valid: Tensor, ratio: float) -> Tensor:
+    """[P, G] samples that enter the statistics: the valid ones but the int(n * ratio) lowest of their group."""
+    order = torch.where(valid, filled, torch.inf).argsort(dim=1, stable=True)
+    dropped = (valid.sum(dim=1, keepdim=True).double() * ratio).floor()
+    return valid & (order.argsort(dim=1) >= dropped)
+
+
+def _normalised(total: Tensor, std: Std, eps: float, ddof: int, trimmed_ratio: float) -> tuple[Tensor, Tensor]:
+    """(total - mean of its group) / (std + eps), [P, G] float64, 0 where `total` is not finite; and dead groups."""
+    if total.ndim != 2:
+        raise ValueError(f"rewards must be [P, G], got {tuple(total.shape)}")
+    total = total.double()
+    valid = total.isfinite()
+    filled = torch.where(valid, total, 0.0)
+    counted = _without_lowest(filled, valid, trimmed_ratio) if trimmed_ratio else valid
+    centred = torch.where(valid, filled - _masked_mean(filled, counted, 1), 0.0)
+    if std == "group":
+        scale = _masked_mean(centred.square(), counted, 1, ddof).sqrt() + eps
+    elif std == "global":
+        pooled, mask = filled.reshape(1, -1), counted.reshape(1, -1)
+        scale = _masked_mean((pooled - _masked_mean(pooled, mask, 1)).square(), mask, 1, ddof).sqrt() + eps
+    elif std == "none":
+        scale = torch.ones(1, 1, dtype=torch.float64)
+    else:
+        raise ValueError(f"std={std!r}; use 'global', 'group' or 'none'")
+    dead = _dead(filled, valid)
+    # Exactly 0, not the rounding error of the mean, which a small std would magnify.
+    return torch.where(dead[:, None], 0.0, _over(centred, scale)), dead
+
+
+def _credit(values: Tensor, valid: Tensor, dead: Tensor, clip: float | None) -> Advantages:
+    """Values [P, G, R'] float64 clipped and rounded."""
+    if clip is not None:
+        values = values.clamp(-clip, clip)
+    return Advantages(values=values.float(), valid=valid, dead=dead, kept=valid & ~dead[:, None])
+
+
+# ---- the rules
 
 
 def group_advantages(
     total: Tensor,
     *,
-    std: Literal["global", "group", "none"] = "group",
+    std: Std = "group",
     eps: float = 1e-4,
     clip: float | None = 5.0,
+    ddof: int = 0,
+    trimmed_ratio: float = 0.0,
 ) -> Advantages:
     """(reward - mean of its group) / (std + eps), clipped to +-clip.
 
     Args:
         total: one reward per sample, [P, G]; NaN masks.
         std: over the group, over all samples of the iteration ("global"), or no division ("none").
-        eps: added to the std. numpy's ddof 0, as the official code.
+        eps: added to the std.
         clip: bound on the absolute advantage, None for none.
+        ddof: 0 as numpy and Flow-GRPO, 1 as torch and DanceGRPO.
+        trimmed_ratio: mean and std leave out the int(n * ratio) lowest rewards of a group of n (MixGRPO); where
+            the others are all equal, only `eps` and `clip` bound the lowest.
 
-    A group whose rewards are all equal is dead: its advantages are exactly 0, also with a global std.
+    Source: arXiv 2505.05470; yifan123/flow_grpo:flow_grpo/stat_tracking.py. arXiv 2503.20783 for no std.
 
-    Source: arXiv 2505.05470; yifan123/flow_grpo:flow_grpo/stat_tracking.py.
-
-    >>> group_advantages(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), eps=0.0).values.tolist()
+    >>> group_advantages(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), eps=0.0).values.squeeze(2).tolist()
     [[-1.0, 1.0], [0.0, 0.0]]
     """
-    if total.ndim != 2:
-        raise ValueError(f"rewards must be [P, G], got {tuple(total.shape)}")
+    values, dead = _normalised(total, std, eps, ddof, trimmed_ratio)
+    return _credit(values[:, :, None], total.isfinite(), dead, clip)
+
+
+def _each(rewards: Tensor, std: Std, eps: float, ddof: int, trimmed_ratio: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Every reward normalised by itself: [P, G, R] float64; samples valid in all of them; groups dead in all."""
+    valid = rewards.isfinite().all(dim=0)
+    # A sample that one reward could not score has no advantage, so the others' statistics go without it too.
+    parts = [_normalised(torch.where(valid, r, torch.nan), std, eps, ddof, trimmed_ratio) for r in rewards]
+    values, dead = (torch.stack(part, dim=-1) for part in zip(*parts, strict=True))
+    return values, valid, dead.all(dim=-1)
+
+
+def per_reward_advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    *,
+    std: Std = "group",
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+    ddof: int = 0,
+    trimmed_ratio: float = 0.0,
+) -> Advantages:
+    """Each reward normalised by itself, then their sum with weights rescaled to an absolute sum of 1, one clip.
+
+    Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO, `advantage_aggr`.
+    """
+    rewards, weights = _live(rewards, weights)
+    values, valid, dead = _each(rewards, std, eps, ddof, trimmed_ratio)
+    summed = (values * (weights / weights.abs().sum())).sum(dim=2, keepdim=True)
+    return _credit(summed, valid, dead, clip)
+
+
+def gdpo_advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    *,
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+    ddof: int = 0,
+    trimmed_ratio: float = 0.0,
+) -> Advantages:
+    """Each reward normalised within its group; the weighted sum of these, normalised over the whole batch.
+
+    Weights act on normalised advantages, so a reward's scale is irrelevant. One reward alone is plain GRPO.
+
+    Source: arXiv 2601.05242; NVlabs/GDPO (there ddof 1).
+    """
+    rewards, weights = _live(rewards, weights)
+    if len(rewards) == 1:
+        total = aggregate(rewards, weights)
+        return group_advantages(total, std="group", eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed_ratio)
+    values, valid, dead = _each(rewards, "group", eps, ddof, trimmed_ratio)
+    pooled, mask = (values * weights).sum(dim=2).reshape(1, -1), valid.reshape(1, -1)
+    centred = pooled - _masked_mean(pooled, mask, 1)
+    scale = _masked_mean(centred.square(), mask, 1, ddof).sqrt() + eps
+    whitened = _over(centred, scale).reshape(valid.shape)
+    whitened = torch.where(valid & ~dead[:, None], whitened, 0.0)
+    return _credit(whitened[:, :, None], valid, dead, clip)
+
+
+def separate_advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    *,
+    std: Std = "group",
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+    ddof: int = 0,
+    trimmed_ratio: float = 0.0,
+) -> Advantages:
+    """Each reward normalised and clipped by itself, times its weight, kept apart: values [P, G, R'].
+
+    For one clipped loss per reward: weight * max(-A ratio, -A bounded) is max of the same with weight * A.
+
+    Source: arXiv 2505.07818; XueZeyue/DanceGRPO, HunyuanVideo scripts.
+    """
+    rewards, weights = _live(rewards, weights)
+    values, valid, dead = _each(rewards, std, eps, ddof, trimmed_ratio)
+    credit = _credit(values, valid, dead, clip)
+    return replace(credit, values=credit.values * weights.float())
+
+
+def median_advantages(
+    total: Tensor, *, eps: float = 1e-3, clip: float | None = 5.0, ddof: int = 0, min_deviation: float = 0.1
+) -> Advantages:
+    """(reward - median of its group) / (median absolute deviation + eps); the median sample is not trained.
+
+    The deviation is 0 where half of the rewards are equal; the official code then divides by eps alone. Here it
+    is at least `min_deviation` of the group's std. Of an even number of samples the lower median is taken.
+
+    Source: arXiv 2601.22582; lotusroot-kim/MC-GRPO (eps 1e-3).
+    """
     total = total.double()
     valid = total.isfinite()
     filled = torch.where(valid, total, 0.0)
-    centred = torch.where(valid, filled - _masked_mean(filled, valid, 1), 0.0)
-    low = torch.where(valid, filled, torch.inf).amin(dim=1)
-    high = torch.where(valid, filled, -torch.inf).amax(dim=1)
-    dead = ~(high > low)
-    if std == "group":
-        scale = _masked_mean(centred.square(), valid, 1).sqrt() + eps
-    elif std == "global":
-        pooled, mask = filled.reshape(1, -1), valid.reshape(1, -1)
-        scale = _masked_mean((pooled - _masked_mean(pooled, mask, 1)).square(), mask, 1).sqrt() + eps
-    elif std == "none":
-        scale = torch.ones(1, 1, dtype=torch.float64)
-    else:
-        raise ValueError(f"std={std!r}; use 'global', 'group' or 'none'")
-    # Exactly 0, not the rounding error of the mean, which a small std would magnify.
-    values = torch.where(dead[:, None], 0.0, centred / torch.where(scale == 0, 1.0, scale))
-    if clip is not None:
-        values = values.clamp(-clip, clip)
-    return Advantages(values=values.float(), valid=valid, dead=dead)
+    last = torch.where(valid, total, torch.inf)
+    middle = (valid.sum(dim=1, keepdim=True) - 1).clamp(min=0) // 2
+    sample = last.argsort(dim=1, stable=True).gather(1, middle)
+    centred = torch.where(valid, filled - filled.gather(1, sample), 0.0)
+    deviation = torch.where(valid, centred.abs(), torch.inf).sort(dim=1).values.gather(1, middle)
+    mean = _masked_mean(filled, valid, 1)
+    spread = _masked_mean((filled - mean).square(), valid, 1, ddof).sqrt()
+    dead = _dead(filled, valid)
+    values = torch.where(dead[:, None], 0.0, _over(centred, torch.maximum(deviation, min_deviation * spread) + eps))
+    credit = _credit(values[:, :, None], valid, dead, clip)
+    return replace(credit, kept=credit.kept.scatter(1, sample, False))

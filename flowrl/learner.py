@@ -18,6 +18,7 @@ from flowrl.metrics import Sums, log
 from flowrl.optim import Optimizer
 from flowrl.plan import StepPlan
 from flowrl.rng import permutation
+from flowrl.rollout import Evaluations
 from flowrl.types import Condition, Edges, Microbatch, Samples
 
 _MAX_BAD_UPDATES = 5
@@ -54,13 +55,14 @@ class Learner:
         self.config, self.algorithm, self.networks = config, algorithm, networks
         self.optimizer, self.world = optimizer, world
         self.adapter = networks.policy.adapter
+        self.evaluations = Evaluations(self.adapter.network)
         self.recompute = getattr(algorithm.config, "old_log_prob", "rollout") == "recompute"
         self.bad_updates = 0
 
     def update(
         self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums, *, gate: torch.dtype | None = None
     ) -> None:
-        """Optimizer steps on disjoint shares of the samples that carry an advantage.
+        """Optimizer steps on disjoint shares of the samples that take part.
 
         Args:
             iteration: keys the shares and the order inside them.
@@ -70,21 +72,23 @@ class Learner:
             gate: dtype of the network if the parity gate is to be passed first, else None.
         """
         config, group = self.config, self.config.rollout.group_size
-        useful = (credit.valid & ~credit.dead[:, None]).flatten().nonzero().squeeze(1)
+        useful = credit.kept.flatten().nonzero().squeeze(1)
         chunks = update_chunks(useful, config.optim.updates_per_iteration, config.seed, iteration)
         identity = torch.tensor([i.slot * group + i.sample for i in rollout.samples.ids])
         sample_of_edge = identity[rollout.edges.sample]
-        advantage = credit.values.flatten()[sample_of_edge][:, None]
+        advantage = credit.values.flatten(0, 1)[sample_of_edge]  # [E, R']
         shares = []
         for number, chunk in enumerate(chunks):
             rows = torch.isin(sample_of_edge, chunk).nonzero().squeeze(1)
             shares.append(rows[permutation(len(rows), config.seed, "edges", iteration, number, self.world.rank)])
         if gate is not None:
             self._parity_gate(rollout, advantage, torch.cat(shares)[: config.optim.batch_size], gate)
+        before = self.evaluations.rows  # counted behind the gate, which only the first iteration of a start passes
         if self.recompute:
             rollout = self._recomputed(rollout, advantage, shares)
         for share in shares:
             self._one_update(rollout, advantage, share, sums)
+        sums.add("nfe/train", self.evaluations.rows - before, len(identity))
 
     def _batches(self, rollout: Rollout, advantage: Tensor, order: Tensor) -> Iterator[Microbatch]:
         return microbatches(

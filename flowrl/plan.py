@@ -1,19 +1,24 @@
 """The step plan: which steps are stochastic, how noisy, which are trained. The loop obeys it.
 
-The plan alone decides the edge cases: the bound at sigma = 1 and the deterministic final step.
+The plan alone decides the edge cases: the bound at sigma = 1 and the deterministic final step. Windows that
+move are pure functions of the iteration, the same on every rank, so a resumed run needs no state of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from flowrl.process import Process
-from flowrl.schedules import Schedule
-from flowrl.types import Step
+from flowrl.rng import permutation, stream
+from flowrl.schedules import Schedule, shift_sigmas
+from flowrl.solvers import Solver
+from flowrl.types import SampleId, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +28,27 @@ class StepPlan:
     schedule: Schedule
     noise_level: tuple[float, ...]
     train: tuple[int, ...]
+    solver: tuple[Solver, ...] = ()
+    """How each deterministic step is taken; empty: `ode` everywhere."""
 
     def __post_init__(self) -> None:
         num_steps = len(self.schedule)
-        if len(self.noise_level) != num_steps:
-            raise ValueError(f"the plan has {len(self.noise_level)} noise levels for {num_steps} steps")
+        if not self.solver:
+            object.__setattr__(self, "solver", ("ode",) * num_steps)
+        for name, values in (("noise levels", self.noise_level), ("solvers", self.solver)):
+            if len(values) != num_steps:
+                raise ValueError(f"the plan has {len(values)} {name} for {num_steps} steps")
+        self._check_trained(num_steps)
+        for k, solver in enumerate(self.solver):
+            if solver not in get_args(Solver):
+                raise ValueError(f"the plan solves step {k} by {solver!r}; there are {', '.join(get_args(Solver))}")
+            if solver != "ode" and self.stochastic[k]:
+                raise ValueError(
+                    f"the plan gives step {k} a noise level ({self.noise_level[k]:g}) and the solver {solver!r}: "
+                    "a stochastic step takes its law from the sampler"
+                )
+
+    def _check_trained(self, num_steps: int) -> None:
         outside = [k for k in self.train if not 0 <= k < num_steps]
         if outside:
             raise ValueError(f"the plan trains step {outside[0]}, but there are only steps 0..{num_steps - 1}")
@@ -85,3 +106,214 @@ def window(schedule: Schedule, noise_level: float, steps: Sequence[int] | None =
         )
     levels = tuple(noise_level if k in chosen else 0.0 for k in range(len(schedule)))
     return StepPlan(schedule=schedule, noise_level=levels, train=chosen)
+
+
+# ---- windows that move from iteration to iteration; iterations count from 1
+
+
+def random_window(num_steps: int, size: int, low: int, high: int, seed: int, iteration: int) -> tuple[int, ...]:
+    """`size` neighbouring steps inside [low, high), the start uniform: Flow-GRPO-Fast.
+
+    Raises:
+        ValueError: the window is empty, does not fit, or could hold the last step.
+
+    >>> random_window(10, 3, 0, 3, seed=0, iteration=1)
+    (0, 1, 2)
+    """
+    if size < 1:
+        raise ValueError(f"a window of size {size} is empty: give at least 1, or no window for all steps but the last")
+    if not 0 <= low <= high - size:
+        raise ValueError(f"a window of {size} steps does not fit between steps {low} and {high} (exclusive)")
+    if high > num_steps - 1:
+        raise ValueError(
+            f"windows up to step {high} (exclusive) could hold the last of {num_steps} steps, whose Gaussian is too "
+            f"sharp to be scored: the range must end at {num_steps - 1} or before"
+        )
+    start = int(stream(seed, "random_window", iteration).integers(low, high - size, endpoint=True))
+    return tuple(range(start, start + size))
+
+
+def subset(
+    num_steps: int, count: int, seed: int, iteration: int, steps: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """`count` steps drawn from `steps` (None: all but the last), not necessarily neighbours, in rising order.
+
+    Raises:
+        ValueError: nothing is drawn, or more than there is; `steps` leaves the grid or holds the last step.
+    """
+    pool = tuple(range(num_steps - 1)) if steps is None else tuple(sorted(set(steps)))
+    wrong = [k for k in pool if not 0 <= k < num_steps - 1]
+    if wrong:
+        raise ValueError(f"step {wrong[0]} cannot be drawn: of {num_steps} steps, 0..{num_steps - 2} can be trained")
+    if not 1 <= count <= len(pool):
+        raise ValueError(f"cannot draw {count} of {len(pool)} steps: give a number in 1..{len(pool)}")
+    chosen = permutation(len(pool), seed, "step_subset", iteration)[:count].tolist()
+    return tuple(sorted(pool[j] for j in chosen))
+
+
+def step_subsets(ids: Sequence[SampleId], trained: Sequence[int], fraction: float, seed: int, iteration: int) -> Tensor:
+    """Which of K trained steps each of B samples keeps: bool [B, K], int(K * fraction) per sample (DanceGRPO).
+
+    Keyed by identity, so a sample keeps the same steps whichever rank trains it. Flattened, the mask is in
+    the order of a rollout's edges.
+
+    Raises:
+        ValueError: `fraction` leaves a sample without a step, or is above 1.
+    """
+    kept = int(len(trained) * fraction) if 0 < fraction <= 1 else 0
+    if kept < 1:
+        raise ValueError(
+            f"a fraction of {fraction:g} of {len(trained)} trained steps is no subset: it must keep at least one step "
+            "and be at most 1"
+        )
+    mask = torch.zeros(len(ids), len(trained), dtype=torch.bool)
+    for row, i in zip(mask, ids, strict=True):
+        row[permutation(len(trained), seed, "sample_steps", iteration, i.slot, i.sample)[:kept]] = True
+    return mask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixWindow:
+    """MixGRPO's window, sliding from noisy to clean; defaults of the released FLUX script."""
+
+    strategy: Literal["progressive", "random", "decay", "exp_decay", "frozen"] = "progressive"
+    """`progressive`: every `interval` iterations; `decay`, `exp_decay`: sooner the cleaner; `random`: another
+    start in every iteration; `frozen`: the first steps for ever."""
+    size: int = 4
+    """Steps in the window (w)."""
+    shift: int = 1
+    """Steps by which it moves (s), where windows overlap."""
+    interval: int = 25
+    """Iterations at one place (tau)."""
+    overlap: bool = True
+    """False moves it by `size`."""
+    roll_back: bool = False
+    """Past the last trained step: back to the first, instead of staying there."""
+    longest: int = 10
+    """`decay`: iterations at the noisiest place."""
+    shortest: int = 1
+    """`decay`: iterations at the cleanest place."""
+    rate: float = 0.1
+    """`exp_decay`: iterations shrink by exp(-rate) per step ..."""
+    threshold: int = 13
+    """... from this step on."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("size", 1), ("shift", 0), ("interval", 1), ("shortest", 1), ("rate", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.longest < self.shortest:
+            raise ValueError(f"longest={self.longest} must not be below shortest={self.shortest}")
+
+    def stay(self, start: int, limit: int) -> int:
+        """Iterations at `start`; `limit` is the first step that is never trained."""
+        if self.strategy == "decay":
+            place = start / limit
+            return max(self.shortest, int(self.longest * (1 - place) + self.shortest * place))
+        if self.strategy == "exp_decay":
+            return math.ceil(self.interval * math.exp(-self.rate * max(0, start - self.threshold)))
+        return self.interval
+
+
+def mix_window(config: MixWindow, num_steps: int, seed: int, iteration: int) -> tuple[int, ...]:
+    """Steps of MixGRPO's window; as released, the last two steps are never trained and the window ends before them.
+
+    Two differences from the released code, which lets the start reach X = num_steps - 2, where the window is
+    empty and the loss 0 for as long as it stays: here X - 1 is the last start, from which it turns back (the
+    sequence is then the released one without its empty windows) or where it stays. And `random` draws from the
+    run's seed, from the first iteration on, instead of from each rank's own entropy.
+
+    >>> [mix_window(MixWindow(size=2, interval=2), 8, seed=0, iteration=k) for k in (1, 2, 3)]
+    [(0, 1), (0, 1), (1, 2)]
+    """
+    limit = num_steps - 2
+    if limit < 1:
+        raise ValueError(f"MixGRPO never trains the last two steps: {num_steps} steps leave none, give at least 3")
+    if iteration < 1:
+        raise ValueError(f"iterations count from 1, got {iteration}")
+    if config.strategy == "random":
+        last = max(limit - config.size, 0)
+        start = int(stream(seed, "mix_window", iteration).integers(0, last, endpoint=True))
+    else:
+        start = 0 if config.strategy == "frozen" else _mix_start(config, limit, iteration)
+    return tuple(range(start, min(start + config.size, limit)))
+
+
+def _mix_start(config: MixWindow, limit: int, iteration: int) -> int:
+    """Start of the sliding window: all its places from the first iteration on are walked through."""
+    start, done = 0, iteration - 1
+    while done >= (stay := config.stay(start, limit)):
+        done -= stay
+        start += config.shift if config.overlap else config.size
+        if start >= limit:
+            start = 0 if config.roll_back else limit - 1
+    return start
+
+
+# ---- MixGRPO-Flash
+
+
+def flow_timestep(sigma: Tensor) -> Tensor:
+    """What most flow networks are fed."""
+    return 1000 * sigma
+
+
+def flash_schedule(
+    schedule: Schedule, last: int, ratio: float, shift: float, timestep: Callable[[Tensor], Tensor] = flow_timestep
+) -> Schedule:
+    """A full flow grid up to step `last` (e), then n nodes from sigma_{e+1} to 0 instead of S - e: e + n steps.
+
+    The nodes are even before the shift, as in `shifted_linspace`; n = int((S - e) * ratio), at least 2. The
+    released code allows n = 1, whose only node is sigma_{e+1}: the image would stay noisy.
+
+    Args:
+        schedule: S steps that end at sigma 0.
+        last: last step that keeps its place, the window's end.
+        ratio: share of the nodes behind it that are kept, in (0, 1].
+        shift: resolution shift of the grid.
+        timestep: what the network is fed at sigmas [n]; it must repeat the schedule's own timesteps.
+
+    Raises:
+        ValueError: `last` leaves no step behind it, the grid does not end at 0, or `timestep` is not its own.
+    """
+    num_steps, sigmas = len(schedule), schedule.sigmas
+    if not 0 <= last <= num_steps - 2:
+        raise ValueError(f"the window ends at step {last}: of {num_steps} steps it must end in 0..{num_steps - 2}")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"the share of kept steps is {ratio:g}; it must be in (0, 1]")
+    if float(sigmas[-1]) != 0 or float(sigmas[0]) > 1:
+        raise ValueError(f"only a flow grid in [0, 1] can be shortened; this one ends at sigma {float(sigmas[-1]):g}")
+    if not torch.allclose(timestep(sigmas[:-1]), schedule.timesteps, rtol=1e-4):
+        raise ValueError(
+            "the schedule's timesteps are not those of its sigmas: pass what the network is fed, timestep="
+        )
+    nodes = max(int((num_steps - last) * ratio), 2)
+    even = torch.linspace(float(shift_sigmas(sigmas[last + 1].double(), 1 / shift)), 0, nodes, dtype=torch.float64)
+    # The first node is taken over, not computed: steps up to `last` stay bitwise those of the full grid.
+    tail = shift_sigmas(even, shift).float()[1:]
+    return Schedule(
+        sigmas=torch.cat([sigmas[: last + 2], tail]),
+        timesteps=torch.cat([schedule.timesteps[: last + 2], timestep(tail[:-1])]),
+    )
+
+
+def flash(
+    schedule: Schedule,
+    noise_level: float,
+    steps: Sequence[int],
+    *,
+    ratio: float,
+    shift: float,
+    solver: Solver = "dpm2_midpoint",
+    timestep: Callable[[Tensor], Tensor] = flow_timestep,
+) -> StepPlan:
+    """`window` on a grid shortened behind it by `flash_schedule`, where `solver` takes the steps."""
+    full = window(schedule, noise_level, steps)
+    last = max(full.train)
+    short = flash_schedule(schedule, last, ratio, shift, timestep)
+    return replace(
+        full,
+        schedule=short,
+        noise_level=full.noise_level[: last + 1] + (0.0,) * (len(short) - last - 1),
+        solver=tuple("ode" if k <= last else solver for k in range(len(short))),
+    )

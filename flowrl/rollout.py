@@ -1,23 +1,24 @@
 """The only denoising loop, and the policy it shares with training.
 
-Rollout and training call the same `Policy.transition`, and latents are kept exactly as they were fed
-onward, so the first ratio is 1 by construction.
+Rollout and training go through the same `Policy.predict` and `Policy.distribution`, and latents are kept
+exactly as they were fed onward, so the first ratio is 1 by construction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowrl.models.base import ModelAdapter
 from flowrl.plan import StepPlan
 from flowrl.rng import normal
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
-from flowrl.samplers.ode import Ode
-from flowrl.types import Condition, Edges, SampleId, Samples, Step
+from flowrl.solvers import History, solve
+from flowrl.types import Condition, Edges, Prediction, SampleId, Samples, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,32 @@ class Policy:
 
     def transition(self, x: Tensor, step: Step, cond: Condition) -> StepDistribution:
         """Distribution of the next latents from x [B, ...]; one network forward (two halves under CFG)."""
-        return self._transition(self.sampler, x, step, cond)
+        return self.distribution(self.predict(x, step, cond), x, step)
 
-    def deterministic(self, x: Tensor, step: Step, cond: Condition) -> Tensor:
-        """Next latents of the plain ODE step, [B, ...]."""
-        return self._transition(Ode(), x, step, cond).mean
-
-    def _transition(self, sampler: Sampler, x: Tensor, step: Step, cond: Condition) -> StepDistribution:
-        process = self.adapter.process
+    def predict(self, x: Tensor, step: Step, cond: Condition) -> Prediction:
+        """The network's belief at x [B, ...]; the one forward of a step."""
         raw = self.adapter.predict(x, step.timestep, cond, self.guidance_scale)
-        prediction = process.predict(raw, x, step.sigma, self.adapter.prediction_type)
-        return sampler.transition(process, prediction, x, step)
+        return self.adapter.process.predict(raw, x, step.sigma, self.adapter.prediction_type)
+
+    def distribution(self, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
+        """The sampler's law on that belief."""
+        return self.sampler.transition(self.adapter.process, prediction, x, step)
+
+
+class Evaluations:
+    """Counts the samples that go through a network: `rows` grows by the batch of every forward, doubled by CFG.
+
+    A hook on the network itself, so that every adapter is counted as it works: one doubled batch, two calls,
+    or none where guidance is embedded. A forward that gradient checkpointing repeats block by block counts once.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.rows = 0
+        network.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The first argument of a denoiser is its latents: a tensor, or a list of samples.
+        self.rows += len(args[0] if args else next(iter(kwargs.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,57 +146,73 @@ def _chains(
 ) -> tuple[Tensor, Edges]:
     """One batch through all steps."""
     process, count = policy.adapter.process, len(ids)
-    trained, member = set(plan.train), torch.arange(count)
+    recorder, history = _Recorder(count, form, columns), None
     # Unscaled also where sigmas[0] < 1 (VP, sigma_max < 1): so do the pipelines, and so they were trained.
     x = noise.initial(ids).to(device)
-    nodes: list[Tensor] = []
-    records: list[dict[str, Tensor]] = []
-    at_node: int | None = None  # number of the node that holds the present x
     for k in range(len(plan)):
         step = plan.steps(torch.full((count,), k), process, device)
-        if not plan.stochastic[k]:
-            x, at_node = policy.deterministic(x, step, cond), None
-            continue
-        distribution = policy.transition(x, step, cond)
-        x_next = distribution.sample(noise.step(ids, k).to(device))
-        if k in trained:
-            if at_node is None:
-                at_node = len(nodes)
-                nodes.append(x.cpu())
-            nodes.append(x_next.cpu())
-            extras = {"mean_old": distribution.mean.cpu()} if "mean_old" in columns else {}
-            records.append(
-                {
-                    "parent": at_node * count + member,
-                    "child": (len(nodes) - 1) * count + member,
-                    "step": torch.full((count,), k),
-                    "sample": member,
-                    "old_log_prob": distribution.log_prob(x_next, form).cpu(),
-                }
-                | extras
-            )
-            at_node = len(nodes) - 1
+        prediction = policy.predict(x, step, cond)
+        if plan.stochastic[k]:
+            distribution = policy.distribution(prediction, x, step)
+            x_next = distribution.sample(noise.step(ids, k).to(device))
         else:
-            at_node = None
-        x = x_next
-    return x.float().cpu(), _collect(nodes, records, x)
+            x_next = solve(plan.solver[k], process, prediction, x, step, None if k == len(plan) - 1 else history)
+        if k in plan.train:
+            recorder.add(k, x, x_next, distribution)
+        else:
+            recorder.skip()
+        # Stochastic steps leave their x0_hat too: a solver that follows a window goes on from them.
+        x, history = x_next, History.of(prediction, step)
+    return x.float().cpu(), recorder.edges(x)
 
 
-def _collect(nodes: list[Tensor], records: list[dict[str, Tensor]], x: Tensor) -> Edges:
-    """Edges of one batch, ordered by (sample, step)."""
-    if not records:
-        none = torch.zeros(0, dtype=torch.int64)
-        return Edges(
-            nodes=x.new_zeros((0, *x.shape[1:])).cpu(),
-            parent=none,
-            child=none,
-            step=none,
-            sample=none,
-            old_log_prob=torch.zeros(0),
+class _Recorder:
+    """The trained steps of one batch: every latent once, as a node, and the edges between them."""
+
+    def __init__(self, count: int, form: LogProbForm, columns: Sequence[str]) -> None:
+        self.count, self.form, self.columns = count, form, columns
+        self.member = torch.arange(count)
+        self.nodes: list[Tensor] = []
+        self.records: list[dict[str, Tensor]] = []
+        self.at_node: int | None = None  # number of the node that holds the present latents
+
+    def skip(self) -> None:
+        """A step that is not trained: the latents behind it are not a node."""
+        self.at_node = None
+
+    def add(self, k: int, x: Tensor, x_next: Tensor, distribution: StepDistribution) -> None:
+        if self.at_node is None:
+            self.at_node = len(self.nodes)
+            self.nodes.append(x.cpu())
+        self.nodes.append(x_next.cpu())
+        extras = {"mean_old": distribution.mean.cpu()} if "mean_old" in self.columns else {}
+        self.records.append(
+            {
+                "parent": self.at_node * self.count + self.member,
+                "child": (len(self.nodes) - 1) * self.count + self.member,
+                "step": torch.full((self.count,), k),
+                "sample": self.member,
+                "old_log_prob": distribution.log_prob(x_next, self.form).cpu(),
+            }
+            | extras
         )
-    table = {name: torch.stack([r[name] for r in records], dim=1).flatten(0, 1) for name in records[0]}
-    fixed = {name: table.pop(name) for name in ("parent", "child", "step", "sample", "old_log_prob")}
-    return Edges(nodes=torch.cat(nodes), columns=table, **fixed)
+        self.at_node = len(self.nodes) - 1
+
+    def edges(self, x: Tensor) -> Edges:
+        """Ordered by (sample, step); `x` gives the shape where there are none."""
+        if not self.records:
+            none = torch.zeros(0, dtype=torch.int64)
+            return Edges(
+                nodes=x.new_zeros((0, *x.shape[1:])).cpu(),
+                parent=none,
+                child=none,
+                step=none,
+                sample=none,
+                old_log_prob=torch.zeros(0),
+            )
+        table = {name: torch.stack([r[name] for r in self.records], dim=1).flatten(0, 1) for name in self.records[0]}
+        fixed = {name: table.pop(name) for name in ("parent", "child", "step", "sample", "old_log_prob")}
+        return Edges(nodes=torch.cat(self.nodes), columns=table, **fixed)
 
 
 def _join(parts: list[tuple[Edges, int, int]]) -> Edges:

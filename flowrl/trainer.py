@@ -190,7 +190,9 @@ class Trainer:
     def _iterate(self, iteration: int) -> dict[str, Any]:
         timer, sums = Timer(), Sums()
         with timer.phase("iteration"):
+            before = self.learner.evaluations.rows
             rollout = self._roll_out(iteration, timer)
+            sums.add("nfe/rollout", self.learner.evaluations.rows - before, len(rollout.rows))
             credit = self.algorithm.advantages(rollout.rewards, torch.tensor([e.weight for e in self.scorer.entries]))
             gate = self.dtype if iteration == self.start + 1 else None
             with timer.phase("update"):

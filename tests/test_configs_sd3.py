@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import socket
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from flowrl import memory
+from flowrl.advantages import AdvantageConfig
 from flowrl.commands.plan import command, geometry, step_plan, transition_std
 from flowrl.config import ConfigError, Resolved, load_config, resolve
 from flowrl.prompts import load_prompts
@@ -51,7 +53,7 @@ def test_a_recipe_has_the_published_values(name):
         "rollout": {"num_inference_steps": 10, "guidance_scale": 4.5, "prompts_per_iteration": 48, "group_size": 24}
         | {"shared_noise": False, "sampler": {"name": "flow_sde", "noise_level": 0.7}},
         "algorithm": {"name": "flow_grpo", "clip_range": 1e-4, "sde_steps": None}
-        | {"advantages": {"name": "group", "std": "global", "eps": 1e-4, "clip": 5.0}}
+        | {"advantages": dataclasses.asdict(AdvantageConfig(name="group", std="global", eps=1e-4, clip=5.0))}
         | {"kl": {"coef": KL[name], "divisor": "flow_grpo"}},
         "optim": {"learning_rate": 3e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-4}
         | {"max_grad_norm": 1.0, "updates_per_iteration": 2, "schedule": "constant"}

@@ -270,7 +270,7 @@ def test_rewards_are_merged_raw_and_then_normalised():
     rewards = torch.tensor([[[0.0, 1.0], [0.0, 3.0]], [[0.0, 10.0], [0.0, 0.0]]])
     algorithm = build(Config(advantages=AdvantageConfig(std="none", clip=2.0)))
     found = algorithm.advantages(rewards, torch.tensor([1.0, 0.1]))
-    assert_close(found.values, torch.tensor([[-1.0, 1.0], [-1.5, 1.5]]))
+    assert_close(found.values, torch.tensor([[-1.0, 1.0], [-1.5, 1.5]])[:, :, None])
     assert float(
         build(Config(advantages=AdvantageConfig(std="none", clip=1.2)))
         .advantages(rewards, torch.tensor([1.0, 0.1]))
@@ -282,6 +282,7 @@ def test_rewards_are_merged_raw_and_then_normalised():
     ("options", "message"),
     [
         ({"clip_range": 0.0}, r"clip_range=0\.0"),
+        ({"advantages": AdvantageConfig(name="separate")}, "one loss for all rewards"),
         ({"kl": {"coef": -1.0}}, r"kl\.coef=-1\.0"),
         ({"sde_steps": []}, "at least one step"),
         ({"sde_steps": [-1]}, "counted from 0"),

@@ -20,12 +20,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("config", "strict", "runs", "report", "memory", "export", "assembly"),
     ),
     ("algorithms",),
-    ("rollout", "tree", "buffer", "models"),
+    ("rollout", "tree", "buffer", "models", "spatial"),
     ("samplers", "solvers", "plan", "reward"),
-    ("process", "schedules", "advantages", "objectives"),
+    ("process", "schedules", "advantages", "selection", "objectives"),
     ("types", "rng", "registry", "shapes"),
 )
-TORCH_ONLY = ("process", "schedules", "advantages", "objectives")
+TORCH_ONLY = ("process", "schedules", "advantages", "selection", "objectives")
 FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes"}
 
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms.flow_grpo import Config
-from flowrl.plan import StepPlan, deterministic, window
-from flowrl.rollout import Noise, Policy, run
+from flowrl.config import OptimConfig
+from flowrl.distributed import World
+from flowrl.learner import Learner, Rollout
+from flowrl.metrics import Sums
+from flowrl.optim import Optimizer
+from flowrl.plan import MixWindow, StepPlan, deterministic, flash, mix_window, random_window, window
+from flowrl.rollout import Evaluations, Noise, Policy, run
 from flowrl.samplers import ddim, flow_sde
-from flowrl.types import SampleId
-from tests.toys import SHAPE, ToyAdapter, roll_out
+from flowrl.schedules import Schedule, shifted_linspace
+from flowrl.solvers import History, solve
+from flowrl.types import Edges, SampleId, Samples
+from tests.toys import SHAPE, Session, ToyAdapter, roll_out
 
 
 def ids(prompts: int, group: int) -> list[SampleId]:
@@ -246,7 +254,7 @@ def test_evaluation_noise_has_no_iteration():
 
 
 def test_shared_noise_is_one_start_per_prompt_and_still_separate_steps():
-    """DESIGN section 4: shared noise drops `sample`."""
+    """DESIGN section 4: shared noise drops `sample`; grpo_family 4.5.4: a group shares its start, prompts do not."""
     session = roll_out(ToyAdapter(), shared_start=True)
     edges = session.edges
     starts = edges.nodes[edges.parent[edges.step == 0]].reshape(2, 3, *SHAPE)
@@ -257,17 +265,203 @@ def test_shared_noise_is_one_start_per_prompt_and_still_separate_steps():
     assert torch.equal(apart.nodes[apart.parent[apart.step == 0]].reshape(2, 3, *SHAPE)[:, 0], starts[:, 0])
 
 
-def test_policy_deterministic_is_the_euler_step_whatever_the_sampler():
+def test_the_deterministic_step_is_the_euler_step_whatever_the_sampler():
     adapter = ToyAdapter()
     session = roll_out(adapter)
     step = window(adapter.schedule(6), 0.7).steps(torch.full((6,), 2), adapter.process)
     cond, x = session.cond.index(session.rows), session.samples.x0
     with torch.no_grad():
         v = adapter.predict(x, step.timestep, cond, 1.0)
-        found = session.policy.deterministic(x, step, cond)
+        belief = session.policy.predict(x, step, cond)
+        found = solve("ode", adapter.process, belief, x, step, None)
         noiseless = dataclasses.replace(step, noise_level=torch.zeros(6))
         law = flow_sde.build(flow_sde.Config())
         same = dataclasses.replace(session.policy, sampler=law).transition(x, noiseless, cond).mean
     euler = x + v * (step.sigma_next - step.sigma)[:, None, None, None]
     assert_close(found, euler, rtol=0, atol=1e-6)
     assert_close(same, euler, rtol=0, atol=1e-6)
+
+
+# ---- windows and solvers
+
+
+def dance_grid(num_steps: int) -> Schedule:
+    sigmas = shifted_linspace(num_steps, 3.0)
+    return Schedule(sigmas, 1000 * sigmas[:-1])
+
+
+def walk(session: Session, plan: StepPlan, noise: Noise | None = None) -> tuple[Samples, Edges]:
+    """The session's samples along another plan, in one batch."""
+    who = (noise or session.noise, session.ids, session.cond, session.rows)
+    return run(session.policy, plan, *who, batch_size=len(session.ids))
+
+
+def nodes_of(edges: Edges, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents before and after step k, of every sample."""
+    chosen = edges.select((edges.step == k).nonzero().squeeze(1))
+    return edges.nodes[chosen.parent], edges.nodes[chosen.child]
+
+
+def assert_same(first: tuple[Samples, Edges], second: tuple[Samples, Edges]) -> None:
+    assert torch.equal(first[0].x0, second[0].x0)
+    for name in ("nodes", "parent", "child", "step", "sample", "old_log_prob"):
+        assert torch.equal(getattr(first[1], name), getattr(second[1], name))
+
+
+def test_a_window_of_all_steps_but_the_last_is_flow_grpo():
+    """grpo_family 2.4.1: Fast without a window; and a random window that has only that place."""
+    session = roll_out(ToyAdapter())
+    everything = walk(session, window(session.plan.schedule, 0.7))
+    assert everything[1].step.reshape(6, 5).tolist() == [[0, 1, 2, 3, 4]] * 6
+    steps = random_window(6, 5, 0, 5, seed=0, iteration=3)
+    assert_same(walk(session, window(session.plan.schedule, 0.7, steps)), everything)
+
+
+def test_a_mix_window_as_wide_as_the_grid_is_flow_grpo_without_its_last_two_steps():
+    """grpo_family 5.6.1 with 5.1, which never trains the last two; without a window the plan is the pure ODE."""
+    session = roll_out(ToyAdapter())
+    schedule = session.plan.schedule
+    steps = mix_window(MixWindow(size=5), 6, seed=0, iteration=1)
+    flow_grpo = roll_out(ToyAdapter(), Config(sde_steps=[0, 1, 2, 3]), batch_size=6)
+    assert_same(walk(session, window(schedule, 0.7, steps)), (flow_grpo.samples, flow_grpo.edges))
+    euler = session.noise.initial(session.ids)
+    with torch.no_grad():
+        for k in range(6):
+            step = deterministic(schedule).steps(torch.full((6,), k), session.adapter.process)
+            v = session.adapter.predict(euler, step.timestep, session.cond.index(session.rows), 1.0)
+            euler = euler + v * (step.sigma_next - step.sigma)[:, None, None, None]
+    samples, edges = walk(session, deterministic(schedule))
+    assert_close(samples.x0, euler, rtol=0, atol=1e-5)
+    assert len(edges) == 0
+
+
+def test_latents_at_the_windows_entry_are_those_of_the_ode():
+    """grpo_family 2.4.2: bitwise, since both walk the same steps in the same batch."""
+    session = roll_out(ToyAdapter())
+    entry, _ = nodes_of(walk(session, window(session.plan.schedule, 0.7, [3, 4]))[1], 3)
+    x = session.noise.initial(session.ids)
+    with torch.no_grad():
+        for k in range(3):
+            step = session.plan.steps(torch.full((6,), k), session.adapter.process)
+            belief = session.policy.predict(x, step, session.cond.index(session.rows))
+            x = solve("ode", session.adapter.process, belief, x, step, None)
+    assert torch.equal(entry, x)
+
+
+def test_a_group_with_one_start_is_bitwise_one_latent_at_the_windows_entry():
+    """grpo_family 2.4.4: the shared prefix of a branch bundle."""
+    session = roll_out(ToyAdapter(), shared_start=True)
+    entry, after = nodes_of(walk(session, window(session.plan.schedule, 0.7, [2]))[1], 2)
+    entry, after = entry.reshape(2, 3, *SHAPE), after.reshape(2, 3, *SHAPE)
+    assert torch.equal(entry, entry[:, :1].expand_as(entry))
+    assert not torch.equal(entry[0], entry[1])
+    assert len(after.flatten(0, 1).flatten(1).unique(dim=0)) == 6
+
+
+def test_the_decoded_latent_is_the_last_belief_whatever_the_last_noise(monkeypatch):
+    """grpo_family 4.5.3, DanceGRPO: the deterministic last step gives x0_hat(sigma_{S-1}) exactly."""
+    session, beliefs = roll_out(ToyAdapter()), []
+    predict, step_noise = Policy.predict, Noise.step
+
+    def watched(self, x, step, cond):
+        beliefs.append(predict(self, x, step, cond))
+        return beliefs[-1]
+
+    def other_last(self, ids, index):
+        return step_noise(self, ids, index) * (100.0 if index == 5 else 1.0)
+
+    monkeypatch.setattr(Policy, "predict", watched)
+    plan = window(dance_grid(6), 0.7)
+    samples, edges = walk(session, plan)
+    assert torch.equal(samples.x0, beliefs[-1].x0_hat)
+    monkeypatch.setattr(Noise, "step", other_last)
+    assert_same(walk(session, plan), (samples, edges))
+
+
+def test_naming_the_ode_as_solver_changes_nothing():
+    session = roll_out(ToyAdapter())
+    plan = window(session.plan.schedule, 0.7, [1, 2])
+    assert_same(walk(session, dataclasses.replace(plan, solver=("ode",) * 6)), walk(session, plan))
+
+
+@pytest.mark.parametrize("solver", ["dpm1", "dpm2_midpoint", "dpm2_heun"])
+def test_a_solver_goes_on_from_the_beliefs_of_the_window_before_it(solver):
+    """grpo_family 5.3: x0_hat of stochastic steps is in the history; order 1 on the last step. By hand."""
+    session = roll_out(ToyAdapter())
+    plan = flash(dance_grid(10), 0.7, (1, 2), ratio=0.6, shift=3.0, solver=solver)
+    assert len(plan) == 2 + int(8 * 0.6)
+    samples, edges = walk(session, plan)
+    cond, x, history = session.cond.index(session.rows), session.noise.initial(session.ids), None
+    with torch.no_grad():
+        for k in range(len(plan)):
+            step = plan.steps(torch.full((6,), k), session.adapter.process)
+            belief = session.policy.predict(x, step, cond)
+            if k in (1, 2):
+                assert torch.equal(nodes_of(edges, k)[0], x)
+                x = session.policy.distribution(belief, x, step).sample(session.noise.step(session.ids, k))
+            else:
+                kind = "ode" if k == 0 else "dpm1" if k == len(plan) - 1 else solver
+                x = solve(kind, session.adapter.process, belief, x, step, history)
+            history = History.of(belief, step)
+    assert torch.equal(samples.x0, x)
+
+
+def test_the_steps_of_a_flash_plan_up_to_its_window_are_those_of_the_full_grid():
+    """grpo_family 5.6.6: latents and log-probs bitwise; the images differ, and the window's grid costs less."""
+    session = roll_out(ToyAdapter())
+    full = walk(session, window(dance_grid(10), 0.7, (1, 2)))
+    short = walk(session, flash(dance_grid(10), 0.7, (1, 2), ratio=0.5, shift=3.0))
+    assert torch.equal(short[1].nodes, full[1].nodes)
+    assert torch.equal(short[1].old_log_prob, full[1].old_log_prob)
+    assert not torch.equal(short[0].x0, full[0].x0)
+
+
+# ---- counting
+
+
+@pytest.mark.parametrize(("guidance_scale", "doubled"), [(1.0, 1), (3.0, 2)])
+def test_evaluations_are_counted_per_sample_and_doubled_by_guidance(guidance_scale, doubled):
+    """grpo_family 2.4.5: as many as steps in a rollout, as many as trained steps in the update; 5.3: e + n in Flash."""
+    adapter = ToyAdapter()
+    counter = Evaluations(adapter.network)
+    session = roll_out(adapter, Config(sde_steps=[1, 3]), guidance_scale=guidance_scale)
+    assert counter.rows == doubled * 6 * 6
+    session.gradient(torch.ones(len(session.edges)))
+    assert counter.rows == doubled * (6 * 6 + 2 * 6)
+    before = counter.rows
+    walk(session, flash(dance_grid(10), 0.7, (1, 2), ratio=0.5, shift=3.0))
+    assert counter.rows - before == doubled * 6 * (2 + 4)
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [("rollout", 1), ("recompute", 2)])
+def test_training_is_counted_per_sample_without_the_parity_gate(recompute, forwards):
+    """grpo_family 2.4.5; the gate runs once per start of a program, so counting it would tell a resumed run apart."""
+    config = Config(sde_steps=[1, 3], old_log_prob=recompute)
+    session, counts = roll_out(ToyAdapter(), config), []
+    rewards = torch.arange(6.0).reshape(1, 2, 3)
+    options = SimpleNamespace(
+        rollout=SimpleNamespace(group_size=3, batch_size=4),
+        optim=SimpleNamespace(updates_per_iteration=2, batch_size=4, learning_rate=0.0),
+        seed=0,
+    )
+    optimizer = Optimizer(session.weights, OptimConfig(learning_rate=1e-9), 4)
+    learner = Learner(options, session.algorithm, session.networks, optimizer, World(0, 1, torch.device("cpu")))
+    rollout = Rollout(session.plan, session.samples, session.edges, session.cond, session.rows, rewards, {}, 0.0)
+    for gate in (torch.float32, None):
+        sums = Sums()
+        learner.update(1, rollout, session.algorithm.advantages(rewards, torch.ones(1)), sums, gate=gate)
+        counts.append(sums.means()["nfe/train"])
+    assert counts == [2 * forwards] * 2
+
+
+def test_evaluations_are_counted_by_the_first_argument_however_it_is_passed():
+    class Denoiser(torch.nn.Module):
+        def forward(self, hidden_states, timestep):
+            return hidden_states
+
+    network = Denoiser()
+    counter = Evaluations(network)
+    network(torch.zeros(3, 2), timestep=torch.zeros(1))
+    network(hidden_states=torch.zeros(4, 2), timestep=torch.zeros(1))
+    network(hidden_states=[torch.zeros(2, 2)] * 5, timestep=torch.zeros(1))
+    assert counter.rows == 12

@@ -256,12 +256,6 @@ def test_ddim_means_agree_for_eps_and_v_networks():
     )
 
 
-def test_ddim_refuses_a_flow_model():
-    x, step = torch.ones(1, 3), make_step(FLOW, 0.8, 0.6, 0.7)
-    with pytest.raises(ValueError, match="'ddim' needs a noise-prediction"):
-        ddim.build(ddim.Config()).transition(FLOW, FLOW.predict(x, x, step.sigma, "velocity"), x, step)
-
-
 @pytest.mark.parametrize("eta", [-0.1, 1.1])
 def test_ddim_refuses_an_eta_outside_its_range(eta):
     with pytest.raises(ValueError, match=f"eta={eta}"):

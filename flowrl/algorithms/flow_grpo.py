@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import Advantages, aggregate, group_advantages
+from flowrl.advantages import AdvantageConfig, Advantages, advantages
 from flowrl.algorithms.base import Networks, parity_tolerance
 from flowrl.objectives import clipped_ratio_loss
 from flowrl.plan import StepPlan, window
@@ -27,18 +27,6 @@ from flowrl.schedules import Schedule
 from flowrl.types import LossOutput, Microbatch
 
 LEVEL = "tested"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdvantageConfig:
-    name: Literal["group"] = "group"
-    """The rule; group-relative is Flow-GRPO's."""
-    std: Literal["global", "group", "none"] = "global"
-    """Divide by the std of all samples of the iteration, of the prompt's group, or not at all (Dr. GRPO)."""
-    eps: float = 1e-4
-    """Added to the std."""
-    clip: float = 5.0
-    """Bound on the absolute advantage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +53,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.clip_range <= 0:
             raise ValueError(f"clip_range={self.clip_range} must be positive")
+        if self.advantages.name == "separate":
+            raise ValueError("advantages.name=separate: flow_grpo has one loss for all rewards; use per_reward or gdpo")
         if self.kl.coef < 0:
             raise ValueError(f"kl.coef={self.kl.coef} must not be negative")
         if self.sde_steps is not None and (not self.sde_steps or min(self.sde_steps) < 0):
@@ -85,8 +75,7 @@ class FlowGrpo:
         return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        rule = self.config.advantages
-        return group_advantages(aggregate(rewards, weights), std=rule.std, eps=rule.eps, clip=rule.clip)
+        return advantages(rewards, weights, self.config.advantages)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         advantage = batch.advantage.squeeze(1)  # [E, 1] -> [E]: one merged reward

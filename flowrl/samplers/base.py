@@ -92,6 +92,18 @@ class Sampler(Protocol):
         """Distribution of the next latents given x [B, ...]; noise level from `step.noise_level`."""
         ...
 
+    def velocity_gain(self, step: Step) -> Tensor:
+        """d mean / d velocity of each step, [B] float32, negative: how far a change of the network moves the mean.
+
+        One number per sample, the same in all latent dims and wherever x lies: every law's mean is affine in the
+        velocity. `velocity` is that of `Prediction`: eps - x0 on a flow, alpha eps - sigma x0 on VP. Noise
+        only raises its size; at noise level 0 it is dt on a flow.
+
+        Raises:
+            ValueError: as `transition`, where the law has no such step.
+        """
+        ...
+
     def default_noise_level(self) -> float:
         """Noise level of a stochastic step where the plan does not set one."""
         ...
@@ -99,8 +111,48 @@ class Sampler(Protocol):
 
 def euler_mean(process: Process, prediction: Prediction, step: Step) -> Tensor:
     """alpha' x0_hat + sigma' eps_hat: the deterministic step (DDIM; for flows the Euler step), [B, ...]."""
+    return ddim_mean(prediction, step, step.sigma_next)
+
+
+def ddim_mean(prediction: Prediction, step: Step, direction: Tensor) -> Tensor:
+    """alpha' x0_hat + direction * eps_hat, [B, ...]; direction [B] is sqrt(sigma'^2 - std^2)."""
     x0_hat = prediction.x0_hat
-    return expand(step.alpha_next, x0_hat) * x0_hat + expand(step.sigma_next, x0_hat) * prediction.eps_hat
+    return expand(step.alpha_next, x0_hat) * x0_hat + expand(direction, x0_hat) * prediction.eps_hat
+
+
+def ddim_gain(step: Step, direction: Tensor) -> Tensor:
+    """d mean / d velocity of `ddim_mean`, [B].
+
+    On flow and VP paths alike x0_hat moves with the velocity by -sigma and eps_hat by alpha.
+
+    >>> half, one = torch.full((1,), 0.5), torch.ones(1)
+    >>> step = Step(half, half, one, 0 * one, 500 * one, 0 * one, 0 * one, one)  # a flow from sigma 0.5 to 0
+    >>> ddim_gain(step, step.sigma_next).tolist()
+    [-0.5]
+    """
+    return step.alpha * direction - step.sigma * step.alpha_next
+
+
+def euler_maruyama(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> StepDistribution:
+    """One step of the SDE that keeps a flow's marginals for any g >= 0.
+
+    With dt = sigma_next - sigma < 0 and eps_hat = x + (1 - sigma) v:
+
+        mean = x + (v + g^2 / (2 sigma) * eps_hat) * dt
+        std  = g * sqrt(-dt)
+
+    x and velocity are [B, ...] in any float dtype, computed in float32; sigma, sigma_next and g are [B].
+    """
+    x, v = x.float(), velocity.float()
+    dt = sigma_next - sigma
+    eps_hat = x + expand(1 - sigma, x) * v
+    drift = v + expand(g.square() / (2 * sigma), x) * eps_hat
+    return StepDistribution(mean=x + drift * expand(dt, x), std=g * (-dt).sqrt())
+
+
+def euler_maruyama_gain(sigma: Tensor, sigma_next: Tensor, g: Tensor) -> Tensor:
+    """d mean / d velocity of `euler_maruyama`, [B]: dt * (1 + g^2 (1 - sigma) / (2 sigma))."""
+    return (sigma_next - sigma) * (1 + g.square() * (1 - sigma) / (2 * sigma))
 
 
 def require_flow(process: Process, name: str) -> None:

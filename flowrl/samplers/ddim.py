@@ -1,11 +1,19 @@
-"""DDIM with eta: x' = alpha' x0_hat + sqrt(sigma'^2 - std^2) eps_hat + std z.
+"""DDIM with eta, on any path: x' = alpha' x0_hat + sqrt(sigma'^2 - std^2) eps_hat + std z.
 
-    std = eta * (sigma' / sigma) * sqrt(1 - (alpha / alpha')^2)     (variance preserving path)
+    std = eta * sigma' * sqrt(1 - r^2),   r = sigma' alpha / (sigma alpha')
 
-For VP models this is the published step (arXiv 2010.02502, eq. 16): std^2 = eta^2 (1 - abar') / (1 - abar)
-* (1 - abar / abar'). eta 0 is deterministic, eta 1 ancestral. Flow paths are refused: their law is
-another one. Singular point: alpha = 0 (terminal SNR 0), where eps_hat of an eps model is undefined.
-Log-prob form: mean over dims. The last step has std 0 where sigma' = 0.
+r is the noise-to-signal ratio after the step over the one before. On VP this is the published step
+(arXiv 2010.02502, eq. 16): std^2 = eta^2 (1 - abar') / (1 - abar) * (1 - abar / abar'). eta 0 is
+deterministic, eta 1 ancestral. On a flow it is, to first order in the step, the SDE with
+g^2 = 2 eta^2 sigma / (1 - sigma): eta 1 is memoryless, eta = a / sqrt(2) has the noise of Flow-SDE, and
+neither needs a bound at sigma = 1.
+
+Singular points: none on a flow (at sigma = 1, r = 0 and std = eta sigma'). On VP alpha = 0 (terminal
+SNR 0), where eps_hat of an eps model is undefined. Where sigma' = 0, std is 0.
+Log-prob form: mean over dims.
+
+Source: arXiv 2010.02502; kvablack/ddpo-pytorch:ddpo_pytorch/diffusers_patch/ddim_with_logprob.py. On a
+flow no official code: the same Gaussian written with alpha = 1 - sigma.
 """
 
 from __future__ import annotations
@@ -14,8 +22,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.process import Process, VPProcess, expand
-from flowrl.samplers.base import LogProbForm, StepDistribution
+from flowrl.process import Process, VPProcess
+from flowrl.samplers.base import LogProbForm, StepDistribution, ddim_gain, ddim_mean
 from flowrl.types import Prediction, Step
 
 LEVEL = "tested"
@@ -31,19 +39,43 @@ class Config:
             raise ValueError(f"eta={self.eta} must lie in [0, 1]")
 
 
+def any_path_std(step: Step) -> Tensor:
+    """std of the law above, [B].
+
+    >>> from flowrl.process import FlowProcess
+    >>> from flowrl.plan import StepPlan
+    >>> from flowrl.schedules import Schedule
+    >>> import torch
+    >>> grid = Schedule(sigmas=torch.tensor([1.0, 0.5, 0.0]), timesteps=torch.tensor([1000.0, 500.0]))
+    >>> any_path_std(StepPlan(grid, (1.0, 1.0), ()).steps(torch.arange(2), FlowProcess())).tolist()
+    [0.5, 0.0]
+    """
+    ratio = step.sigma_next * step.alpha / (step.sigma * step.alpha_next)
+    return step.noise_level * step.sigma_next * (1 - ratio.square()).clamp(min=0).sqrt()
+
+
+def vp_std(step: Step) -> Tensor:
+    """The same on VP as published, where alpha^2 + sigma^2 = 1 removes one sigma from the root, [B]."""
+    ratio = (1 - (step.alpha / step.alpha_next).square()).clamp(min=0).sqrt()
+    return step.noise_level * step.sigma_next / step.sigma * ratio
+
+
+def direction(step: Step, std: Tensor) -> Tensor:
+    """Weight of eps_hat in the mean, [B]: what std leaves of sigma'."""
+    return (step.sigma_next.square() - std.square()).clamp(min=0).sqrt()
+
+
 @dataclass(frozen=True, slots=True)
 class Ddim:
     config: Config
     log_prob_form: LogProbForm = "mean"
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
-        if not isinstance(process, VPProcess):
-            raise ValueError("sampler 'ddim' needs a noise-prediction (VP) model; use 'flow_sde' on a flow model")
-        ratio = (1 - (step.alpha / step.alpha_next).square()).clamp(min=0).sqrt()
-        std = step.noise_level * step.sigma_next / step.sigma * ratio
-        direction = (step.sigma_next.square() - std.square()).clamp(min=0).sqrt()
-        mean = expand(step.alpha_next, x) * prediction.x0_hat + expand(direction, x) * prediction.eps_hat
-        return StepDistribution(mean=mean, std=std)
+        std = vp_std(step) if isinstance(process, VPProcess) else any_path_std(step)
+        return StepDistribution(mean=ddim_mean(prediction, step, direction(step, std)), std=std)
+
+    def velocity_gain(self, step: Step) -> Tensor:
+        return ddim_gain(step, direction(step, any_path_std(step)))
 
     def default_noise_level(self) -> float:
         return self.config.eta

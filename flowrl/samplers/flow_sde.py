@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.process import Process, expand
-from flowrl.samplers.base import LogProbForm, StepDistribution, require_flow
+from flowrl.process import Process
+from flowrl.samplers.base import LogProbForm, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
 from flowrl.types import Prediction, Step
 
 LEVEL = "tested"
@@ -36,6 +36,18 @@ class Config:
             raise ValueError(f"noise_level={self.noise_level} must not be negative")
 
 
+def diffusion(sigma: Tensor, noise_level: Tensor, sigma_ceiling: Tensor) -> Tensor:
+    """g of the law above, [B].
+
+    Raises:
+        ValueError: sigma is 1 and so is sigma_ceiling; g diverges there.
+    """
+    bound = torch.where(sigma >= 1, sigma_ceiling, sigma)
+    if bool((bound >= 1).any()):
+        raise ValueError("the Flow-SDE diverges at sigma = 1; pass the grid's second sigma as sigma_ceiling")
+    return noise_level * (sigma / (1 - bound)).sqrt()
+
+
 def flow_sde_step(
     x: Tensor,
     velocity: Tensor,
@@ -44,25 +56,14 @@ def flow_sde_step(
     noise_level: Tensor,
     sigma_ceiling: Tensor,
 ) -> StepDistribution:
-    """The law above for latents x [B, ...]; all others but `velocity` are [B].
-
-    Raises:
-        ValueError: min(sigma, sigma_ceiling) reaches 1, where g diverges.
+    """The law above for latents x [B, ...]; all others but `velocity` are [B]. Raises as `diffusion` does.
 
     >>> x, v, one = torch.ones(1, 4), torch.full((1, 4), 0.5), torch.ones(1)
     >>> d = flow_sde_step(x, v, 0.8 * one, 0.6 * one, 0.7 * one, 0.96 * one)
     >>> round(float(d.mean[0, 0]), 4), round(float(d.std), 6)
     (0.6305, 0.626099)
     """
-    bound = torch.where(sigma >= 1, sigma_ceiling, sigma)
-    if bool((bound >= 1).any()):
-        raise ValueError("the Flow-SDE diverges at sigma = 1; pass the grid's second sigma as sigma_ceiling")
-    x, v = x.float(), velocity.float()
-    dt = sigma_next - sigma
-    g = noise_level * (sigma / (1 - bound)).sqrt()
-    eps_hat = x + expand(1 - sigma, x) * v
-    drift = v + expand(g.square() / (2 * sigma), x) * eps_hat
-    return StepDistribution(mean=x + drift * expand(dt, x), std=g * (-dt).sqrt())
+    return euler_maruyama(x, velocity, sigma, sigma_next, diffusion(sigma, noise_level, sigma_ceiling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,10 @@ class FlowSde:
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         require_flow(process, "flow_sde")
         return flow_sde_step(x, prediction.velocity, step.sigma, step.sigma_next, step.noise_level, step.sigma_ceiling)
+
+    def velocity_gain(self, step: Step) -> Tensor:
+        g = diffusion(step.sigma, step.noise_level, step.sigma_ceiling)
+        return euler_maruyama_gain(step.sigma, step.sigma_next, g)
 
     def default_noise_level(self) -> float:
         return self.config.noise_level

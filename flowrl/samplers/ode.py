@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowrl.process import Process
-from flowrl.samplers.base import LogProbForm, StepDistribution, euler_mean, zeros_like_std
+from flowrl.samplers.base import LogProbForm, StepDistribution, ddim_gain, euler_mean, zeros_like_std
 from flowrl.types import Prediction, Step
 
 LEVEL = "tested"
@@ -27,6 +27,9 @@ class Ode:
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         return StepDistribution(mean=euler_mean(process, prediction, step), std=zeros_like_std(x))
+
+    def velocity_gain(self, step: Step) -> Tensor:
+        return ddim_gain(step, step.sigma_next)
 
     def default_noise_level(self) -> float:
         return 0.0

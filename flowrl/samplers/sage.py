@@ -1,0 +1,95 @@
+"""SAGE-SDE: Flow-SDE's noise integrated exactly over the step (SAGE-GRPO).
+
+Flow-SDE takes g^2 = eta^2 s / (1 - s) at the step's start; here its integral is the step's variance:
+
+    w    = eta^2 * (ln((1 - sigma') / (1 - min(sigma, sigma_max))) - (sigma - sigma'))
+    mean = x + velocity * dt - w / (2 sigma) * eps_hat
+    std  = sqrt(w)
+
+that is the Euler-Maruyama step with g^2 = w / -dt. Singular point: the logarithm at sigma = 1, hence
+`sigma_max`, which acts in the logarithm only. It sets the noise of the first step: 0.997 makes it noisier
+than Flow-SDE's on coarse grids. A step that ends above about sigma_max has w <= 0 and is refused. Where
+sigma' = 0, w is positive and finite. Log-prob form: mean over dims.
+
+Source: arXiv 2603.21872; Tencent-Hunyuan/SAGE-GRPO:hyvideo/schedulers/scheduling_flow_match_discrete.py
+(there the eps_hat term is behind the flag `sde_solver`; without it the marginals are not kept).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowrl.process import Process
+from flowrl.samplers.base import LogProbForm, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.types import Prediction, Step
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    eta: float = 0.5
+    """Noise strength, dimensionless; 0 is the Euler step."""
+    sigma_max: float = 0.997
+    """Bound on sigma inside the logarithm, in (0, 1); the nearer to 1, the noisier the first step."""
+
+    def __post_init__(self) -> None:
+        if self.eta < 0:
+            raise ValueError(f"eta={self.eta} must not be negative")
+        if not 0 < self.sigma_max < 1:
+            raise ValueError(f"sigma_max={self.sigma_max} must lie between 0 and 1; the paper's is 0.997")
+
+
+def unit_variance(sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> Tensor:
+    """w of the law above at eta = 1, [B] float64; not positive where sigma_next lies above about sigma_max.
+
+    >>> import torch
+    >>> w = unit_variance(torch.tensor([1.0, 0.5]), torch.tensor([0.5, 0.0]), 0.997)
+    >>> [round(float(value), 4) for value in w]
+    [4.616, 0.1931]
+    """
+    sigma, sigma_next = sigma.double(), sigma_next.double()
+    return ((1 - sigma_next) / (1 - sigma.clamp(max=sigma_max))).log() - (sigma - sigma_next)
+
+
+def diffusion(step: Step, sigma_max: float) -> Tensor:
+    """g of the law above, [B]: the root mean square of Flow-SDE's over the step.
+
+    Raises:
+        ValueError: a noisy step has w <= 0.
+    """
+    # At low sigma the logarithm and the difference cancel to second order: float64, which not every device has.
+    sigma, sigma_next, noisy = step.sigma.cpu(), step.sigma_next.cpu(), step.noise_level.cpu() > 0
+    variance = unit_variance(sigma, sigma_next, sigma_max)
+    bad = noisy & (variance <= 0)
+    if bool(bad.any()):
+        raise ValueError(
+            f"sampler 'sage': step {int(step.index.cpu()[bad][0])} ends at sigma_next={float(sigma_next[bad][0]):.6g}, "
+            f"too near to 1 for sigma_max={sigma_max:g}: its noise would not be positive. Use fewer steps or a smaller "
+            "shift, raise sigma_max above sigma_next, or leave this step deterministic"
+        )
+    g = (variance.clamp(min=0) / (sigma - sigma_next)).sqrt()
+    return step.noise_level * g.float().to(step.noise_level.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Sage:
+    config: Config
+    log_prob_form: LogProbForm = "mean"
+
+    def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
+        require_flow(process, "sage")
+        g = diffusion(step, self.config.sigma_max)
+        return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, g)
+
+    def velocity_gain(self, step: Step) -> Tensor:
+        return euler_maruyama_gain(step.sigma, step.sigma_next, diffusion(step, self.config.sigma_max))
+
+    def default_noise_level(self) -> float:
+        return self.config.eta
+
+
+def build(config: Config) -> Sage:
+    return Sage(config)

@@ -1,0 +1,63 @@
+"""Wan-SDE: the Euler-Maruyama step with noise in proportion to sigma (Flow-GRPO's Wan script).
+
+With sigma_1 the grid's second sigma (`Step.sigma_ceiling`), dt = sigma_next - sigma < 0:
+
+    g    = sigma_1 * sigma
+    mean = x + (velocity + g^2 / (2 sigma) * eps_hat) * dt
+    std  = g * sqrt(-dt)
+
+The code writes g = sigma_min + (sigma_1 - sigma_min) * sigma with sigma_min the grid's last value, 0.
+Singular points: none; g^2 / sigma stays finite down to sigma = 0. The law has no strength: a step's
+noise level is 1 (on) or 0 (the Euler step). Log-prob form: mean over dims.
+
+Source: arXiv 2505.05470; yifan123/flow_grpo:flow_grpo/diffusers_patch/wan_pipeline_with_logprob.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowrl.process import Process
+from flowrl.samplers.base import LogProbForm, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.types import Prediction, Step
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """No options."""
+
+
+def diffusion(step: Step) -> Tensor:
+    """g of the law above, [B].
+
+    Raises:
+        ValueError: a noise level other than 0 and 1.
+    """
+    other = (step.noise_level != 0) & (step.noise_level != 1)
+    if bool(other.any()):
+        level = float(step.noise_level[other][0])
+        raise ValueError(f"sampler 'wan_sde' has no strength: noise_level={level:g} must be 1 (on) or 0 (off)")
+    return step.noise_level * step.sigma_ceiling * step.sigma
+
+
+@dataclass(frozen=True, slots=True)
+class WanSde:
+    log_prob_form: LogProbForm = "mean"
+
+    def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
+        require_flow(process, "wan_sde")
+        return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, diffusion(step))
+
+    def velocity_gain(self, step: Step) -> Tensor:
+        return euler_maruyama_gain(step.sigma, step.sigma_next, diffusion(step))
+
+    def default_noise_level(self) -> float:
+        return 1.0
+
+
+def build(config: Config) -> WanSde:
+    return WanSde()

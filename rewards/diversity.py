@@ -1,0 +1,158 @@
+"""Diversity: what a picture adds to the other pictures of its prompt, as the gain of a determinantal point process.
+
+With unit embeddings E of a prompt's G pictures and L = E E^T + I,
+
+    gain_i = log det L - log det (L without i) = -log (L^-1)_ii,     log((G + 1) / G) <= gain_i <= ln 2:
+
+the least where all are equal, the most for a picture unlike all others. Use it beside a quality reward, with
+`advantages: {name: per_reward}` or `gdpo` if the weight is to act on comparable numbers; alone it rewards noise.
+
+A picture is compared with those of the same prompt and metadata in this call, that is on this process: where
+prompts are fewer than processes, a prompt's group is split and each part is judged by itself. One sample per
+prompt, as evaluations draw by default, always has ln 2.
+
+Source: arXiv 2511.20647 rewards prompts by this gain; here it is that of one picture against its group's others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from flowrl.reward import Card, Reward, RewardError
+from rewards._clip import projected
+from rewards._images import to_uint8
+
+_GRID, _WAVES, _CHUNK = 8, 256, 64
+
+LEVEL = "tested"
+
+Embed = Callable[[Sequence[Tensor]], Tensor]
+"""n finite pictures [3, H, W] in [0, 1] -> [n, D] on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    backbone: str = "fixed"
+    """`fixed`: grids of 8 x 8 mean colours, compared by a Gaussian; else a CLIP or DINOv2, a folder or a hub id."""
+    bandwidth: float = 0.2
+    """Of `fixed`: root mean square difference of two grids at which their similarity has fallen to exp(-1/2)."""
+    device: str | None = None
+    """Where a network runs; none takes the GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth={self.bandwidth} must be positive")
+
+
+@torch.no_grad()
+def diversity_gain(embeddings: Tensor) -> Tensor:
+    """-log (L^-1)_ii with L = E E^T + I and unit rows E, [P, G] float32 of embeddings [P, G, D]; no gradient.
+
+    A row that is not finite has gain NaN and stands in nobody's way.
+
+    >>> diversity_gain(torch.eye(2)[None]).exp().tolist()
+    [[2.0, 2.0]]
+    """
+    finite = embeddings.isfinite().all(dim=2)
+    # A row of zeros is decoupled in L, so it changes no other's gain.
+    rows = F.normalize(torch.where(finite[:, :, None], embeddings.double(), 0.0), dim=2)
+    kernel = rows @ rows.transpose(1, 2) + torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(kernel))
+    gain = -inverse.diagonal(dim1=1, dim2=2).log()
+    return torch.where(finite, gain, torch.nan).float()
+
+
+def colour_waves(bandwidth: float) -> Embed:
+    """Random Fourier features of colour grids: cosine similarity is close to exp(-rms^2 / (2 bandwidth^2))."""
+    size = 3 * _GRID**2
+    waves = torch.randn(size, _WAVES, generator=torch.Generator().manual_seed(0)) / (bandwidth * size**0.5)
+
+    def embed(pictures: Sequence[Tensor]) -> Tensor:
+        grids = torch.stack([F.adaptive_avg_pool2d(p.float().cpu(), _GRID).flatten() for p in pictures])
+        phase = grids @ waves
+        return torch.cat([phase.cos(), phase.sin()], dim=1)
+
+    return embed
+
+
+def network(name: str, device: str | None) -> Embed:
+    """Image embeddings of a CLIP, or the class token of a DINOv2, in float32 behind the model's own preprocessing.
+
+    Raises:
+        RewardError: the weights can neither be found nor downloaded.
+    """
+    from transformers import AutoImageProcessor, AutoModel
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(name)
+        model = AutoModel.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False)
+    except (OSError, ValueError) as error:
+        raise RewardError(
+            f"reward 'diversity' cannot load backbone={name!r}; give 'fixed', or a folder or hub id of a CLIP or "
+            f"DINOv2 that can be reached: {error}"
+        ) from error
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model.to(place)
+
+    def part(pictures: Sequence[Tensor]) -> Tensor:
+        pixels = processor(images=[to_uint8(p) for p in pictures], return_tensors="pt")["pixel_values"].to(place)
+        with torch.autocast(place.type, enabled=False):
+            if hasattr(model, "get_image_features"):
+                return projected(model.get_image_features(pixel_values=pixels)).cpu()
+            return model(pixel_values=pixels).last_hidden_state[:, 0].cpu()
+
+    return lambda pictures: torch.cat([part(pictures[i : i + _CHUNK]) for i in range(0, len(pictures), _CHUNK)])
+
+
+def groups_of(prompts: Sequence[str], metadata: Sequence[dict]) -> list[list[int]]:
+    """Places of equal prompts with equal metadata, in the order of their first.
+
+    >>> groups_of(["a", "b", "a", "a"], [{}, {}, {}, {"seed": 1}])
+    [[0, 2], [1], [3]]
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for place, (prompt, extra) in enumerate(zip(prompts, metadata, strict=True)):
+        found.setdefault((prompt, json.dumps(extra, sort_keys=True, default=repr)), []).append(place)
+    return list(found.values())
+
+
+def build(config: Config) -> Reward:
+    embed = colour_waves(config.bandwidth) if config.backbone == "fixed" else network(config.backbone, config.device)
+
+    def embeddings(images: Tensor | Sequence[Tensor]) -> Tensor:
+        """[B, D]; that of a clip is the mean over its frames. NaN where a pixel is not finite."""
+        clips = [list(image) if image.ndim == 4 else [image] for image in images]
+        frames = [frame for clip in clips for frame in clip]
+        unit = F.normalize(embed([frame.detach().nan_to_num(0.0, 0.0, 0.0) for frame in frames]), dim=1)
+        unit[[not bool(frame.isfinite().all()) for frame in frames]] = math.nan
+        return torch.stack([part.mean(dim=0) for part in unit.split([len(clip) for clip in clips])])
+
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        features, groups = embeddings(images), groups_of(prompts, metadata)
+        table = pad_sequence([features[rows] for rows in groups], batch_first=True, padding_value=math.nan)
+        gains, result = diversity_gain(table), torch.empty(len(prompts))
+        for rows, gain in zip(groups, gains, strict=True):
+            result[rows] = gain[: len(rows)]
+        return result
+
+    return Reward(
+        score=score,
+        card=Card(
+            outputs=("diversity",),
+            low=0.0,
+            high=math.log(2),
+            modality="image",
+            needs_groups=True,
+            level=LEVEL,
+            licence="Apache-2.0 (this project); a network's own",
+            source="arXiv:2511.20647, adapted to pictures",
+        ),
+    )
