@@ -34,7 +34,9 @@ def microbatches(
     order: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[Microbatch]:
-    """Forwards of at most `batch_size` edges, never mixing batch keys; the last of a key may be partial.
+    """Forwards of at most `batch_size` latents, never mixing batch keys; the last of a key may be partial.
+
+    Edges that start from the same latents share their forward.
 
     Args:
         edges: E edges of a rollout.
@@ -43,7 +45,7 @@ def microbatches(
         adapter: says which steps may share a forward.
         cond: conditions of the prompts.
         rows: row of `cond` of each sample, [B].
-        batch_size: edges per forward.
+        batch_size: latents per forward.
         order: which edges, in which order; None takes all as they come.
         device: where the forward runs.
     """
@@ -51,17 +53,38 @@ def microbatches(
     keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
     for key in keys.unique():
         members = (keys == key).nonzero().squeeze(1)
-        for start in range(0, len(members), batch_size):
-            place = members[start : start + batch_size]
+        number = _by_appearance(edges.parent[order[members]])
+        for start in range(0, int(number.max()) + 1, batch_size):
+            here = (number >= start) & (number < start + batch_size)
+            place, parent = members[here], number[here] - start
             chosen = order[place]
             part = edges.select(chosen)
+            first = _first_of_each(parent)
             yield Microbatch(
-                latents=part.nodes[part.parent].to(device),
+                latents=part.nodes[part.parent[first]].to(device),
+                start=plan.steps(part.step[first], adapter.process, device),
+                cond=cond.index(rows[part.sample[first]]),
+                parent=parent.to(device),
                 next_latents=part.nodes[part.child].to(device),
                 step=plan.steps(part.step, adapter.process, device),
-                cond=cond.index(rows[part.sample]),
                 old_log_prob=part.old_log_prob.to(device),
                 advantage=advantage[chosen].to(device),
                 place=place,
                 columns={name: value.to(device) for name, value in part.columns.items()},
             )
+
+
+def _first_of_each(number: Tensor) -> Tensor:
+    """Place of the first of each value 0..N - 1 in `number` [E], [N]."""
+    first = torch.full((int(number.max()) + 1,), len(number))
+    return first.scatter_reduce(0, number, torch.arange(len(number)), "amin")
+
+
+def _by_appearance(values: Tensor) -> Tensor:
+    """Values [E] numbered from 0 in the order in which they first appear.
+
+    >>> _by_appearance(torch.tensor([7, 3, 7, 5])).tolist()
+    [0, 1, 0, 2]
+    """
+    number = values.unique(return_inverse=True)[1]
+    return _first_of_each(number).argsort().argsort()[number]

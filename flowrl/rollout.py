@@ -81,6 +81,12 @@ class Noise:
         keys = [self._key(SampleId(i.slot, 0) if self.shared_start else i) for i in ids]
         return normal(self.shape, self.seed, f"{self.purpose}/initial", keys)
 
+    def starts(self, ids: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
+        """Samples with distinct initial noise [N], and for each sample the one of them it starts with [B]."""
+        slots = [i.slot for i in ids] if self.shared_start else list(range(len(ids)))
+        distinct = list(dict.fromkeys(slots))
+        return torch.tensor([slots.index(s) for s in distinct]), torch.tensor([distinct.index(s) for s in slots])
+
     def step(self, ids: Sequence[SampleId], index: int) -> Tensor:
         """Noise of step `index`, [B, ...] float32; chains have branch 0."""
         return normal(self.shape, self.seed, f"{self.purpose}/step", [(*self._key(i), index, 0) for i in ids])
@@ -144,59 +150,68 @@ def _chains(
     columns: Sequence[str],
     device: torch.device | str,
 ) -> tuple[Tensor, Edges]:
-    """One batch through all steps."""
-    process, count = policy.adapter.process, len(ids)
-    recorder, history = _Recorder(count, form, columns), None
+    """One batch through all steps.
+
+    Samples that start from one noise are one row of the frontier x until the first stochastic step parts them.
+    """
+    process, recorder, history = policy.adapter.process, _Recorder(form, columns), None
+    leads, owner = noise.starts(ids)
+    at = cond.index(leads)
     # Unscaled also where sigmas[0] < 1 (VP, sigma_max < 1): so do the pipelines, and so they were trained.
-    x = noise.initial(ids).to(device)
+    x = noise.initial([ids[j] for j in leads.tolist()]).to(device)
     for k in range(len(plan)):
-        step = plan.steps(torch.full((count,), k), process, device)
-        prediction = policy.predict(x, step, cond)
-        if plan.stochastic[k]:
-            distribution = policy.distribution(prediction, x, step)
-            x_next = distribution.sample(noise.step(ids, k).to(device))
-        else:
-            x_next = solve(plan.solver[k], process, prediction, x, step, None if k == len(plan) - 1 else history)
+        step = plan.steps(torch.full((len(x),), k), process, device)
+        prediction = policy.predict(x, step, at)
+        # Stochastic steps leave their x0_hat too: a solver that follows a window goes on from them.
+        before, history = history, History.of(prediction, step)
+        if not plan.stochastic[k]:
+            x = solve(plan.solver[k], process, prediction, x, step, None if k == len(plan) - 1 else before)
+            recorder.skip()
+            continue
+        distribution = policy.distribution(prediction, x, step).at(owner)
+        x_next = distribution.sample(noise.step(ids, k).to(device))
         if k in plan.train:
-            recorder.add(k, x, x_next, distribution)
+            recorder.add(k, x, owner, x_next, distribution)
         else:
             recorder.skip()
-        # Stochastic steps leave their x0_hat too: a solver that follows a window goes on from them.
-        x, history = x_next, History.of(prediction, step)
-    return x.float().cpu(), recorder.edges(x)
+        x, history, owner, at = x_next, history.at(owner), torch.arange(len(ids)), cond
+    return x[owner].float().cpu(), recorder.edges(x)
 
 
 class _Recorder:
     """The trained steps of one batch: every latent once, as a node, and the edges between them."""
 
-    def __init__(self, count: int, form: LogProbForm, columns: Sequence[str]) -> None:
-        self.count, self.form, self.columns = count, form, columns
-        self.member = torch.arange(count)
+    def __init__(self, form: LogProbForm, columns: Sequence[str]) -> None:
+        self.form, self.columns = form, columns
         self.nodes: list[Tensor] = []
         self.records: list[dict[str, Tensor]] = []
-        self.at_node: int | None = None  # number of the node that holds the present latents
+        self.place: Tensor | None = None  # node that holds each sample's present latents, [B]
 
     def skip(self) -> None:
         """A step that is not trained: the latents behind it are not a node."""
-        self.at_node = None
+        self.place = None
 
-    def add(self, k: int, x: Tensor, x_next: Tensor, distribution: StepDistribution) -> None:
-        if self.at_node is None:
-            self.at_node = len(self.nodes)
-            self.nodes.append(x.cpu())
-        self.nodes.append(x_next.cpu())
+    def add(self, k: int, x: Tensor, owner: Tensor, x_next: Tensor, distribution: StepDistribution) -> None:
+        """The step from x [N, ...] to x_next [B, ...]; sample b came from row owner[b]."""
+        parent = self._store(x)[owner] if self.place is None else self.place
+        self.place = self._store(x_next)
         extras = {"mean_old": distribution.mean.cpu()} if "mean_old" in self.columns else {}
         self.records.append(
             {
-                "parent": self.at_node * self.count + self.member,
-                "child": (len(self.nodes) - 1) * self.count + self.member,
-                "step": torch.full((self.count,), k),
-                "sample": self.member,
+                "parent": parent,
+                "child": self.place,
+                "step": torch.full((len(x_next),), k),
+                "sample": torch.arange(len(x_next)),
                 "old_log_prob": distribution.log_prob(x_next, self.form).cpu(),
             }
             | extras
         )
-        self.at_node = len(self.nodes) - 1
+
+    def _store(self, x: Tensor) -> Tensor:
+        """Keep latents [n, ...] as nodes; their numbers [n]."""
+        before = sum(len(part) for part in self.nodes)
+        self.nodes.append(x.cpu())
+        return before + torch.arange(len(x))
 
     def edges(self, x: Tensor) -> Edges:
         """Ordered by (sample, step); `x` gives the shape where there are none."""

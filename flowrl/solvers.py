@@ -43,6 +43,10 @@ class History:
     def of(prediction: Prediction, step: Step) -> History:
         return History(prediction.x0_hat, _lam(step.alpha, step.sigma))
 
+    def at(self, rows: Tensor) -> History:
+        """Of `rows` [n], where several chains come from one place."""
+        return History(self.x0_hat[rows], self.lam[rows])
+
 
 def solve(
     solver: Solver, process: Process, prediction: Prediction, x: Tensor, step: Step, history: History | None

@@ -8,7 +8,7 @@ E edges, R rewards, F frames, C/H/W channels and pixels (latents: [B, C, h, w] o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ class Step:
     index: Tensor
     noise_level: Tensor
     sigma_ceiling: Tensor
+
+    def at(self, rows: Tensor) -> Step:
+        """The steps of `rows` [n]."""
+        return Step(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +133,20 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One training forward: E edges that share nothing but the batch."""
+    """One training forward: N latents, and the E edges that start from them."""
 
     latents: Tensor
-    """Where each edge starts, [E, ...]."""
-    next_latents: Tensor
-    """Where it went, [E, ...]."""
-    step: Step
+    """Where the edges start, each place once, [N, ...]."""
+    start: Step
+    """The step from each of them, [N]."""
     cond: Condition
+    """Of each of them, N rows."""
+    parent: Tensor
+    """Row of `latents` each edge starts from, [E] int64."""
+    next_latents: Tensor
+    """Where each edge went, [E, ...]."""
+    step: Step
+    """Of each edge, [E]."""
     old_log_prob: Tensor
     """[E, *pos]."""
     advantage: Tensor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -27,14 +25,13 @@ class Networks:
     weights: Weights
 
     def transition(self, batch: Microbatch) -> StepDistribution:
-        """The policy's distribution at the batch's steps, with gradients."""
-        return self.policy.transition(batch.latents, batch.step, batch.cond)
+        """The policy's distribution for each of the E edges, with gradients: one forward per place they start from."""
+        return self.policy.transition(batch.latents, batch.start, batch.cond).at(batch.parent)
 
-    @contextmanager
-    def frozen(self, role: str) -> Iterator[Policy]:
-        """The policy with another role's weights and no gradients."""
+    def frozen(self, role: str, batch: Microbatch) -> StepDistribution:
+        """The same with another role's weights and no gradients."""
         with torch.no_grad(), self.weights.using(role):
-            yield self.policy
+            return self.transition(batch)
 
 
 class Algorithm(Protocol):

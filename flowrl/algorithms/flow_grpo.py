@@ -91,8 +91,7 @@ class FlowGrpo:
             "policy/clip_fraction": clipped.float().sum(),
         }
         if self.config.kl.coef > 0:
-            with networks.frozen("reference") as frozen:
-                reference = frozen.transition(batch.latents, batch.step, batch.cond)
+            reference = networks.frozen("reference", batch)
             dt = batch.step.sigma_next - batch.step.sigma
             kl = policy.kl(reference, divisor=self.config.kl.divisor, dt=dt)
             loss = loss + self.config.kl.coef * kl

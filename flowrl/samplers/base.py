@@ -26,6 +26,10 @@ class StepDistribution:
     mean: Tensor
     std: Tensor
 
+    def at(self, rows: Tensor) -> StepDistribution:
+        """The distributions of `rows` [n], where several next latents come from one place."""
+        return StepDistribution(mean=self.mean[rows], std=self.std[rows])
+
     def sample(self, noise: Tensor) -> Tensor:
         """mean + std * noise, [B, ...] float32; `noise` is standard normal, shaped like the mean."""
         if noise.shape != self.mean.shape:
