@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -69,7 +71,8 @@ def test_every_edge_comes_exactly_once_with_all_that_belongs_to_it(batch_size, k
     found = batches(edges, adapter, batch_size, order)
     seen = torch.cat([batch.old_log_prob for batch in found]).long()
     assert seen.sort().values.tolist() == list(range(12))
-    assert torch.cat([batch.latents for batch in found])[:, 0].long().tolist() == edges.parent[seen].tolist()
+    starts = torch.cat([batch.latents[batch.parent] for batch in found])[:, 0].long()
+    assert starts.tolist() == edges.parent[seen].tolist()
     assert torch.cat([batch.next_latents for batch in found])[:, 0].long().tolist() == edges.child[seen].tolist()
     assert torch.cat([batch.step.index for batch in found]).tolist() == edges.step[seen].tolist()
     assert torch.equal(torch.cat([batch.step.sigma for batch in found]), PLAN.schedule.sigmas[edges.step[seen]])
@@ -100,3 +103,15 @@ def test_steps_of_different_keys_never_share_a_forward():
 def test_an_empty_share_gives_no_microbatch(edges):
     """DESIGN section 4: partial and empty microbatches are legal."""
     assert batches(edges, ToyAdapter(), 4, torch.zeros(0, dtype=torch.int64)) == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_edges_from_the_same_latents_share_a_forward(batch_size):
+    """Samples 0 and 2 start from node 5, sample 1 from node 9: two forwards, in order of appearance."""
+    edges = dataclasses.replace(table().select(torch.tensor([0, 3, 6])), parent=torch.tensor([5, 9, 5]))
+    found = batches(edges, ToyAdapter(), batch_size)
+    assert [batch.latents[:, 0].tolist() for batch in found] == ([[5.0], [9.0]] if batch_size == 1 else [[5.0, 9.0]])
+    assert all(len(b.latents) == len(b.cond) == len(b.start.sigma) <= batch_size for b in found)
+    starts = torch.cat([batch.latents[batch.parent] for batch in found])[:, 0].tolist()
+    places = torch.cat([batch.place for batch in found]).tolist()
+    assert [start for _, start in sorted(zip(places, starts, strict=True))] == [5.0, 9.0, 5.0]

@@ -60,6 +60,21 @@ def assert_gradients_close(found: dict[str, Tensor], expected: dict[str, Tensor]
 # ---- the ratio
 
 
+def test_edges_that_share_a_start_have_the_gradient_of_edges_forwarded_one_by_one():
+    """One forward per place, log-probs per edge: trees sheet section 0."""
+    session = roll_out(ToyAdapter(), Config(sde_steps=[0]), batch_size=6, shared_start=True)
+    nudge(session.adapter.network)
+    advantage, network = draw_advantages(len(session.edges)), session.adapter.network
+
+    def gradient(batches) -> dict[str, Tensor]:
+        return gradients(sum(session.algorithm.loss(batch, session.networks).loss for batch in batches), network)
+
+    together = session.batches(advantage)
+    assert [(len(batch.latents), len(batch)) for batch in together] == [(2, 6)]
+    apart = [session.batches(advantage, order=torch.tensor([e]))[0] for e in range(6)]
+    assert_gradients_close(gradient(together), gradient(apart))
+
+
 @pytest.mark.parametrize("guidance_scale", GUIDANCE)
 @pytest.mark.parametrize("batch_size", [1, 3, 6])
 def test_the_ratio_is_bitwise_one_before_the_first_update_at_every_trained_step(batch_size, guidance_scale):

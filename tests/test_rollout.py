@@ -265,6 +265,23 @@ def test_shared_noise_is_one_start_per_prompt_and_still_separate_steps():
     assert torch.equal(apart.nodes[apart.parent[apart.step == 0]].reshape(2, 3, *SHAPE)[:, 0], starts[:, 0])
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_samples_of_one_start_are_forwarded_once_until_a_stochastic_step_parts_them(first):
+    """2 prompts x 3 samples, 6 steps: 2 rows up to the first stochastic step, 6 behind it; results as drawn alone."""
+    adapter = ToyAdapter()
+    counter = Evaluations(adapter.network)
+    shared = roll_out(adapter, Config(sde_steps=[first]), batch_size=6, shared_start=True)
+    assert counter.rows == 2 * (first + 1) + 6 * (5 - first)
+    assert len(shared.edges.nodes) == 2 + 6
+    assert shared.edges.parent.tolist() == [0, 0, 0, 1, 1, 1]
+    alone = roll_out(ToyAdapter(), Config(sde_steps=[first]), batch_size=1, shared_start=True)
+    assert_close(shared.samples.x0, alone.samples.x0, rtol=0, atol=1e-6)
+    for column in ("parent", "child"):
+        mine, theirs = (e.nodes[getattr(e, column)] for e in (shared.edges, alone.edges))
+        assert_close(mine, theirs, rtol=0, atol=1e-6)
+    assert_close(shared.edges.old_log_prob, alone.edges.old_log_prob, rtol=0, atol=2e-5)
+
+
 def test_the_deterministic_step_is_the_euler_step_whatever_the_sampler():
     adapter = ToyAdapter()
     session = roll_out(adapter)

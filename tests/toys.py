@@ -135,12 +135,13 @@ class Session:
     """Row of `cond` of each sample."""
     batch_size: int
 
-    def batches(self, advantage: Tensor, *, batch_size: int | None = None) -> list[Microbatch]:
-        """Microbatches in the edges' own order; with `key_per_step` exactly the rollout's batches."""
+    def batches(
+        self, advantage: Tensor, *, batch_size: int | None = None, order: Tensor | None = None
+    ) -> list[Microbatch]:
+        """Microbatches, by default in the edges' own order; with `key_per_step` exactly the rollout's batches."""
         size = self.batch_size if batch_size is None else batch_size
-        return list(
-            microbatches(self.edges, advantage[:, None], self.plan, self.adapter, self.cond, self.rows, batch_size=size)
-        )
+        data = (self.edges, advantage[:, None], self.plan, self.adapter, self.cond, self.rows)
+        return list(microbatches(*data, batch_size=size, order=order))
 
     def gradient(self, advantage: Tensor, **options: int) -> dict[str, Tensor]:
         """Of the mean loss over all edges, by parameter name, through Algorithm.loss."""
