@@ -23,6 +23,7 @@ is counted as a fused kernel, without its matrix of weights. Add 10 to 20 %.
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from flowrl.config import Resolved
+from flowrl.config import Resolved, RunConfig
 from flowrl.distributed import shard
 from flowrl.models.base import asset_folder, asset_roots, loading, torch_dtype
 from flowrl.models.weights import Weights
@@ -206,6 +207,19 @@ def nodes_per_sample(plan: StepPlan) -> int:
     return len(plan.train) + sum(k - 1 not in plan.train for k in plan.train)
 
 
+def forward_rows(run: RunConfig, plan: StepPlan, samples: int, slots: int) -> tuple[int, int]:
+    """Network evaluations of an iteration's rollout and updates, for `samples` samples of `slots` prompts.
+
+    Samples of one start share them up to the first stochastic step; CFG, a reference and dead groups apart.
+    """
+    steps, trained = len(plan), len(plan.train)
+    if not run.rollout.shared_noise or not any(plan.stochastic):
+        return samples * steps, samples * trained
+    first, updates = plan.stochastic.index(True), run.optim.updates_per_iteration
+    at_start = updates * min(slots, math.ceil(samples / updates)) if first in plan.train else 0
+    return slots * (first + 1) + samples * (steps - first - 1), at_start + samples * (trained - (first in plan.train))
+
+
 def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, processes: int = 1) -> Estimate:
     """Counts, bytes and operations of a run.
 
@@ -225,7 +239,8 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     with torch.device("meta"):
         weights = Weights(adapter.network, config.lora, adapter.lora_targets, seed=0)
     trained = weights.count
-    samples = len(shard(run.rollout.prompts_per_iteration, run.rollout.group_size, 0, processes))
+    own = shard(run.rollout.prompts_per_iteration, run.rollout.group_size, 0, processes)
+    samples = len(own)
     latent = torch.Size(adapter.latent_shape()).numel()
     prompt = sum(torch.Size(shape).numel() for shape in adapter.condition_shapes().values()) * dtype.itemsize
     embeddings = prompt * prompts if run.data.cache_text else 0
@@ -236,7 +251,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
     if not run.data.cache_text:
         loaded += sum(size(part) for part in encoders.values())
-    steps, edges = len(plan), samples * len(plan.train)
+    sampled, trained_on = forward_rows(run, plan, samples, len({slot for slot, _ in own}))
     measured = _measure(adapter, encoders, resolved, reference=kl is not None and kl.coef > 0)
     return Estimate(
         parameters=parameters,
@@ -257,8 +272,8 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
             Phase("evaluation", loaded, measured["evaluation"]),
             Phase("update", loaded, max(measured["update"], 4 * _FLOAT * trained)),
         ),
-        rollout_flop=measured["forward_flop"] * samples * steps,
-        update_flop=measured["edge_flop"] * edges,
+        rollout_flop=measured["forward_flop"] * sampled,
+        update_flop=measured["edge_flop"] * trained_on,
     )
 
 

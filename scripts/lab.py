@@ -18,16 +18,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "lab" / "results.json"
 PAGE = ROOT / "docs" / "lab.md"
 RUNS = ROOT / "runs" / "lab"
 SEEDS = (0, 1, 2)
-# What can change a number; messages, the gallery and the like cannot.
+# What can change a number of every recipe; messages, the gallery and the like cannot.
 NUMERIC = (
-    *(f"flowrl/{folder}/*.py" for folder in ("samplers", "algorithms", "models")),
     *(f"flowrl/{name}.py" for name in ("advantages", "buffer", "evaluate", "learner", "objectives", "optim", "plan")),
-    *(f"flowrl/{name}.py" for name in ("process", "prompts", "reward", "rng", "rollout", "schedules", "shapes")),
+    *(f"flowrl/{name}.py" for name in ("process", "prompts", "reward", "rng", "rollout", "schedules", "selection")),
+    *(f"flowrl/{name}.py" for name in ("shapes", "solvers")),
+    *(f"flowrl/models/{name}.py" for name in ("base", "sd3", "weights")),
+    *(f"flowrl/{folder}/base.py" for folder in ("samplers", "algorithms")),
+    "flowrl/samplers/ode.py",
     "rewards/shapes.py",
     "assets/tiny-sd3/**/*.safetensors",
 )
@@ -40,15 +45,19 @@ def recipes() -> dict[str, Path]:
 
 
 def fingerprint(recipe: Path) -> str:
+    """Of the recipe, the model, the shared code, and the recipe's own sampler and algorithm."""
     digest = hashlib.sha256(recipe.read_bytes())
-    for pattern in NUMERIC:
+    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    sampler, algorithm = tree["rollout"]["sampler"]["name"], tree["algorithm"]["name"]
+    own = ("flowrl/algorithms/_*.py", f"flowrl/samplers/{sampler}.py", f"flowrl/algorithms/{algorithm}.py")
+    for pattern in (*NUMERIC, *own):
         for file in sorted(ROOT.glob(pattern)):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def run_cell(name: str, recipe: Path, seed: int) -> dict:
-    """Train one cell in two processes and return its summary."""
+    """Train one cell in two processes; its summary, network evaluations per sample, and commit."""
     run = f"{name}-seed{seed}"
     command = [sys.executable, "-m", "flowrl", "train", str(recipe), f"name={run}", f"output={RUNS}", f"seed={seed}"]
     print(" ".join(command), flush=True)
@@ -56,12 +65,34 @@ def run_cell(name: str, recipe: Path, seed: int) -> dict:
         command.append("--resume")
     subprocess.run([*command, "--processes", "2"], cwd=ROOT, check=True)
     summary = json.loads((RUNS / run / "summary.json").read_text(encoding="utf-8"))
-    return {key: summary[key] for key in ("seconds", "iterations", "base", "base_best_guidance", "tuned", "difference")}
+    kept = ("seconds", "iterations", "base", "base_best_guidance", "tuned", "difference")
+    rows = [json.loads(line) for line in (RUNS / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    evaluations = {part: sum(row[f"nfe/{part}"] for row in rows) / len(rows) for part in ("rollout", "train")}
+    commit = json.loads((RUNS / run / "provenance.json").read_text(encoding="utf-8"))["commit"]
+    return {key: summary[key] for key in kept} | {"evaluations": evaluations, "commit": commit}
 
 
 def percent(value: dict, sign: str = "") -> str:
     mean, low, high = (format(100 * value[name], f"{sign}.1f") for name in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]"
+
+
+def line(head: str, cell: dict, *, stale: bool, metric: str = "shapes_strict") -> str:
+    """A row of the table."""
+    values = cell["summary"]
+    rival, spent = values["base_best_guidance"], values["evaluations"]
+    columns = (
+        head,
+        percent(values["base"][metric]),
+        f"{percent(rival[metric])} at {rival['guidance_scale']:g}",
+        percent(values["tuned"][metric]),
+        percent(values["difference"][metric], "+"),
+        f"{spent['rollout']:.2f} + {spent['train']:.2f}",
+        f"{values['seconds']:.0f}",
+        f"`{cell['fingerprint'][:8]}`" + (" stale" if stale else ""),
+        f"`{values['commit'][:8]}`",
+    )
+    return "| " + " | ".join(columns) + " |"
 
 
 def page(results: dict) -> str:
@@ -72,27 +103,19 @@ def page(results: dict) -> str:
         "Written by `python scripts/lab.py`; do not edit. Strict accuracy (`shapes_strict`) in per cent on the 512",
         "held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over captions, paired differences.",
         "Two single-thread processes on two CPU cores; seconds include both evaluations and the search for the base's",
-        "best CFG. A stale cell was measured with an older recipe, model or numerics.",
+        "best CFG. Network evaluations are counted per rolled-out sample, in sampling and in updates. The fingerprint",
+        "is of the recipe, the model and the code; a stale cell was measured with older ones.",
         "",
-        "| recipe | seed | base | base, best CFG | tuned | difference | seconds | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| recipe | seed | base | base, best CFG | tuned | difference | evaluations | seconds | fingerprint | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, recipe in recipes().items():
         for seed in SEEDS:
             cell = results.get(f"{name}/{seed}")
             if cell is None:
-                lines.append(f"| {name} | {seed} | | | | | | not run |")
-                continue
-            values = cell["summary"]
-            metric = "shapes_strict"
-            rival = values["base_best_guidance"]
-            scale = rival["guidance_scale"]
-            lines.append(
-                f"| {name} | {seed} | {percent(values['base'][metric])} "
-                f"| {percent(rival[metric])} at {scale:g} | {percent(values['tuned'][metric])} "
-                f"| {percent(values['difference'][metric], '+')} | {values['seconds']:.0f} "
-                f"| {'' if cell['fingerprint'] == fingerprint(recipe) else 'stale'} |"
-            )
+                lines.append(f"| {name} | {seed} | | | | | | | | not run |")
+            else:
+                lines.append(line(f"{name} | {seed}", cell, stale=cell["fingerprint"] != fingerprint(recipe)))
     notes = ROOT / "docs" / "lab" / "notes.md"
     return "\n".join(lines) + "\n" + ("\n" + notes.read_text(encoding="utf-8") if notes.is_file() else "")
 

@@ -39,7 +39,12 @@ class Settings:
     output: Path
     vae_steps: int = 2300
     pictures: int = 120_000
-    cycles: tuple[tuple[int, float, float], ...] = ((6500, 4e-3, 0.5), (3600, 2e-3, 0.2), (6500, 3e-3, 0.2), (6000, 3e-3, 0.15))
+    cycles: tuple[tuple[int, float, float], ...] = (
+        (6500, 4e-3, 0.5),
+        (3600, 2e-3, 0.2),
+        (6500, 3e-3, 0.2),
+        (6000, 3e-3, 0.15),
+    )
     """(steps, peak learning rate, share of the steps after which it falls linearly to 0); every later cycle starts
     from the saved result of the one before."""
     first_cycle: int = 0

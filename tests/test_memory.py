@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from flowrl import memory
 from flowrl.config import OptimConfig, Resolved, RunConfig, resolve
-from flowrl.memory import Estimate, Meter, UnknownModel, estimate, locate, nodes_per_sample, skeleton
+from flowrl.memory import Estimate, Meter, UnknownModel, estimate, forward_rows, locate, nodes_per_sample, skeleton
 from flowrl.models import sd3
 from flowrl.models.base import ModelError
 from flowrl.optim import Optimizer
@@ -196,6 +197,18 @@ def test_processes_share_the_samples(folder):
     assert two.latents == one.latents // 2
     assert two.rollout_flop == one.rollout_flop / 2
     assert two.phases == one.phases
+
+
+def test_samples_of_one_start_share_their_forwards_up_to_the_first_stochastic_step(folder):
+    run_ = resolved(str(folder), algorithm={"name": "flow_grpo", "sde_steps": [1, 2]})
+    rollout = dataclasses.replace(run_.run.rollout, shared_noise=True)
+    shared = dataclasses.replace(run_.run, rollout=rollout)
+    slots, steps = rollout.prompts_per_iteration, rollout.num_inference_steps
+    samples, updates = run_.run.samples_per_iteration, run_.run.optim.updates_per_iteration
+    plan = plan_of(run_, skeleton(run_))
+    assert forward_rows(run_.run, plan, samples, slots) == (samples * steps, 2 * samples)
+    at_start = updates * min(slots, -(-samples // updates))
+    assert forward_rows(shared, plan, samples, slots) == (2 * slots + samples * (steps - 2), at_start + samples)
 
 
 def test_cached_embeddings_take_host_memory_and_not_the_device(folder):

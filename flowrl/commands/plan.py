@@ -107,7 +107,10 @@ class Geometry:
 
 
 def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0) -> Geometry:
-    """Counts for a number of processes; `extra` frozen forwards go with each forward of the update."""
+    """Counts for a number of processes; `extra` frozen forwards go with each forward of the update.
+
+    The most there can be: samples of one start (`rollout.shared_noise`) share forwards.
+    """
     from flowrl.distributed import shard
 
     parts = [
@@ -135,6 +138,8 @@ def _geometry_table(resolved: Resolved, plan: StepPlan) -> Table:
         f"steps; {run.iterations} iterations = {run.iterations * updates} updates"
     )
     guided = " (CFG: batch doubled)" if run.rollout.guidance_scale > 1 else ""
+    if run.rollout.shared_noise:
+        guided += ", at most (one start, one forward)"
     table.add_row("samples per process", *(f"{g.samples:,}" for g in rows))
     table.add_row(f"rollout forwards of {run.rollout.batch_size}{guided}", *(f"{g.rollout_forwards:,}" for g in rows))
     table.add_row(f"update forwards of {run.optim.batch_size}{guided}", *(f"{g.update_forwards:,}" for g in rows))
@@ -147,7 +152,7 @@ def _steps_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
     stds = transition_std(resolved, adapter, plan)
     sigmas, times = plan.schedule.sigmas.tolist(), plan.schedule.timesteps.tolist()
     for k, std in enumerate(stds):
-        kind = "sde, trained" if k in plan.train else "sde" if plan.stochastic[k] else "ode"
+        kind = "sde, trained" if k in plan.train else "sde" if plan.stochastic[k] else plan.solver[k]
         table.add_row(str(k), f"{sigmas[k]:.5f}", f"{sigmas[k + 1]:.5f}", f"{times[k]:.2f}", kind, f"{std:.5f}")
     return table
 
