@@ -63,4 +63,4 @@ def test_a_plain_call_without_flowrl_draws_as_well_as_the_lab(tmp_path: Path):
     strict = np.mean([judge(parse(c), detect(image))[0] for c, image in zip(captions, images, strict=True)])
     recorded = json.loads((ROOT / "assets" / "tiny-sd3" / "pretraining.json").read_text())["strict"]
     # 128 pictures have a standard error of 4.4 points: 5 points of the recorded claim and 2 standard errors.
-    assert strict >= recorded["10 steps, no CFG"]["all"] - 0.05 - 2 * 0.044
+    assert strict >= recorded["6 steps, no CFG"]["all"] - 0.05 - 2 * 0.044
