@@ -389,6 +389,10 @@ def save(pipe, folder: Path) -> None:
     half = SD3Transformer2DModel.from_config(pipe.transformer.config)
     half.load_state_dict(pipe.transformer.state_dict())
     half.half().save_pretrained(folder / "transformer")
+    for file in folder.rglob("*.json"):  # where this machine kept it is nobody's business
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(facts, dict) and facts.pop("_name_or_path", None) is not None:
+            file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def worker(rank: int, settings: Settings, port: int) -> None:
