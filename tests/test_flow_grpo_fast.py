@@ -64,7 +64,9 @@ def test_the_start_is_uniform_and_differs_between_iterations_and_seeds():
 
 def test_members_of_a_bundle_with_one_start_are_bitwise_equal_at_the_window():
     """grpo_family 2.4.4."""
-    session = roll_out(ToyAdapter(), algorithm=build(Config(window_size=2, low=2, high=4)), shared_start=True, batch_size=6)
+    session = roll_out(
+        ToyAdapter(), algorithm=build(Config(window_size=2, low=2, high=4)), shared_start=True, batch_size=6
+    )
     entry = session.edges.nodes[session.edges.parent[session.edges.step == 2]].reshape(2, 3, -1)
     assert torch.equal(entry, entry[:, :1].expand_as(entry))
 
