@@ -96,7 +96,7 @@ def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
     sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
     # A plan that cannot be made is the user's to mend, now rather than after the base evaluation.
-    algorithm.plan(schedule, sampler, 1)
+    algorithm.plan(schedule, sampler, 1, config.seed)
     return Parts(
         resolved=resolved,
         world=world,

@@ -70,6 +70,7 @@ def microbatches(
                 old_log_prob=part.old_log_prob.to(device),
                 advantage=advantage[chosen].to(device),
                 place=place,
+                plan=plan,
                 columns={name: value.to(device) for name, value in part.columns.items()},
             )
 

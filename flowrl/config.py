@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from flowrl import registry
+from flowrl.checks import check
 from flowrl.reward import Card, Reward, WeightedReward
 from flowrl.strict import ConfigError, Options, load_tree, validate
 
@@ -372,30 +373,5 @@ def resolve(run: RunConfig) -> Resolved:
         rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
         eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),
     )
-    if all(plan.entry.weight == 0 for plan in resolved.rewards):
-        raise ConfigError("rewards: every weight is 0, so there is nothing to train on; give one a weight")
-    wanted, given = getattr(resolved.algorithm.config, "guidance_scale", None), run.rollout.guidance_scale
-    if wanted is not None and wanted != given:
-        raise ConfigError(
-            f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method "
-            "with log-probs needs the same; set both alike, or leave algorithm.guidance_scale out"
-        )
-    _check_steps(resolved)
+    check(resolved)
     return resolved
-
-
-def _check_steps(resolved: Resolved) -> None:
-    run = resolved.run
-    steps, trained = run.rollout.num_inference_steps, getattr(resolved.algorithm.config, "sde_steps", None)
-    if steps < 2:
-        raise ConfigError(f"rollout.num_inference_steps={steps}: at least 2, since the last step is never trained")
-    if trained is not None and max(trained) > steps - 2:
-        raise ConfigError(
-            f"algorithm.sde_steps={trained}: with rollout.num_inference_steps={steps} "
-            f"the last trainable step is {steps - 2}"
-        )
-    if resolved.sampler.build().default_noise_level() == 0:
-        raise ConfigError(
-            f"rollout.sampler={run.rollout.sampler}: this sampler is deterministic, its steps have no log-prob; "
-            "use flow_sde with noise_level above 0"
-        )

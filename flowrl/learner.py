@@ -76,10 +76,12 @@ class Learner:
         chunks = update_chunks(useful, config.optim.updates_per_iteration, config.seed, iteration)
         identity = torch.tensor([i.slot * group + i.sample for i in rollout.samples.ids])
         sample_of_edge = identity[rollout.edges.sample]
+        kept = self.algorithm.kept_edges(rollout.samples.ids, rollout.plan, iteration, config.seed)
         advantage = credit.values.flatten(0, 1)[sample_of_edge]  # [E, R']
         shares = []
         for number, chunk in enumerate(chunks):
-            rows = torch.isin(sample_of_edge, chunk).nonzero().squeeze(1)
+            inside = torch.isin(sample_of_edge, chunk)
+            rows = (inside if kept is None else inside & kept).nonzero().squeeze(1)
             shares.append(rows[permutation(len(rows), config.seed, "edges", iteration, number, self.world.rank)])
         if gate is not None:
             self._parity_gate(rollout, advantage, torch.cat(shares)[: config.optim.batch_size], gate)
@@ -104,18 +106,25 @@ class Learner:
         )
 
     def _one_update(self, rollout: Rollout, advantage: Tensor, share: Tensor, sums: Sums) -> None:
-        scale = self.optimizer.scale
+        scale, names = self.optimizer.scale, self.algorithm.feedback
+        tail = torch.zeros(len(names) + 1, device=self.world.device)
+        tail[-1] = len(share)
         for batch in self._batches(rollout, advantage, share):
             output = self.algorithm.loss(batch, self.networks)
             (output.loss * scale).backward()
             sums.add_loss(output, batch.step.index.cpu())
-        # One reduction per update: the gradient of the summed loss and the number of edges behind it.
-        count = torch.tensor([float(len(share))], device=self.world.device)
-        flat = self.world.all_reduce_sum(torch.cat([self.optimizer.flat_gradient(), count]))
-        if flat[-1] == 0:
+            for place, name in enumerate(names):
+                tail[place] += output.metrics[name]
+        # One reduction per update: the gradient of the summed loss, what the method wants to hear of, the edges behind.
+        flat = self.world.all_reduce_sum(torch.cat([self.optimizer.flat_gradient(), tail]))
+        gradient, heard, count = flat[: -len(tail)], flat[-len(tail) : -1], flat[-1]
+        if count == 0:
             self.optimizer.zero_grad()
             return
-        report = self.optimizer.step(flat[:-1] / (flat[-1] * scale))
+        report = self.optimizer.step(gradient / (count * scale))
+        if not report.skipped:
+            means = dict(zip(names, (heard / count).tolist(), strict=True))
+            self.algorithm.after_update(self.optimizer.updates, self.networks.weights, means)
         if report.grad_norm == 0 and self.optimizer.updates == 1:
             raise RuntimeError("no trainable parameter got a gradient: the loss does not reach the weights")
         self.bad_updates = self.bad_updates + 1 if report.skipped else 0
@@ -128,16 +137,6 @@ class Learner:
         sums.add("optim/learning_rate", report.learning_rate)
         sums.add("optim/skipped", float(report.skipped))
 
-    @torch.no_grad()
-    def replay(self, rollout: Rollout, advantage: Tensor, order: Tensor) -> Tensor:
-        """Log-probs of the edges of `order` under the present policy at training geometry, [len(order), *pos]."""
-        form, replayed = self.algorithm.log_prob_form, rollout.edges.old_log_prob[order].clone()
-        for batch in self._batches(rollout, advantage, order):
-            log_prob = self.networks.transition(batch).log_prob(batch.next_latents, form).cpu()
-            # Microbatches come by batch key, so an edge's place in `order` is not its place in the batches.
-            replayed[batch.place] = log_prob
-        return replayed
-
     def _parity_gate(self, rollout: Rollout, advantage: Tensor, order: Tensor, dtype: torch.dtype) -> None:
         """Replay one microbatch before the first update; stop where it does not repeat the rollout.
 
@@ -149,9 +148,9 @@ class Learner:
         same = ((edges.step == first) & (edges.sample < self.config.rollout.batch_size)).nonzero().squeeze(1)
         exact, _ = self._deviation(rollout, advantage, same[: self.config.optim.batch_size])
         worst, step, exact = max(self.world.gather((worst, step, exact)))
-        tolerance = self.algorithm.parity_tolerance(dtype)
+        tolerance = self.algorithm.parity_tolerance(self.networks.policy.sampler, dtype)
         log.info(
-            "parity: replayed log-probs differ by at most %.2e (allowed %.2e); %.2e at the rollout's own batches",
+            "parity: replayed log ratios are at most %.2e (allowed %.2e); %.2e at the rollout's own batches",
             worst,
             tolerance,
             exact,
@@ -159,22 +158,32 @@ class Learner:
         # Written so that a NaN does not pass.
         if not worst <= tolerance and not self.recompute:
             raise ParityError(
-                f"replaying the rollout changes the log-prob by {worst:.2e} at step {step}, more than {tolerance:.2e} "
+                f"replaying the rollout changes the log ratio by {worst:.2e} at step {step}, more than {tolerance:.2e} "
                 "(a tenth of the clip range): set algorithm.old_log_prob=recompute, or equal rollout.batch_size and "
                 "optim.batch_size"
             )
 
+    @torch.no_grad()
     def _deviation(self, rollout: Rollout, advantage: Tensor, order: Tensor) -> tuple[float, int]:
-        """Largest |log ratio| of a replay, and its step."""
+        """Largest |log ratio| of a replay at training geometry, and its step."""
         if not len(order):
             return 0.0, -1
-        change = (self.replay(rollout, advantage, order) - rollout.edges.old_log_prob[order]).abs()
-        per_edge = change.reshape(len(order), -1).amax(dim=1)
-        return float(per_edge.max()), int(rollout.edges.step[order][per_edge.argmax()])
+        change, sampler = torch.zeros(len(order)), self.networks.policy.sampler
+        for batch in self._batches(rollout, advantage, order):
+            log_ratio = self.algorithm.log_ratio(self.networks.transition(batch), batch, sampler)
+            # Microbatches come by batch key, so an edge's place in `order` is not its place in the batches.
+            change[batch.place] = log_ratio.abs().reshape(len(batch), -1).amax(dim=1).cpu()
+        return float(change.max()), int(rollout.edges.step[order][change.argmax()])
 
+    @torch.no_grad()
     def _recomputed(self, rollout: Rollout, advantage: Tensor, shares: list[Tensor]) -> Rollout:
-        """Old log-probs at the very batches of the updates."""
-        old = rollout.edges.old_log_prob.clone()
+        """Old log-probs, and old means where the method keeps them, at the very batches of the updates."""
+        old, form = rollout.edges.old_log_prob.clone(), self.algorithm.log_prob_form(self.networks.policy.sampler)
+        columns = {name: value.clone() for name, value in rollout.edges.columns.items()}
         for share in shares:
-            old[share] = self.replay(rollout, advantage, share)
-        return replace(rollout, edges=replace(rollout.edges, old_log_prob=old))
+            for batch in self._batches(rollout, advantage, share):
+                policy, rows = self.networks.transition(batch), share[batch.place]
+                old[rows] = policy.log_prob(batch.next_latents, form).cpu()
+                if "mean_old" in columns:
+                    columns["mean_old"][rows] = policy.mean.cpu()
+        return replace(rollout, edges=replace(rollout.edges, old_log_prob=old, columns=columns))

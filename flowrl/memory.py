@@ -231,11 +231,11 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         processes: over which the samples are spread; everything returned is of one of them.
     """
     run, config, pipeline = resolved.run, resolved.model.config, adapter.pipeline
-    dtype, kl = torch_dtype(config.dtype), getattr(resolved.algorithm.config, "kl", None)
+    dtype, used = torch_dtype(config.dtype), resolved.algorithm.build().roles
     encoders = {name: part for name, part in pipeline.components.items() if name.startswith("text_encoder") and part}
     parameters = {"denoiser": count(adapter.network), "vae": count(pipeline.vae)}
     parameters |= {name: count(part) for name, part in encoders.items()}
-    roles = [role for role in resolved.algorithm.build().roles if role != "reference" or config.lora is None]
+    roles = [role for role in used if role != "reference" or config.lora is None]
     with torch.device("meta"):
         weights = Weights(adapter.network, config.lora, adapter.lora_targets, seed=0)
     trained = weights.count
@@ -252,7 +252,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     if not run.data.cache_text:
         loaded += sum(size(part) for part in encoders.values())
     sampled, trained_on = forward_rows(run, plan, samples, len({slot for slot, _ in own}))
-    measured = _measure(adapter, encoders, resolved, reference=kl is not None and kl.coef > 0)
+    measured = _measure(adapter, encoders, resolved, reference=bool(used))
     return Estimate(
         parameters=parameters,
         trained=trained,

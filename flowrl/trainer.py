@@ -205,7 +205,7 @@ class Trainer:
         own = [SampleId(*pair) for pair in shard(len(drawn), config.rollout.group_size, world.rank, world.size)]
         slots = sorted({i.slot for i in own})
         rows = torch.tensor([slots.index(i.slot) for i in own], dtype=torch.int64)
-        plan = self.algorithm.plan(self.schedule, self.sampler, iteration)
+        plan = self.algorithm.plan(self.schedule, self.sampler, iteration, config.seed)
         noise = Noise(config.seed, "rollout", iteration, self.adapter.latent_shape(), config.rollout.shared_noise)
         bar = Progress(len(own), f"iteration {iteration}: sampling", show=world.main)
         abandoned, local = False, None
@@ -221,7 +221,7 @@ class Trainer:
                     cond,
                     rows,
                     batch_size=config.rollout.batch_size,
-                    form=self.algorithm.log_prob_form,
+                    form=self.algorithm.log_prob_form(self.sampler),
                     columns=self.algorithm.columns,
                     device=world.device,
                     progress=lambda count: self._watch(bar, count),

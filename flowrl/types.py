@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from flowrl.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,8 @@ class Microbatch:
     """[E, R, *pos]; R = 1 unless an algorithm keeps rewards apart."""
     place: Tensor
     """Where each edge stands in the order that was asked for, [E] int64, on the CPU."""
+    plan: StepPlan
+    """The rollout's, for losses that weigh its steps against each other."""
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:

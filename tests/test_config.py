@@ -417,3 +417,24 @@ def test_validate_refuses_what_is_no_mapping():
     from flowrl.config import EmaConfig
 
     assert "optim.ema must be a mapping" in refusal(validate, EmaConfig, [1], "optim.ema")
+
+
+# ---- what spans several components
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.advantages={select: {keep: 8}}"], ("algorithm.advantages.select.keep=8", "6 samples of a prompt")),
+        (["algorithm.advantages={trimmed_ratio: 0.9}"], ("algorithm.advantages.trimmed_ratio=0.9",)),
+        (
+            ["algorithm.advantages={gate: {easy: 0, hard: 2, threshold: 0.5}}"],
+            ("algorithm.advantages.gate", "hard=2", "which has 2"),
+        ),
+        (["rollout.sampler={name: memoryless}"], ("algorithm (flow_grpo)", "clip_range=null", "flow_sde")),
+        (["algorithm={name: flow_grpo_fast, high: 10}"], ("algorithm (flow_grpo_fast)", "last of 10 steps")),
+    ],
+)
+def test_combinations_that_no_component_can_judge_are_refused_before_a_model_is_loaded(read, overrides, words):
+    message = refusal(resolve, read(*overrides))
+    assert all(word in message for word in words), message

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms.flow_grpo import AdvantageConfig, Config, KLConfig, build
+from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms._grpo import KLConfig
+from flowrl.algorithms.flow_grpo import Config, build
 from flowrl.samplers import flow_sde, ode
 from flowrl.schedules import Schedule
-from tests.toys import Session, ToyAdapter, flow_schedule, nudge, roll_out
+from tests.toys import Session, ToyAdapter, draw_advantages, flow_schedule, nudge, roll_out
 
 LEVEL = 0.7
 GUIDANCE = [1.0, 3.0]
-
-
-def draw_advantages(count: int) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(5))
 
 
 def official_mean(session: Session, network: torch.nn.Module, guidance_scale: float = 1.0) -> tuple[Tensor, ...]:
@@ -94,7 +92,7 @@ def test_the_ratio_is_bitwise_one_before_the_first_update_at_every_trained_step(
 def test_in_another_batch_composition_the_ratio_is_one_within_the_gate():
     """DESIGN section 7: a tenth of the clip range, at most 1e-5 in float32."""
     session = roll_out(ToyAdapter(), batch_size=6)
-    tolerance = session.algorithm.parity_tolerance(torch.float32)
+    tolerance = session.algorithm.parity_tolerance(session.policy.sampler, torch.float32)
     for batch in session.batches(draw_advantages(len(session.edges)), batch_size=7):
         ratio = session.algorithm.loss(batch, session.networks).per_step["policy/ratio"]
         assert float(ratio.log().abs().max()) < tolerance
@@ -110,9 +108,9 @@ def test_after_an_update_the_ratio_moves_away_from_one():
 @pytest.mark.parametrize(("clip", "single", "half"), [(1e-4, 1e-5, 1e-5), (1e-2, 1e-5, 1e-3), (0.5, 1e-5, 2e-3)])
 def test_the_parity_tolerance_is_a_tenth_of_the_clip_range_and_capped(clip, single, half):
     """DESIGN section 7."""
-    algorithm = build(Config(clip_range=clip))
-    assert algorithm.parity_tolerance(torch.float32) == pytest.approx(single)
-    assert algorithm.parity_tolerance(torch.bfloat16) == pytest.approx(half)
+    algorithm, sampler = build(Config(clip_range=clip)), flow_sde.build(flow_sde.Config())
+    assert algorithm.parity_tolerance(sampler, torch.float32) == pytest.approx(single)
+    assert algorithm.parity_tolerance(sampler, torch.bfloat16) == pytest.approx(half)
 
 
 # ---- the gradient
@@ -258,26 +256,26 @@ def test_without_a_kl_no_reference_is_kept():
 
 def test_the_plan_trains_all_steps_but_the_last_at_the_samplers_level():
     """grpo_family 1.1.5: T_train = int(T * 0.99)."""
-    plan = build(Config()).plan(flow_schedule(10), flow_sde.build(flow_sde.Config(noise_level=0.9)), 1)
+    plan = build(Config()).plan(flow_schedule(10), flow_sde.build(flow_sde.Config(noise_level=0.9)), 1, 0)
     assert plan.train == tuple(range(9))
     assert plan.noise_level == (0.9,) * 9 + (0.0,)
 
 
 def test_the_plan_takes_the_configured_window_in_every_iteration():
     algorithm = build(Config(sde_steps=[0, 2]))
-    plans = [algorithm.plan(flow_schedule(6), flow_sde.build(flow_sde.Config()), k) for k in (1, 7)]
+    plans = [algorithm.plan(flow_schedule(6), flow_sde.build(flow_sde.Config()), k, 0) for k in (1, 7)]
     assert [plan.train for plan in plans] == [(0, 2), (0, 2)]
 
 
 def test_a_deterministic_sampler_gives_no_plan():
     with pytest.raises(ValueError, match="deterministic"):
-        build(Config()).plan(flow_schedule(6), ode.build(ode.Config()), 1)
+        build(Config()).plan(flow_schedule(6), ode.build(ode.Config()), 1, 0)
 
 
 def test_a_grid_of_one_step_gives_no_plan():
     one = Schedule(sigmas=torch.tensor([1.0, 0.0]), timesteps=torch.tensor([1000.0]))
     with pytest.raises(ValueError, match="at least 2"):
-        build(Config()).plan(one, flow_sde.build(flow_sde.Config()), 1)
+        build(Config()).plan(one, flow_sde.build(flow_sde.Config()), 1, 0)
 
 
 def test_rewards_are_merged_raw_and_then_normalised():

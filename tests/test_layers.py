@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "commands", "__main__", "__init__"),
     (
         *("trainer", "learner", "evaluate", "gallery", "checkpoint", "optim", "distributed", "metrics", "prompts"),
-        *("config", "strict", "runs", "report", "memory", "export", "assembly"),
+        *("config", "checks", "strict", "runs", "report", "memory", "export", "assembly"),
     ),
     ("algorithms",),
     ("rollout", "tree", "buffer", "models", "spatial"),

@@ -48,7 +48,7 @@ def measured(run: Resolved, *, prompts: int = 1, processes: int = 1) -> Estimate
 
 def plan_of(run: Resolved, adapter: sd3.Sd3) -> StepPlan:
     grid = adapter.schedule(run.run.rollout.num_inference_steps)
-    return run.algorithm.build().plan(grid, run.sampler.build(), 1)
+    return run.algorithm.build().plan(grid, run.sampler.build(), 1, 0)
 
 
 @pytest.fixture(scope="module")

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from flowrl import rng
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms.base import Algorithm, Networks
 from flowrl.algorithms.flow_grpo import Config as GrpoConfig
-from flowrl.algorithms.flow_grpo import FlowGrpo
 from flowrl.algorithms.flow_grpo import build as build_grpo
 from flowrl.buffer import microbatches
+from flowrl.config import OptimConfig
+from flowrl.distributed import World
+from flowrl.learner import Learner, Rollout
 from flowrl.models.base import guided
 from flowrl.models.weights import Weights
+from flowrl.optim import Optimizer
 from flowrl.plan import StepPlan
 from flowrl.process import FlowProcess, PredictionType, Process, VPProcess
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers import flow_sde
+from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule, flow_match_euler
 from flowrl.types import Condition, Edges, Microbatch, SampleId, Samples
 
@@ -122,7 +127,7 @@ class Session:
 
     adapter: ToyAdapter
     weights: Weights
-    algorithm: FlowGrpo
+    algorithm: Algorithm
     policy: Policy
     networks: Networks
     plan: StepPlan
@@ -163,24 +168,70 @@ def roll_out(
     iteration: int = 1,
     shared_start: bool = False,
     columns: Sequence[str] = (),
+    algorithm: Algorithm | None = None,
+    sampler: Sampler | None = None,
 ) -> Session:
-    """One toy rollout under Flow-GRPO with full weights."""
-    algorithm = build_grpo(config or GrpoConfig())
+    """One toy rollout with full weights, under Flow-GRPO and the Flow-SDE unless others are given."""
+    algorithm = algorithm or build_grpo(config or GrpoConfig())
     weights = Weights(adapter.network, None, (), 0)
     for role in algorithm.roles:
         weights.snapshot(role)
-    sampler = flow_sde.build(flow_sde.Config(noise_level=0.7))
+    sampler = sampler or flow_sde.build(flow_sde.Config(noise_level=0.7))
     policy = Policy(adapter, sampler, guidance_scale)
-    plan = algorithm.plan(adapter.schedule(num_steps), sampler, iteration)
+    plan = algorithm.plan(adapter.schedule(num_steps), sampler, iteration, 0)
     ids = tuple(SampleId(slot, sample) for slot in range(prompts) for sample in range(group))
     rows = torch.tensor([i.slot for i in ids])
     cond = adapter.encode([f"prompt {slot}" for slot in range(prompts)])
     noise = Noise(0, "rollout", iteration, adapter.latent_shape(), shared_start)
-    samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=batch_size, columns=columns)
+    samples, edges = run(
+        policy,
+        plan,
+        noise,
+        ids,
+        cond,
+        rows,
+        batch_size=batch_size,
+        form=algorithm.log_prob_form(sampler),
+        columns=tuple(columns) or algorithm.columns,
+    )
     networks = Networks(policy, weights)
     return Session(
         adapter, weights, algorithm, policy, networks, plan, noise, ids, samples, edges, cond, rows, batch_size
     )
+
+
+def draw_advantages(count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(5))
+
+
+def off_policy(algorithm: Algorithm, sampler: Sampler | None = None, size: float = 0.02) -> list[Tensor]:
+    """What two methods must have in common to be called equal: after an update, every loss and every gradient."""
+    session = roll_out(ToyAdapter(), algorithm=algorithm, sampler=sampler)
+    advantage = draw_advantages(len(session.edges))
+    nudge(session.adapter.network, size)
+    losses = [algorithm.loss(batch, session.networks).loss.detach() for batch in session.batches(advantage)]
+    return [session.samples.x0, *losses, *session.gradient(advantage).values()]
+
+
+def bitwise(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def learner_of(session: Session, *, updates: int = 2, batch_size: int = 4, seed: int = 0) -> Learner:
+    """A learner on one process; of the run's configuration it has what a learner reads."""
+    group = max(i.sample for i in session.ids) + 1
+    options = SimpleNamespace(
+        rollout=SimpleNamespace(group_size=group, batch_size=session.batch_size),
+        optim=SimpleNamespace(updates_per_iteration=updates, batch_size=batch_size, learning_rate=1e-3),
+        seed=seed,
+    )
+    optimizer = Optimizer(session.weights, OptimConfig(learning_rate=1e-3), 100)
+    return Learner(options, session.algorithm, session.networks, optimizer, World(0, 1, torch.device("cpu")))
+
+
+def rollout_of(session: Session, rewards: Tensor) -> Rollout:
+    """The session as the learner takes it; rewards [R, P, G]."""
+    return Rollout(session.plan, session.samples, session.edges, session.cond, session.rows, rewards, {}, 0.0)
 
 
 def nudge(network: nn.Module, size: float = 0.02, seed: int = 1) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -14,7 +15,7 @@ from flowrl.plan import StepPlan
 from flowrl.rollout import Policy
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
-from flowrl.types import LossOutput, Microbatch
+from flowrl.types import LossOutput, Microbatch, SampleId
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +36,48 @@ class Networks:
 
 
 class Algorithm(Protocol):
-    """A method on edges. `roles` are snapshots it needs ("reference", "old"); `columns` extras of the rollout."""
+    """A method on edges.
+
+    `roles` are snapshots it needs ("reference", "anchor"); `columns` extras of the rollout; `feedback` the names of
+    its loss metrics whose means over all processes `after_update` is to be given.
+    """
 
     config: Any
     needs: Literal["edges"]
     roles: tuple[str, ...]
     columns: tuple[str, ...]
-    log_prob_form: LogProbForm
+    feedback: tuple[str, ...]
     level: str
 
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int) -> StepPlan:
-        """Steps of this iteration, the same on every rank."""
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        """Steps of this iteration, the same on every rank; `seed` is the run's, for windows drawn at random."""
         ...
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
         """From all rewards of the iteration, [R, P, G] with NaN for failures, and weights [R]."""
         ...
 
+    def log_prob_form(self, sampler: Sampler) -> LogProbForm:
+        """Of the stored log-probs: the sampler's own, unless the method needs another."""
+        ...
+
+    def log_ratio(self, policy: StepDistribution, batch: Microbatch, sampler: Sampler) -> Tensor:
+        """The log ratio that the loss uses, [E, *pos]: 0 where the policy is the one that drew the edges."""
+        ...
+
+    def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor | None:
+        """Which edges of a rollout are trained, [E] bool in their order (sample, step); None: all."""
+        ...
+
+    def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
+        """Called after each optimizer step, the `updates`-th of the run, with the means of `feedback`."""
+        ...
+
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         """Sum over the microbatch; the trainer divides by the global number of edges."""
         ...
 
-    def parity_tolerance(self, dtype: torch.dtype) -> float:
+    def parity_tolerance(self, sampler: Sampler, dtype: torch.dtype) -> float:
         """Largest |log ratio| allowed when the rollout is replayed before the first update."""
         ...
 

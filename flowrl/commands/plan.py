@@ -90,7 +90,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
 
     steps = resolved.run.rollout.num_inference_steps
     schedule = adapter.schedule(steps) if adapter else Schedule(torch.linspace(1, 0, steps + 1), torch.zeros(steps))
-    return resolved.algorithm.build().plan(schedule, resolved.sampler.build(), 1)
+    return resolved.algorithm.build().plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0) -> 
 def _geometry_table(resolved: Resolved, plan: StepPlan) -> Table:
     run = resolved.run
     options = resolved.algorithm.config
-    kl = getattr(options, "kl", None)
-    extra = int(kl is not None and kl.coef > 0) + int(getattr(options, "old_log_prob", "") == "recompute")
+    # A method evaluates each of its roles once beside every forward of the update.
+    extra = len(resolved.algorithm.build().roles) + int(getattr(options, "old_log_prob", "") == "recompute")
     rows = [geometry(run, plan, processes, extra) for processes in PROCESSES]
     table = _table("", *(f"{g.processes} process{'es' if g.processes > 1 else ''}" for g in rows))
     updates, trained = run.optim.updates_per_iteration, len(plan.train)

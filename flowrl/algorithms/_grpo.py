@@ -1,0 +1,223 @@
+"""What the methods of the GRPO family share: options, clip presets, the clipped loss, the KL to the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import AdvantageConfig, Advantages, advantages
+from flowrl.algorithms.base import Networks, parity_tolerance
+from flowrl.models.weights import Weights
+from flowrl.objectives import clipped_ratio_loss
+from flowrl.plan import StepPlan
+from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
+from flowrl.types import LossOutput, Microbatch, SampleId
+
+Ratio = Literal["plain", "ratio_norm"]
+
+# (law, log-prob form, ratio) -> published clip range; without an entry there is none. grpo_family sheet 8.1.
+CLIP_PRESETS: dict[tuple[str, LogProbForm, Ratio], float] = {
+    ("flow_sde", "mean", "plain"): 1e-4,
+    ("dance_sde", "mean", "plain"): 1e-4,
+    ("sage", "mean", "plain"): 1e-4,
+    ("ddim", "mean", "plain"): 1e-4,
+    ("wan_sde", "mean", "plain"): 1e-3,
+    ("cps", "unscaled", "plain"): 1e-5,
+    ("flow_sde", "mean", "ratio_norm"): 2e-6,
+    ("dance_sde", "mean", "ratio_norm"): 2e-6,
+}
+
+
+def clip_preset(sampler: Sampler, ratio: Ratio) -> float:
+    """The published clip range of a sampler's law and log-prob form and of a kind of ratio.
+
+    Raises:
+        ValueError: nobody published one.
+    """
+    law, form = type(sampler).__module__.rpartition(".")[2], sampler.log_prob_form  # a component is named by its file
+    if (law, form, ratio) not in CLIP_PRESETS:
+        known = ", ".join(sorted({name for name, _, kind in CLIP_PRESETS if kind == ratio}))
+        raise ValueError(
+            f"clip_range=null: there is no published value for sampler {law!r} (log-prob form {form!r}) with the "
+            f"{ratio!r} ratio; give algorithm.clip_range, or use one of {known}"
+        )
+    return CLIP_PRESETS[law, form, ratio]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KLConfig:
+    coef: float = 0.0
+    """Weight of the KL to the reference; 0 computes no reference."""
+    divisor: KLDivisor = "flow_grpo"
+    """`variance`: the Gaussian KL; `flow_grpo`: without its factor 1/|dt|, as official code; `none`: plain square."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrpoConfig:
+    """Options of every method here."""
+
+    SEPARATE: ClassVar[bool] = False  # whether the loss takes one advantage per reward
+
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    guidance_scale: float | None = None
+    """Of the training forward; methods with log-probs take rollout's, so only that value or null is accepted."""
+    old_log_prob: Literal["rollout", "recompute"] = "rollout"
+    """`recompute` evaluates it once more at training geometry, where the two differ by more than the parity gate."""
+
+    def __post_init__(self) -> None:
+        if self.advantages.name == "separate" and not self.SEPARATE:
+            raise ValueError(
+                "advantages.name=separate: this method has one loss for all rewards; use per_reward or gdpo here, "
+                "or the method dance_grpo"
+            )
+        if self.kl.coef < 0:
+            raise ValueError(f"kl.coef={self.kl.coef} must not be negative")
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        """Refuse what the run's sampler and number of denoising steps do not allow; called before a model is loaded.
+
+        Raises:
+            ValueError: naming the key.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedConfig(GrpoConfig):
+    """Options of the methods that clip the ratio."""
+
+    clip_range: float | None = None
+    """Bound on |ratio - 1|, in the units of the sampler's log-prob form (means over 4096 dims and more; small latents
+    need more); null: the published value for sampler and ratio."""
+
+    def __post_init__(self) -> None:
+        GrpoConfig.__post_init__(self)
+        if self.clip_range is not None and self.clip_range <= 0:
+            raise ValueError(f"clip_range={self.clip_range} must be positive")
+
+    @property
+    def ratio(self) -> Ratio:
+        return "plain"
+
+    def clip(self, sampler: Sampler) -> float:
+        """The clip range in use."""
+        return clip_preset(sampler, self.ratio) if self.clip_range is None else self.clip_range
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        self.clip(sampler)
+
+
+def check_sde_steps(steps: list[int] | None) -> None:
+    """Refuse an empty or negative list of trained steps; its upper end is known once there is a grid."""
+    if steps is not None and (not steps or min(steps) < 0):
+        raise ValueError(f"sde_steps={steps} needs at least one step, counted from 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The policy loss of each edge [E], and what is reported of it."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    per_step: dict[str, Tensor]
+
+
+def merged(batch: Microbatch) -> list[Tensor]:
+    """The one advantage of methods that merge all rewards, [E, 1] -> one [E]."""
+    return [batch.advantage.squeeze(1)]
+
+
+def clipped_terms(
+    log_ratio: Tensor, advantages: Sequence[Tensor], clip_range: float, weight: Tensor | None = None
+) -> Terms:
+    """weight * sum over advantages [E] of max(-A r, -A clamp(r, 1 - c, 1 + c)), per edge; `weight` [E] None is 1."""
+    parts = [clipped_ratio_loss(log_ratio, each, (clip_range, clip_range)) for each in advantages]
+    loss = torch.stack([part for part, _ in parts]).sum(dim=0)
+    if weight is not None:
+        loss = weight * loss
+    clipped = torch.stack([part for _, part in parts]).float().mean(dim=0)
+    metrics = {"policy/clip_fraction": clipped.sum()} | ratio_metrics(log_ratio, loss)
+    return Terms(loss, metrics, {"policy/ratio": log_ratio.detach().exp(), "policy/clip_fraction": clipped})
+
+
+def ratio_metrics(log_ratio: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    """What every ratio loss reports, summed over the edges."""
+    return {
+        "policy/loss": loss.detach().sum(),
+        "policy/approx_kl": (0.5 * log_ratio.detach().square()).sum(),
+        "policy/ratio_mean": log_ratio.detach().exp().sum(),
+    }
+
+
+def with_reference(
+    terms: Terms, policy: StepDistribution, batch: Microbatch, networks: Networks, config: KLConfig
+) -> LossOutput:
+    """The summed loss of an update: the terms plus coef * KL(policy | reference), where there is one."""
+    loss, metrics = terms.loss, dict(terms.metrics)
+    if config.coef > 0:
+        reference = networks.frozen("reference", batch)
+        dt = batch.step.sigma_next - batch.step.sigma
+        kl = policy.kl(reference, divisor=config.divisor, dt=dt)
+        loss = loss + config.coef * kl
+        metrics["policy/kl_reference"] = kl.detach().sum()
+    return LossOutput(loss=loss.sum(), metrics=metrics, per_step=terms.per_step)
+
+
+C = TypeVar("C", bound=GrpoConfig)
+
+
+class GrpoBase(Generic[C]):
+    """What a method has unless its file says otherwise. Each file adds its plan and its loss."""
+
+    needs: Literal["edges"] = "edges"
+    columns: tuple[str, ...] = ()
+    feedback: tuple[str, ...] = ()
+    level = "experimental"
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+        self.roles: tuple[str, ...] = ("reference",) if config.kl.coef > 0 else ()
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        return advantages(rewards, weights, self.config.advantages)
+
+    def log_prob_form(self, sampler: Sampler) -> LogProbForm:
+        return sampler.log_prob_form
+
+    def log_ratio(self, policy: StepDistribution, batch: Microbatch, sampler: Sampler) -> Tensor:
+        return policy.log_prob(batch.next_latents, self.log_prob_form(sampler)) - batch.old_log_prob
+
+    def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor | None:
+        return None
+
+    def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
+        return
+
+    def parity_tolerance(self, sampler: Sampler, dtype: torch.dtype) -> float:
+        clip = self.config.clip(sampler) if isinstance(self.config, ClippedConfig) else float("inf")
+        return parity_tolerance(clip, dtype)
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state:
+            name = type(self).__module__.rpartition(".")[2]
+            raise ValueError(f"{name} keeps no state, the checkpoint has {sorted(state)}")
+
+
+P = TypeVar("P", bound=ClippedConfig)
+
+
+class ClippedGrpo(GrpoBase[P]):
+    """The plain loss: the clipped ratio of the log-probs, and the KL to the reference."""
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        policy, sampler = networks.transition(batch), networks.policy.sampler
+        log_ratio = self.log_ratio(policy, batch, sampler)
+        terms = clipped_terms(log_ratio, merged(batch), self.config.clip(sampler))
+        return with_reference(terms, policy, batch, networks, self.config.kl)

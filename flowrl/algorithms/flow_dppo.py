@@ -1,0 +1,95 @@
+"""Flow-DPPO: instead of a ratio clip, a term is dropped where the step has already moved far, and the right way.
+
+    1. roll out and credit as Flow-GRPO; keep mean_old of every trained step
+    2. per edge KL = mean over dims of (mean - mean_old)^2 / (2 std^2), ratio r = exp(log p - log p_old)
+    3. loss = 0 where KL >= threshold and (r > 1 and A > 0, or r < 1 and A < 0); else -A r, unclipped
+
+On policy nothing is dropped and the gradient is Flow-GRPO's.
+
+Source: arXiv 2606.11025; Tencent-Hunyuan/UniRL:unirl/algorithms/flowdppo.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms._grpo import (
+    GrpoBase,
+    GrpoConfig,
+    Terms,
+    check_sde_steps,
+    merged,
+    ratio_metrics,
+    with_reference,
+)
+from flowrl.algorithms.base import Networks
+from flowrl.plan import StepPlan, window
+from flowrl.samplers.base import Sampler, StepDistribution
+from flowrl.schedules import Schedule
+from flowrl.types import LossOutput, Microbatch
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(GrpoConfig):
+    threshold: float = 1e-5
+    """KL to the old policy from which on an aligned term is dropped; a mean over dims, so small latents need more."""
+    divisor: Literal["variance", "none"] = "variance"
+    """`variance`: the Gaussian KL; `none`: the plain square of the mean's change."""
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
+
+    def __post_init__(self) -> None:
+        GrpoConfig.__post_init__(self)
+        if not self.threshold >= 0:
+            raise ValueError(f"threshold={self.threshold} must not be negative")
+        check_sde_steps(self.sde_steps)
+
+
+def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+    """-A exp(log_ratio), but 0 without gradient where `far` and the ratio has moved the way of A; all [E].
+
+    Returns:
+        loss, and a bool tensor: True where the term was dropped.
+
+    >>> loss, dropped = masked_ratio_loss(torch.tensor([0.5, 0.5]), torch.tensor([1.0, -1.0]), torch.tensor([True] * 2))
+    >>> dropped.tolist()
+    [True, False]
+    """
+    if not log_ratio.shape == advantage.shape == far.shape:
+        raise ValueError(f"log_ratio {tuple(log_ratio.shape)} and advantage {tuple(advantage.shape)} must agree")
+    dropped = far & (log_ratio.detach() * advantage > 0)
+    # Before the exponential: an infinite ratio behind a mask would still have the gradient inf * 0.
+    ratio = torch.where(dropped, torch.zeros_like(log_ratio), log_ratio).exp()
+    return torch.where(dropped, torch.zeros_like(ratio), -advantage * ratio), dropped
+
+
+class FlowDppo(GrpoBase[Config]):
+    level = LEVEL
+    columns = ("mean_old",)
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        policy, (advantage,) = networks.transition(batch), merged(batch)
+        log_ratio = self.log_ratio(policy, batch, networks.policy.sampler)
+        moved = policy.kl(StepDistribution(batch.columns["mean_old"], policy.std), divisor=self.config.divisor).detach()
+        loss, dropped = masked_ratio_loss(log_ratio, advantage, moved >= self.config.threshold)
+        metrics = ratio_metrics(log_ratio, loss) | {
+            "policy/kl_old": moved.sum(),
+            "policy/clip_fraction": dropped.float().sum(),
+            "policy/clip_fraction_positive": (dropped & (advantage > 0)).float().sum(),
+            "policy/clip_fraction_negative": (dropped & (advantage < 0)).float().sum(),
+        }
+        per_step = {"policy/ratio": log_ratio.detach().exp(), "policy/clip_fraction": dropped.float()}
+        return with_reference(Terms(loss, metrics, per_step), policy, batch, networks, self.config.kl)
+
+
+def build(config: Config) -> FlowDppo:
+    return FlowDppo(config)

@@ -1,0 +1,69 @@
+"""Flow-GRPO-Fast: Flow-GRPO on a short window of steps that is drawn anew in every iteration.
+
+    1. draw a start in [low, high - w]; steps start .. start + w - 1 are stochastic and trained, all others ODE
+    2. advantages and loss as Flow-GRPO, with a clip range of at most 1e-5
+
+The window is keyed by (seed, iteration) and the same on every process, so all samples of a group share it. CPS is
+the published partner of this method; its ratio is that of its own unscaled log-prob.
+
+Source: yifan123/flow_grpo:scripts/train_sd3_fast.py (since 2025-10-14), config/grpo.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
+from flowrl.plan import StepPlan, random_window, window
+from flowrl.samplers.base import Sampler
+from flowrl.schedules import Schedule
+
+LEVEL = "experimental"
+# README of the official code: in a short window larger ranges crash, whatever the law.
+_LARGEST_PRESET = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(ClippedConfig):
+    window_size: int = 3
+    """Steps in the window (w); 0: all steps but the last, in every iteration."""
+    low: int = 0
+    """First step that may be in the window."""
+    high: int | None = None
+    """First step that may not; null: half of the steps, or as many as the window needs."""
+
+    def __post_init__(self) -> None:
+        ClippedConfig.__post_init__(self)
+        if self.window_size < 0 or self.low < 0:
+            raise ValueError(f"window_size={self.window_size} and low={self.low} must not be negative")
+        if self.high is not None and self.high < self.low + self.window_size:
+            raise ValueError(
+                f"a window of window_size={self.window_size} steps does not fit between low={self.low} "
+                f"and high={self.high} (exclusive)"
+            )
+
+    def clip(self, sampler: Sampler) -> float:
+        preset = ClippedConfig.clip(self, sampler)
+        return preset if self.clip_range is not None else min(preset, _LARGEST_PRESET)
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        ClippedConfig.check(self, sampler, num_steps)
+        self.steps(num_steps, 1, 0)
+
+    def steps(self, num_steps: int, iteration: int, seed: int) -> tuple[int, ...] | None:
+        """The window of an iteration; None: all steps but the last."""
+        if self.window_size == 0:
+            return None
+        high = max(num_steps // 2, self.low + self.window_size) if self.high is None else self.high
+        return random_window(num_steps, self.window_size, self.low, high, seed, iteration)
+
+
+class FlowGrpoFast(ClippedGrpo[Config]):
+    level = LEVEL
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        return window(schedule, sampler.default_noise_level(), self.config.steps(len(schedule), iteration, seed))
+
+
+def build(config: Config) -> FlowGrpoFast:
+    return FlowGrpoFast(config)

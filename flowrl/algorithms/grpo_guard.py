@@ -1,0 +1,116 @@
+"""GRPO-Guard: a ratio without bias and scale, and a loss that weighs all steps alike.
+
+With s the step's std, z = (x' - mean_old) / s the noise of the rollout, mean over latent dims:
+
+    1. roll out and credit as Flow-GRPO, with the std of the group; keep mean_old of every trained step
+    2. RatioNorm: log r_hat = mean(z * (mean - mean_old)), the plain log ratio freed of its negative bias and of 1 / s
+    3. loss = delta * max(-A r_hat, -A clamp(r_hat, 1 - c, 1 + c)), delta = 1 / |d mean / d velocity|,
+       so that on policy every step moves the velocity equally
+
+The published weights are delta = 1 / |dt| (Flow-SDE, where it is `exact` up to a constant) and beta / |dt| with
+beta = |d mean / d velocity| / |dt| (Dance-SDE, where `exact` would divide by beta). The KL is added unscaled.
+
+Source: arXiv 2510.22319; yifan123/flow_grpo:scripts/train_sd3_GRPO_Guard.py, config/grpo_guard.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms._grpo import (
+    ClippedConfig,
+    GrpoBase,
+    Ratio,
+    check_sde_steps,
+    clipped_terms,
+    merged,
+    with_reference,
+)
+from flowrl.algorithms.base import Networks
+from flowrl.plan import StepPlan, window
+from flowrl.process import expand
+from flowrl.samplers.base import Sampler, StepDistribution
+from flowrl.schedules import Schedule
+from flowrl.types import LossOutput, Microbatch, Step
+
+LEVEL = "experimental"
+Reweight = Literal["exact", "flow_grpo", "dance_grpo", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(ClippedConfig):
+    ratio_norm: bool = True
+    """False keeps the plain ratio, with its own clip range."""
+    reweight: Reweight = "exact"
+    """Weight of a step: `exact` 1 / |d mean / d velocity|; as published `flow_grpo` 1 / |dt|, `dance_grpo` beta / |dt|;
+    `none` 1."""
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
+    advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
+
+    def __post_init__(self) -> None:
+        ClippedConfig.__post_init__(self)
+        check_sde_steps(self.sde_steps)
+
+    @property
+    def ratio(self) -> Ratio:
+        return "ratio_norm" if self.ratio_norm else "plain"
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        if self.ratio_norm and sampler.log_prob_form != "mean":
+            raise ValueError(
+                f"ratio_norm=true normalises a Gaussian log-prob, the sampler's form is {sampler.log_prob_form!r}: "
+                "use flow_sde or dance_sde, or set ratio_norm=false"
+            )
+        ClippedConfig.check(self, sampler, num_steps)
+
+
+def normalised_log_ratio(policy: StepDistribution, mean_old: Tensor, x_next: Tensor) -> Tensor:
+    """mean over dims of (x' - mean_old) / s * (mean - mean_old), per sample, [B]; all else [B, ...] float32.
+
+    >>> import torch
+    >>> policy = StepDistribution(mean=torch.full((1, 2), 0.5), std=torch.tensor([2.0]))
+    >>> float(normalised_log_ratio(policy, torch.zeros(1, 2), torch.ones(1, 2)))
+    0.25
+    """
+    noise = (x_next.float() - mean_old) / expand(policy.std, mean_old)
+    return (noise * (policy.mean - mean_old)).flatten(1).mean(dim=1)
+
+
+def step_weight(form: Reweight, sampler: Sampler, step: Step) -> Tensor | None:
+    """delta of each edge, [B]; None is 1."""
+    if form == "none":
+        return None
+    length = (step.sigma_next - step.sigma).abs()
+    if form == "flow_grpo":
+        return 1 / length
+    gain = sampler.velocity_gain(step).abs()
+    return 1 / gain if form == "exact" else gain / length.square()
+
+
+class GrpoGuard(GrpoBase[Config]):
+    level = LEVEL
+    columns = ("mean_old",)
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
+
+    def log_ratio(self, policy: StepDistribution, batch: Microbatch, sampler: Sampler) -> Tensor:
+        if not self.config.ratio_norm:
+            return GrpoBase.log_ratio(self, policy, batch, sampler)
+        return normalised_log_ratio(policy, batch.columns["mean_old"], batch.next_latents)
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        policy, sampler = networks.transition(batch), networks.policy.sampler
+        log_ratio = self.log_ratio(policy, batch, sampler)
+        weight = step_weight(self.config.reweight, sampler, batch.step)
+        terms = clipped_terms(log_ratio, merged(batch), self.config.clip(sampler), weight)
+        return with_reference(terms, policy, batch, networks, self.config.kl)
+
+
+def build(config: Config) -> GrpoGuard:
+    return GrpoGuard(config)

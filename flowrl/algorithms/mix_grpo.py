@@ -1,0 +1,49 @@
+"""MixGRPO: a window of stochastic, trained steps slides from noisy to clean; all other steps are ODE steps.
+
+    1. window [l, l + w) of the iteration; progressive: l moves on by s every tau iterations
+    2. roll out G samples per prompt, stochastic in the window, Euler elsewhere
+    3. A_k = (r_k - mean of the group) / (std of the group + 1e-8) for each reward k; A = sum_k w_k / (sum w) A_k,
+       clipped to +-5
+    4. loss as Flow-GRPO, on the steps of the window
+
+As released, the last two steps are never trained.
+
+Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO:fastvideo/train_grpo_flux.py, fastvideo/utils/grpo_states.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
+from flowrl.plan import MixWindow, StepPlan, mix_window, window
+from flowrl.samplers.base import Sampler
+from flowrl.schedules import Schedule
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(ClippedConfig):
+    window: MixWindow = field(default_factory=MixWindow)
+    """Where the window is; see `flowrl/plan.py`."""
+    advantages: AdvantageConfig = field(
+        default_factory=lambda: AdvantageConfig(name="per_reward", std="group", eps=1e-8, ddof=1)
+    )
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        ClippedConfig.check(self, sampler, num_steps)
+        mix_window(self.window, num_steps, 0, 1)
+
+
+class MixGrpo(ClippedGrpo[Config]):
+    level = LEVEL
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        steps = mix_window(self.config.window, len(schedule), seed, iteration)
+        return window(schedule, sampler.default_noise_level(), steps)
+
+
+def build(config: Config) -> MixGrpo:
+    return MixGrpo(config)

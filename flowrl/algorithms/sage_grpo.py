@@ -1,0 +1,173 @@
+"""SAGE-GRPO: steps weighed to equal gradient norms, and a trust region around a moving anchor and the old policy.
+
+    1. roll out and credit as Flow-GRPO with the sampler `sage`; keep mean_old of every trained step
+    2. N_i = |d mean / d velocity| / std of trained step i;  S_i = median(N) / N_i (the lower median)
+    3. per edge KL_anchor = mean((mean - mean_anchor)^2) / (2 std^2), the anchor a copy of the policy that is
+       renewed every n optimizer updates; KL_old = mean((mean - mean_old)^2) / (2 std^2)
+       loss = S_i * max(-A ratio, -A clamp(ratio, 1 - c, 1 + c)) + lambda * (KL_anchor + 0.1 KL_old)
+    4. after each update lambda is multiplied by f where the trust term exceeds its target, else divided by f,
+       within its bounds
+
+S does not depend on the data. Do not combine it with GRPO-Guard's weights: both divide by the noise.
+
+Source: arXiv 2603.21872; Tencent-Hunyuan/SAGE-GRPO. The rule of step 4 is ours, the official one is not published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms._grpo import (
+    ClippedConfig,
+    GrpoBase,
+    Terms,
+    check_sde_steps,
+    clipped_terms,
+    merged,
+    with_reference,
+)
+from flowrl.algorithms.base import Networks
+from flowrl.models.weights import Weights
+from flowrl.plan import StepPlan, window
+from flowrl.process import Process
+from flowrl.samplers.base import Sampler, StepDistribution
+from flowrl.schedules import Schedule
+from flowrl.types import LossOutput, Microbatch, Prediction
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrustConfig:
+    anchor: Literal["moving", "fixed", "none"] = "moving"
+    """`moving`: a copy of the policy, renewed; `fixed`: the untrained model; `none`: no such term."""
+    every: int = 10
+    """Optimizer updates between renewals of the moving anchor."""
+    old: Literal["gaussian", "sampled", "none"] = "gaussian"
+    """Term to the old policy: the Gaussian KL; `sampled`: mean(log p_old - log p) as in the official code, whose
+    gradient on policy is 0 on average; `none`: no such term."""
+    old_weight: float = 0.1
+    """Weight of that term beside the anchor's."""
+    coef: float = 1e-7
+    """lambda at the start; 0 switches the trust region off."""
+    adaptive: bool = True
+    """Let lambda follow the target."""
+    target: float = 1e-5
+    """Of KL_anchor + old_weight * KL_old."""
+    factor: float = 1.5
+    """By which lambda moves after an update."""
+    min_coef: float = 1e-7
+    max_coef: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every={self.every} must be at least 1")
+        if self.coef < 0 or self.old_weight < 0 or self.target < 0:
+            raise ValueError("coef, old_weight and target must not be negative")
+        if self.adaptive and self.coef > 0:
+            if not self.factor > 1:
+                raise ValueError(f"factor={self.factor} must be above 1")
+            if not 0 < self.min_coef <= self.coef <= self.max_coef:
+                raise ValueError(
+                    f"coef={self.coef} must lie between min_coef={self.min_coef} and max_coef={self.max_coef}, "
+                    "and these above 0; or set adaptive=false"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(ClippedConfig):
+    equalise: bool = True
+    """Weigh steps by S_i; false weighs all alike."""
+    trust: TrustConfig = field(default_factory=TrustConfig)
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
+    advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
+
+    def __post_init__(self) -> None:
+        ClippedConfig.__post_init__(self)
+        check_sde_steps(self.sde_steps)
+
+
+def gradient_norms(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:
+    """N of the plan's trained steps, [K]: by how much a unit change of the velocity moves the mean, in stds."""
+    step = plan.steps(torch.tensor(plan.train), process)
+    zeros = torch.zeros(len(plan.train), 1)
+    std = sampler.transition(process, Prediction(zeros, zeros, zeros), zeros, step).std
+    return sampler.velocity_gain(step).abs() / std
+
+
+def equaliser(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:
+    """S of every step of the plan, [len(plan)]; 1 where a step is not trained."""
+    norms, scale = gradient_norms(plan, sampler, process), torch.ones(len(plan))
+    scale[list(plan.train)] = norms.median() / norms
+    return scale
+
+
+class SageGrpo(GrpoBase[Config]):
+    level = LEVEL
+
+    def __init__(self, config: Config) -> None:
+        GrpoBase.__init__(self, config)
+        trust = config.trust
+        self.coef = trust.coef
+        self.anchor = {"moving": "anchor", "fixed": "reference", "none": ""}[trust.anchor] if trust.coef > 0 else ""
+        self.old = trust.old if trust.coef > 0 and trust.old_weight > 0 else "none"
+        self.roles = tuple(dict.fromkeys([*self.roles, *filter(None, [self.anchor])]))
+        self.columns: tuple[str, ...] = ("mean_old",) if self.old == "gaussian" else ()
+        self.feedback: tuple[str, ...] = ("policy/trust_kl",) if self.anchor or self.old != "none" else ()
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        policy, sampler = networks.transition(batch), networks.policy.sampler
+        log_ratio = self.log_ratio(policy, batch, sampler)
+        weight = None
+        if self.config.equalise:
+            scale = equaliser(batch.plan, sampler, networks.policy.adapter.process)
+            weight = scale.to(log_ratio.device)[batch.step.index]
+        terms = clipped_terms(log_ratio, merged(batch), self.config.clip(sampler), weight)
+        if self.feedback:
+            terms = self._trusted(terms, policy, log_ratio, batch, networks)
+        return with_reference(terms, policy, batch, networks, self.config.kl)
+
+    def _trusted(
+        self, terms: Terms, policy: StepDistribution, log_ratio: Tensor, batch: Microbatch, networks: Networks
+    ) -> Terms:
+        """The terms with the trust region added."""
+        kl, metrics = torch.zeros_like(terms.loss), {}
+        if self.anchor:
+            to_anchor = policy.kl(networks.frozen(self.anchor, batch))
+            kl, metrics["policy/kl_anchor"] = kl + to_anchor, to_anchor.detach().sum()
+        if self.old != "none":
+            to_old = -log_ratio
+            if self.old == "gaussian":
+                to_old = policy.kl(StepDistribution(batch.columns["mean_old"], policy.std))
+            kl, metrics["policy/kl_old"] = kl + self.config.trust.old_weight * to_old, to_old.detach().sum()
+        metrics |= {"policy/trust_kl": kl.detach().sum(), "policy/trust_coef": kl.new_tensor(self.coef * len(batch))}
+        return Terms(terms.loss + self.coef * kl, terms.metrics | metrics, terms.per_step)
+
+    def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
+        trust = self.config.trust
+        if self.feedback and trust.adaptive:
+            moved = self.coef * trust.factor if means["policy/trust_kl"] > trust.target else self.coef / trust.factor
+            self.coef = min(max(moved, trust.min_coef), trust.max_coef)
+        if self.anchor == "anchor" and updates % trust.every == 0:
+            weights.snapshot("anchor")
+
+    def state_dict(self) -> dict:
+        return {"trust_coef": self.coef}
+
+    def load_state_dict(self, state: dict) -> None:
+        if set(state) != {"trust_coef"}:
+            raise ValueError(f"sage_grpo keeps trust_coef, the checkpoint has {sorted(state)}")
+        self.coef = float(state["trust_coef"])
+
+
+def build(config: Config) -> SageGrpo:
+    return SageGrpo(config)

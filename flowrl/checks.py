@@ -1,0 +1,78 @@
+"""What spans several components of a configuration, refused before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flowrl.strict import ConfigError
+
+if TYPE_CHECKING:
+    from flowrl.config import Resolved
+
+
+def check(resolved: Resolved) -> None:
+    """Refuse combinations that no single component can judge.
+
+    Raises:
+        ConfigError: naming the key, the value and the remedy.
+    """
+    if all(plan.entry.weight == 0 for plan in resolved.rewards):
+        raise ConfigError("rewards: every weight is 0, so there is nothing to train on; give one a weight")
+    _check_guidance(resolved)
+    _check_credit(resolved)
+    _check_steps(resolved)
+    _check_method(resolved)
+
+
+def _check_guidance(resolved: Resolved) -> None:
+    wanted = getattr(resolved.algorithm.config, "guidance_scale", None)
+    given = resolved.run.rollout.guidance_scale
+    if wanted is not None and wanted != given:
+        raise ConfigError(
+            f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method "
+            "with log-probs needs the same; set both alike, or leave algorithm.guidance_scale out"
+        )
+
+
+def _check_credit(resolved: Resolved) -> None:
+    """The advantage rule against the size of a group and the number of rewards."""
+    rule = getattr(resolved.algorithm.config, "advantages", None)
+    if rule is None:
+        return
+    try:
+        rule.check_group(resolved.run.rollout.group_size)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{error}") from None
+    if rule.gate is not None and max(rule.gate.easy, rule.gate.hard) >= len(resolved.rewards):
+        raise ConfigError(
+            f"algorithm.advantages.gate: easy={rule.gate.easy} and hard={rule.gate.hard} are places in `rewards`, "
+            f"from 0, which has {len(resolved.rewards)}"
+        )
+
+
+def _check_steps(resolved: Resolved) -> None:
+    run = resolved.run
+    steps, trained = run.rollout.num_inference_steps, getattr(resolved.algorithm.config, "sde_steps", None)
+    if steps < 2:
+        raise ConfigError(f"rollout.num_inference_steps={steps}: at least 2, since the last step is never trained")
+    if trained is not None and max(trained) > steps - 2:
+        raise ConfigError(
+            f"algorithm.sde_steps={trained}: with rollout.num_inference_steps={steps} "
+            f"the last trainable step is {steps - 2}"
+        )
+    if resolved.sampler.build().default_noise_level() == 0:
+        raise ConfigError(
+            f"rollout.sampler={run.rollout.sampler}: this sampler is deterministic, its steps have no log-prob; "
+            "use flow_sde with noise_level above 0"
+        )
+
+
+def _check_method(resolved: Resolved) -> None:
+    """What the method itself asks of the sampler and the number of steps, where its Config has a `check`."""
+    method = getattr(resolved.algorithm.config, "check", None)
+    if method is None:
+        return
+    try:
+        method(resolved.sampler.build(), resolved.run.rollout.num_inference_steps)
+    except ValueError as error:
+        raise ConfigError(f"algorithm ({resolved.algorithm.name}): {error}") from None

@@ -1,0 +1,59 @@
+"""Flow-DPPO: what is dropped and what is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowrl.algorithms import flow_grpo
+from flowrl.algorithms.flow_dppo import Config, build, masked_ratio_loss
+from tests.toys import ToyAdapter, bitwise, draw_advantages, nudge, off_policy, roll_out
+
+
+def test_on_policy_its_gradient_is_flow_grpos_and_nothing_is_dropped():
+    """grpo_family 7.7, even at threshold 0."""
+    found, expected = (
+        off_policy(algorithm, size=0.0)
+        for algorithm in (build(Config(threshold=0.0)), flow_grpo.build(flow_grpo.Config()))
+    )
+    assert bitwise(found, expected)
+
+
+def test_at_threshold_zero_exactly_the_aligned_terms_are_dropped():
+    """grpo_family 7.7: r > 1 and A > 0, or r < 1 and A < 0."""
+    session = roll_out(ToyAdapter(), algorithm=build(Config(threshold=0.0)))
+    nudge(session.adapter.network)
+    advantage = draw_advantages(len(session.edges))
+    (batch,) = session.batches(advantage, batch_size=30)
+    output = session.algorithm.loss(batch, session.networks)
+    ratio, a = output.per_step["policy/ratio"], batch.advantage[:, 0]
+    aligned = ((ratio > 1) & (a > 0)) | ((ratio < 1) & (a < 0))
+    assert torch.equal(output.per_step["policy/clip_fraction"].bool(), aligned)
+    assert 0 < int(aligned.sum()) < len(batch)
+    assert_close(output.loss, -(a * ratio)[~aligned].sum(), rtol=1e-5, atol=1e-6)
+    split = output.metrics["policy/clip_fraction_positive"] + output.metrics["policy/clip_fraction_negative"]
+    assert float(split) == int(aligned.sum())
+
+
+def test_at_an_infinite_threshold_it_is_the_unclipped_surrogate():
+    """grpo_family 7.7: that of a clip range so wide that it never acts."""
+    found = off_policy(build(Config(threshold=float("inf"))))
+    expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=100.0)))
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_an_infinite_ratio_behind_the_mask_leaves_no_nan():
+    """grpo_family 7.7: no inf * 0."""
+    log_ratio = torch.tensor([200.0, 0.1], requires_grad=True)
+    loss, dropped = masked_ratio_loss(log_ratio, torch.ones(2), torch.tensor([True, False]))
+    loss.sum().backward()
+    assert dropped.tolist() == [True, False]
+    assert log_ratio.grad.tolist()[0] == 0.0
+    assert bool(log_ratio.grad.isfinite().all())
+
+
+def test_a_negative_threshold_is_refused():
+    with pytest.raises(ValueError, match="threshold=-1"):
+        Config(threshold=-1.0)
