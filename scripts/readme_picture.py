@@ -77,8 +77,8 @@ def block(folder: Path) -> str:
             row("paired difference", "difference", "+"),
             "",
             "Recipe `configs/quickstart.yaml`, seed 0; picture and table by `python scripts/readme_picture.py "
-            f"{folder}`. The recipe was chosen on held-out captions; how, other seeds, and how far this is from its "
-            "aim: [docs/lab.md](docs/lab.md).",
+            f"{folder}`. Other seeds, other numbers of steps, and how the recipe was chosen: "
+            "[docs/lab.md](docs/lab.md).",
         ]
     )
 

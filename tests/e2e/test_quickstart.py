@@ -36,7 +36,8 @@ def test_the_embedded_model_is_small_and_has_no_pickle():
 
 @pytest.mark.slow
 def test_the_quickstart_raises_strict_accuracy(tmp_path: Path):
-    # The aim is 15 points with the interval's lower end above 10; docs/lab.md says how far it is.
+    # The aim is 15 points with the interval's lower end above 10, which docs/lab.md shows for three seeds. Another
+    # processor rounds differently and so trains another run of the same recipe: a little less is asked for here.
     words = ["train", str(ROOT / "configs" / "quickstart.yaml"), f"output={tmp_path}", "eval.every=0"]
     command = [sys.executable, "-m", "flowrl", *words, "--processes", "2"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=1800)
@@ -44,7 +45,8 @@ def test_the_quickstart_raises_strict_accuracy(tmp_path: Path):
     base, gain = summary["base"]["shapes_strict"], summary["difference"]["shapes_strict"]
     assert base["n"] >= 500
     assert 0.35 <= base["mean"] <= 0.65
-    assert gain["mean"] > 0.02
+    assert gain["mean"] > 0.12
+    assert gain["low"] > 0.08
     assert (tmp_path / "quickstart" / "gallery" / "index.html").stat().st_size > 100_000
 
 
