@@ -46,8 +46,8 @@ def recipes() -> dict[str, Path]:
 
 def fingerprint(recipe: Path) -> str:
     """Of the recipe, the model, the shared code, and the recipe's own sampler and algorithm."""
-    digest = hashlib.sha256(recipe.read_bytes())
     tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
     sampler, algorithm = tree["rollout"]["sampler"]["name"], tree["algorithm"]["name"]
     own = ("flowrl/algorithms/_*.py", f"flowrl/samplers/{sampler}.py", f"flowrl/algorithms/{algorithm}.py")
     for pattern in (*NUMERIC, *own):
