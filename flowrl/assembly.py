@@ -68,12 +68,7 @@ def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
         ConfigError, ModelError, RewardError: something the user can mend.
     """
     config, options = resolved.run, resolved.model.config
-    samples = config.rollout.prompts_per_iteration * config.rollout.group_size
-    if samples < world.size:
-        raise ConfigError(
-            f"rollout.prompts_per_iteration x rollout.group_size = {samples} samples cannot keep {world.size} "
-            "processes busy; raise one of them or start fewer processes"
-        )
+    _require_samples(config.samples_per_iteration, world)
     train = load_prompts(config.data.prompts, "data.prompts")
     held_out = train
     if config.data.eval_prompts is not None:
@@ -127,6 +122,14 @@ def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
             save_images=config.eval.save_images,
         ),
     )
+
+
+def _require_samples(samples: int, world: World) -> None:
+    if samples < world.size:
+        raise ConfigError(
+            f"rollout.prompts_per_iteration x rollout.group_size = {samples} samples cannot keep {world.size} "
+            "processes busy; raise one of them or start fewer processes"
+        )
 
 
 def _scorer(plans: tuple[RewardPlan, ...]) -> Scorer:

@@ -77,14 +77,14 @@ def percent(value: dict, sign: str = "") -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def line(head: str, cell: dict, *, stale: bool, metric: str = "shapes_strict") -> str:
-    """A row of the table."""
+def line(head: str, cell: dict, *, stale: bool, searched: bool, metric: str = "shapes_strict") -> str:
+    """A row of the table; `searched` says whether the recipe looks for the base's best CFG."""
     values = cell["summary"]
     rival, spent = values["base_best_guidance"], values["evaluations"]
     columns = (
         head,
         percent(values["base"][metric]),
-        f"{percent(rival[metric])} at {rival['guidance_scale']:g}",
+        f"{percent(rival[metric])} at {rival['guidance_scale']:g}" if searched else "not searched",
         percent(values["tuned"][metric]),
         percent(values["difference"][metric], "+"),
         f"{spent['rollout']:.2f} + {spent['train']:.2f}",
@@ -110,12 +110,14 @@ def page(results: dict) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, recipe in recipes().items():
+        searched = bool(yaml.safe_load(recipe.read_text(encoding="utf-8"))["eval"].get("best_guidance"))
         for seed in SEEDS:
             cell = results.get(f"{name}/{seed}")
             if cell is None:
                 lines.append(f"| {name} | {seed} | | | | | | | | not run |")
             else:
-                lines.append(line(f"{name} | {seed}", cell, stale=cell["fingerprint"] != fingerprint(recipe)))
+                stale = cell["fingerprint"] != fingerprint(recipe)
+                lines.append(line(f"{name} | {seed}", cell, stale=stale, searched=searched))
     notes = ROOT / "docs" / "lab" / "notes.md"
     return "\n".join(lines) + "\n" + ("\n" + notes.read_text(encoding="utf-8") if notes.is_file() else "")
 

@@ -18,28 +18,9 @@ from flowrl.samplers import ddim, flow_sde, ode
 from flowrl.samplers.base import StepDistribution
 from flowrl.samplers.flow_sde import flow_sde_step
 from flowrl.types import Step
-from tests.toys import flow_schedule, vp_alphas_cumprod, vp_schedule
+from tests.toys import column, flow_schedule, make_step, vp_alphas_cumprod, vp_schedule
 
 FLOW, VP = FlowProcess(), VPProcess()
-
-
-def column(*values: float) -> torch.Tensor:
-    return torch.tensor(values)
-
-
-def make_step(process, sigma: float, sigma_next: float, noise_level: float, ceiling: float = 0.96) -> Step:
-    sigmas = column(sigma, sigma_next)
-    alpha, alpha_next = process.alpha(sigmas).split(1)
-    return Step(
-        alpha=alpha,
-        sigma=sigmas[:1],
-        alpha_next=alpha_next,
-        sigma_next=sigmas[1:],
-        timestep=1000 * sigmas[:1],
-        index=torch.zeros(1, dtype=torch.int64),
-        noise_level=column(noise_level),
-        sigma_ceiling=column(ceiling),
-    )
 
 
 def all_steps(schedule, process, noise_level: float) -> Step:

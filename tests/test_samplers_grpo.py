@@ -22,14 +22,11 @@ from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama
 from flowrl.samplers.sage import unit_variance
 from flowrl.schedules import Schedule, shifted_linspace
 from flowrl.types import Step
-from tests.toys import flow_schedule, vp_schedule
+from tests import toys
+from tests.toys import column, flow_schedule, vp_schedule
 
 FLOW, VP = FlowProcess(), VPProcess()
 SDE = ("flow_sde", "dance_sde", "wan_sde", "memoryless", "sage")
-
-
-def column(*values: float) -> Tensor:
-    return torch.tensor(values)
 
 
 def build(name: str, **options: float) -> Sampler:
@@ -39,18 +36,7 @@ def build(name: str, **options: float) -> Sampler:
 
 def make_step(sigma: float, sigma_next: float, level: float, *, ceiling: float = 0.96) -> Step:
     """One step of a flow."""
-    sigmas = column(sigma, sigma_next)
-    alpha, alpha_next = FLOW.alpha(sigmas).split(1)
-    return Step(
-        alpha=alpha,
-        sigma=sigmas[:1],
-        alpha_next=alpha_next,
-        sigma_next=sigmas[1:],
-        timestep=1000 * sigmas[:1],
-        index=torch.zeros(1, dtype=torch.int64),
-        noise_level=column(level),
-        sigma_ceiling=column(ceiling),
-    )
+    return toys.make_step(FLOW, sigma, sigma_next, level, ceiling)
 
 
 def linspace_schedule(num_steps: int, shift: float = 1.0) -> Schedule:

@@ -46,7 +46,7 @@ def pipeline(seed: int = 0, *, sd35: bool = False, **scheduler: Any) -> Any:
     """`sd35` adds what SD3.5 Medium has over SD3: dual attention in the first blocks and normalised queries."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 
-    made = script("pretrain_tiny").build_pipeline(seed)
+    made = script("_tiny_sd3").build_pipeline(seed)
     if sd35:
         torch.manual_seed(seed)
         own = {key: value for key, value in made.transformer.config.items() if not key.startswith("_")}

@@ -29,7 +29,7 @@ from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule, flow_match_euler
-from flowrl.types import Condition, Edges, Microbatch, SampleId, Samples
+from flowrl.types import Condition, Edges, Microbatch, SampleId, Samples, Step
 
 SHAPE = (2, 4, 4)
 WIDTH = 3
@@ -240,3 +240,23 @@ def nudge(network: nn.Module, size: float = 0.02, seed: int = 1) -> None:
     with torch.no_grad():
         for p in network.parameters():
             p.add_(size * torch.randn(p.shape, generator=generator))
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+def make_step(process: Process, sigma: float, sigma_next: float, noise_level: float, ceiling: float = 0.96) -> Step:
+    """One step of a path, as one sample."""
+    sigmas = column(sigma, sigma_next)
+    alpha, alpha_next = process.alpha(sigmas).split(1)
+    return Step(
+        alpha=alpha,
+        sigma=sigmas[:1],
+        alpha_next=alpha_next,
+        sigma_next=sigmas[1:],
+        timestep=1000 * sigmas[:1],
+        index=torch.zeros(1, dtype=torch.int64),
+        noise_level=column(noise_level),
+        sigma_ceiling=column(ceiling),
+    )

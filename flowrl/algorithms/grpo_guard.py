@@ -7,8 +7,9 @@ With s the step's std, z = (x' - mean_old) / s the noise of the rollout, mean ov
     3. loss = delta * max(-A r_hat, -A clamp(r_hat, 1 - c, 1 + c)), delta = 1 / |d mean / d velocity|,
        so that on policy every step moves the velocity equally
 
-The published weights are delta = 1 / |dt| (Flow-SDE, where it is `exact` up to a constant) and beta / |dt| with
-beta = |d mean / d velocity| / |dt| (Dance-SDE, where `exact` would divide by beta). The KL is added unscaled.
+The published weights are delta = 1 / |dt| (Flow-SDE, where below sigma = 1 it is `exact` up to a constant) and
+beta / |dt| with beta = |d mean / d velocity| / |dt| (Dance-SDE, where `exact` would divide by beta). The KL is
+added unscaled.
 
 Source: arXiv 2510.22319; yifan123/flow_grpo:scripts/train_sd3_GRPO_Guard.py, config/grpo_guard.py.
 """
