@@ -13,8 +13,9 @@ from flowrl.advantages import AdvantageConfig, Advantages, advantages, unclipped
 from flowrl.algorithms.base import Networks, parity_tolerance
 from flowrl.models.weights import Weights
 from flowrl.objectives import clipped_ratio_loss
-from flowrl.plan import StepPlan
+from flowrl.plan import StepPlan, window
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
+from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
 from flowrl.types import LossOutput, Microbatch, SampleId
 
@@ -63,7 +64,10 @@ class GrpoConfig:
 
     SEPARATE: ClassVar[bool] = False  # whether the loss takes one advantage per reward
     SPATIAL: ClassVar[bool] = False  # whether the loss takes one ratio and one advantage per position
+    WINDOWED: ClassVar[bool] = False  # whether the method chooses the steps itself
 
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     guidance_scale: float | None = None
@@ -86,6 +90,15 @@ class GrpoConfig:
             )
         if self.kl.coef < 0:
             raise ValueError(f"kl.coef={self.kl.coef} must not be negative")
+        if self.sde_steps is not None:
+            self._check_sde_steps(self.sde_steps)
+
+    def _check_sde_steps(self, steps: list[int]) -> None:
+        """Their upper end is known once there is a grid."""
+        if self.WINDOWED:
+            raise ValueError(f"sde_steps={steps}: this method draws its steps by its own window; leave it null")
+        if not steps or min(steps) < 0:
+            raise ValueError(f"sde_steps={steps} needs at least one step, counted from 0")
 
     @property
     def by_position(self) -> bool:
@@ -138,12 +151,6 @@ class ClippedConfig(GrpoConfig):
                 f"{sampler.log_prob_form!r}: set spatial.ratio=sample, or use flow_sde or dance_sde"
             )
         self.clip(sampler)
-
-
-def check_sde_steps(steps: list[int] | None) -> None:
-    """Refuse an empty or negative list of trained steps; its upper end is known once there is a grid."""
-    if steps is not None and (not steps or min(steps) < 0):
-        raise ValueError(f"sde_steps={steps} needs at least one step, counted from 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +228,9 @@ class GrpoBase(Generic[C]):
         self.config = config
         self.roles: tuple[str, ...] = ("reference",) if config.kl.coef > 0 else ()
         self.spatial = config.spatial
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
         rule = advantages if self.spatial is None else unclipped

@@ -15,10 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo, check_sde_steps
-from flowrl.plan import StepPlan, window
-from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
+from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
 
 LEVEL = "tested"
 
@@ -27,19 +24,9 @@ LEVEL = "tested"
 class Config(ClippedConfig):
     SPATIAL: ClassVar[bool] = True
 
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
-
-    def __post_init__(self) -> None:
-        ClippedConfig.__post_init__(self)
-        check_sde_steps(self.sde_steps)
-
 
 class FlowGrpo(ClippedGrpo[Config]):
     level = LEVEL
-
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
 
 def build(config: Config) -> FlowGrpo:
