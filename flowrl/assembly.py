@@ -22,6 +22,7 @@ from flowrl.rng import derive
 from flowrl.rollout import Policy
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
+from flowrl.spatial import Mapper, mapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Parts:
     policy: Policy
     learner: Learner
     evaluator: Evaluator
+    maps: Mapper | None
+    """Where the advantages of a rollout's pictures count, for a method with `spatial`."""
 
     def introduction(self) -> str:
         """One line on what is about to run."""
@@ -61,8 +64,10 @@ class Parts:
         return line
 
 
-def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
+def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool = True) -> Parts:
     """Load what the configuration names, cheapest first, and try the rewards before anything is trained.
+
+    `training` False leaves out what no evaluation needs: the backbone of saliency maps.
 
     Raises:
         ConfigError, ModelError, RewardError: something the user can mend.
@@ -92,6 +97,9 @@ def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
     # A plan that cannot be made is the user's to mend, now rather than after the base evaluation.
     algorithm.plan(schedule, sampler, 1, config.seed)
+    maps = None
+    if training and algorithm.spatial is not None:
+        maps = mapper(algorithm.spatial, adapter.latent_shape(), world.device)
     return Parts(
         resolved=resolved,
         world=world,
@@ -121,6 +129,7 @@ def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
             batch_size=config.eval.batch_size,
             save_images=config.eval.save_images,
         ),
+        maps=maps,
     )
 
 

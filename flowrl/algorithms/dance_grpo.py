@@ -34,6 +34,7 @@ LEVEL = "experimental"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
     SEPARATE: ClassVar[bool] = True
+    SPATIAL: ClassVar[bool] = True
 
     timestep_fraction: float = 0.6
     """Share of the trained steps that each sample keeps, rounded down."""

@@ -13,6 +13,7 @@ Source: arXiv 2505.05470; yifan123/flow_grpo:scripts/train_sd3.py, config/grpo.p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo, check_sde_steps
 from flowrl.plan import StepPlan, window
@@ -24,6 +25,8 @@ LEVEL = "tested"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
+    SPATIAL: ClassVar[bool] = True
+
     sde_steps: list[int] | None = None
     """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
 

@@ -59,8 +59,8 @@ def command(
     console.print(_memory_table(resolved, result, len(texts)))
     console.print(_phase_table(result))
     console.print(
-        f"largest: {result.peak.name}, {size(result.peak.peak)}. Not in it: reward models, the CUDA context, library "
-        "workspaces, fragmentation; add 10 to 20 %. Formulas: flowrl/memory.py."
+        f"largest: {result.peak.name}, {size(result.peak.peak)}. Not in it: reward models, the backbone of saliency "
+        "maps, the CUDA context, library workspaces, fragmentation; add 10 to 20 %. Formulas: flowrl/memory.py."
     )
     console.print(
         f"network per iteration: {operations(result.rollout_flop)} in the rollout, {operations(result.update_flop)} in "
