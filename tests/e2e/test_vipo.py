@@ -48,6 +48,7 @@ def test_a_run_by_position_resumes_bitwise_and_is_evaluated_without_a_backbone(p
     Trainer(resolve(load_config("run.yaml", [*SMALL, *POSITION]))).evaluate_only(Path("runs/whole"), Path("out"))
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_first_update_of_one(place: Path):
     from safetensors.torch import load_file
 
