@@ -15,10 +15,7 @@ from flowrl.models.weights import Weights
 from flowrl.objectives import clipped_ratio_loss
 from flowrl.plan import StepPlan, window
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
-<<<<<<< HEAD
 from flowrl.schedules import Schedule
-=======
->>>>>>> wt-vipo
 from flowrl.spatial import SpatialConfig
 from flowrl.types import LossOutput, Microbatch, SampleId
 
@@ -67,10 +64,7 @@ class GrpoConfig:
 
     SEPARATE: ClassVar[bool] = False  # whether the loss takes one advantage per reward
     SPATIAL: ClassVar[bool] = False  # whether the loss takes one ratio and one advantage per position
-<<<<<<< HEAD
     WINDOWED: ClassVar[bool] = False  # whether the method chooses the steps itself
-=======
->>>>>>> wt-vipo
 
     sde_steps: list[int] | None = None
     """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
@@ -105,11 +99,6 @@ class GrpoConfig:
             raise ValueError(f"sde_steps={steps}: this method draws its steps by its own window; leave it null")
         if not steps or min(steps) < 0:
             raise ValueError(f"sde_steps={steps} needs at least one step, counted from 0")
-
-    @property
-    def by_position(self) -> bool:
-        """Whether every latent position has its own ratio."""
-        return self.spatial is not None and self.spatial.ratio == "position"
 
     @property
     def by_position(self) -> bool:
@@ -239,12 +228,9 @@ class GrpoBase(Generic[C]):
         self.config = config
         self.roles: tuple[str, ...] = ("reference",) if config.kl.coef > 0 else ()
         self.spatial = config.spatial
-<<<<<<< HEAD
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
-=======
->>>>>>> wt-vipo
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
         rule = advantages if self.spatial is None else unclipped

@@ -23,16 +23,6 @@ LEVEL = "tested"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
     SPATIAL: ClassVar[bool] = True
-<<<<<<< HEAD
-=======
-
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
-
-    def __post_init__(self) -> None:
-        ClippedConfig.__post_init__(self)
-        check_sde_steps(self.sde_steps)
->>>>>>> wt-vipo
 
 
 class FlowGrpo(ClippedGrpo[Config]):

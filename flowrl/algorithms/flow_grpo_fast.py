@@ -27,10 +27,7 @@ _LARGEST_PRESET = 1e-5
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
     SPATIAL: ClassVar[bool] = True
-<<<<<<< HEAD
     WINDOWED: ClassVar[bool] = True
-=======
->>>>>>> wt-vipo
 
     window_size: int = 3
     """Steps in the window (w); 0: all steps but the last, in every iteration."""

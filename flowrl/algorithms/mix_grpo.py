@@ -28,10 +28,7 @@ LEVEL = "experimental"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
     SPATIAL: ClassVar[bool] = True
-<<<<<<< HEAD
     WINDOWED: ClassVar[bool] = True
-=======
->>>>>>> wt-vipo
 
     window: MixWindow = field(default_factory=MixWindow)
     """Where the window is; see `flowrl/plan.py`."""

@@ -27,10 +27,7 @@ LEVEL = "experimental"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
     SPATIAL: ClassVar[bool] = True
-<<<<<<< HEAD
     WINDOWED: ClassVar[bool] = True
-=======
->>>>>>> wt-vipo
 
     window: MixWindow = field(default_factory=lambda: MixWindow(interval=20))
     """Where the window is; see `flowrl/plan.py`."""
