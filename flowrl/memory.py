@@ -43,7 +43,7 @@ from flowrl.distributed import shard
 from flowrl.models.base import asset_folder, asset_roots, loading, torch_dtype
 from flowrl.models.weights import Weights
 from flowrl.plan import StepPlan
-from flowrl.types import Condition
+from flowrl.types import Condition, SampleId
 
 TEXT_BATCH = 64  # prompts per forward of the text encoders, as in flowrl.prompts.Texts
 _FLOAT, _HEADER_PER_TENSOR = 4, 140
@@ -207,17 +207,28 @@ def nodes_per_sample(plan: StepPlan) -> int:
     return len(plan.train) + sum(k - 1 not in plan.train for k in plan.train)
 
 
-def forward_rows(run: RunConfig, plan: StepPlan, samples: int, slots: int) -> tuple[int, int]:
-    """Network evaluations of an iteration's rollout and updates, for `samples` samples of `slots` prompts.
+def trained_share(resolved: Resolved, plan: StepPlan) -> float:
+    """Share of a rollout's edges that is trained where no group is dead: a method may select samples and steps."""
+    run, algorithm = resolved.run, resolved.algorithm.build()
+    size, rule = run.rollout.group_size, getattr(algorithm.config, "advantages", None)
+    samples = 1.0 if rule is None or rule.select is None else rule.select.keep / size
+    kept = algorithm.kept_edges([SampleId(0, k) for k in range(size)], plan, 1, run.seed)
+    return samples if kept is None else samples * float(kept.float().mean())
+
+
+def forward_rows(run: RunConfig, plan: StepPlan, samples: int, slots: int, share: float = 1.0) -> tuple[int, int]:
+    """Network evaluations of an iteration's rollout and updates, for `samples` samples of `slots` prompts,
+    where `share` of the edges is trained.
 
     Samples of one start share them up to the first stochastic step; CFG, a reference and dead groups apart.
     """
     steps, trained = len(plan), len(plan.train)
     if not run.rollout.shared_noise or not any(plan.stochastic):
-        return samples * steps, samples * trained
+        return samples * steps, round(samples * trained * share)
     first, updates = plan.stochastic.index(True), run.optim.updates_per_iteration
     at_start = updates * min(slots, math.ceil(samples / updates)) if first in plan.train else 0
-    return slots * (first + 1) + samples * (steps - first - 1), at_start + samples * (trained - (first in plan.train))
+    behind = round(samples * (trained - (first in plan.train)) * share)
+    return slots * (first + 1) + samples * (steps - first - 1), at_start + behind
 
 
 def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, processes: int = 1) -> Estimate:
@@ -251,7 +262,9 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
     if not run.data.cache_text:
         loaded += sum(size(part) for part in encoders.values())
-    sampled, trained_on = forward_rows(run, plan, samples, len({slot for slot, _ in own}))
+    sampled, trained_on = forward_rows(
+        run, plan, samples, len({slot for slot, _ in own}), trained_share(resolved, plan)
+    )
     measured = _measure(adapter, encoders, resolved, reference=bool(used))
     return Estimate(
         parameters=parameters,

@@ -12,7 +12,17 @@ from torch import nn
 
 from flowrl import memory
 from flowrl.config import OptimConfig, Resolved, RunConfig, resolve
-from flowrl.memory import Estimate, Meter, UnknownModel, estimate, forward_rows, locate, nodes_per_sample, skeleton
+from flowrl.memory import (
+    Estimate,
+    Meter,
+    UnknownModel,
+    estimate,
+    forward_rows,
+    locate,
+    nodes_per_sample,
+    skeleton,
+    trained_share,
+)
 from flowrl.models import sd3
 from flowrl.models.base import ModelError
 from flowrl.optim import Optimizer
@@ -209,6 +219,18 @@ def test_samples_of_one_start_share_their_forwards_up_to_the_first_stochastic_st
     assert forward_rows(run_.run, plan, samples, slots) == (samples * steps, 2 * samples)
     at_start = updates * min(slots, -(-samples // updates))
     assert forward_rows(shared, plan, samples, slots) == (2 * slots + samples * (steps - 2), at_start + samples)
+
+
+def test_steps_and_samples_that_a_method_leaves_out_are_not_counted(folder):
+    """DanceGRPO keeps int(2 * 0.5) of two steps and here two samples of a group."""
+    half = {"name": "dance_grpo", "sde_steps": [1, 2], "timestep_fraction": 0.5, "clip_range": 1e-4}
+    fewer = half | {"advantages": {"name": "group", "select": {"name": "best_worst", "keep": 2}}}
+    one, two = (resolved(str(folder), algorithm=algorithm) for algorithm in (half, fewer))
+    plan = plan_of(one, skeleton(one))
+    assert trained_share(one, plan) == 0.5
+    assert trained_share(two, plan) == pytest.approx(0.5 * 2 / two.run.rollout.group_size)
+    samples, slots = one.run.samples_per_iteration, one.run.rollout.prompts_per_iteration
+    assert forward_rows(one.run, plan, samples, slots, 0.5)[1] == samples
 
 
 def test_cached_embeddings_take_host_memory_and_not_the_device(folder):

@@ -108,8 +108,9 @@ class Geometry:
     """Of the reference, and of recomputed log-probs."""
 
 
-def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0) -> Geometry:
-    """Counts for a number of processes; `extra` frozen forwards go with each forward of the update.
+def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0, share: float = 1.0) -> Geometry:
+    """Counts for a number of processes; `extra` frozen forwards go with each forward of the update, which trains
+    `share` of the plan's edges.
 
     The most there can be: samples of one start (`rollout.shared_noise`) share forwards.
     """
@@ -120,7 +121,7 @@ def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0) -> 
         for rank in range(processes)
     ]
     samples, updates = max(parts), run.optim.updates_per_iteration
-    edges = math.ceil(samples * len(plan.train) / updates)
+    edges = math.ceil(samples * len(plan.train) * share / updates)
     forwards = updates * math.ceil(edges / run.optim.batch_size)
     rollout = len(plan) * math.ceil(samples / run.rollout.batch_size)
     return Geometry(processes, samples, rollout, forwards, extra * forwards)
@@ -131,13 +132,17 @@ def _geometry_table(resolved: Resolved, plan: StepPlan) -> Table:
     options = resolved.algorithm.config
     # A method evaluates each of its roles once beside every forward of the update.
     extra = len(resolved.algorithm.build().roles) + int(getattr(options, "old_log_prob", "") == "recompute")
-    rows = [geometry(run, plan, processes, extra) for processes in PROCESSES]
+    from flowrl.memory import trained_share
+
+    share = trained_share(resolved, plan)
+    rows = [geometry(run, plan, processes, extra, share) for processes in PROCESSES]
     table = _table("", *(f"{g.processes} process{'es' if g.processes > 1 else ''}" for g in rows))
     updates, trained = run.optim.updates_per_iteration, len(plan.train)
+    selected = "" if share == 1 else f", {share:.0%} of them trained"
     table.title = (
         f"{run.samples_per_iteration} samples per iteration = {run.rollout.prompts_per_iteration} prompts x "
         f"{run.rollout.group_size}; {updates} updates of {run.samples_per_iteration // updates} samples x {trained} "
-        f"steps; {run.iterations} iterations = {run.iterations * updates} updates"
+        f"steps{selected}; {run.iterations} iterations = {run.iterations * updates} updates"
     )
     guided = " (CFG: batch doubled)" if run.rollout.guidance_scale > 1 else ""
     if run.rollout.shared_noise:
