@@ -297,7 +297,8 @@ def draw(numbers: dict, file: Path) -> None:
     left.set(xlabel="denoising step", ylabel="mean log ratio / std of the step", title="mean, with 95 % interval")
     right.set(xlabel="denoising step", ylabel="std / smallest std", title="std; spread is the highest point")
     right.set_yscale("log")
-    right.set_yticks([1, 2, 4, 8, 16], labels=["1", "2", "4", "8", "16"])
+    ticks = [2**power for power in range(8)]
+    right.set_yticks(ticks, labels=[str(tick) for tick in ticks])
     right.minorticks_off()
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(file, metadata={"Date": None})

@@ -22,6 +22,7 @@ ALGORITHMS = {
 SMALL = [
     "iterations=2",
     "data.max_eval_prompts=2",
+    "data.cache_text=false",  # embeds only the captions that are drawn
     "rollout.prompts_per_iteration=2",
     "rollout.group_size=4",
     "rollout.num_inference_steps=4",
