@@ -27,7 +27,7 @@ from flowrl.plan import StepPlan, step_subsets
 from flowrl.samplers.base import Sampler
 from flowrl.types import LossOutput, Microbatch, SampleId
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

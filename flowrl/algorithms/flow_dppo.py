@@ -29,7 +29,7 @@ from flowrl.algorithms.base import Networks
 from flowrl.samplers.base import StepDistribution
 from flowrl.types import LossOutput, Microbatch
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from flowrl.plan import StepPlan, random_window, window
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 
-LEVEL = "experimental"
+LEVEL = "tested"
 # README of the official code: in a short window larger ranges crash, whatever the law.
 _LARGEST_PRESET = 1e-5
 

@@ -35,7 +35,7 @@ from flowrl.process import expand
 from flowrl.samplers.base import Sampler, StepDistribution
 from flowrl.types import LossOutput, Microbatch, Step
 
-LEVEL = "experimental"
+LEVEL = "tested"
 Reweight = Literal["exact", "flow_grpo", "dance_grpo", "none"]
 
 

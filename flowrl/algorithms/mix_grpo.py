@@ -22,7 +22,7 @@ from flowrl.plan import MixWindow, StepPlan, mix_window, window
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

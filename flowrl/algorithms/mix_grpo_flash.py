@@ -21,7 +21,7 @@ from flowrl.plan import MixWindow, StepPlan, flash, mix_window
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

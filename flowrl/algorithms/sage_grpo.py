@@ -37,7 +37,7 @@ from flowrl.process import Process
 from flowrl.samplers.base import Sampler, StepDistribution
 from flowrl.types import LossOutput, Microbatch, Prediction
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

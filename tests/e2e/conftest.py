@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -71,3 +72,18 @@ def digest(run: str | Path, iteration: int) -> str:
     """Of the tensors of a checkpoint: weights of every role, and the optimizer's moments."""
     file = Path("runs") / run / "checkpoints" / f"iteration-{iteration:06d}" / "state.safetensors"
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def assert_same_gradient(one: str, other: str, iteration: int = 1) -> None:
+    """Of two runs after one update; their processes may differ, so it is not bitwise."""
+    from safetensors.torch import load_file
+
+    # Adam turns the gradient's last digits into signs where it is tiny; its first moment is the gradient itself.
+    states = [
+        load_file(f"runs/{name}/checkpoints/iteration-{iteration:06d}/state.safetensors") for name in (one, other)
+    ]
+    moments = [name for name in states[0] if name.startswith("optim/") and name.endswith("/exp_avg")]
+    largest = max(float(states[0][name].abs().max()) for name in moments)
+    assert largest > 0
+    for name in moments:
+        np.testing.assert_allclose(states[1][name], states[0][name], rtol=1e-3, atol=1e-4 * largest)

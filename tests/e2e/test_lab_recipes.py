@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import digest
+from tests.e2e.conftest import assert_same_gradient, digest, finish, start
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs" / "lab").glob("*.yaml"))
 SMALL = (
@@ -39,6 +39,18 @@ def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, 
     # A group can be dead in so small a run, but not everywhere in both iterations: some update had a gradient.
     assert max(row.get("grad/norm", 0.0) for row in rows) > 0
     assert all(row["nfe/rollout"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
+def test_two_processes_take_the_first_update_of_one(place: Path, recipe: Path):
+    words = ("iterations=1", "optim.updates_per_iteration=1")
+    fit(recipe, "name=one", *words)
+    code, output = finish(start("train", str(recipe), *SMALL, *words, "name=two", "--processes", "2"))
+    assert code == 0, output
+    rows = [json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in ("one", "two")]
+    assert rows[0]["reward/total_mean"] == pytest.approx(rows[1]["reward/total_mean"], abs=1e-5)
+    assert_same_gradient("one", "two")
 
 
 def test_one_reward_in_two_entries_gives_separate_losses_from_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch):

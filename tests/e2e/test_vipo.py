@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from tests.e2e.conftest import digest, finish, start, train
+from tests.e2e.conftest import assert_same_gradient, digest, finish, start, train
 
 SMALL = (
     "iterations=2",
@@ -50,17 +49,10 @@ def test_a_run_by_position_resumes_bitwise_and_is_evaluated_without_a_backbone(p
 
 @pytest.mark.slow
 def test_two_processes_take_the_first_update_of_one(place: Path):
-    from safetensors.torch import load_file
-
     words = (*SMALL, *POSITION, "iterations=1", "optim.updates_per_iteration=1")
     train("name=one", *words)
     code, output = finish(start("train", "run.yaml", "name=two", *words, "--processes", "2"))
     assert code == 0, output
     one, two = rows("one")[0], rows("two")[0]
     assert one["spatial/map_mean"] == pytest.approx(two["spatial/map_mean"], abs=1e-4)
-    # As in test_reproducible: Adam's first moment is the gradient itself.
-    states = [load_file(f"runs/{name}/checkpoints/iteration-000001/state.safetensors") for name in ("one", "two")]
-    moments = [name for name in states[0] if name.startswith("optim/") and name.endswith("/exp_avg")]
-    largest = max(float(states[0][name].abs().max()) for name in moments)
-    for name in moments:
-        np.testing.assert_allclose(states[1][name], states[0][name], rtol=1e-3, atol=1e-4 * largest)
+    assert_same_gradient("one", "two")
