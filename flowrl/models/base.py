@@ -111,7 +111,7 @@ class ModelAdapter(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images [B, 3, H, W] float32 in [0, 1] from clean latents."""
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents."""
         ...
 
     def to(self, device: torch.device) -> None: ...
@@ -200,6 +200,16 @@ def load_pipeline(pipeline_class: type, config: ModelConfig, dtype: torch.dtype,
                 raise ModelError("model.revision and model.variant belong to a hub id, not to a single file")
             return pipeline_class.from_single_file(path, **options)
         return pipeline_class.from_pretrained(path, revision=config.revision, variant=config.variant, **options)
+
+
+def require_folder(path: str) -> None:
+    """Raise ModelError where a local folder is no pipeline; hub ids and single files pass."""
+    folder = Path(resolve_path(path))
+    if folder.is_dir() and not (folder / "model_index.json").is_file():
+        raise ModelError(
+            f"model.path={path!r} is no pipeline folder: it has no model_index.json; give the folder that "
+            "save_pretrained() of a pipeline wrote, or a hub id"
+        )
 
 
 def null_components(path: str) -> dict[str, None]:
