@@ -119,7 +119,9 @@ class Template:
 
     def _is_mask(self, place: Place) -> bool:
         rows = rows_of(dict(leaves(self.calls, 3))[place], 3)
-        return rows is not None and rows[0].ndim == 1 and not (rows[0].is_floating_point() and len(rows[0].unique()) > 2)
+        return (
+            rows is not None and rows[0].ndim == 1 and not (rows[0].is_floating_point() and len(rows[0].unique()) > 2)
+        )
 
     def rebuild(self, cond: Condition) -> Calls:
         """What `encode_prompt` would return for these prompts, call by call."""
@@ -165,6 +167,11 @@ def learn(encode: Callable[[list[str]], Calls]) -> Template:
                 f"encode_prompt() returns a part {_name(place)} that depends on the prompts "
                 "and has not one row per prompt"
             )
+    if not template.varying:
+        raise ModelError(
+            "two different prompts have the same embedding: model.call.max_sequence_length cuts them off, or the "
+            "pipeline puts a long instruction before them"
+        )
     return template
 
 

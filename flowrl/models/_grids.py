@@ -90,7 +90,9 @@ def schedule_of(path: Path, scheduler: Any, timesteps: Tensor, sigmas: Tensor | 
     steps = timesteps.detach().float().cpu()
     if path.is_flow:
         if sigmas is None or len(sigmas) != len(steps) + 1:
-            raise ModelError(f"{type(scheduler).__name__} does not take one step per sigma; use a first-order scheduler")
+            raise ModelError(
+                f"{type(scheduler).__name__} does not take one step per sigma; use a first-order scheduler"
+            )
         levels = sigmas.detach().float().cpu()
         return Schedule(sigmas=1 - levels if rising(levels) else levels, timesteps=steps)
     # Each step ends where the next one starts; DDIM ends the last at final_alpha_cumprod.

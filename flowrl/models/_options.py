@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -163,16 +162,8 @@ class Call:
             negative = (negative or "") if guidance_scale > 1 else None
         elif self.guidance == "guider":
             self.pipeline.guider.guidance_scale = guidance_scale
-        elif guidance_scale > 1 and prompts is None and output_type == "latent" and steps < 0:
-            raise ModelError(f"{type(self.pipeline).__name__} takes no guidance")
         if self.guidance == "embedded" and self.fixed.get("true_cfg_scale", 1) > 1:
             negative = negative or ""
         if negative is not None and "negative_prompt" in self.parameters:
             options["negative_prompt"] = [negative] * batch
         return options
-
-
-def default_of(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:
-    """Default of an argument, or None."""
-    value = parameters[name].default if name in parameters else None
-    return None if value is inspect.Parameter.empty else value

@@ -9,7 +9,7 @@ with gradients; see models/_reentry.py for how it is entered.
 from __future__ import annotations
 
 import gc
-import inspect
+import logging
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,7 +98,7 @@ class Generic:
             return self._template
         if self._freed:
             raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
-        with self._explained():
+        with self._explained(), _hushed():
             template = learn(self._encode_calls)
             calls = self._encode_calls([SHORT])
             self._probe = template.condition(calls, 1)
@@ -321,6 +321,12 @@ def build(config: Config) -> Generic:
     return Generic(pipeline, config)
 
 
-def signature(pipeline_class: type) -> inspect.Signature:
-    """Of the pipeline's call."""
-    return inspect.signature(pipeline_class.__call__)
+@contextmanager
+def _hushed():
+    """The probing prompts are made to be cut off; nobody needs to be warned of it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,504 @@
+"""Tiny random pipelines of the very classes, one builder a class, made in memory in a fraction of a second.
+
+Denoisers and VAEs are diffusers' own at toy sizes. CLIP and T5 encoders are transformers' own; larger language
+models are stood in for by `Encoder`, with a word tokenizer that pads and truncates as theirs do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests import tiny_sd3
+
+TOKENS = 8
+PROMPTS = ["a red circle", "two blue squares on the left"]
+
+
+class Output(dict):
+    """Keys as attributes, and entries by position, as transformers' outputs have them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __getitem__(self, key: Any) -> Any:
+        return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
+class Encoder(nn.Module):
+    """A language model's hidden states [B, L, width] from token ids; masked tokens reach no other."""
+
+    def __init__(self, width: int, layers: int = 3) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, width)
+        self.mix = nn.Linear(width, width)
+        self.layers, self.config = layers, SimpleNamespace(hidden_size=width, d_model=width, use_attention_mask=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.table.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.weight.device
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Output:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        x = self.table(input_ids % 512) * mask[..., None]
+        # The running mean over tokens so far: a causal model, so padding on the right changes nothing.
+        x = x + self.mix(x.cumsum(1) / mask.cumsum(1).clamp(min=1)[..., None])
+        states = tuple(x * (1 + k) for k in range(self.layers + 1))
+        return Output(last_hidden_state=x, hidden_states=states, pooler_output=x.mean(1), text_embeds=x.mean(1))
+
+
+@cache
+def words(side: str = "right") -> Any:
+    """Word tokenizer with a chat template that adds a full stop."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<pad>", "</s>", "<unk>", *tiny_sd3.script("_tiny_sd3").words(), "left", "right", "on", "the", "of"]
+    vocab = {word: number for number, word in enumerate(dict.fromkeys(known))}
+    made = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
+    )
+    tokenizer.padding_side = side
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} .{% endfor %}"
+    return tokenizer
+
+
+def t5(width: int = 32) -> tuple[Any, Any]:
+    from transformers import T5Config, T5EncoderModel
+
+    tokenizer = tiny_sd3.script("_tiny_sd3").t5_tokenizer()
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0
+    )
+    return T5EncoderModel(config), tokenizer
+
+
+def clip(*, projection: bool = False) -> tuple[Any, Any]:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    tokenizer = tiny_sd3.script("_tiny_sd3").clip_tokenizer()
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        projection_dim=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=12,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config), tokenizer
+
+
+def vae(channels: int = 4, blocks: int = 2, **options: Any) -> Any:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(8,) * blocks,
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=4,
+        sample_size=16,
+        mid_block_add_attention=False,
+        scaling_factor=0.7,
+        **({"shift_factor": 0.1} | options),
+    )
+
+
+def flow(**options: Any) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(**({"shift": 3.0} | options))
+
+
+def ddim(**options: Any) -> Any:
+    from diffusers import DDIMScheduler
+
+    sd = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    return DDIMScheduler(**(sd | {"clip_sample": False, "set_alpha_to_one": False} | options))
+
+
+def stable_diffusion() -> Any:
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+    encoder, tokenizer = clip()
+    return StableDiffusionPipeline(
+        vae=vae(),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        unet=unet,
+        scheduler=ddim(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def stable_diffusion_xl() -> Any:
+    from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=64,
+        attention_head_dim=4,
+        norm_num_groups=4,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 1),
+        projection_class_embeddings_input_dim=80,
+    )
+    (first, tokenizer), (second, tokenizer_2) = clip(), clip(projection=True)
+    return StableDiffusionXLPipeline(
+        vae=vae(),
+        text_encoder=first,
+        text_encoder_2=second,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer_2,
+        unet=unet,
+        scheduler=ddim(),
+        add_watermarker=False,
+    )
+
+
+def stable_diffusion_3() -> Any:
+    return tiny_sd3.pipeline(shift=3.0)
+
+
+def _flux_network(kind: Any, **options: Any) -> Any:
+    return kind(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 4, 8),
+        **options,
+    )
+
+
+def flux() -> Any:
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    (first, tokenizer), (second, tokenizer_2) = clip(), t5()
+    return FluxPipeline(
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=vae(),
+        text_encoder=first,
+        tokenizer=tokenizer,
+        text_encoder_2=second,
+        tokenizer_2=tokenizer_2,
+        transformer=_flux_network(FluxTransformer2DModel, pooled_projection_dim=32, guidance_embeds=True),
+    )
+
+
+def chroma() -> Any:
+    from diffusers import ChromaPipeline, ChromaTransformer2DModel
+
+    encoder, tokenizer = t5()
+    network = _flux_network(
+        ChromaTransformer2DModel, approximator_num_channels=64, approximator_hidden_dim=32, approximator_layers=1
+    )
+    return ChromaPipeline(
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=vae(),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        transformer=network,
+    )
+
+
+def qwen_image() -> Any:
+    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+
+    made = QwenImagePipeline(
+        scheduler=flow(use_dynamic_shifting=True, shift_terminal=0.02, time_shift_type="exponential"),
+        vae=AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False],
+            latents_mean=[0.1] * 4,
+            latents_std=[1.5] * 4,
+        ),
+        text_encoder=Encoder(16),
+        tokenizer=words(),
+        transformer=QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            axes_dims_rope=(8, 4, 4),
+        ),
+    )
+    # As in the real template, something follows the prompt, so that an empty one has tokens too.
+    made.prompt_template_encode, made.prompt_template_encode_start_idx = "a {} .", 1
+    return made
+
+
+def _wan_network() -> Any:
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+
+
+def wan(*, experts: bool = False, scheduler: Any = None) -> Any:
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
+
+    encoder, tokenizer = t5()
+    if scheduler is None:
+        # Order 1 without corrector is the Euler step, so that the pipeline's own call can be compared.
+        scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=3.0,
+            solver_order=1,
+            disable_corrector=list(range(100)),
+        )
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        vae=AutoencoderKLWan(
+            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+        ),
+        scheduler=scheduler,
+        transformer=_wan_network(),
+        transformer_2=_wan_network() if experts else None,
+        boundary_ratio=0.8 if experts else None,
+    )
+
+
+def wan_2_2() -> Any:
+    return wan(experts=True, scheduler=flow())
+
+
+def _dc() -> Any:
+    from diffusers import AutoencoderDC
+
+    return AutoencoderDC(
+        in_channels=3,
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"),
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        decoder_norm_types="rms_norm",
+        decoder_act_fns="silu",
+        scaling_factor=0.4,
+    )
+
+
+def sana() -> Any:
+    from diffusers import DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+
+    return SanaPipeline(
+        tokenizer=words(),
+        text_encoder=Encoder(8),
+        vae=_dc(),
+        transformer=SanaTransformer2DModel(
+            patch_size=1,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=4,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=4,
+            cross_attention_dim=8,
+            caption_channels=8,
+            sample_size=32,
+        ),
+        # Order 1 is the Euler step, so that the pipeline's own call can be compared.
+        scheduler=DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, solver_order=1
+        ),
+    )
+
+
+def z_image() -> Any:
+    from diffusers import ZImagePipeline, ZImageTransformer2DModel
+
+    return ZImagePipeline(
+        scheduler=flow(),
+        vae=vae(),
+        text_encoder=Encoder(16),
+        tokenizer=words(),
+        transformer=ZImageTransformer2DModel(
+            all_patch_size=(2,),
+            all_f_patch_size=(1,),
+            in_channels=4,
+            dim=32,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=16,
+            axes_dims=[8, 4, 4],
+            axes_lens=[256, 32, 32],
+        ),
+    )
+
+
+def lumina_2() -> Any:
+    from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
+
+    return Lumina2Pipeline(
+        transformer=Lumina2Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            hidden_size=16,
+            num_layers=2,
+            num_refiner_layers=1,
+            num_attention_heads=2,
+            num_kv_heads=2,
+            multiple_of=16,
+            axes_dim_rope=[4, 2, 2],
+            axes_lens=[300, 32, 32],
+            cap_feat_dim=8,
+        ),
+        scheduler=flow(use_dynamic_shifting=False, shift=6.0),
+        vae=vae(),
+        text_encoder=Encoder(8),
+        tokenizer=words(),
+    )
+
+
+def ltx() -> Any:
+    from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
+
+    encoder, tokenizer = t5()
+    made = AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+        patch_size=1,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    made.use_framewise_encoding = made.use_framewise_decoding = False
+    return LTXPipeline(
+        scheduler=flow(use_dynamic_shifting=True, shift_terminal=0.1, base_shift=0.95, max_shift=2.05),
+        vae=made,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        transformer=LTXVideoTransformer3DModel(
+            in_channels=8,
+            out_channels=8,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            cross_attention_dim=16,
+            num_layers=1,
+            caption_channels=32,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline and how it is called."""
+
+    build: Callable[[], Any]
+    call: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[tuple[int, int], ...] = ((16, 16), (24, 16))
+    fast: bool = False
+    """Stands for a code path in the default suite."""
+    free: float = 1.0
+    """Guidance scale without guidance."""
+    batches: tuple[int, ...] = (1, 2)
+
+
+_TOKENS = {"max_sequence_length": TOKENS}
+_CLIP = {"num_frames": 9, **_TOKENS}
+CASES: dict[str, Case] = {
+    "sd": Case(stable_diffusion, fast=True),
+    "sdxl": Case(stable_diffusion_xl),
+    "sd3": Case(stable_diffusion_3, _TOKENS, ((32, 32), (48, 16)), fast=True),
+    "flux": Case(flux, _TOKENS, fast=True),
+    "flux_true_cfg": Case(flux, {**_TOKENS, "true_cfg_scale": 3.0, "negative_prompt": "blue"}),
+    "chroma": Case(chroma, _TOKENS),
+    "qwen_image": Case(qwen_image, _TOKENS, fast=True),
+    "wan": Case(wan, _CLIP, ((16, 16), (32, 16)), fast=True),
+    "wan_2_2": Case(wan_2_2, _CLIP, ((16, 16), (32, 16))),
+    "sana": Case(sana, {**_TOKENS, "complex_human_instruction": []}, ((32, 32), (64, 32)), fast=True),
+    "z_image": Case(z_image, _TOKENS, fast=True, free=0.0),
+    "lumina_2": Case(lumina_2, {**_TOKENS, "system_prompt": "a"}),
+    "ltx": Case(ltx, {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True),
+}
+
+
+def make(name: str, seed: int = 0) -> Any:
+    """The pipeline of a case: random weights, none of them zero."""
+    torch.manual_seed(seed)
+    made = CASES[name].build()
+    for part in made.components.values():
+        if isinstance(part, nn.Module):
+            part.eval()
+            for p in part.parameters():
+                if not bool(p.any()):
+                    # Gates and last layers that start at zero would hide everything before them.
+                    nn.init.normal_(p, std=0.1)
+    made.set_progress_bar_config(disable=True)
+    return made
