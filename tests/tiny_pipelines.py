@@ -60,18 +60,20 @@ class Encoder(nn.Module):
 @cache
 def words(side: str = "right") -> Any:
     """Word tokenizer with a chat template that adds a full stop."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     known = ["<pad>", "</s>", "<unk>", *tiny_sd3.script("_tiny_sd3").words(), "left", "right", "on", "the", "of"]
     vocab = {word: number for number, word in enumerate(dict.fromkeys(known))}
     made = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", vocab["</s>"])])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
     )
     tokenizer.padding_side = side
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} .{% endfor %}"
+    text = "{{ m['content'] if m['content'] is string else m['content'][0]['text'] }}"
+    tokenizer.chat_template = "{% for m in messages %}" + text + " .{% endfor %}"
     return tokenizer
 
 
@@ -85,7 +87,7 @@ def t5(width: int = 32) -> tuple[Any, Any]:
     return T5EncoderModel(config), tokenizer
 
 
-def clip(*, projection: bool = False) -> tuple[Any, Any]:
+def clip(*, projection: bool = False, positions: int = 12) -> tuple[Any, Any]:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     tokenizer = tiny_sd3.script("_tiny_sd3").clip_tokenizer()
@@ -96,7 +98,7 @@ def clip(*, projection: bool = False) -> tuple[Any, Any]:
         projection_dim=32,
         num_hidden_layers=3,
         num_attention_heads=4,
-        max_position_embeddings=12,
+        max_position_embeddings=positions,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -267,8 +269,7 @@ def qwen_image() -> Any:
             axes_dims_rope=(8, 4, 4),
         ),
     )
-    # As in the real template, something follows the prompt, so that an empty one has tokens too.
-    made.prompt_template_encode, made.prompt_template_encode_start_idx = "a {} .", 1
+    made.prompt_template_encode, made.prompt_template_encode_start_idx = "a {}", 1
     return made
 
 
@@ -412,7 +413,7 @@ def lumina_2() -> Any:
             cap_feat_dim=8,
         ),
         scheduler=flow(use_dynamic_shifting=False, shift=6.0),
-        vae=vae(),
+        vae=vae(blocks=4),
         text_encoder=Encoder(8),
         tokenizer=words(),
     )
@@ -456,6 +457,267 @@ def ltx() -> Any:
     )
 
 
+def mochi() -> Any:
+    from diffusers import AutoencoderKLMochi, MochiPipeline, MochiTransformer3DModel
+
+    encoder, tokenizer = t5()
+    return MochiPipeline(
+        scheduler=flow(invert_sigmas=True, shift=1.0),
+        vae=AutoencoderKLMochi(
+            encoder_block_out_channels=(32, 32, 32, 32),
+            decoder_block_out_channels=(32, 32, 32, 32),
+            layers_per_block=(1, 1, 1, 1, 1),
+        ),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        transformer=MochiTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=2,
+            pooled_projection_dim=16,
+            text_embed_dim=32,
+            time_embed_dim=4,
+            max_sequence_length=16,
+        ),
+    )
+
+
+def hunyuan_video() -> Any:
+    from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
+
+    second, tokenizer_2 = clip(positions=77)
+    return HunyuanVideoPipeline(
+        text_encoder=Encoder(16),
+        tokenizer=words(),
+        text_encoder_2=second,
+        tokenizer_2=tokenizer_2,
+        vae=AutoencoderKLHunyuanVideo(
+            latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+        ),
+        scheduler=flow(shift=7.0),
+        transformer=HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=10,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            patch_size=1,
+            text_embed_dim=16,
+            pooled_projection_dim=32,
+            rope_axes_dim=(2, 4, 4),
+        ),
+    )
+
+
+def hunyuan_video_1_5() -> Any:
+    from diffusers import (
+        AutoencoderKLHunyuanVideo15,
+        ClassifierFreeGuidance,
+        HunyuanVideo15Pipeline,
+        HunyuanVideo15Transformer3DModel,
+    )
+
+    second, tokenizer_2 = t5()
+    made = HunyuanVideo15Pipeline(
+        text_encoder=Encoder(16),
+        tokenizer=words(),
+        text_encoder_2=second,
+        tokenizer_2=tokenizer_2,
+        vae=AutoencoderKLHunyuanVideo15(
+            latent_channels=4,
+            block_out_channels=(16, 16),
+            layers_per_block=1,
+            spatial_compression_ratio=4,
+            temporal_compression_ratio=2,
+            downsample_match_channel=False,
+            upsample_match_channel=False,
+        ),
+        scheduler=flow(shift=7.0),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+        transformer=HunyuanVideo15Transformer3DModel(
+            in_channels=9,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            num_refiner_layers=1,
+            text_embed_dim=16,
+            text_embed_2_dim=32,
+            image_embed_dim=12,
+            rope_axes_dim=(4, 6, 6),
+            target_size=16,
+            task_type="t2v",
+        ),
+    )
+    made.tokenizer_max_length = made.tokenizer_2_max_length = made.vision_num_semantic_tokens = TOKENS
+    made.prompt_template_encode_start_idx, made.system_message = 1, "a"
+    return made
+
+
+def cogvideox() -> Any:
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
+
+    encoder, tokenizer = t5()
+    return CogVideoXPipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        vae=AutoencoderKLCogVideoX(
+            block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2
+        ),
+        scheduler=CogVideoXDDIMScheduler(
+            prediction_type="v_prediction",
+            rescale_betas_zero_snr=True,
+            snr_shift_scale=1.0,
+            timestep_spacing="trailing",
+            clip_sample=False,
+        ),
+        transformer=CogVideoXTransformer3DModel(
+            num_attention_heads=4,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=4,
+            text_embed_dim=32,
+            num_layers=2,
+            sample_width=2,
+            sample_height=2,
+            sample_frames=9,
+            max_text_seq_length=TOKENS,
+            use_rotary_positional_embeddings=True,
+        ),
+    )
+
+
+def cogview_4() -> Any:
+    from diffusers import CogView4Pipeline, CogView4Transformer2DModel
+
+    return CogView4Pipeline(
+        tokenizer=words("left"),
+        text_encoder=Encoder(32),
+        vae=vae(),
+        scheduler=flow(shift=1.0, base_shift=0.25, max_shift=0.75, use_dynamic_shifting=True, time_shift_type="linear"),
+        transformer=CogView4Transformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            text_embed_dim=32,
+            time_embed_dim=8,
+            condition_dim=4,
+            rope_axes_dim=(32, 32),
+        ),
+    )
+
+
+def aura_flow() -> Any:
+    from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel
+
+    encoder, tokenizer = t5()
+    return AuraFlowPipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        vae=vae(),
+        scheduler=flow(shift=1.73),
+        transformer=AuraFlowTransformer2DModel(
+            sample_size=8,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            caption_projection_dim=16,
+            joint_attention_dim=32,
+            pos_embed_max_size=64,
+        ),
+    )
+
+
+def _flux2(klein: bool) -> Any:
+    from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
+
+    made = (Flux2KleinPipeline if klein else Flux2Pipeline)(
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=AutoencoderKLFlux2(
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(8, 8),
+            layers_per_block=1,
+            latent_channels=4,
+            norm_num_groups=4,
+            sample_size=16,
+        ),
+        text_encoder=Encoder(8),
+        tokenizer=words(),
+        transformer=Flux2Transformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            timestep_guidance_channels=16,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=not klein,
+        ),
+    )
+    made.system_message = "a"
+    return made
+
+
+def flux_2() -> Any:
+    return _flux2(klein=False)
+
+
+def flux_2_klein() -> Any:
+    return _flux2(klein=True)
+
+
+def pixart_sigma() -> Any:
+    from diffusers import PixArtSigmaPipeline, PixArtTransformer2DModel
+
+    encoder, tokenizer = t5()
+    return PixArtSigmaPipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        vae=vae(),
+        scheduler=ddim(),
+        transformer=PixArtTransformer2DModel(
+            sample_size=8,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=3,
+            caption_channels=32,
+            cross_attention_dim=24,
+        ),
+    )
+
+
+def sana_video() -> Any:
+    from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3DModel
+
+    return SanaVideoPipeline(
+        tokenizer=words(),
+        text_encoder=Encoder(8),
+        vae=AutoencoderKLWan(
+            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+        ),
+        scheduler=flow(shift=8.0),
+        transformer=SanaVideoTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=12,
+            cross_attention_dim=24,
+            caption_channels=8,
+            sample_size=8,
+            rope_max_seq_len=32,
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """A pipeline and how it is called."""
@@ -484,8 +746,24 @@ CASES: dict[str, Case] = {
     "wan_2_2": Case(wan_2_2, _CLIP, ((16, 16), (32, 16))),
     "sana": Case(sana, {**_TOKENS, "complex_human_instruction": []}, ((32, 32), (64, 32)), fast=True),
     "z_image": Case(z_image, _TOKENS, fast=True, free=0.0),
-    "lumina_2": Case(lumina_2, {**_TOKENS, "system_prompt": "a"}),
+    "lumina_2": Case(lumina_2, {**_TOKENS, "system_prompt": "a"}, ((32, 32), (48, 32))),
     "ltx": Case(ltx, {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True),
+    "mochi": Case(mochi, {"num_frames": 7, "max_sequence_length": 16}, ((16, 16), (32, 16))),
+    "hunyuan_video": Case(
+        hunyuan_video,
+        {"num_frames": 9, "prompt_template": {"template": "a {}", "crop_start": 1}, **_TOKENS},
+        ((16, 16), (32, 16)),
+    ),
+    "hunyuan_video_1_5": Case(hunyuan_video_1_5, {"num_frames": 5}, ((16, 16), (32, 16)), batches=(1,)),
+    "cogvideox": Case(cogvideox, _CLIP, ((16, 16), (32, 16))),
+    "cogview_4": Case(cogview_4, {"max_sequence_length": 16}, ((16, 16), (32, 16))),
+    "aura_flow": Case(aura_flow, _TOKENS, ((16, 16), (24, 16))),
+    "flux_2": Case(flux_2, {**_TOKENS, "text_encoder_out_layers": [1, 2]}),
+    "flux_2_klein": Case(flux_2_klein, {**_TOKENS, "text_encoder_out_layers": [1, 2]}),
+    "pixart_sigma": Case(pixart_sigma, _TOKENS),
+    "sana_video": Case(
+        sana_video, {"frames": 9, "complex_human_instruction": [], "max_sequence_length": 16}, ((32, 32), (64, 32))
+    ),
 }
 
 

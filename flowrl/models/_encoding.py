@@ -24,7 +24,8 @@ from flowrl.models.base import ModelError
 from flowrl.types import Condition
 
 SHORT = "a"
-LONG = " ".join(["two blue squares on the left of a large red circle, under a small green triangle,"] * 8)
+# Text in quotes is encoded apart by some pipelines.
+LONG = " ".join(['two blue squares on the left of a large red circle, under a sign that says "open",'] * 8)
 Calls = list[Any]
 Place = tuple[int | str, ...]
 
@@ -81,6 +82,7 @@ class Template:
     def condition(self, calls: Calls, batch: int) -> Condition:
         """Rows of encoded prompts."""
         found = dict(leaves(calls, batch))
+        self._check_shared(found, batch)
         entries: dict[str, Tensor | list[Tensor]] = {}
         for place in sorted(self.varying, key=str):
             part = found.get(place)
@@ -98,6 +100,14 @@ class Template:
                     torch.ones(len(row), dtype=dtype, device=row.device) for row in self._beside(entries, place)
                 ]
         return Condition(entries)
+
+    def _check_shared(self, found: dict[Place, Any], batch: int) -> None:
+        for place, kept in self.shared.items():
+            rows = rows_of(found.get(place), batch)
+            if rows is None or any(row.shape != kept.shape for row in rows) or not _alike(kept, *rows):
+                raise ModelError(
+                    f"encode_prompt() returned a part {_name(place)} that some prompts share and others not"
+                )
 
     def _beside(self, entries: dict[str, Any], mask: Place) -> list[Tensor]:
         """The tokens that a mask belongs to: the first rows of the same call."""

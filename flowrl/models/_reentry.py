@@ -17,7 +17,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from flowrl.models.base import ModelError
 TIME_ARGUMENTS = ("timestep", "timesteps", "t", "time")
 
 
-class _Stop(Exception):  # noqa: N818, it is no error
+class _Stop(Exception):
     """Ends a call where it has given what it was entered for."""
 
 
@@ -158,10 +158,8 @@ class Reentry:
                 if hook is not None:
                     handle = network.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
                     stack.callback(handle.remove)
-            try:
+            with suppress(_Stop):
                 visit.output = self._call(self.pipeline, **options)
-            except _Stop:
-                pass
         visit.timesteps = scheduler.timesteps
         sigmas = getattr(scheduler, "sigmas", None)
         visit.sigmas = torch.as_tensor(sigmas) if sigmas is not None else None

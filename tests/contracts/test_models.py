@@ -53,7 +53,10 @@ def own_call(
         return (noise, *found[1:]) if isinstance(found, tuple) else noise
 
     call = dict(tiny.CASES[name].call)
-    call["true_cfg_scale" if name == "qwen_image" else "guidance_scale"] = guidance_scale
+    if name == "hunyuan_video_1_5":
+        pipe.guider.guidance_scale = guidance_scale
+    else:
+        call["true_cfg_scale" if name == "qwen_image" else "guidance_scale"] = guidance_scale
     if name == "qwen_image" and guidance_scale > 1:
         call["negative_prompt"] = [""] * batch
     if "negative_prompt" in call and isinstance(call["negative_prompt"], str):
@@ -63,7 +66,7 @@ def own_call(
     pipe.scheduler.step, pipe.prepare_latents = stepping, preparing
     try:
         pictures = pipe(
-            tiny.PROMPTS[:batch],
+            prompt=tiny.PROMPTS[:batch],
             height=size[0],
             width=size[1],
             num_inference_steps=steps,
