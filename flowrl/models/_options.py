@@ -167,3 +167,12 @@ class Call:
         if negative is not None and "negative_prompt" in self.parameters:
             options["negative_prompt"] = [negative] * batch
         return options
+
+    def own(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        """The same arguments for the pipeline's own call on one prompt, as a person would write them."""
+        options = self.arguments(1, guidance_scale, None, steps, "pt")
+        for name in ("prompt", "output_type", "return_dict", "generator"):
+            options.pop(name, None)
+        if "negative_prompt" in options:
+            options["negative_prompt"] = options["negative_prompt"][0]
+        return options

@@ -101,6 +101,7 @@ def lora(model: Generic, *, noise: float = 0.0) -> Weights:
 # ---- the adapter is the pipeline
 
 
+@pytest.mark.slow
 def test_there_is_a_tiny_pipeline_for_every_class_of_the_table():
     missing = set(FAMILIES) - {type(tiny.CASES[name].build()).__name__ for name in tiny.CASES} - {"FluxKontextPipeline"}
     assert not missing
@@ -188,7 +189,7 @@ def test_native_and_generic_predict_the_same_on_tiny_sd3():
     x, t = noise_like(model), torch.tensor([900.0, 300.0])
     assert model.latent_shape() == native.latent_shape()
     assert torch.equal(model.schedule(7).sigmas, native.schedule(7).sigmas)
-    assert model.lora_targets == native.lora_targets or set(model.lora_targets) == set(native.lora_targets)
+    assert set(model.lora_targets) == set(native.lora_targets)
     assert model.dead_lora_modules() == native.dead_lora_modules()
     for scale in (1.0, 4.5):
         with torch.no_grad():
