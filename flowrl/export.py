@@ -200,7 +200,7 @@ def _with_update(model: Any, saved: Path, *, merge: bool) -> Any:
         return adapter
     # Not load_lora_weights: it warns that there is nothing for the text encoders, and not every pipeline has it.
     for name, network, place in lora_places(saved, components):
-        network.load_lora_adapter(place, prefix=name)
+        network.load_lora_adapter(place, prefix=name, weight_name=lora_file(place).name)
         if merge:
             network.fuse_lora()
             network.unload_lora()

@@ -74,11 +74,13 @@ FAMILIES: dict[str, Family] = {
     "QwenImagePipeline": Family(guidance="true_cfg", patch=2, dead=_LAST_TEXT),
     "SanaPipeline": Family(call=_NO_BINNING),
     "SanaVideoPipeline": Family(call=_NO_BINNING),
-    "PixArtSigmaPipeline": Family(call=_NO_BINNING),
+    "PixArtSigmaPipeline": Family(call=_NO_BINNING),  # full weights only: its network takes no adapter
     "WanPipeline": Family(),
     "HunyuanVideoPipeline": Family(guidance="embedded"),
     "HunyuanVideo15Pipeline": Family(
-        guidance="guider", decode_singly="its VAE's attention mask has no head axis and fails for a batch"
+        guidance="guider",
+        dead=_LAST_TEXT,
+        decode_singly="its VAE's attention mask has no head axis and fails for a batch",
     ),
     "LTXPipeline": Family(patch=1),
     "CogVideoXPipeline": Family(refused={"use_dynamic_cfg": "depends on the number of steps"}),
@@ -86,7 +88,7 @@ FAMILIES: dict[str, Family] = {
     "ZImagePipeline": Family(free_at=0.0, patch=2),
     "Lumina2Pipeline": Family(refused={"cfg_trunc_ratio": _FEW_STEPS}),
     "AuraFlowPipeline": Family(),
-    "MochiPipeline": Family(),
+    "MochiPipeline": Family(dead=("transformer_blocks.{last}.attn1.add_q_proj",)),
 }
 
 

@@ -84,6 +84,11 @@ class Weights:
     def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> None:
         from peft import LoraConfig
 
+        for network in self.components.values():
+            if not hasattr(network, "add_adapter"):
+                raise ModelError(
+                    f"{type(network).__name__} takes no LoRA in diffusers; train its full weights with model.lora=null"
+                )
         if not targets:
             raise ModelError(
                 f"{type(self.network).__name__} has no attention projection under the usual names: "
@@ -204,7 +209,8 @@ class Weights:
     def save(self, folder: Path, pipeline_class: type) -> None:
         """What a plain pipeline loads: `load_lora_weights(folder)`, or the folders of the denoisers for full weights.
 
-        A pipeline that takes no LoRA (PixArt) has it loaded by its network: `load_lora_adapter(folder)`.
+        A pipeline without a loader (HunyuanVideo 1.5) has it loaded by its network: `load_lora_adapter(folder,
+        prefix="transformer", weight_name="pytorch_lora_weights.safetensors")`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self.lora is None:
