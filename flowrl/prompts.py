@@ -113,7 +113,7 @@ class Texts:
             unique = list(dict.fromkeys(prompts))
             parts = self._batches(unique)
             first = next(iter(parts))
-            self.device = next(iter(first.tensors.values())).device
+            self.device = first.device
             self.table = Condition.collate([first.to("cpu"), *(part.to("cpu") for part in parts)])
             self.rows = {text: row for row, text in enumerate(unique)}
             adapter.free_text_encoders()

@@ -51,12 +51,15 @@ class Prediction:
 
 
 class Condition:
-    """Network inputs that come from the prompt: named tensors whose first dimension is the prompt.
+    """Network inputs that come from the prompt: named entries with one row per prompt.
+
+    An entry is a tensor whose first dimension is the prompt, or a list of tensors, one per prompt, where
+    lengths differ from prompt to prompt.
 
     Example: Condition({"prompt_embeds": [P, L, D], "pooled": [P, D]}).
     """
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Tensor | list[Tensor]]) -> None:
         sizes = {name: len(value) for name, value in tensors.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"a Condition needs one row per prompt in every entry, got {sizes}")
@@ -65,20 +68,43 @@ class Condition:
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         return self.tensors[name]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the entries lie."""
+        first = next(iter(self.tensors.values()))
+        return first[0].device if isinstance(first, list) else first.device
 
     def index(self, rows: Tensor) -> Condition:
         """The conditions of `rows` [B]."""
-        return Condition({name: value[rows.to(value.device)] for name, value in self.tensors.items()})
+        chosen = rows.tolist() if any(isinstance(v, list) for v in self.tensors.values()) else []
+        return Condition(
+            {
+                name: [value[row] for row in chosen] if isinstance(value, list) else value[rows.to(value.device)]
+                for name, value in self.tensors.items()
+            }
+        )
 
     def to(self, *args: Any, **kwargs: Any) -> Condition:
-        return Condition({name: value.to(*args, **kwargs) for name, value in self.tensors.items()})
+        return Condition(
+            {
+                name: [v.to(*args, **kwargs) for v in value] if isinstance(value, list) else value.to(*args, **kwargs)
+                for name, value in self.tensors.items()
+            }
+        )
 
     @staticmethod
     def collate(items: Sequence[Condition]) -> Condition:
-        """One Condition of all rows. Entries must agree in their other dimensions."""
-        return Condition({name: torch.cat([item[name] for item in items]) for name in items[0].tensors})
+        """One Condition of all rows. Entries that are tensors must agree in their other dimensions."""
+        joined: dict[str, Tensor | list[Tensor]] = {}
+        for name, first in items[0].tensors.items():
+            if isinstance(first, list):
+                joined[name] = [row for item in items for row in item[name]]
+            else:
+                joined[name] = torch.cat([item[name] for item in items])
+        return Condition(joined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class ModelAdapter(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images [B, 3, H, W] float32 in [0, 1] from clean latents."""
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents."""
         ...
 
     def to(self, device: torch.device) -> None: ...
@@ -200,6 +200,28 @@ def load_pipeline(pipeline_class: type, config: ModelConfig, dtype: torch.dtype,
                 raise ModelError("model.revision and model.variant belong to a hub id, not to a single file")
             return pipeline_class.from_single_file(path, **options)
         return pipeline_class.from_pretrained(path, revision=config.revision, variant=config.variant, **options)
+
+
+def require_folder(path: str) -> None:
+    """Raise ModelError where a local folder is no whole pipeline; hub ids and single files pass."""
+    folder = Path(resolve_path(path))
+    if not folder.is_dir():
+        return
+    index = folder / "model_index.json"
+    if index.is_file():
+        parts = json.loads(index.read_text(encoding="utf-8"))
+        listed = [name for name, value in parts.items() if isinstance(value, list) and len(value) == 2 and value[0]]
+        missing = [name for name in listed if not (folder / name).is_dir()]
+        if missing:
+            raise ModelError(
+                f"model.path={path!r}: its model_index.json names {missing[0]!r}, but there is no folder "
+                f"{missing[0]!r}; copy the whole pipeline"
+            )
+    else:
+        raise ModelError(
+            f"model.path={path!r} is no pipeline folder: it has no model_index.json; give the folder that "
+            "save_pretrained() of a pipeline wrote, or a hub id"
+        )
 
 
 def null_components(path: str) -> dict[str, None]:

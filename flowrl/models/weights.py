@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from flowrl.models.base import LoraSettings, ModelError
 
 ADAPTER = "default"
-PREFIX = "transformer."
 
 
 def lora_file(path: Path) -> Path:
@@ -26,15 +25,35 @@ def lora_file(path: Path) -> Path:
     return path / "pytorch_lora_weights.safetensors" if path.is_dir() else path
 
 
-def read_lora(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def component_names(network: nn.Module) -> dict[str, nn.Module]:
+    """Denoisers by the name that a pipeline gives them: one, or those of a family with several experts."""
+    from flowrl.models._experts import Experts
+
+    if isinstance(network, Experts):
+        return dict(network.items())
+    return {"unet" if "UNet" in type(network).__name__ else "transformer": network}
+
+
+def lora_places(path: Path, components: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, Path]]:
+    """(name that the file uses, network, folder or file) of each denoiser.
+
+    diffusers has one LoRA file an expert, all of them under the name `transformer`: the first lies in `path`,
+    others in a folder of their own, for `load_lora_weights(path / "transformer_2", load_into_transformer_2=True)`.
+    """
+    for number, (name, network) in enumerate(components.items()):
+        yield (name, network, path) if number == 0 else ("transformer", network, path / name)
+
+
+def read_lora(file: Path, component: str = "transformer") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(denoiser tensors by module, LoRA settings) of a file in diffusers' layout; settings may be empty."""
     from safetensors import safe_open
 
+    prefix = f"{component}."
     with safe_open(file, framework="pt") as source:
         tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118, it is no dict
         packed = (source.metadata() or {}).get("lora_adapter_metadata", "{}")
-    settings = {key.removeprefix(PREFIX): value for key, value in json.loads(packed).items() if key.startswith(PREFIX)}
-    return {k.removeprefix(PREFIX): v for k, v in tensors.items() if k.startswith(PREFIX)}, settings
+    settings = {key.removeprefix(prefix): value for key, value in json.loads(packed).items() if key.startswith(prefix)}
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}, settings
 
 
 class Weights:
@@ -49,6 +68,7 @@ class Weights:
 
     def __init__(self, network: nn.Module, lora: LoraSettings | None, targets: tuple[str, ...], seed: int) -> None:
         self.network, self.lora = network, lora
+        self.components = component_names(network)
         self.copies: dict[str, dict[str, Tensor]] = {}
         if lora is None:
             network.requires_grad_(True).float()
@@ -64,6 +84,16 @@ class Weights:
     def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> None:
         from peft import LoraConfig
 
+        for network in self.components.values():
+            if not hasattr(network, "add_adapter"):
+                raise ModelError(
+                    f"{type(network).__name__} takes no LoRA in diffusers; train its full weights with model.lora=null"
+                )
+        if not targets:
+            raise ModelError(
+                f"{type(self.network).__name__} has no attention projection under the usual names: "
+                "give module name suffixes in model.lora.targets"
+            )
         config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
@@ -154,35 +184,57 @@ class Weights:
 
         if self.lora is None:
             raise ModelError("model.init_lora needs model.lora: full fine-tuning has no adapter to load into")
-        file = lora_file(Path(path))
-        if not file.is_file():
-            raise ModelError(f"model.init_lora={path!r}: there is no {file}")
+        places = list(lora_places(Path(path), self.components))
+        for _, _, place in places:
+            if not lora_file(place).is_file():
+                raise ModelError(f"model.init_lora={path!r}: there is no {lora_file(place)}")
+        fits = True
         try:
-            found, settings = read_lora(file)
-            alpha = settings.get("lora_alpha", self.lora.alpha)
-            if alpha != self.lora.alpha:
-                raise ModelError(
-                    f"model.init_lora={path!r} was trained with alpha={alpha}, model.lora.alpha is {self.lora.alpha}"
-                )
-            result: Any = set_peft_model_state_dict(self.network, found, adapter_name=ADAPTER)
-            fits = bool(found) and not result.unexpected_keys
-            fits = fits and not [name for name in result.missing_keys if "lora_" in name]
+            for name, network, place in places:
+                found, settings = read_lora(lora_file(place), name)
+                alpha = settings.get("lora_alpha", self.lora.alpha)
+                if alpha != self.lora.alpha:
+                    raise ModelError(
+                        f"model.init_lora={path!r} was trained with alpha={alpha}, "
+                        f"model.lora.alpha is {self.lora.alpha}"
+                    )
+                result: Any = set_peft_model_state_dict(network, found, adapter_name=ADAPTER)
+                fits &= bool(found) and not result.unexpected_keys
+                fits &= not [key for key in result.missing_keys if "lora_" in key]
         except (RuntimeError, OSError, SafetensorError) as error:  # another rank; not a safetensors file
             raise ModelError(f"model.init_lora={path!r} cannot be used: {str(error).splitlines()[0]}") from error
         if not fits:
             raise ModelError(f"model.init_lora={path!r} does not fit model.lora: rank and targets must be the same")
 
     def save(self, folder: Path, pipeline_class: type) -> None:
-        """What a plain pipeline loads: `load_lora_weights(folder)`, or `folder/transformer` for full weights."""
+        """What a plain pipeline loads: `load_lora_weights(folder)`, or the folders of the denoisers for full weights.
+
+        A pipeline without a loader (HunyuanVideo 1.5) has it loaded by its network: `load_lora_adapter(folder,
+        prefix="transformer", weight_name="pytorch_lora_weights.safetensors")`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         if self.lora is None:
-            self.network.save_pretrained(folder / "transformer")
+            for name, network in self.components.items():
+                network.save_pretrained(folder / name)
             return
         from peft import get_peft_model_state_dict
 
-        # Without the metadata diffusers drops alpha, and the reloaded adapter has another scale.
-        pipeline_class.save_lora_weights(
-            folder,
-            transformer_lora_layers=get_peft_model_state_dict(self.network, adapter_name=ADAPTER),
-            transformer_lora_adapter_metadata=self.network.peft_config[ADAPTER].to_dict(),
-        )
+        save = getattr(pipeline_class, "save_lora_weights", None) or _save_lora_weights
+        for name, network, place in lora_places(folder, self.components):
+            # Without the metadata diffusers drops alpha, and the reloaded adapter has another scale.
+            options = {
+                f"{name}_lora_layers": get_peft_model_state_dict(network, adapter_name=ADAPTER),
+                f"{name}_lora_adapter_metadata": network.peft_config[ADAPTER].to_dict(),
+            }
+            save(place, **options)
+
+
+def _save_lora_weights(folder: Path, *, transformer_lora_layers: Any, transformer_lora_adapter_metadata: Any) -> None:
+    """diffusers' own layout, for the pipelines that have no writer of it."""
+    from diffusers.loaders.lora_base import LoraBaseMixin
+
+    LoraBaseMixin._save_lora_weights(
+        save_directory=folder,
+        lora_layers={"transformer": transformer_lora_layers},
+        lora_metadata={"transformer": transformer_lora_adapter_metadata},
+    )

@@ -1,0 +1,224 @@
+"""What a pipeline's `encode_prompt` returns, taken apart into rows of a Condition and put together again.
+
+Which parts belong to a prompt is found by comparing three calls: a short prompt, a long one, and both in a
+batch of three. A part is
+
+    rows      one row per prompt: stored in the Condition, as one tensor or, where lengths differ, as a list
+    shared    one row per prompt, the same for every prompt (the negative embedding): one row is kept here
+    constant  anything else (token ids of a fixed length, None): kept here
+
+Rows of different lengths share a forward only where a mask travels beside them; then they are padded as the
+pipelines do, with zeros on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.models.base import ModelError
+from flowrl.types import Condition
+
+SHORT = "a"
+# Text in quotes is encoded apart by some pipelines.
+LONG = " ".join(['two blue squares on the left of a large red circle, under a sign that says "open",'] * 8)
+Calls = list[Any]
+Place = tuple[int | str, ...]
+
+
+def leaves(value: Any, batch: int, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """(place, part) of nested tuples and dicts; a list of `batch` tensors is one part."""
+    if isinstance(value, list | tuple) and not _is_rows(value, batch):
+        for i, part in enumerate(value):
+            yield from leaves(part, batch, (*place, i))
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from leaves(part, batch, (*place, key))
+    else:
+        yield place, value
+
+
+def _is_rows(value: Any, batch: int) -> bool:
+    # A call's own result is a tuple, and the record of all calls a list of those.
+    return isinstance(value, list) and len(value) == batch and all(torch.is_tensor(part) for part in value)
+
+
+def rows_of(part: Any, batch: int) -> list[Tensor] | None:
+    """The rows of a part, or None if it has not one per prompt."""
+    if torch.is_tensor(part):
+        return list(part.unbind(0)) if part.ndim and len(part) == batch else None
+    return list(part) if _is_rows(part, batch) else None
+
+
+@dataclass
+class Template:
+    """How to store and to rebuild what the calls of `encode_prompt` return."""
+
+    calls: Calls
+    """Of the batch of three: gives the structure."""
+    listed: set[Place] = field(default_factory=set)
+    """Parts that the pipeline wants as a list of tensors."""
+    varying: set[Place] = field(default_factory=set)
+    """Rows, one per prompt."""
+    shared: dict[Place, Tensor] = field(default_factory=dict)
+    """One row that all prompts share."""
+    constant: dict[Place, Any] = field(default_factory=dict)
+    masks: dict[Place, torch.dtype] = field(default_factory=dict)
+    """Masks that the pipeline leaves out where nothing is padded."""
+    ragged: bool = False
+    """Rows have lengths of their own."""
+
+    def batches(self, prompts: Sequence[str]) -> Iterator[list[str]]:
+        """Prompts that may be encoded together: one by one where lengths differ, so that none sees another."""
+        if self.ragged:
+            yield from ([prompt] for prompt in prompts)
+        else:
+            yield list(prompts)
+
+    def condition(self, calls: Calls, batch: int) -> Condition:
+        """Rows of encoded prompts."""
+        found = dict(leaves(calls, batch))
+        self._check_shared(found, batch)
+        entries: dict[str, Tensor | list[Tensor]] = {}
+        for place in sorted(self.varying, key=str):
+            part = found.get(place)
+            if part is None:
+                if place not in self.masks:
+                    raise ModelError(f"encode_prompt() returned no part {_name(place)} this time")
+                continue
+            rows = rows_of(part, batch)
+            if rows is None:
+                raise ModelError(f"encode_prompt() returned a part {_name(place)} without one row per prompt")
+            entries[_name(place)] = [row.clone() for row in rows] if self.ragged else torch.stack(rows)
+        for place, dtype in self.masks.items():
+            if _name(place) not in entries:
+                entries[_name(place)] = [
+                    torch.ones(len(row), dtype=dtype, device=row.device) for row in self._beside(entries, place)
+                ]
+        return Condition(entries)
+
+    def _check_shared(self, found: dict[Place, Any], batch: int) -> None:
+        for place, kept in self.shared.items():
+            rows = rows_of(found.get(place), batch)
+            if rows is None or any(row.shape != kept.shape for row in rows) or not _alike(kept, *rows):
+                raise ModelError(
+                    f"encode_prompt() returned a part {_name(place)} that some prompts share and others not"
+                )
+
+    def _beside(self, entries: dict[str, Any], mask: Place) -> list[Tensor]:
+        """The tokens that a mask belongs to: the first rows of the same call."""
+        return next(v for k, v in entries.items() if k.split(".")[0] == str(mask[0]) and v[0].ndim > 1)
+
+    def key(self, cond: Condition, row: int) -> tuple:
+        """Rows of equal keys may share a forward."""
+        if not self.ragged or self.padded:
+            return ()
+        return tuple(tuple(value[row].shape) for place, value in self._entries(cond) if place not in self.listed)
+
+    def _entries(self, cond: Condition) -> Iterator[tuple[Place, Any]]:
+        return ((place, cond[_name(place)]) for place in sorted(self.varying, key=str))
+
+    @property
+    def padded(self) -> bool:
+        """A mask tells padding from text."""
+        return any(self._is_mask(place) for place in self.varying)
+
+    def _is_mask(self, place: Place) -> bool:
+        rows = rows_of(dict(leaves(self.calls, 3))[place], 3)
+        return (
+            rows is not None and rows[0].ndim == 1 and not (rows[0].is_floating_point() and len(rows[0].unique()) > 2)
+        )
+
+    def rebuild(self, cond: Condition) -> Calls:
+        """What `encode_prompt` would return for these prompts, call by call."""
+        batch = len(cond)
+        parts: dict[Place, Any] = dict(self.constant)
+        for place, row in self.shared.items():
+            parts[place] = [row] * batch if place in self.listed else row.expand(batch, *row.shape)
+        for place, value in self._entries(cond):
+            if place in self.listed:
+                parts[place] = list(value)
+                continue
+            rows = torch.nn.utils.rnn.pad_sequence(value, batch_first=True) if isinstance(value, list) else value
+            parts[place] = None if place in self.masks and bool(rows.all()) else rows
+        return [_assemble(call, parts, (i,), 3) for i, call in enumerate(self.calls)]
+
+    def to(self, device: torch.device) -> None:
+        self.shared = {place: row.to(device) for place, row in self.shared.items()}
+        moved = {place: part.to(device) for place, part in self.constant.items() if torch.is_tensor(part)}
+        self.constant |= moved
+
+
+def learn(encode: Callable[[list[str]], Calls]) -> Template:
+    """The template of a pipeline; `encode` gives what its calls of `encode_prompt` return for some prompts.
+
+    Raises:
+        ModelError: a part depends on the prompts and has not one row per prompt.
+    """
+    short, long, both = encode([SHORT]), encode([LONG]), encode([SHORT, LONG, SHORT])
+    if not both:
+        raise ModelError("the pipeline's call does not use encode_prompt()")
+    template = Template(calls=both)
+    of_short, of_long = dict(leaves(short, 1)), dict(leaves(long, 1))
+    for place, part in leaves(both, 3):
+        rows, one, other = rows_of(part, 3), of_short.get(place), of_long.get(place)
+        if rows is not None and (rows_of(one, 1) is not None or (one is None and torch.is_tensor(part))):
+            if isinstance(part, list):
+                template.listed.add(place)
+            _learn_rows(template, place, rows, one, other)
+        elif _same(one, part) and _same(other, part):
+            template.constant[place] = part
+        else:
+            raise ModelError(
+                f"encode_prompt() returns a part {_name(place)} that depends on the prompts "
+                "and has not one row per prompt"
+            )
+    if not template.varying:
+        raise ModelError(
+            "two different prompts have the same embedding: model.call.max_sequence_length cuts them off, or the "
+            "pipeline puts a long instruction before them"
+        )
+    return template
+
+
+def _learn_rows(template: Template, place: Place, rows: list[Tensor], one: Any, other: Any) -> None:
+    if one is None:
+        template.varying.add(place)
+        template.masks[place] = rows[0].dtype
+        template.ragged = True
+        return
+    one, other = rows_of(one, 1)[0], rows_of(other, 1)[0] if rows_of(other, 1) else None
+    if other is not None and one.shape == other.shape == rows[0].shape and _alike(rows[0], rows[1], one, other):
+        template.shared[place] = one.clone()
+        return
+    template.varying.add(place)
+    template.ragged |= other is None or one.shape != other.shape
+
+
+def _alike(*rows: Tensor) -> bool:
+    """Equal but for what rounding does to a row in another batch."""
+    first = rows[0].float()
+    scale = float(first.abs().max()) or 1.0
+    return all(float((row.float() - first).abs().max()) <= 1e-2 * scale for row in rows[1:])
+
+
+def _same(a: Any, b: Any) -> bool:
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        return a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _assemble(value: Any, parts: dict[Place, Any], place: Place, batch: int) -> Any:
+    if place in parts:
+        return parts[place]
+    if isinstance(value, dict):
+        return {key: _assemble(part, parts, (*place, key), batch) for key, part in value.items()}
+    return type(value)(_assemble(part, parts, (*place, i), batch) for i, part in enumerate(value))
+
+
+def _name(place: Place) -> str:
+    return ".".join(str(step) for step in place)

@@ -1,0 +1,175 @@
+"""The arguments of a pipeline's call: which are the user's, what each entry passes, and which sizes fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowrl.models._families import Family, Guidance
+from flowrl.models.base import ModelConfig, ModelError
+from flowrl.registry import suggest
+
+_NETWORKS = ("transformer", "transformer_2", "unet")
+_OURS = {
+    "prompt": "data.prompts",
+    "height": "model.height",
+    "width": "model.width",
+    "num_inference_steps": "rollout.num_inference_steps",
+    "generator": "seed",
+    **dict.fromkeys(("latents", "timesteps", "sigmas", "eta", "output_type", "return_dict"), "flowrl itself"),
+    **dict.fromkeys(("num_images_per_prompt", "num_videos_per_prompt"), "rollout.group_size"),
+}
+"""Arguments that belong to flowrl -> what decides them."""
+
+
+def find_networks(pipeline: Any) -> dict[str, nn.Module]:
+    """The denoisers by component name.
+
+    Raises:
+        ModelError: none of the known names.
+    """
+    found = {name: part for name in _NETWORKS if isinstance(part := getattr(pipeline, name, None), nn.Module)}
+    if not found:
+        raise ModelError(
+            f"{type(pipeline).__name__} has no denoiser under the names {', '.join(_NETWORKS)}; "
+            f"its components are {', '.join(sorted(pipeline.components))}"
+        )
+    return found
+
+
+def check_components(pipeline: Any) -> None:
+    """Raise ModelError where a part is null that the pipeline's class does not call optional."""
+    optional = set(getattr(pipeline, "_optional_components", ()))
+    # transformer_2 and a second or third text encoder are left out by some models of a family, on purpose.
+    needed = {"vae", "scheduler", "text_encoder", "tokenizer"}
+    for name, part in pipeline.components.items():
+        if part is None and name in needed - optional:
+            raise ModelError(
+                f"{type(pipeline).__name__} needs its component {name!r}, which this model leaves out (null in "
+                "model_index.json); give a complete pipeline folder"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a picture, in pixels; a side is a multiple of `unit`."""
+
+    height: int
+    width: int
+    unit: int
+
+    @staticmethod
+    def of(pipeline: Any, config: ModelConfig, family: Family, parameters: Mapping, network: nn.Module) -> Size:
+        """The configured size, or the pipeline's default.
+
+        Raises:
+            ModelError: there is no default, or a side is no multiple of the unit.
+        """
+        scales = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor")
+        names = (*scales, "vae_scale_factor")
+        scale = next((int(value) for name in names if (value := getattr(pipeline, name, None))), 1)
+        patch = family.patch or getattr(network.config, "patch_size", None) or 1
+        patch = int(patch[-1]) if isinstance(patch, list | tuple) else int(patch)
+        sides = []
+        for place, name in enumerate(("height", "width")):
+            side = getattr(config, name) or _default_side(pipeline, name, place, parameters, network, scale)
+            if side is None:
+                raise ModelError(f"{type(pipeline).__name__} has no default size: set model.height and model.width")
+            if side <= 0 or side % (scale * patch):
+                near = max(round(side / (scale * patch)), 1) * scale * patch
+                raise ModelError(f"model.{name}={side} must be a multiple of {scale * patch}; use {near}")
+            sides.append(side)
+        return Size(sides[0], sides[1], scale * patch)
+
+
+def _default_side(
+    pipeline: Any, name: str, place: int, parameters: Mapping, network: nn.Module, scale: int
+) -> int | None:
+    """Pixels of a side that the pipeline itself would take."""
+    default = parameters[name].default if name in parameters else None
+    if isinstance(default, int):
+        return default
+    fixed = getattr(pipeline, f"default_{name}", None)
+    if isinstance(fixed, int):
+        return fixed
+    sample = getattr(pipeline, "default_sample_size", None) or getattr(network.config, "sample_size", None)
+    if isinstance(sample, list | tuple):
+        sample = sample[place - 2]
+    return int(sample) * scale if sample else None
+
+
+class Call:
+    """The arguments with which a pipeline is entered.
+
+    Raises:
+        ModelError: model.call names an argument that the pipeline does not take, or that is not the user's.
+    """
+
+    def __init__(
+        self, pipeline: Any, config: Any, family: Family, guidance: Guidance, size: Size, parameters: Mapping
+    ) -> None:
+        self.pipeline, self.guidance, self.size, self.parameters = pipeline, guidance, size, parameters
+        given = dict(config.call)
+        self._check(given, family)
+        self.negative = given.pop("negative_prompt", None)
+        self.fixed = {name: value for name, value in family.call.items() if name in parameters} | given
+
+    def _check(self, given: dict[str, Any], family: Family) -> None:
+        kind = type(self.pipeline).__name__
+        scale = {"cfg": "guidance_scale", "embedded": "guidance_scale", "true_cfg": "true_cfg_scale"}.get(self.guidance)
+        ours = _OURS | ({scale: "rollout.guidance_scale"} if scale else {})
+        for name in given:
+            if name in ours:
+                raise ModelError(f"model.call.{name} is not to be set: {ours[name]} decides it")
+            if name in family.refused:
+                raise ModelError(f"model.call.{name}: {kind} with it {family.refused[name]}")
+            if name not in self.parameters or name == "self" or "embeds" in name or "callback" in name:
+                hidden = {"self", *ours, *family.refused}
+                valid = [n for n in self.parameters if n not in hidden and not ("embeds" in n or "callback" in n)]
+                raise ModelError(
+                    f"model.call.{name}: {kind} takes no such argument; {suggest(name, valid)}"
+                    f"there are: {', '.join(valid)}"
+                )
+
+    def arguments(
+        self, batch: int, guidance_scale: float, prompts: list[str] | None, steps: int, output_type: str
+    ) -> dict[str, Any]:
+        """Arguments of one call for `batch` prompts; None stands for prompts that are not read any more."""
+        options: dict[str, Any] = {
+            "prompt": [""] * batch if prompts is None else prompts,
+            "num_inference_steps": steps,
+            "output_type": output_type,
+            "return_dict": False,
+            **self.fixed,
+        }
+        if "height" in self.parameters:
+            options |= {"height": self.size.height, "width": self.size.width}
+        if "generator" in self.parameters:
+            # Noise that is thrown away, or that a decoder adds: not from the global generator.
+            options["generator"] = torch.Generator().manual_seed(0)
+        negative = self.negative
+        if self.guidance in ("cfg", "embedded"):
+            options["guidance_scale"] = guidance_scale
+        elif self.guidance == "true_cfg":
+            options["true_cfg_scale"] = guidance_scale
+            negative = (negative or "") if guidance_scale > 1 else None
+        elif self.guidance == "guider":
+            self.pipeline.guider.guidance_scale = guidance_scale
+        if self.guidance == "embedded" and self.fixed.get("true_cfg_scale", 1) > 1:
+            negative = negative or ""
+        if negative is not None and "negative_prompt" in self.parameters:
+            options["negative_prompt"] = [negative] * batch
+        return options
+
+    def own(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        """The same arguments for the pipeline's own call on one prompt, as a person would write them."""
+        options = self.arguments(1, guidance_scale, None, steps, "pt")
+        for name in ("prompt", "output_type", "return_dict", "generator"):
+            options.pop(name, None)
+        if "negative_prompt" in options:
+            options["negative_prompt"] = options["negative_prompt"][0]
+        return options

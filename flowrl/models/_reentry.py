@@ -1,0 +1,236 @@
+"""A pipeline's own `__call__`, entered again at one place: its scheduler, text encoding and first latents are answered.
+
+`Reentry.enter` runs `type(pipeline).__call__` without its `torch.no_grad` and with three parts of the pipeline
+replaced for the time of that call:
+
+    scheduler        an instance of a subclass of its own class. Pinned, `set_timesteps` keeps the timesteps that
+                     it is given (one to predict, none to decode) and `step` ends the call with the prediction
+    encode_prompt    hands cached values back
+    prepare_latents  hands given latents back, in the place of the noise it would draw
+
+So packing, guidance, renormalisation and sign are the pipeline's, and nothing has to be known of its arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.models.base import ModelError
+
+TIME_ARGUMENTS = ("timestep", "timesteps", "t", "time")
+
+
+class _Stop(Exception):
+    """Ends a call where it has given what it was entered for."""
+
+
+@dataclass
+class Visit:
+    """What one call of the pipeline showed."""
+
+    encoded: list[Any] = field(default_factory=list)
+    """What `encode_prompt` returned, call by call."""
+    latents: Tensor | None = None
+    """First latents of the loop, [B, ...]."""
+    network: str = ""
+    """Component that the loop called first, where the call was stopped there."""
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """Its arguments by name."""
+    timesteps: Tensor | None = None
+    """The scheduler's grid, [K]."""
+    sigmas: Tensor | None = None
+    """[K + 1], where the scheduler has them."""
+    prediction: Tensor | None = None
+    """What the loop handed to `scheduler.step`, [B, ...]."""
+    output: Any = None
+    """What the call returned, where it ran to its end."""
+
+
+def hooked(scheduler: Any, pinned: Tensor | None, visit: Visit) -> Any:
+    """A copy of `scheduler` whose `step` ends the call; `pinned` [k] takes the place of its grid.
+
+    Signatures are kept: pipelines look at them to learn what a scheduler takes.
+    """
+    made = copy.copy(scheduler)
+    made.__class__ = _hooked_class(type(scheduler))
+    made._flowrl_pinned, made._flowrl_visit = pinned, visit
+    return made
+
+
+@functools.cache
+def _hooked_class(base: type) -> type:
+    @functools.wraps(base.set_timesteps)
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
+        pinned = self._flowrl_pinned
+        if pinned is None:
+            base.set_timesteps(self, *args, **kwargs)
+            return
+        self.timesteps, self.num_inference_steps = pinned, len(pinned)
+        # Nothing reads these but caches and callbacks; their number must fit.
+        self.sigmas = torch.cat([pinned.float() / self.config.num_train_timesteps, pinned.new_zeros(1).float()])
+
+    @functools.wraps(base.step)
+    def step(self: Any, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._flowrl_visit.prediction, self._flowrl_visit.latents = model_output, sample
+        raise _Stop
+
+    # SDXL's Euler scheduler would scale the latents that it is given.
+    members = {"set_timesteps": set_timesteps, "step": step, "init_noise_sigma": 1.0}
+    return type(f"Hooked{base.__name__}", (base,), members)
+
+
+class Reentry:
+    """A pipeline and its denoising networks by component name.
+
+    Raises:
+        ModelError: the pipeline's class has not the parts that a re-entry answers.
+    """
+
+    def __init__(self, pipeline: Any, networks: dict[str, nn.Module]) -> None:
+        kind = type(pipeline)
+        self.pipeline, self.networks = pipeline, networks
+        self._call: Callable[..., Any] = getattr(kind.__call__, "__wrapped__", kind.__call__)
+        self.parameters = inspect.signature(kind.__call__).parameters
+        self._signatures = {name: inspect.signature(network.forward) for name, network in networks.items()}
+        self._rest: dict[tuple, tuple[Any, int | None, torch.dtype]] = {}
+        for part in ("encode_prompt", "prepare_latents"):
+            if not callable(getattr(pipeline, part, None)):
+                raise ModelError(
+                    f"{kind.__name__} has no {part}(): the generic adapter cannot enter its call again; "
+                    "write a native adapter (docs/porting.md)"
+                )
+        self._draw = pipeline.prepare_latents
+        for name, network in networks.items():
+            if self.time_argument(name) is None:
+                raise ModelError(f"{kind.__name__}: {type(network).__name__} takes no timestep")
+
+    def time_argument(self, network: str) -> str | None:
+        """Name of the network's timestep argument."""
+        return next((name for name in TIME_ARGUMENTS if name in self._signatures[network].parameters), None)
+
+    def forget(self) -> None:
+        """Drop what was kept of `prepare_latents`: it lies on the old device."""
+        self._rest.clear()
+
+    def enter(
+        self,
+        options: dict[str, Any],
+        *,
+        encoded: Sequence[Any] | None = None,
+        latents: Tensor | None = None,
+        timesteps: Tensor | None = None,
+        times: Tensor | None = None,
+        stop_at_network: bool = False,
+        keep_dtype: bool = False,
+    ) -> Visit:
+        """One call of the pipeline.
+
+        Args:
+            options: arguments of the call.
+            encoded: what `encode_prompt` shall return, call by call; None lets it work.
+            latents: what `prepare_latents` shall return, [B, ...]; None lets it draw.
+            timesteps: the grid, [k]; None is the pipeline's own.
+            times: the network's own timesteps of the samples, [B], in place of the pinned one.
+            stop_at_network: end where the loop first calls a network.
+            keep_dtype: do not cast `latents` to the dtype of the loop.
+        """
+        visit = Visit()
+        scheduler = hooked(self.pipeline.scheduler, timesteps, visit)
+        prepare = functools.partial(self._prepare, visit, latents, keep_dtype)
+        parts = {"scheduler": scheduler, "encode_prompt": self._encode(visit, encoded), "prepare_latents": prepare}
+        with ExitStack() as stack:
+            stack.enter_context(_replaced(self.pipeline, parts))
+            for name, network in self.networks.items():
+                hook = None
+                if stop_at_network:
+                    hook = functools.partial(self._stop, visit, name)
+                elif times is not None:
+                    hook = functools.partial(self._set_time, name, times)
+                if hook is not None:
+                    handle = network.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                    stack.callback(handle.remove)
+            with suppress(_Stop):
+                visit.output = self._call(self.pipeline, **options)
+        visit.timesteps = scheduler.timesteps
+        sigmas = getattr(scheduler, "sigmas", None)
+        visit.sigmas = torch.as_tensor(sigmas) if sigmas is not None else None
+        return visit
+
+    def _encode(self, visit: Visit, encoded: Sequence[Any] | None) -> Callable[..., Any]:
+        if encoded is not None:
+            values = iter(encoded)
+            return lambda *_, **__: next(values)
+        real = self.pipeline.encode_prompt
+
+        def encode(*args: Any, **kwargs: Any) -> Any:
+            value = real(*args, **kwargs)
+            visit.encoded.append(value)
+            return value
+
+        return encode
+
+    def _prepare(self, visit: Visit, given: Tensor | None, keep_dtype: bool, *args: Any, **kwargs: Any) -> Any:
+        """`prepare_latents` with its noise replaced; what else it returns is made once for each kind of call."""
+        plain = [*args, *sorted(kwargs.items())]
+        key = tuple(value for value in plain if not isinstance(value, torch.Generator) and _hashable(value))
+        if given is None or key not in self._rest:
+            value = self._draw(*args, **kwargs)
+            place = next((i for i, part in enumerate(value) if torch.is_tensor(part)), 0)
+            place = None if torch.is_tensor(value) else place
+            drawn = value if place is None else value[place]
+            visit.latents = drawn
+            if given is None:
+                return value
+            self._rest[key] = (None if place is None else list(value), place, drawn.dtype)
+        rest, place, dtype = self._rest[key]
+        latents = given if keep_dtype else given.to(dtype)
+        if place is None:
+            return latents
+        return tuple(latents if i == place else part for i, part in enumerate(rest))
+
+    def _bind(self, name: str, args: tuple, kwargs: dict) -> dict[str, Any]:
+        return dict(self._signatures[name].bind(*args, **kwargs).arguments)
+
+    def _stop(self, visit: Visit, name: str, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        visit.network, visit.inputs = name, self._bind(name, args, kwargs)
+        raise _Stop
+
+    def _set_time(self, name: str, times: Tensor, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The network's arguments with one timestep per sample: repeated for doubled batches, spread over tokens."""
+        bound, key = self._bind(name, args, kwargs), self.time_argument(name)
+        old, first = bound[key], next(iter(bound.values()))
+        rows = len(old) if torch.is_tensor(old) and old.ndim else len(first)
+        value = times.repeat(rows // len(times))
+        if old.ndim > 1:
+            value = value.reshape(-1, *[1] * (old.ndim - 1)).expand(old.shape)
+        if key in kwargs:
+            return args, {**kwargs, key: value}
+        place = list(self._signatures[name].parameters).index(key)
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+
+
+def _hashable(value: Any) -> bool:
+    plain = (int, float, str, bool, type(None), torch.dtype, torch.device)
+    return isinstance(value, plain) or (isinstance(value, tuple) and all(_hashable(v) for v in value))
+
+
+@contextmanager
+def _replaced(pipeline: Any, parts: dict[str, Any]) -> Iterator[None]:
+    """Attributes of the instance, changed for a while; past its __setattr__, which would rewrite its configuration."""
+    before = {name: pipeline.__dict__[name] for name in parts if name in pipeline.__dict__}
+    pipeline.__dict__.update(parts)
+    try:
+        yield
+    finally:
+        for name in parts:
+            del pipeline.__dict__[name]
+        pipeline.__dict__.update(before)

@@ -1,0 +1,332 @@
+"""Any diffusers pipeline whose loop ends in `scheduler.step`, by entering its own call again at one timestep.
+
+Process: read off the scheduler, a flow or VP. Timesteps are the scheduler's own. `guidance_scale` is in the
+pipeline's units (models/_families.py): its CFG scale, its true_cfg_scale, or an input of the network. What the
+pipeline does between the latents and `scheduler.step` (packing, guidance, renormalisation, sign) is its own code,
+with gradients; see models/_reentry.py for how it is entered.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.models._encoding import SHORT, Template, learn
+from flowrl.models._experts import Experts
+from flowrl.models._families import FAMILIES, dead_modules, family_of, guidance_of
+from flowrl.models._grids import path_of, plain, rising, schedule_of
+from flowrl.models._options import Call, Size, check_components, find_networks
+from flowrl.models._reentry import Reentry, Visit
+from flowrl.models.base import ModelConfig, ModelError, autocast, load_pipeline, loading, require_folder, torch_dtype
+from flowrl.process import PredictionType, Process
+from flowrl.schedules import Schedule
+from flowrl.types import Condition
+
+LEVEL = "tested"
+PROBE_STEPS = 4  # Mochi's grid needs an even number; nothing else depends on it
+PROBE_GUIDANCE = 4.0  # above every pipeline's threshold, so that both prompts are encoded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(ModelConfig):
+    call: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the pipeline's own call, such as num_frames or max_sequence_length."""
+
+
+class Generic:
+    """Adapter around a pipeline; `pipeline` holds every part, `network` what is trained."""
+
+    def __init__(self, pipeline: Any, config: Config) -> None:
+        self.pipeline, self.config = pipeline, config
+        self.family, self.networks = family_of(pipeline), find_networks(pipeline)
+        check_components(pipeline)
+        self.path = path_of(pipeline.scheduler)
+        pipeline.scheduler = plain(pipeline.scheduler, self.path)
+        self.process: Process = self.path.process
+        self.prediction_type: PredictionType = self.path.prediction_type
+        parts = list(self.networks.values())
+        self.network: nn.Module = parts[0] if len(parts) == 1 else Experts(self.networks)
+        self.reentry = Reentry(pipeline, self.networks)
+        self.guidance = guidance_of(self.family, pipeline, self.reentry.parameters, parts[0])
+        self.size = Size.of(pipeline, config, self.family, self.reentry.parameters, parts[0])
+        self.height, self.width = self.size.height, self.size.width
+        self.call = Call(pipeline, config, self.family, self.guidance, self.size, self.reentry.parameters)
+        self.lora_targets = self._lora_targets()
+        self.device, self._dtype = torch.device("cpu"), torch_dtype(config.dtype)
+        self._template: Template | None = None
+        self._freed = False
+        self._freeze(parts)
+
+    def _freeze(self, networks: list[nn.Module]) -> None:
+        for part in self.pipeline.components.values():
+            if isinstance(part, nn.Module):
+                part.eval()
+                if not any(part is network for network in networks):
+                    part.requires_grad_(False)
+        if getattr(self.pipeline, "safety_checker", None) is not None:
+            # It would blacken what the rewards are to see.
+            self.pipeline.safety_checker = None
+        if self.config.gradient_checkpointing:
+            for network in networks:
+                network.enable_gradient_checkpointing()
+
+    def _lora_targets(self) -> tuple[str, ...]:
+        names = [name for name, part in self.network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+        return tuple(t for t in self.family.lora_targets if any(name.endswith(f".{t}") for name in names))
+
+    def dead_lora_modules(self) -> tuple[str, ...]:
+        prefixes = {name: f"{name}." if len(self.networks) > 1 else "" for name in self.networks}
+        return tuple(
+            module
+            for name, network in self.networks.items()
+            for module in dead_modules(self.family, network, prefixes[name])
+        )
+
+    # ---- what the pipeline shows when it is entered
+
+    @torch.no_grad()
+    def _learned(self) -> Template:
+        """How prompts are encoded, the shape of the latents and the kind of timesteps: found once, at first use."""
+        if self._template is not None:
+            return self._template
+        if self._freed:
+            raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+        with self._explained(), _hushed():
+            template = learn(self._encode_calls)
+            calls = self._encode_calls([SHORT])
+            self._probe = template.condition(calls, 1)
+            self._template = template
+            visit = self._enter(1, PROBE_GUIDANCE, encoded=template.rebuild(self._probe), stop_at_network=True)
+        if visit.latents is None or visit.timesteps is None or len(visit.latents) != 1:
+            raise ModelError(f"{self.name}: its loop does not start from the latents of prepare_latents()")
+        self._shape, self._loop_dtype = tuple(visit.latents.shape[1:]), visit.latents.dtype
+        self._grid_dtype = visit.timesteps.dtype
+        self._sign = -1 if self.path.is_flow and visit.sigmas is not None and rising(visit.sigmas) else 1
+        self._times: dict[float, tuple[str, Tensor]] = {}
+        self._entered = False
+        self._mixable = not self.family.per_step
+        if self.name not in FAMILIES:
+            self._mixable = self._mixing_is_exact()
+        return template
+
+    @property
+    def name(self) -> str:
+        """Of the pipeline's class."""
+        return type(self.pipeline).__name__
+
+    @contextmanager
+    def _explained(self):
+        """Turn what an unknown pipeline can raise into the reason why it is refused."""
+        try:
+            yield
+        except (ModelError, torch.OutOfMemoryError):
+            raise
+        except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError, StopIteration) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise ModelError(f"{self.name} cannot be used as configured: {type(error).__name__}: {reason}") from error
+
+    def _enter(self, batch: int, guidance_scale: float, *, steps: int = PROBE_STEPS, **options: Any) -> Visit:
+        output_type = options.pop("output_type", "latent")
+        arguments = self.call.arguments(batch, guidance_scale, options.pop("prompts", None), steps, output_type)
+        return self.reentry.enter(arguments, **options)
+
+    def _encode_calls(self, prompts: list[str]) -> tuple[Any, ...]:
+        return tuple(self._enter(len(prompts), PROBE_GUIDANCE, prompts=prompts, stop_at_network=True).encoded)
+
+    def latent_shape(self) -> tuple[int, ...]:
+        self._learned()
+        return self._shape
+
+    def schedule(self, num_inference_steps: int) -> Schedule:
+        template = self._learned()
+        calls = template.rebuild(self._probe)
+        with torch.no_grad(), self._explained():
+            visit = self._enter(1, PROBE_GUIDANCE, steps=num_inference_steps, encoded=calls, stop_at_network=True)
+        assert visit.timesteps is not None
+        return schedule_of(self.path, self.pipeline.scheduler, visit.timesteps, visit.sigmas)
+
+    # ---- prompts
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        if self._freed:
+            raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+        template = self._learned()
+        with self._explained():
+            parts = [
+                template.condition(self._encode_calls(batch), len(batch)) for batch in template.batches(list(prompts))
+            ]
+        return Condition.collate(parts)
+
+    def free_text_encoders(self) -> None:
+        self._learned()
+        for name, part in self.pipeline.components.items():
+            if name.startswith("text_encoder") and part is not None:
+                setattr(self.pipeline, name, None)
+        self._freed = True
+        gc.collect()
+
+    # ---- the network
+
+    def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
+        self._learned()
+        values = timestep.tolist()
+        if len(cond) != len(x) or len(values) != len(x):
+            raise ValueError(f"{len(x)} latents need as many timesteps and conditions: {len(values)}, {len(cond)}")
+        groups = self._groups(values, cond)
+        if len(groups) == 1:
+            return self._forward(x, values, cond, guidance_scale)
+        order = torch.tensor([row for group in groups for row in group])
+        outputs = []
+        for group in groups:
+            rows = torch.tensor(group)
+            part = x[rows.to(x.device)]
+            outputs.append(self._forward(part, [values[row] for row in group], cond.index(rows), guidance_scale))
+        return torch.cat(outputs)[order.argsort().to(x.device)]
+
+    def _groups(self, values: list[float], cond: Condition) -> list[list[int]]:
+        """Rows that may share a forward: of one expert, of one length where padding would be seen."""
+        assert self._template is not None
+        found: dict[Any, list[int]] = {}
+        for row, value in enumerate(values):
+            expert = self._time(value)[0] if len(self.networks) > 1 else None
+            key = (expert, None if self._mixable else value, self._template.key(cond, row))
+            found.setdefault(key, []).append(row)
+        return list(found.values())
+
+    def _forward(self, x: Tensor, values: list[float], cond: Condition, guidance_scale: float) -> Tensor:
+        """One entry, pinned at the first timestep; the network gets the others through its own argument."""
+        assert self._template is not None
+        times = None
+        if any(value != values[0] for value in values):
+            times = torch.stack([self._time(value)[1] for value in values])
+        with autocast(self.device, self._dtype):
+            visit = self._enter(
+                len(x),
+                guidance_scale,
+                encoded=self._template.rebuild(cond),
+                latents=x,
+                timesteps=self._pin([values[0]]),
+                times=times,
+            )
+        if visit.prediction is None or visit.prediction.shape != x.shape:
+            raise ModelError(f"{self.name}: its loop did not end in scheduler.step() with a prediction of {x.shape}")
+        if not self._entered:
+            self._require_own_latents(visit, x)
+        return visit.prediction if self._sign == 1 else -visit.prediction
+
+    def _require_own_latents(self, visit: Visit, x: Tensor) -> None:
+        """The loop must work on what prepare_latents() returned, unchanged."""
+        if visit.latents is None or not torch.equal(visit.latents.to(self._loop_dtype), x.to(self._loop_dtype)):
+            raise ModelError(f"{self.name} changes the latents between prepare_latents() and scheduler.step()")
+        self._entered = True
+
+    def _pin(self, values: list[float]) -> Tensor:
+        """Timesteps as the scheduler gives them: whole numbers stay whole."""
+        whole = not self._grid_dtype.is_floating_point and all(value.is_integer() for value in values)
+        return torch.tensor(values, dtype=self._grid_dtype if whole else torch.float32, device=self.device)
+
+    @torch.no_grad()
+    def _time(self, value: float) -> tuple[str, Tensor]:
+        """(network, what it is fed) at a timestep of the scheduler: looked up in the pipeline, rounding included."""
+        if value not in self._times:
+            assert self._template is not None
+            calls, x = self._template.rebuild(self._probe), torch.zeros(1, *self._shape, device=self.device)
+            options = {"timesteps": self._pin([value]), "latents": x, "encoded": calls, "stop_at_network": True}
+            visit = self._enter(1, PROBE_GUIDANCE, **options)
+            fed = torch.as_tensor(visit.inputs[self.reentry.time_argument(visit.network)], device=self.device).flatten()
+            if not bool((fed == fed[0]).all()):
+                raise ModelError(f"{self.name} feeds its network different timesteps within one sample")
+            self._times[value] = (visit.network, fed[0])
+        return self._times[value]
+
+    @torch.no_grad()
+    def _mixing_is_exact(self) -> bool:
+        """Two samples at different timesteps in one forward give what they give alone; on noise, in three forwards."""
+        assert self._template is not None
+        self._mixable = True
+        x = torch.randn(2, *self._shape, generator=torch.Generator().manual_seed(0)).to(self.device)
+        grid = self.schedule(PROBE_STEPS).timesteps
+        both, values = self._probe.index(torch.tensor([0, 0])), [float(grid[1]), float(grid[-1])]
+        try:
+            together = self._forward(x, values, both, PROBE_GUIDANCE)
+        except (ModelError, ValueError, RuntimeError):
+            return False
+        alone = [self._forward(x[k : k + 1], [values[k]], self._probe, PROBE_GUIDANCE) for k in (0, 1)]
+        error = (together - torch.cat(alone)).abs().max()
+        return bool(error <= (1e-4 if self._dtype == torch.float32 else 3e-2) * together.abs().max())
+
+    def time_map(self) -> tuple[float, float]:
+        """(slope, offset) of the network's timestep over the scheduler's, for the report."""
+        self._learned()
+        (_, low), (_, high) = self._time(200.0), self._time(700.0)
+        slope = (float(high) - float(low)) / 500.0
+        return slope, float(low) - 200.0 * slope
+
+    def batch_key(self, step_index: int) -> int:
+        self._learned()
+        return 0 if self._mixable and len(self.networks) == 1 else step_index
+
+    # ---- pictures
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1]: the pipeline's call without its loop."""
+        self._learned()
+        parts = latents.split(1 if self.family.decode_singly else len(latents))
+        return torch.cat([self._decode(part) for part in parts])
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        assert self._template is not None
+        cond = self._probe.index(torch.zeros(len(latents), dtype=torch.int64))
+        options = {"encoded": self._template.rebuild(cond), "timesteps": self._pin([]), "output_type": "pt"}
+        visit = self._enter(len(latents), PROBE_GUIDANCE, latents=latents.float(), keep_dtype=True, **options)
+        output = visit.output[0] if isinstance(visit.output, tuple) else visit.output
+        if not torch.is_tensor(output) or len(output) != len(latents):
+            raise ModelError(f"{self.name} decodes to {type(output).__name__}, not to one picture or clip per sample")
+        return output.float().clamp(0, 1)
+
+    def to(self, device: torch.device) -> None:
+        self.pipeline.to(device)
+        self.device = device
+        self.reentry.forget()
+        if self._template is not None:
+            self._template.to(device)
+            self._probe = self._probe.to(device)
+            self._times.clear()
+
+
+def build(config: Config) -> Generic:
+    from diffusers import AutoModel, DiffusionPipeline
+
+    require_folder(config.path)
+    dtype = torch_dtype(config.dtype)
+    components: dict[str, Any] = {}
+    if config.vae is not None:
+        with loading("model.vae", config.vae):
+            components["vae"] = AutoModel.from_pretrained(config.vae, dtype=dtype)
+    pipeline = load_pipeline(DiffusionPipeline, config, dtype, **components)
+    pipeline.set_progress_bar_config(disable=True)
+    vae = getattr(pipeline, "vae", None)
+    if isinstance(vae, nn.Module):
+        # The VAE decodes in float32: pictures are scored, and half precision shifts the scores.
+        vae.float()
+    return Generic(pipeline, config)
+
+
+@contextmanager
+def _hushed():
+    """The probing prompts are made to be cut off; nobody needs to be warned of it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
