@@ -24,6 +24,7 @@ from flowrl.rollout import Policy
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.spatial import Mapper, mapper
+from flowrl.types import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     optimizer = Optimizer(weights, config.optim, updates, loss_scaling=dtype == torch.float16)
     sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
-    # A plan that cannot be made is the user's to mend, now rather than after the base evaluation.
-    algorithm.plan(schedule, sampler, 1, config.seed)
+    _require_plan(algorithm, sampler, schedule, adapter, config.seed)
     maps = None
     if training and algorithm.spatial is not None:
         maps = mapper(algorithm.spatial, adapter.latent_shape(), world.device)
@@ -141,6 +141,16 @@ def _require_samples(samples: int, world: World) -> None:
             f"rollout.prompts_per_iteration x rollout.group_size = {samples} samples cannot keep {world.size} "
             "processes busy; raise one of them or start fewer processes"
         )
+
+
+def _require_plan(algorithm: Algorithm, sampler: Sampler, schedule: Schedule, adapter: ModelAdapter, seed: int) -> None:
+    """A first plan that cannot be made or walked is the user's to mend, now rather than after the base evaluation."""
+    try:
+        plan = algorithm.plan(schedule, sampler, 1, seed)
+        step, zeros = plan.steps(torch.tensor(plan.train), adapter.process), torch.zeros(len(plan.train), 1)
+        sampler.transition(adapter.process, Prediction(zeros, zeros, zeros), zeros, step)
+    except ValueError as error:
+        raise ConfigError(f"the first iteration's steps: {error}") from None
 
 
 def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:

@@ -237,6 +237,8 @@ def test_median_golden_value():
     """grpo_family 7.4: m .35, MAD .15, eps 1e-3."""
     found = median_advantages(torch.tensor([[0.1, 0.3, 0.35, 0.5, 0.9]]))
     assert_close(found.values[0, :, 0], torch.tensor([-1.656, -0.331, 0, 0.993, 3.642]), rtol=0, atol=5e-4)
+    exact = torch.tensor([-0.25, -0.05, 0.0, 0.15, 0.55]) / (0.15 + 1e-3)
+    assert_close(found.values[0, :, 0], exact, rtol=0, atol=1e-5)
     assert found.kept.tolist() == [[True, True, False, True, True]]
 
 

@@ -47,6 +47,7 @@ def expected(total: torch.Tensor, std: str, eps: float = 1e-4) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 @given(total=tables)
 def test_advantages_are_those_of_the_official_code(std, total):
+    """grpo_family 0.4, first row, and 7.1, 7.2."""
     found = group(total, std=std, clip=None).values
     # float64 inside; only the result is rounded to float32.
     assert_close(found.double(), torch.from_numpy(expected(total, std)), rtol=1e-6, atol=1e-6)
@@ -116,6 +117,7 @@ def test_an_iteration_of_constant_groups_is_all_zero_and_not_nan(std):
 
 
 def test_a_global_std_is_that_of_all_samples_and_not_the_mean_of_the_groups():
+    """grpo_family 0.4 and 7.1."""
     total = torch.tensor([[0.0, 1.0], [10.0, 11.0]])
     found = group(total, std="global", eps=0.0, clip=None)
     assert_close(found.values, torch.tensor([[-0.5, 0.5], [-0.5, 0.5]]) / float(np.std([0, 1, 10, 11])))
@@ -148,6 +150,7 @@ def test_an_infinite_reward_is_masked_like_a_failed_one():
 
 
 def test_advantages_are_clipped_after_scaling():
+    """grpo_family 0.2 and 7: the clip comes last."""
     total = torch.cat([torch.zeros(1, 99), torch.ones(1, 1)], dim=1)  # the one stands 9.9 std away
     assert float(group(total, clip=None).values.max()) == pytest.approx(9.94, abs=0.01)
     assert float(group(total, clip=5.0).values.max()) == 5.0
@@ -155,7 +158,7 @@ def test_advantages_are_clipped_after_scaling():
 
 
 def test_without_a_std_the_advantage_is_the_centred_reward():
-    """Dr. GRPO."""
+    """grpo_family 7.2, Dr. GRPO."""
     found = group(torch.tensor([[1.0, 2.0, 6.0]]), std="none")
     assert_close(found.values, torch.tensor([[-2.0, -1.0, 3.0]]))
 

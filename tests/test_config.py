@@ -471,6 +471,38 @@ def test_validate_refuses_what_is_no_mapping():
         ),
         (["rollout.sampler={name: memoryless}"], ("algorithm (flow_grpo)", "clip_range=null", "flow_sde")),
         (["algorithm={name: flow_grpo_fast, high: 10}"], ("algorithm (flow_grpo_fast)", "last of 10 steps")),
+        # A trained step without noise.
+        (["rollout.sampler={name: cps, noise_level: 0}"], ("'cps'", "no log-prob", "use flow_sde", "above 0")),
+        (["rollout.sampler={name: sage, eta: 0}"], ("'sage'", "no log-prob", "use flow_sde", "above 0")),
+        # A window outside the grid, or none.
+        (["algorithm.sde_steps=[0, 9]"], ("sde_steps=[0, 9]", "last trainable step is 8")),
+        (["algorithm.sde_steps=[0, 3, 0]"], ("sde_steps=[0, 3, 0] names a step twice", "use [0, 3]")),
+        (["algorithm={name: flow_grpo_fast, high: 12}"], ("12", "must end at 9 or before")),
+        (["algorithm={name: flow_grpo_fast, sde_steps: [0]}"], ("sde_steps=[0]", "leave it null")),
+        (["algorithm={name: mix_grpo}", "rollout.num_inference_steps=2"], ("2 steps leave none", "at least 3")),
+        (["algorithm={name: mix_grpo, window: {size: 0}}"], ("size=0 must be at least 1",)),
+        # Clip presets and log-prob forms.
+        (
+            ["algorithm={name: grpo_guard}", "rollout.sampler={name: cps}"],
+            ("ratio_norm=true", "'unscaled'", "use flow_sde or dance_sde, or set ratio_norm=false"),
+        ),
+        (
+            ["algorithm={name: grpo_guard}", "rollout.sampler={name: wan_sde}"],
+            ("clip_range=null", "'ratio_norm'", "use one of dance_sde, flow_sde"),
+        ),
+        (
+            ["algorithm={name: flow_grpo, spatial: {ratio: position}, clip_range: 1e-3}", "rollout.sampler.name=cps"],
+            ("spatial.ratio=position", "'unscaled'", "use flow_sde or dance_sde"),
+        ),
+        # Best of n.
+        (["algorithm.advantages={select: {keep: 5}}"], ("keep=5", "use 4 or 6")),
+        (["algorithm={name: dance_grpo, advantages: {select: {keep: 8}}}"], ("keep=8", "use one of 2, 4, 6")),
+        # Divisors and rules.
+        (["algorithm.kl={divisor: sigma}"], ("kl.divisor = 'sigma'", "'variance', 'flow_grpo' or 'none'")),
+        (["algorithm={name: flow_dppo, divisor: flow_grpo}"], ("divisor = 'flow_grpo'", "'variance' or 'none'")),
+        (["algorithm={name: grpo_guard, reweight: dance}"], ("'exact', 'flow_grpo', 'dance_grpo' or 'none'",)),
+        (["algorithm.advantages={name: grop}"], ("'group', 'per_reward', 'gdpo', 'separate' or 'median'",)),
+        (["algorithm.advantages={std: batch}"], ("'global', 'group' or 'none'",)),
     ],
 )
 def test_combinations_that_no_component_can_judge_are_refused_before_a_model_is_loaded(read, overrides, words):

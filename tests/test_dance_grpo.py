@@ -85,6 +85,18 @@ def test_two_rewards_with_weights_one_and_zero_are_the_loss_of_one():
     assert torch.equal(one.values, two.values)
 
 
+def test_two_rewards_with_weights_one_and_zero_train_the_weights_of_one_bitwise():
+    """grpo_family 4.5.6, through two optimizer steps; a second weight that counts does not."""
+    rewards, trained = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0)), []
+    for part, weights in ((rewards[:1], [1.0]), (rewards, [1.0, 0.0]), (rewards, [1.0, 0.5])):
+        session = roll_out(ToyAdapter(), algorithm=build(Config(clip_range=0.02)), sampler=DANCE)
+        credit = session.algorithm.advantages(part, torch.tensor(weights))
+        learner_of(session).update(1, rollout_of(session, part), credit, Sums())
+        trained.append([p.detach().clone() for p in session.adapter.network.parameters()])
+    assert bitwise(trained[1], trained[0])
+    assert not bitwise(trained[2], trained[0])
+
+
 def test_the_loss_is_the_sum_of_one_clipped_loss_per_reward():
     """grpo_family 0.5: where a clip is active it is not the loss of the summed advantages."""
     session = roll_out(ToyAdapter(), algorithm=build(Config(clip_range=0.02)), sampler=DANCE)

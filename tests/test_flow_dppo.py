@@ -36,6 +36,29 @@ def test_at_threshold_zero_exactly_the_aligned_terms_are_dropped():
     assert float(split) == int(aligned.sum())
 
 
+@pytest.mark.parametrize("divisor", ["variance", "none"])
+def test_between_the_extremes_the_far_and_aligned_terms_are_dropped(divisor):
+    """grpo_family 7.7: KL = mean((mean - mean_old)^2 / (2 w)) per edge, or the plain square, against the threshold."""
+    session = roll_out(ToyAdapter(), algorithm=build(Config(divisor=divisor)))
+    nudge(session.adapter.network)
+    (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
+    with torch.no_grad():
+        policy = session.networks.transition(batch)
+    kl = (policy.mean - batch.columns["mean_old"]).square().flatten(1).mean(1)
+    if divisor == "variance":
+        kl = kl / (2 * policy.std.square())
+    threshold = float(kl.sort().values[14:16].mean())
+    law = torch.distributions.Normal(policy.mean, policy.std[:, None, None, None])
+    ratio = (law.log_prob(batch.next_latents).flatten(1).mean(1) - batch.old_log_prob).exp()
+    a = batch.advantage[:, 0]
+    far, aligned = kl >= threshold, (ratio - 1) * a > 0
+    assert all(int(some.sum()) > 0 for some in (far & aligned, far & ~aligned, ~far & aligned))
+    output = build(Config(divisor=divisor, threshold=threshold)).loss(batch, session.networks)
+    assert torch.equal(output.per_step["policy/clip_fraction"].bool(), far & aligned)
+    assert_close(output.loss.detach(), -(a * ratio)[~(far & aligned)].sum(), rtol=1e-5, atol=1e-5)
+    assert_close(output.metrics["policy/kl_old"], kl.sum(), rtol=1e-5, atol=0)
+
+
 def test_at_an_infinite_threshold_it_is_the_unclipped_surrogate():
     """grpo_family 7.7: that of a clip range so wide that it never acts."""
     found = off_policy(build(Config(threshold=float("inf"))))

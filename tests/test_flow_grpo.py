@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms import flow_dppo, grpo_guard, sage_grpo
 from flowrl.algorithms._grpo import KLConfig
 from flowrl.algorithms.flow_grpo import Config, build
 from flowrl.samplers import flow_sde, ode
 from flowrl.schedules import Schedule
-from tests.toys import Session, ToyAdapter, draw_advantages, flow_schedule, nudge, roll_out
+from tests.toys import Session, ToyAdapter, bitwise, draw_advantages, flow_schedule, nudge, off_policy, roll_out
 
 LEVEL = 0.7
 GUIDANCE = [1.0, 3.0]
@@ -251,6 +253,31 @@ def test_without_a_kl_no_reference_is_kept():
     assert build(Config(kl=KLConfig(coef=0.01))).roles == ("reference",)
 
 
+# ---- reductions
+
+
+OTHER_METHODS = {
+    "RatioNorm": grpo_guard.Config(clip_range=0.02, reweight="none"),
+    "weights of GRPO-Guard": grpo_guard.Config(clip_range=0.02, ratio_norm=False),
+    "equaliser": sage_grpo.Config(clip_range=0.02, trust=sage_grpo.TrustConfig(coef=0.0)),
+    "trust region": sage_grpo.Config(
+        clip_range=0.02, equalise=False, trust=sage_grpo.TrustConfig(coef=1.0, adaptive=False)
+    ),
+    "one step less": Config(clip_range=0.02, sde_steps=[0, 1, 2, 3]),
+    "clip range": Config(clip_range=0.01),
+    "KL": Config(clip_range=0.02, kl=KLConfig(coef=0.1)),
+    "Flow-DPPO": flow_dppo.Config(threshold=0.0),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_METHODS)
+def test_what_the_reductions_compare_tells_every_switch_from_flow_grpo(name):
+    """grpo_family 2.4.1, 5.6.1, 6.6.5, 7.7 and trees 3.2, 3.3: their bitwise comparison is not empty."""
+    config = OTHER_METHODS[name]
+    module = importlib.import_module(type(config).__module__)
+    assert not bitwise(off_policy(module.build(config)), off_policy(build(Config(clip_range=0.02))))
+
+
 # ---- what it declares
 
 
@@ -299,6 +326,7 @@ def test_rewards_are_merged_raw_and_then_normalised():
         ({"kl": {"coef": -1.0}}, r"kl\.coef=-1\.0"),
         ({"sde_steps": []}, "at least one step"),
         ({"sde_steps": [-1]}, "counted from 0"),
+        ({"sde_steps": [2, 0, 2]}, r"names a step twice; use \[0, 2\]"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

@@ -9,12 +9,13 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms import flow_grpo
+from flowrl.algorithms._grpo import clipped_terms
 from flowrl.algorithms.grpo_guard import Config, build, normalised_log_ratio, step_weight
 from flowrl.plan import window
 from flowrl.process import FlowProcess
 from flowrl.samplers import cps, dance_sde, flow_sde
 from flowrl.samplers.base import StepDistribution
-from tests.toys import ToyAdapter, bitwise, draw_advantages, flow_schedule, nudge, off_policy, roll_out
+from tests.toys import ToyAdapter, bitwise, draw_advantages, flow_schedule, make_step, nudge, off_policy, roll_out
 
 SDE = flow_sde.build(flow_sde.Config())
 DANCE = dance_sde.build(dance_sde.Config())
@@ -58,12 +59,54 @@ def test_over_the_noise_its_mean_is_zero_and_its_variance_free_of_the_step():
         assert float(found.var()) == pytest.approx(variance, rel=0.05)
 
 
-@pytest.mark.parametrize(("sampler", "form"), [(SDE, "exact"), (DANCE, "exact"), (SDE, "flow_grpo")])
-def test_on_policy_every_step_moves_the_velocity_equally(sampler, form):
-    """grpo_family 6.6.4: d loss / d v = delta * |d mean / d v| * z / D, the same at all steps below sigma 1."""
+def velocity_gradients(sampler, form: str, *, normalised: bool = True) -> torch.Tensor:
+    """|d loss / d v| of every step by autograd, on policy, with one noise z and A = 1 everywhere; and |z| / D last."""
+    step, draw = steps(sampler), torch.Generator().manual_seed(3)
+    count = len(step.sigma)
+    x, v = torch.randn(2, count, 2, 5, generator=draw).unbind(0)
+    z = torch.randn(1, 2, 5, generator=draw)
+    v.requires_grad_(True)
+    policy = sampler.transition(FlowProcess(), FlowProcess().predict(v, x, step.sigma, "velocity"), x, step)
+    old = policy.mean.detach()
+    x_next = StepDistribution(old, policy.std).sample(z.expand(count, -1, -1))
+    if normalised:
+        log_ratio = normalised_log_ratio(policy, old, x_next)
+    else:
+        log_ratio = policy.log_prob(x_next) - StepDistribution(old, policy.std).log_prob(x_next)
+    clipped_terms(log_ratio, [torch.ones(count)], 1e-3, step_weight(form, sampler, step)).loss.sum().backward()
+    return torch.cat([v.grad.flatten(1).norm(dim=1), z.norm()[None] / 10])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "form", "scale"), [(SDE, "exact", 1.0), (DANCE, "exact", 1.0), (SDE, "flow_grpo", 1 + 0.7**2 / 2)]
+)
+def test_on_policy_the_gradient_by_the_velocity_has_one_norm_at_all_steps(sampler, form, scale):
+    """grpo_family 6.6.4, by autograd through the kernel, the ratio and the clipped loss: |z| / D, times beta."""
+    *found, expected = velocity_gradients(sampler, form)
+    # z is recovered from x' - mean.
+    assert_close(torch.stack(found), (scale * expected).expand(6), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("sampler", [SDE, DANCE])
+def test_without_the_weights_the_norms_are_far_apart(sampler):
+    """grpo_family 6.1: baseline beta h z / s, RatioNorm alone beta h z; 6.6.4 is not true of anything."""
     step = steps(sampler)
-    product = step_weight(form, sampler, step) * sampler.velocity_gain(step).abs()
-    assert_close(product, product[:1].expand_as(product), rtol=1e-5, atol=0)
+    gain, std = sampler.velocity_gain(step).abs(), sampler.default_noise_level() * torch.ones(6)
+    length = (step.sigma_next - step.sigma).abs()
+    g = std * (step.sigma / (1 - step.sigma)).sqrt() if sampler is SDE else std
+    for normalised, size in ((True, gain), (False, gain / (g * length.sqrt()))):
+        *found, unit = velocity_gradients(sampler, "none", normalised=normalised)
+        norms = torch.stack(found)
+        assert_close(norms, size * unit, rtol=1e-4, atol=0)
+        assert float(norms.max() / norms.min()) > 2
+
+
+@pytest.mark.parametrize(("sigma", "ratio"), [(1.0, 1.0), (1 / 6, 1.5)])
+def test_the_published_dance_weight_is_beta_squared_times_the_exact_one(sigma, ratio):
+    """grpo_family 6.1: eta 0.3, 1.0 at sigma 1 and 1.5 at sigma 1/6."""
+    step = make_step(FlowProcess(), sigma, 0.9 * sigma, 0.3)
+    found = step_weight("dance_grpo", DANCE, step) / step_weight("exact", DANCE, step)
+    assert float(found) == pytest.approx(ratio, abs=1e-3)
 
 
 def test_the_published_dance_weight_multiplies_by_beta_where_the_exact_one_divides():
@@ -91,7 +134,7 @@ def test_a_sample_does_not_change_the_ratio_of_another():
 
 def test_the_published_clip_range_belongs_to_the_normalised_ratio():
     """grpo_family 6.3 and 8.1."""
-    assert Config().clip(SDE) == 2e-6
+    assert Config().clip(SDE) == Config().clip(DANCE) == 2e-6
     assert Config(ratio_norm=False).clip(SDE) == 1e-4
 
 

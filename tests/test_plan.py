@@ -44,6 +44,7 @@ def test_a_deterministic_plan_has_no_noise_and_trains_nothing():
     ],
 )
 def test_a_window_refuses_what_cannot_be_trained(steps, level, message):
+    """grpo_family 8.2: no trained step with std 0, never the last step, never empty."""
     with pytest.raises(ValueError, match=message):
         window(flow_schedule(5), level, steps)
 

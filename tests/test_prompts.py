@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.distributed import shard
 from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts
 from flowrl.strict import ConfigError
 from tests.toys import ToyAdapter
@@ -113,6 +114,19 @@ def test_every_prompt_comes_exactly_once_per_epoch(count, per_iteration, seed):
         assert sorted(drawn[start : start + count]) == list(range(count))
     counts = Counter(drawn)
     assert max(counts.values()) - min(counts.get(k, 0) for k in range(count)) <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts=st.integers(1, 9), group=st.integers(2, 6), data=st.data())
+def test_every_slot_has_exactly_its_group_over_the_union_of_any_number_of_ranks(prompts, group, data):
+    """grpo_family 1.5.6: k times each, the same whatever the number of ranks, nobody without work."""
+    size = data.draw(st.integers(1, prompts * group))
+    parts = [shard(prompts, group, rank, size) for rank in range(size)]
+    together = [pair for part in parts for pair in part]
+    assert together == [(slot, sample) for slot in range(prompts) for sample in range(group)]
+    assert all(parts)
+    if size <= prompts:
+        assert all(set(Counter(slot for slot, _ in part).values()) == {group} for part in parts)
 
 
 def test_a_draw_depends_on_seed_and_iteration_alone_and_not_on_history():

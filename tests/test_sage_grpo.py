@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -12,6 +15,7 @@ from flowrl.metrics import Sums
 from flowrl.plan import window
 from flowrl.process import FlowProcess
 from flowrl.samplers import flow_sde, sage
+from flowrl.schedules import Schedule
 from tests.toys import (
     ToyAdapter,
     bitwise,
@@ -54,13 +58,64 @@ def test_the_weights_equalise_the_gradient_norms_and_are_one_at_the_median(sampl
     assert scale[[1, 4, 6, 7]].tolist() == [1.0] * 4
 
 
-def test_the_norms_are_those_of_the_sheet():
-    """trees_and_exploration 3.2: T = 20, shift 5, eta 0.5: N from 0.0188 to 2.77 at the last step, here not trained."""
-    sigmas = 5 * torch.linspace(1, 0, 21) / (1 + 4 * torch.linspace(1, 0, 21))
-    grid = type(flow_schedule(2))(sigmas=sigmas, timesteps=1000 * sigmas[:-1])
-    norms = gradient_norms(window(grid, 0.5), SAGE, FlowProcess())
-    assert float(norms[0]) == pytest.approx(0.0188, rel=0.01)
-    assert float(norms[-1]) < 2.77
+def test_the_norms_and_weights_are_those_of_the_sheet():
+    """trees_and_exploration 3.2 and 3.7.4, in numpy: T = 20, shift 5, eta 0.5, N from 0.0188 to 2.77, S from 8.15 to
+    0.055; here the last step is not trained, so the median is that of 19."""
+    t = np.linspace(1, 0, 21)
+    sigmas = 5 * t / (1 + 4 * t)
+    before, after = sigmas[:-1], sigmas[1:]
+    w = 0.25 * (np.log((1 - after) / (1 - np.minimum(before, 0.997))) - (before - after))
+    norm = np.abs((after - before) - w * (1 - before) / (2 * before)) / np.sqrt(w)
+    assert norm[[0, -1]] == pytest.approx([0.0188, 2.77], rel=3e-3)
+    assert np.sort(norm)[9] / norm[[0, -1]] == pytest.approx([8.15, 0.055], rel=5e-3)
+    grid = Schedule(torch.from_numpy(sigmas).float(), torch.from_numpy(1000 * before).float())
+    plan = window(grid, 0.5)
+    assert gradient_norms(plan, SAGE, FlowProcess()).numpy() == pytest.approx(norm[:-1], rel=1e-5)
+    expected = np.append(np.sort(norm[:-1])[9] / norm[:-1], 1.0)
+    assert equaliser(plan, SAGE, FlowProcess()).numpy() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_weight_of_a_step_multiplies_the_clipped_loss_and_not_the_ratio():
+    """trees_and_exploration 3.2: S_i * max(-A r, -A clamp(r)), off policy, edge by edge, some of them clipped."""
+    session = roll_out(ToyAdapter(), algorithm=build(Config(clip_range=0.02, trust=OFF)), sampler=SAGE)
+    plain = build(Config(clip_range=0.02, equalise=False, trust=OFF))
+    scale = equaliser(session.plan, SAGE, FlowProcess())
+    nudge(session.adapter.network, 0.05)
+    advantage, clipped = draw_advantages(len(session.edges)), 0
+    for e in range(len(session.edges)):
+        (batch,) = session.batches(advantage, order=torch.tensor([e]))
+        found, alone = (a.loss(batch, session.networks) for a in (session.algorithm, plain))
+        assert torch.equal(found.per_step["policy/ratio"], alone.per_step["policy/ratio"])
+        assert_close(found.loss, scale[int(batch.step.index)] * alone.loss, rtol=1e-6, atol=0)
+        clipped += int(found.metrics["policy/clip_fraction"])
+    assert 0 < clipped < len(session.edges)
+    assert float(scale.max() / scale.min()) > 2
+
+
+def test_the_loss_is_the_plain_one_plus_lambda_times_both_terms():
+    """trees_and_exploration 3.3: L = PPO + lambda (KL_pos + 0.1 KL_vel), each mean((mean - m)^2) / (2 std^2)."""
+    session = roll_out(ToyAdapter(), algorithm=build(trusted()))
+    nudge(session.adapter.network)
+    (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
+    found = session.algorithm.loss(batch, session.networks)
+    alone = build(Config(clip_range=0.5, equalise=False, trust=OFF)).loss(batch, session.networks)
+    with torch.no_grad():
+        policy = session.networks.transition(batch)
+    kl = ((policy.mean - batch.columns["mean_old"]).square().flatten(1).mean(1) / (2 * policy.std.square())).sum()
+    # The anchor is the policy that rolled out: both terms are that KL.
+    assert float(kl) > 1e-3
+    assert_close((found.loss - alone.loss).detach(), 1.1 * kl, rtol=1e-3, atol=1e-5)
+    assert_close(found.metrics["policy/kl_anchor"], kl, rtol=1e-4, atol=0)
+    assert_close(found.metrics["policy/kl_old"], kl, rtol=1e-4, atol=0)
+
+
+def test_by_default_the_anchor_is_renewed_after_updates_ten_and_twenty():
+    """trees_and_exploration 3.7.5."""
+    algorithm, renewed = build(Config()), []
+    for k in range(1, 26):
+        weights = SimpleNamespace(snapshot=lambda role, k=k: renewed.append((k, role)))
+        algorithm.after_update(k, weights, {"policy/trust_kl": 0.0})
+    assert renewed == [(10, "anchor"), (20, "anchor")]
 
 
 def test_right_after_a_renewal_the_anchor_term_is_zero():

@@ -258,6 +258,7 @@ def reference(d: StepDistribution) -> Normal:
 
 @pytest.mark.parametrize("shape", [(3, 8), (3, 2, 4, 4), (3, 2, 3, 4, 4)])
 def test_log_prob_forms_are_those_of_the_true_gaussian(shape):
+    """grpo_family 0.1, 3, 7.6 and 8.1."""
     d, x = gaussian(shape=shape)
     density = reference(d).log_prob(x)
     total = Independent(reference(d), len(shape) - 1).log_prob(x)
@@ -276,6 +277,7 @@ def test_an_unknown_log_prob_form_is_refused():
 
 
 def test_log_prob_of_half_precision_latents_is_float32():
+    """grpo_family 0.2."""
     d, x = gaussian()
     half = x.bfloat16()
     assert d.log_prob(half).dtype == torch.float32
@@ -307,6 +309,7 @@ def test_a_step_without_noise_has_no_kl(divisor):
 
 
 def test_kl_by_variance_is_the_gaussian_kl_per_dim():
+    """grpo_family 8.4, `true`."""
     d, x = gaussian()
     other = StepDistribution(mean=x, std=d.std)
     assert_close(d.kl(other), kl_divergence(reference(d), reference(other)).flatten(1).mean(1))

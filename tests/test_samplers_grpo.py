@@ -107,6 +107,8 @@ def test_stds_on_the_sd35_grid(name, level, stds):
     step = grid_steps(flow_schedule(10), level)
     found = transition(build(name), *noise_pair(10, 2), step).std
     assert_close(found, column(*stds), rtol=0, atol=5.1e-4)
+    # The smallest one has four decimals.
+    assert float(found[found > 0].min()) == pytest.approx(min(std for std in stds if std > 0), abs=5.1e-5)
 
 
 # ---- the table of noise laws
@@ -247,6 +249,50 @@ def test_dance_is_the_flow_sde_step_with_its_g():
     flow = transition(build("flow_sde"), x, v, shared_steps(0.3 * ((1 - sigma) / sigma).sqrt()))
     assert_close(dance.mean, flow.mean, rtol=1e-5, atol=1e-6)
     assert_close(dance.std, flow.std, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("name", "level"), [("flow_sde", 0.7), ("dance_sde", 0.3), ("wan_sde", 1.0), ("sage", 0.5)])
+def test_every_sde_law_is_one_kernel_bitwise(name, level):
+    """grpo_family 4.5.2 and 8.1: same code path; the g of each law is the sheet's, at sigma = 1 too."""
+    x, v = noise_pair(10, 4)
+    step = grid_steps(flow_schedule(10), level)
+    sigma, after, one = step.sigma.double(), step.sigma_next.double(), step.sigma[1].double()
+    variance = {
+        "flow_sde": level**2 * sigma / (1 - torch.where(sigma == 1, one, sigma)) * (sigma - after),
+        "dance_sde": level**2 * (sigma - after),
+        "wan_sde": (one * sigma) ** 2 * (sigma - after),
+        "sage": level**2 * (((1 - after) / (1 - sigma.clamp(max=0.997))).log() - (sigma - after)),
+    }[name]
+    found = transition(build(name), x, v, step)
+    assert_close(found.std.double().square(), variance, rtol=2e-6, atol=0)
+    if name == "dance_sde":
+        general = euler_maruyama(x, v, step.sigma, step.sigma_next, step.noise_level)
+    else:
+        general = euler_maruyama(x, v, step.sigma, step.sigma_next, g_of(name, step))
+    assert torch.equal(found.mean, general.mean)
+    assert torch.equal(found.std, general.std)
+
+
+def g_of(name: str, step: Step) -> Tensor:
+    module = registry.load("samplers", name)
+    if name == "flow_sde":
+        return module.diffusion(step.sigma, step.noise_level, step.sigma_ceiling)
+    return module.diffusion(step, 0.997) if name == "sage" else module.diffusion(step)
+
+
+@pytest.mark.parametrize("sigma", [0.2, 0.5, 0.9])
+def test_ddim_on_a_flow_is_flow_sde_to_first_order(sigma):
+    """ddpo sheet 5.2 and 5.3: a = sqrt(2) eta; the stds agree to O(h), the means to O(h^2)."""
+    x, v, eta = torch.full((1, 1), 0.7), torch.full((1, 1), -0.4), 0.5
+    stds, means = [], []
+    for h in (0.02, 0.01):
+        one = transition(build("ddim"), x, v, make_step(sigma, sigma - h, eta))
+        other = transition(build("flow_sde"), x, v, make_step(sigma, sigma - h, math.sqrt(2) * eta))
+        stds.append(abs(float(one.std / other.std) - 1))
+        means.append(abs(float(one.mean - other.mean)))
+    assert stds[1] < 0.1
+    assert stds[0] / stds[1] == pytest.approx(2, abs=0.3)
+    assert means[0] / means[1] == pytest.approx(4, abs=0.8)
 
 
 def test_without_noise_dance_is_euler():
@@ -419,23 +465,33 @@ def test_every_sde_keeps_the_marginal_as_the_grid_is_refined(name, level):
     assert abs(fine - 0.5) < min(1e-3, abs(coarse - 0.5) / 3)
 
 
-def test_start_noise_is_forgotten_at_eta_one_only():
-    """ddpo sheet 5.4: correlation of start noise and final sample, uniform grid of 10, deterministic last step."""
-    cases = {
-        ("ode", 0.0): 1.0,
-        ("flow_sde", 0.7): 0.229,
-        ("ddim", 0.495): 0.56,
-        ("dance_sde", 0.3): 0.86,
-        ("dance_sde", 1.0): 0.19,
-        ("cps", 0.7): 0.010,
-        ("memoryless", 1.0): 0.0006,
-        ("ddim", 1.0): 0.0,
-    }
-    schedule = linspace_schedule(10)
-    found = {key: propagate(build(key[0]), schedule, key[1], still_last=True).correlation for key in cases}
-    assert found == pytest.approx(cases, abs=5e-3)
-    assert abs(found["memoryless", 1.0]) < 1e-3
-    assert abs(found["ddim", 1.0]) < 1e-6
+CORRELATIONS = [
+    ("ode", 0.0, [1.0, 1.0, 1.0, 1.0], 1e-4),
+    ("flow_sde", 0.7, [0.229, 0.196, 0.147, 0.081], 6e-4),
+    ("flow_sde", 1.0, [0.033, 0.027, 0.015, 0.004], 6e-4),
+    ("memoryless", 1.0, [0.0006, 0.0, 0.0, 0.0], 6e-5),
+    ("ddim", 0.495, [0.56, 0.37, 0.25, 0.13], 5.1e-3),
+    ("ddim", 1.0, [0.0, 0.0, 0.0, 0.0], 1e-6),
+    ("dance_sde", 0.3, [0.865, 0.865, 0.865, 0.865], 1e-2),
+    ("dance_sde", 1.0, [0.2, 0.2, 0.2, 0.2], 1.5e-2),
+    ("cps", 0.7, [0.010, 0.0, 0.0, 0.0], 6e-4),
+]
+
+
+@pytest.mark.parametrize(("name", "level", "expected", "tolerance"), CORRELATIONS)
+def test_correlations_of_start_and_end_are_the_sheets(name, level, expected, tolerance):
+    """ddpo sheet 5.4: uniform grids of 10, 40, 160 and 2000 steps, deterministic last step; ranges by their middle."""
+    found = [propagate(build(name), linspace_schedule(n), level, still_last=True) for n in (10, 40, 160, 2000)]
+    assert [m.correlation for m in found] == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize(("level", "excess"), [(0.7, 0.06), (0.9, 0.164), (math.sqrt(2), 1.0)])
+def test_the_first_step_at_sigma_one_raises_the_variance_by_a_fourth_of_a_to_the_four(level, excess):
+    """ddpo sheet 5.4, reading 4: 1 + a^4 / 4 for every schedule; here next to no step beyond it, 5000 of them."""
+    for shift in (1.0, 3.0):
+        found = propagate(build("flow_sde"), linspace_schedule(5000, shift), level).inflation[0]
+        assert found - 1 == pytest.approx(level**4 / 4, abs=2e-3)
+        assert found - 1 == pytest.approx(excess, abs=3e-3)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ class KLConfig:
     coef: float = 0.0
     """Weight of the KL to the reference; 0 computes no reference."""
     divisor: KLDivisor = "flow_grpo"
-    """`variance`: the Gaussian KL; `flow_grpo`: without its factor 1/|dt|, as official code; `none`: plain square."""
+    """`variance`: the Gaussian KL, official with CPS and Wan; `flow_grpo`: without its factor 1/|dt|, official with the
+    Flow-SDE; `none`: plain square."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +100,8 @@ class GrpoConfig:
             raise ValueError(f"sde_steps={steps}: this method draws its steps by its own window; leave it null")
         if not steps or min(steps) < 0:
             raise ValueError(f"sde_steps={steps} needs at least one step, counted from 0")
+        if len(set(steps)) < len(steps):
+            raise ValueError(f"sde_steps={steps} names a step twice; use {sorted(set(steps))}")
 
     @property
     def by_position(self) -> bool:

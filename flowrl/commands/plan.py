@@ -168,11 +168,15 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
     """std of every step under the sampler's law; 0 for deterministic steps."""
     import torch
 
+    from flowrl.config import ConfigError
     from flowrl.types import Prediction
 
     zeros = torch.zeros(len(plan), 1)
     step = plan.steps(torch.arange(len(plan)), adapter.process)
-    law = resolved.sampler.build().transition(adapter.process, Prediction(zeros, zeros, zeros), zeros, step)
+    try:
+        law = resolved.sampler.build().transition(adapter.process, Prediction(zeros, zeros, zeros), zeros, step)
+    except ValueError as error:
+        raise ConfigError(f"the first iteration's steps: {error}") from None
     return [float(s) if noisy else 0.0 for s, noisy in zip(law.std, plan.stochastic, strict=True)]
 
 

@@ -44,6 +44,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *wor
         ("algorithm.name=grpo_flow", ["grpo_flow", "flow_grpo"]),
         ("rollout.sampler={name: ode}", ["deterministic"]),
         ("algorithm.sde_steps=[2]", ["sde_steps=[2]", "last trainable step is 1"]),
+        ("rollout.sampler={name: sage, sigma_max: 0.2}", ["'sage'", "step 0 ends at sigma_next=", "raise sigma_max"]),
         ("output=/dev/null/runs", ["/dev/null/runs", "cannot be written"]),
         ("name=a/b", ["a/b", "run folder"]),
         ("no-equals-sign", ["no-equals-sign", "key=value"]),
