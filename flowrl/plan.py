@@ -274,7 +274,7 @@ def flash_schedule(
         timestep: what the network is fed at sigmas [n]; it must repeat the schedule's own timesteps.
 
     Raises:
-        ValueError: `last` leaves no step behind it, the grid does not end at 0, or `timestep` is not its own.
+        ValueError: `last` leaves no step behind it, the grid does not end at 0, or has another `timestep` or `shift`.
     """
     num_steps, sigmas = len(schedule), schedule.sigmas
     if not 0 <= last <= num_steps - 2:
@@ -287,6 +287,7 @@ def flash_schedule(
         raise ValueError(
             "the schedule's timesteps are not those of its sigmas: pass what the network is fed, timestep="
         )
+    _require_shift(sigmas[:-1].double(), shift)
     nodes = max(int((num_steps - last) * ratio), 2)
     even = torch.linspace(float(shift_sigmas(sigmas[last + 1].double(), 1 / shift)), 0, nodes, dtype=torch.float64)
     # The first node is taken over, not computed: steps up to `last` stay bitwise those of the full grid.
@@ -295,6 +296,21 @@ def flash_schedule(
         sigmas=torch.cat([sigmas[: last + 2], tail]),
         timesteps=torch.cat([schedule.timesteps[: last + 2], timestep(tail[:-1])]),
     )
+
+
+def _require_shift(sigmas: Tensor, shift: float) -> None:
+    """Raise unless the nodes [S] of a grid are even before that shift: behind the window it would go on as another."""
+    if len(sigmas) < 3:
+        return
+
+    def unevenness(value: float) -> float:
+        gaps = shift_sigmas(sigmas, 1 / value).diff().abs()
+        return float(gaps.max() / gaps.min().clamp(min=1e-12)) - 1
+
+    if unevenness(shift) > 0.05:
+        own = min((round(1 + 0.05 * k, 2) for k in range(281)), key=unevenness)
+        hint = f"it is about {own:g}" if unevenness(own) <= 0.05 else "no shift makes this grid even"
+        raise ValueError(f"shift={shift:g} is not the resolution shift of the model's own grid; {hint}")
 
 
 def flash(

@@ -314,6 +314,14 @@ def test_flash_refuses_a_window_without_a_step_behind_it_and_a_share_out_of_rang
         flash_schedule(mix_schedule(25), last, ratio, 3.0)
 
 
+@pytest.mark.parametrize("shift", [1.0, 2.0, 5.0])
+def test_flash_refuses_another_shift_than_the_grids_own_and_names_it(shift):
+    """Behind the window the nodes would follow another curve than the model's."""
+    for schedule in (mix_schedule(25), flow_schedule(10)):
+        with pytest.raises(ValueError, match=f"shift={shift:g} is not .* own grid; it is about (2.9|3)"):
+            flash_schedule(schedule, 3, 0.4, shift)
+
+
 def test_flash_refuses_a_grid_that_is_no_flow():
     with pytest.raises(ValueError, match="only a flow grid"):
         flash_schedule(vp_schedule(10), 3, 0.4, 3.0)

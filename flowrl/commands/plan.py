@@ -86,13 +86,17 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     """The first iteration's plan; without a model its sigmas are placeholders, only its counts are right."""
     import torch
 
+    from flowrl.config import ConfigError
     from flowrl.plan import flow_timestep
-    from flowrl.schedules import Schedule
+    from flowrl.schedules import Schedule, shift_sigmas
 
-    steps = resolved.run.rollout.num_inference_steps
-    sigmas = torch.linspace(1, 0, steps + 1)
+    steps, algorithm = resolved.run.rollout.num_inference_steps, resolved.algorithm.build()
+    sigmas = shift_sigmas(torch.linspace(1, 0, steps + 1), getattr(algorithm.config, "shift", 1.0))
     schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, flow_timestep(sigmas[:-1]))
-    return resolved.algorithm.build().plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
+    try:
+        return algorithm.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
+    except ValueError as error:
+        raise ConfigError(f"the first iteration's steps: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
