@@ -105,15 +105,18 @@ class Advantages:
     kept: Tensor
     """[P, G] bool: takes part in the update. All valid samples of live groups, less those that a rule or a
     selection leaves out; what these have in `values` stays as it was."""
+    bound: Tensor | None = None
+    """[R'] float32 where the clip still has to follow (`unclipped`): the bound of each column; else None."""
 
 
-def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig) -> Advantages:
+def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, clipped: bool = True) -> Advantages:
     """Advantages of all samples of an iteration by the configured rule.
 
     Args:
         rewards: training values [R, P, G]; NaN marks a failure.
         weights: [R]; a reward of weight 0 is only logged (it may open a gate).
         config: the rule.
+        clipped: False leaves `config.clip` out.
 
     Raises:
         ValueError: rewards that do not fit the configuration, naming the key.
@@ -123,7 +126,7 @@ def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig) -> Adv
     config.check_group(rewards.shape[2])
     if config.gate is not None:
         rewards = gated(rewards, config.gate)
-    eps, clip, ddof, trimmed = config.eps, config.clip, config.ddof, config.trimmed_ratio
+    eps, clip, ddof, trimmed = config.eps, config.clip if clipped else None, config.ddof, config.trimmed_ratio
     if config.name == "group":
         total = aggregate(rewards, weights)
         credit = group_advantages(total, std=config.std, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
@@ -139,6 +142,20 @@ def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig) -> Adv
         # Columns hold their reward's weight, so their sum ranks a sample as its loss does.
         credit = replace(credit, kept=select(credit.values.sum(dim=2), credit.kept, config.select))
     return credit
+
+
+def unclipped(rewards: Tensor, weights: Tensor, config: AdvantageConfig) -> Advantages:
+    """The same credit for a method that multiplies before it clips: values without the clip, and `bound`.
+
+    Who takes part is decided by the clipped values, as without the multiplication.
+    """
+    credit, bound = advantages(rewards, weights, config), None
+    values = advantages(rewards, weights, config, clipped=False).values
+    if config.clip is not None:
+        bound = torch.full(values.shape[2:], config.clip)
+        if config.name == "separate":  # these columns hold their reward's weight, which follows the clip
+            bound = bound * weights[weights != 0].float().abs()
+    return replace(credit, values=values, bound=bound)
 
 
 # ---- from many rewards to one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from flowrl.models.base import ModelAdapter, torch_dtype
 from flowrl.models.weights import Weights
 from flowrl.optim import Optimizer
 from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts
-from flowrl.reward import RewardError, Scorer, score_once
+from flowrl.reward import RewardError, Scorer, WeightedReward, score_once
 from flowrl.rng import derive
 from flowrl.rollout import Policy
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
+from flowrl.spatial import Mapper, mapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Parts:
     policy: Policy
     learner: Learner
     evaluator: Evaluator
+    maps: Mapper | None
+    """Where the advantages of a rollout's pictures count, for a method with `spatial`."""
 
     def introduction(self) -> str:
         """One line on what is about to run."""
@@ -61,8 +65,10 @@ class Parts:
         return line
 
 
-def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
+def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool = True) -> Parts:
     """Load what the configuration names, cheapest first, and try the rewards before anything is trained.
+
+    `training` False leaves out what no evaluation needs: the backbone of saliency maps.
 
     Raises:
         ConfigError, ModelError, RewardError: something the user can mend.
@@ -74,7 +80,8 @@ def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
     if config.data.eval_prompts is not None:
         held_out = load_prompts(config.data.eval_prompts, "data.eval_prompts")
     held_out = held_out[: config.data.max_eval_prompts]
-    scorer, watched = _scorer(resolved.rewards), _scorer((*resolved.rewards, *resolved.eval_rewards))
+    entries = build_rewards((*resolved.rewards, *resolved.eval_rewards))
+    scorer, watched = _scorer(entries[: len(resolved.rewards)]), _scorer(entries)
     adapter = resolved.model.build()
     adapter.to(world.device)
     weights = Weights(adapter.network, options.lora, adapter.lora_targets, derive(config.seed, "lora"))
@@ -92,6 +99,9 @@ def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
     # A plan that cannot be made is the user's to mend, now rather than after the base evaluation.
     algorithm.plan(schedule, sampler, 1, config.seed)
+    maps = None
+    if training and algorithm.spatial is not None:
+        maps = mapper(algorithm.spatial, adapter.latent_shape(), world.device)
     return Parts(
         resolved=resolved,
         world=world,
@@ -121,6 +131,7 @@ def assemble(resolved: Resolved, world: World, folder: Path) -> Parts:
             batch_size=config.eval.batch_size,
             save_images=config.eval.save_images,
         ),
+        maps=maps,
     )
 
 
@@ -132,17 +143,27 @@ def _require_samples(samples: int, world: World) -> None:
         )
 
 
-def _scorer(plans: tuple[RewardPlan, ...]) -> Scorer:
-    return Scorer([plan.build() for plan in plans], on_error=lambda text: log.warning("%s", text))
+def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
+    """The entries in their order; those of one component with the same options share it, so its weights load once."""
+    built: list[tuple[RewardPlan, WeightedReward]] = []
+    for plan in plans:
+        shared = next((entry.reward for earlier, entry in built if plan.same_component(earlier)), None)
+        built.append((plan, plan.build(shared)))
+    return [entry for _, entry in built]
+
+
+def _scorer(entries: Sequence[WeightedReward]) -> Scorer:
+    return Scorer(entries, on_error=lambda text: log.warning("%s", text))
 
 
 def _probe(scorer: Scorer, prompts: list[Prompt], height: int, width: int) -> None:
     """Score random pictures: a broken reward ends the run here; one that scores none of them is told of."""
     images = torch.rand(len(prompts), 3, height, width, generator=torch.Generator().manual_seed(0))
-    for entry in scorer.entries:
+    for entry in scorer.distinct:
         try:
             raw = score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
-            if entry.training_value(raw).isnan().all():
+            shared = (e for e in scorer.entries if e.reward is entry.reward)
+            if any(e.training_value(raw).isnan().all() for e in shared):
                 log.warning(
                     "reward %r returned NaN for all %d probe pictures (noise): every sample that it cannot score is "
                     "masked, and the run stops where that is more than half of them",

@@ -18,10 +18,22 @@ def check(resolved: Resolved) -> None:
     """
     if all(plan.entry.weight == 0 for plan in resolved.rewards):
         raise ConfigError("rewards: every weight is 0, so there is nothing to train on; give one a weight")
+    _check_rewards(resolved)
     _check_guidance(resolved)
     _check_credit(resolved)
     _check_steps(resolved)
     _check_method(resolved)
+
+
+def _check_rewards(resolved: Resolved) -> None:
+    """Several entries may share a component, but one that says the same twice is a slip."""
+    plans = [(f"rewards.{i}", plan) for i, plan in enumerate(resolved.rewards)]
+    plans += [(f"eval.rewards.{i}", plan) for i, plan in enumerate(resolved.eval_rewards)]
+    for place, (key, plan) in enumerate(plans):
+        for earlier, other in plans[:place]:
+            if plan.entry == other.entry and plan.same_component(other):
+                why = "training rewards are evaluated anyway" if key.startswith("eval") else "raise its weight instead"
+                raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
 
 
 def _check_guidance(resolved: Resolved) -> None:

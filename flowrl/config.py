@@ -296,8 +296,19 @@ class RewardPlan:
     def name(self) -> str:
         return self.entry.name or Path(str(self.entry.path)).stem
 
-    def build(self) -> WeightedReward:
-        if hasattr(self.module, "build"):
+    def same_component(self, other: RewardPlan) -> bool:
+        """Whether both entries name one component with the same options of its own: it is then built and run once."""
+        # By name and plain values: a user's file is a new module, with a new Config class, each time it is loaded.
+        if self.module.__name__ != other.module.__name__:
+            return False
+        mine, theirs = (p.config and dataclasses.asdict(p.config) for p in (self, other))
+        return mine == theirs
+
+    def build(self, shared: Reward | None = None) -> WeightedReward:
+        """The entry with its component, or with `shared` where another entry has built that already."""
+        if shared is not None:
+            reward = shared
+        elif hasattr(self.module, "build"):
             reward = self.module.build(self.config)
         else:
             reward = Reward(score=self.module.score, card=Card(outputs=(self.name,), source=str(self.entry.path)))

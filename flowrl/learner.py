@@ -19,6 +19,7 @@ from flowrl.optim import Optimizer
 from flowrl.plan import StepPlan
 from flowrl.rng import permutation
 from flowrl.rollout import Evaluations
+from flowrl.spatial import spread
 from flowrl.types import Condition, Edges, Microbatch, Samples
 
 _MAX_BAD_UPDATES = 5
@@ -44,6 +45,8 @@ class Rollout:
     """Raw outputs of the whole iteration, name -> [P, G]."""
     spread: float
     """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator."""
+    maps: Tensor | None = None
+    """Where in its picture each of this rank's samples counts, [B, *pos]; only for a method with `spatial`."""
 
 
 class Learner:
@@ -77,7 +80,7 @@ class Learner:
         identity = torch.tensor([i.slot * group + i.sample for i in rollout.samples.ids])
         sample_of_edge = identity[rollout.edges.sample]
         kept = self.algorithm.kept_edges(rollout.samples.ids, rollout.plan, iteration, config.seed)
-        advantage = credit.values.flatten(0, 1)[sample_of_edge]  # [E, R']
+        advantage = self._advantages(rollout, credit, identity, sums)[rollout.edges.sample]  # [E, R', *pos]
         shares = []
         for number, chunk in enumerate(chunks):
             inside = torch.isin(sample_of_edge, chunk)
@@ -91,6 +94,16 @@ class Learner:
         for share in shares:
             self._one_update(rollout, advantage, share, sums)
         sums.add("nfe/train", self.evaluations.rows - before, len(identity))
+
+    def _advantages(self, rollout: Rollout, credit: Advantages, identity: Tensor, sums: Sums) -> Tensor:
+        """Of this rank's samples, [B, R', *pos]: by position where the method asks for it."""
+        own, maps, options = credit.values.flatten(0, 1)[identity], rollout.maps, self.algorithm.spatial
+        if options is None:
+            return own
+        assert maps is not None
+        sums.add("spatial/map_mean", float(maps.flatten(1).mean(dim=1).sum()), len(maps))
+        sums.add("spatial/flat_share", float((maps == 1).flatten(1).all(dim=1).sum()), len(maps))
+        return spread(own, maps, options.ratio, credit.bound)
 
     def _batches(self, rollout: Rollout, advantage: Tensor, order: Tensor) -> Iterator[Microbatch]:
         return microbatches(

@@ -16,8 +16,8 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
               update      forward, the reference's forward if there is a KL, and backward at optim.batch_size;
                           at least the gradient with its three flat copies (16 bytes per trained weight)
 
-Not in it: reward models, the CUDA context (about 0.5 GB), library workspaces and fragmentation. Attention
-is counted as a fused kernel, without its matrix of weights. Add 10 to 20 %.
+Not in it: reward models, the backbone of saliency maps, the CUDA context (about 0.5 GB), library workspaces
+and fragmentation. Attention is counted as a fused kernel, without its matrix of weights. Add 10 to 20 %.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _write(
         "primary": primary_metric(trainer),
         "lower_is_better": [
             name
-            for entry in trainer.watched.entries
+            for entry in trainer.watched.distinct
             if not entry.reward.card.higher_is_better
             for name in entry.reward.card.outputs
         ],

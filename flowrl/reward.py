@@ -50,7 +50,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """A reward as the configuration uses it.
+    """A reward as the configuration uses it; several may hold the same `reward`, each for a value of its own.
 
     The training value is weight * sum over outputs of share * clip(scale * raw + offset).
     """
@@ -149,6 +149,8 @@ def score_once(
 class Scorer:
     """Runs several rewards on a batch: retry, then mask, then abort.
 
+    Entries that hold the same `Reward` object share its one pass over a batch; each makes its own training value.
+
     Args:
         entries: the rewards with their weights.
         batch_size: samples handed to a reward at once.
@@ -167,10 +169,20 @@ class Scorer:
     ) -> None:
         if not entries:
             raise ValueError("rewards: at least one reward is needed")
-        outputs = [name for entry in entries for name in entry.reward.card.outputs]
+        first: dict[int, WeightedReward] = {}
+        for entry in entries:
+            first.setdefault(id(entry.reward), entry)
+        self.distinct = tuple(first.values())
+        """The first entry of each reward: what is run."""
+        outputs = self.outputs
         doubled = sorted({name for name in outputs if outputs.count(name) > 1})
         if doubled:
-            raise ValueError(f"rewards: the output {doubled[0]!r} is produced by two entries; name each reward once")
+            names = " and ".join(repr(e.name) for e in self.distinct if doubled[0] in e.reward.card.outputs)
+            raise ValueError(
+                f"rewards: the output {doubled[0]!r} is produced by two entries ({names}) that are not one reward with "
+                "the same options; make their options equal (weight, outputs, scale, offset and clip may differ), or "
+                "drop one"
+            )
         for entry in entries:
             unknown = sorted(set(entry.outputs) - set(entry.reward.card.outputs))
             if unknown:
@@ -183,7 +195,7 @@ class Scorer:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return tuple(name for entry in self.entries for name in entry.reward.card.outputs)
+        return tuple(name for entry in self.distinct for name in entry.reward.card.outputs)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
         """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
@@ -195,7 +207,7 @@ class Scorer:
         """
         count, errors = len(prompts), []
         joined: dict[str, Tensor] = {}
-        for entry in self.entries:
+        for entry in self.distinct:
             chunk = max(count, 1) if entry.reward.card.needs_groups else self.batch_size
             parts = [
                 self._attempt(entry, images[part], prompts[part], metadata[part], errors)

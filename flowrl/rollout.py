@@ -223,7 +223,7 @@ class _Recorder:
                 child=none,
                 step=none,
                 sample=none,
-                old_log_prob=torch.zeros(0),
+                old_log_prob=torch.zeros(0, *(x.shape[2:] if self.form == "position" else ())),
             )
         table = {name: torch.stack([r[name] for r in self.records], dim=1).flatten(0, 1) for name in self.records[0]}
         fixed = {name: table.pop(name) for name in ("parent", "child", "step", "sample", "old_log_prob")}

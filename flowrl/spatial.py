@@ -7,12 +7,17 @@
 The sign of a singular vector is arbitrary, and with it which end of a component is bright: here the end that the
 border of the picture has less of. (The official code takes (max - c) / (max - min) of whatever sign comes out.)
 
+A method that takes the option `spatial` has them made from every rollout's pictures (`mapper`), and its advantages
+multiplied by them (`spread`).
+
 Source: arXiv 2511.18719; Tele-AI/TeleBoost:teleboost/algorithms/vipo.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +29,32 @@ from flowrl.models.base import ModelError
 Backbone = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 """Frames [B, 3, H, W] in [0, 1] -> patch tokens [B, h * w, d] row by row, and (h, w)."""
 
+Mapper = Callable[[Tensor], Tensor]
+"""Pictures [B, 3, H, W] or clips [B, F, 3, H, W] in [0, 1] -> maps [B, *pos] float32 on the CPU."""
+
 _COMPONENTS = 3
 _FILTERS = 16
 _FRAMES_AT_ONCE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpatialConfig:
+    backbone: str = "fixed"
+    """What looks at the pictures: `fixed`, which needs no weights, or a DINOv2 by folder or hub id."""
+    ratio: Literal["position", "sample"] = "position"
+    """`position`: ratio, clip and advantage of every latent position, from its log-prob (mean over channels); `sample`:
+    the method's own ratio, with the mean over positions of the clipped advantages."""
+    keep_mean: bool = False
+    """Divide every map by its mean, so that the update keeps its size; the official code does not."""
+
+    def __post_init__(self) -> None:
+        if not self.backbone:
+            raise ValueError("backbone is empty; give fixed, or a folder or hub id of a DINOv2")
+        if self.keep_mean and self.ratio == "sample":
+            raise ValueError(
+                "keep_mean=true with ratio=sample: maps of mean 1 leave the mean over positions as it was, so nothing "
+                "would change; set ratio=position, or keep_mean=false"
+            )
 
 
 def saliency(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -98,16 +126,48 @@ def importance(images: Tensor, backbone: Backbone, shape: tuple[int, ...], *, ke
     return to_latent_grid(maps.reshape(*images.shape[:-3], *maps.shape[1:]), shape, keep_mean=keep_mean)
 
 
-def dense_advantages(advantages: Tensor, maps: Tensor, *, clip: float | None = 5.0) -> Tensor:
+def mapper(config: SpatialConfig, latent_shape: tuple[int, ...], device: torch.device | str = "cpu") -> Mapper:
+    """Makes the maps of a run, whose latents are [C, *pos] a sample; loads the backbone.
+
+    Raises:
+        ModelError: its weights cannot be loaded.
+    """
+    backbone = load_backbone(config.backbone, device)
+    return lambda images: importance(images, backbone, latent_shape[1:], keep_mean=config.keep_mean).cpu()
+
+
+def spread(
+    advantages: Tensor, maps: Tensor, ratio: Literal["position", "sample"], bound: Tensor | None = None
+) -> Tensor:
+    """Advantages [E, R], not clipped yet, as the loss takes them: times the map of each, then clipped to +-bound [R].
+
+    Returns:
+        [E, R, *pos] for a ratio of every position. For one ratio of the whole sample their mean, [E, R]: the clipped
+        loss max(-A r, -A clamp(r)) is linear in |A| and M >= 0, so the mean over positions may be taken first.
+    """
+    dense = dense_advantages(advantages, maps, clip=bound)
+    if ratio == "position":
+        return dense
+    # float64: the mean of n equal float32 numbers is then that number, so maps of ones change no bit.
+    return dense.flatten(2).double().mean(dim=2).float()
+
+
+def dense_advantages(advantages: Tensor, maps: Tensor, *, clip: float | Tensor | None = 5.0) -> Tensor:
     """Advantages [E, R] times the map of each edge [E, *pos], clipped afterwards: [E, R, *pos].
+
+    `clip` is one bound, one for each column [R], or None.
 
     >>> dense_advantages(torch.tensor([[4.0]]), torch.tensor([[0.5, 2.0]])).tolist()
     [[[2.0, 5.0]]]
     """
     if advantages.ndim != 2 or len(advantages) != len(maps):
         raise ValueError(f"advantages {tuple(advantages.shape)} must be [E, R] for E = {len(maps)} maps")
-    spread = advantages.reshape(*advantages.shape, *(1,) * (maps.ndim - 1)) * maps[:, None]
-    return spread if clip is None else spread.clamp(-clip, clip)
+    if isinstance(clip, Tensor):
+        if clip.shape != advantages.shape[1:]:
+            raise ValueError(f"clip {tuple(clip.shape)} must be one bound for each of {advantages.shape[1]} columns")
+        clip = clip.reshape(-1, *(1,) * (maps.ndim - 1))
+    dense = advantages.reshape(*advantages.shape, *(1,) * (maps.ndim - 1)) * maps[:, None]
+    return dense if clip is None else dense.clamp(-clip, clip)
 
 
 def _stretched(values: Tensor, dims: tuple[int, ...], otherwise: float = 1.0) -> Tensor:

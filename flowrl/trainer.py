@@ -85,7 +85,7 @@ class Trainer:
         """Evaluate the untouched model, or the newest checkpoint of a run folder, into `out`."""
         self.world, self.folder, self.start = join(), RunFolder(out), 0
         set_up_logging(None, main=self.world.main)
-        self._load()
+        self._load(training=False)
         if run is not None:
             saved = checkpoint.available(run / "checkpoints")
             if not saved:
@@ -122,18 +122,18 @@ class Trainer:
         if resume and not self.start:
             log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
 
-    def _load(self) -> None:
+    def _load(self, training: bool = True) -> None:
         self.started = time.monotonic()
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        parts = assemble(self.resolved, self.world, self.folder.path)
+        parts = assemble(self.resolved, self.world, self.folder.path, training=training)
         self.source, self.texts = parts.source, parts.texts
         self.scorer, self.watched = parts.scorer, parts.watched
         self.adapter, self.weights, self.dtype = parts.adapter, parts.weights, parts.dtype
         self.algorithm, self.optimizer, self.policy = parts.algorithm, parts.optimizer, parts.policy
         self.schedule, self.sampler = parts.schedule, parts.sampler
-        self.learner, self.evaluator = parts.learner, parts.evaluator
+        self.learner, self.evaluator, self.maps = parts.learner, parts.evaluator, parts.maps
         if self.world.main:
             facts = provenance(self.resolved, str(self.world.device), self.world.size)
             self.folder.write_json("provenance.json", facts)
@@ -208,7 +208,7 @@ class Trainer:
         plan = self.algorithm.plan(self.schedule, self.sampler, iteration, config.seed)
         noise = Noise(config.seed, "rollout", iteration, self.adapter.latent_shape(), config.rollout.shared_noise)
         bar = Progress(len(own), f"iteration {iteration}: sampling", show=world.main)
-        abandoned, local = False, None
+        abandoned, local, maps = False, None, None
         try:
             with timer.phase("text"):
                 cond = self.texts.lookup([drawn[slot].text for slot in slots])
@@ -228,6 +228,9 @@ class Trainer:
                 )
             with timer.phase("decode"):
                 images = self._decode(samples.x0)
+            if self.maps is not None:
+                with timer.phase("maps"):
+                    maps = self.maps(images)
             with timer.phase("reward"):
                 prompts = [drawn[i.slot] for i in own]
                 local = self.scorer.score(images, [p.text for p in prompts], [p.metadata for p in prompts])
@@ -239,7 +242,7 @@ class Trainer:
             self._stop(iteration - 1)
         assert local is not None
         rewards, raw = self._gather_scores(own, local.values, local.raw, len(drawn))
-        return Rollout(plan, samples, edges, cond, rows, rewards, raw, _group_spread(images, rows))
+        return Rollout(plan, samples, edges, cond, rows, rewards, raw, _group_spread(images, rows), maps)
 
     def _watch(self, bar: Progress, count: int) -> None:
         bar.update(count)

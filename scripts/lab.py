@@ -1,41 +1,61 @@
 """Run the lab: every recipe of configs/lab (and the quickstart) on seeds 0 to 2, and write docs/lab.md.
 
-    python scripts/lab.py                 run missing cells, then write the page
-    python scripts/lab.py --write         only write the page
-    python scripts/lab.py --stale         run stale cells too
-    python scripts/lab.py quickstart      only these recipes
+    python scripts/lab.py                      run missing cells, then write the page
+    python scripts/lab.py --write              only write the page
+    python scripts/lab.py --check              replay the start of stale recipes: are the numbers still the same?
+    python scripts/lab.py --stale              run stale cells too
+    python scripts/lab.py --seeds 0 NAME ...   only these seeds and recipes
 
-A cell is one recipe and seed; its result is kept in docs/lab/results.json with a fingerprint of the recipe,
-the model and the code that can change a number. A cell whose fingerprint differs is marked stale.
+A cell is one recipe and seed. docs/lab/results.json keeps its result with two fingerprints, of the recipe with its
+model and of the code that can change a number, and with the metrics of its first iterations. A cell is stale when a
+fingerprint differs. Where it is the code's alone, `--check` runs the recipe up to those iterations and compares: equal
+numbers make the cells fresh again, without the minutes that a whole run takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
+import math
+import platform
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
+from _lab_page import Entry, page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "lab" / "results.json"
 PAGE = ROOT / "docs" / "lab.md"
 RUNS = ROOT / "runs" / "lab"
 SEEDS = (0, 1, 2)
-# What can change a number of every recipe; messages, the gallery and the like cannot.
-NUMERIC = (
-    *(f"flowrl/{name}.py" for name in ("advantages", "buffer", "evaluate", "learner", "objectives", "optim", "plan")),
-    *(f"flowrl/{name}.py" for name in ("process", "prompts", "reward", "rng", "rollout", "schedules", "selection")),
-    *(f"flowrl/{name}.py" for name in ("shapes", "solvers")),
-    *(f"flowrl/models/{name}.py" for name in ("base", "sd3", "weights")),
-    *(f"flowrl/{folder}/base.py" for folder in ("samplers", "algorithms")),
-    "flowrl/samplers/ode.py",
-    "rewards/shapes.py",
-    "assets/tiny-sd3/**/*.safetensors",
-)
+REPLAYED = 3
+"""Iterations that a replay compares."""
+# Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
+# named here counts, so a new one cannot be forgotten.
+SILENT = ("checkpoint", "checks", "export", "memory", "metrics", "registry", "runs", "strict")
+MACHINE = ("hardware", "threads_per_process", "python", "torch", "diffusers", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """What a cell depends on."""
+
+    recipe: str
+    """The parsed recipe and the model it names."""
+    code: str
+    """Every module of the run that can change a number."""
 
 
 def recipes() -> dict[str, Path]:
@@ -44,103 +64,306 @@ def recipes() -> dict[str, Path]:
     return found | {file.stem: file for file in sorted((ROOT / "configs" / "lab").glob("*.yaml"))}
 
 
-def fingerprint(recipe: Path) -> str:
-    """Of the recipe, the model, the shared code, and the recipe's own sampler and algorithm."""
-    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
-    sampler, algorithm = tree["rollout"]["sampler"]["name"], tree["algorithm"]["name"]
-    own = ("flowrl/algorithms/_*.py", f"flowrl/samplers/{sampler}.py", f"flowrl/algorithms/{algorithm}.py")
-    for pattern in (*NUMERIC, *own):
-        for file in sorted(ROOT.glob(pattern)):
-            digest.update(file.read_bytes())
+def read_recipe(recipe: Path) -> dict[str, Any]:
+    return yaml.safe_load(recipe.read_text(encoding="utf-8"))
+
+
+# ---- fingerprints
+
+
+def _words(value: Any) -> Iterator[str]:
+    """All strings of a parsed recipe."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _words(part)
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    """Files of this repository that a module imports, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            target = ROOT / (name.replace(".", "/") + ".py")
+            if name.startswith(("flowrl.", "rewards.")) and target.is_file():
+                yield target
+
+
+def code_files(tree: dict[str, Any]) -> list[Path]:
+    """What a recipe's run imports, from the trainer and the recipe's own components down."""
+    rewards = [*tree["rewards"], *tree.get("eval", {}).get("rewards", [])]
+    starts = [
+        "flowrl/trainer.py",
+        f"flowrl/models/{tree['model']['name']}.py",
+        f"flowrl/samplers/{tree['rollout']['sampler']['name']}.py",
+        f"flowrl/algorithms/{tree['algorithm']['name']}.py",
+        *(f"rewards/{entry['name']}.py" for entry in rewards),
+    ]
+    silent = {ROOT / "flowrl" / f"{name}.py" for name in SILENT}
+    waiting, found = [ROOT / start for start in starts], set[Path]()
+    while waiting:
+        file = waiting.pop()
+        if file not in found | silent and file.is_file():
+            found.add(file)
+            waiting += _imported(file)
+    return sorted(found)
+
+
+def model_files(tree: dict[str, Any]) -> list[Path]:
+    """Weights, configurations and tokenizers of the models in assets/ that a recipe names."""
+    folders = {ROOT / "assets" / word for word in _words(tree) if re.fullmatch(r"[\w.-]+", word)}
+    patterns = ("**/*.safetensors", "*/*.json", "model_index.json")
+    return sorted({file for folder in folders for pattern in patterns for file in folder.glob(pattern)})
+
+
+def _digest(digest: Any, files: list[Path]) -> str:
+    for file in files:
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
 
 
-def run_cell(name: str, recipe: Path, seed: int) -> dict:
-    """Train one cell in two processes; its summary, network evaluations per sample, and commit."""
-    run = f"{name}-seed{seed}"
-    command = [sys.executable, "-m", "flowrl", "train", str(recipe), f"name={run}", f"output={RUNS}", f"seed={seed}"]
-    print(" ".join(command), flush=True)
-    if (RUNS / run / "config.yaml").is_file():
-        command.append("--resume")
-    subprocess.run([*command, "--processes", "2"], cwd=ROOT, check=True)
-    summary = json.loads((RUNS / run / "summary.json").read_text(encoding="utf-8"))
+def fingerprints(recipe: Path) -> Fingerprints:
+    """As the working tree is now."""
+    tree = read_recipe(recipe)
+    start = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
+    return Fingerprints(_digest(start, model_files(tree)), _digest(hashlib.sha256(), code_files(tree)))
+
+
+def state(cell: dict[str, Any] | None, now: Fingerprints) -> str:
+    """Of a cell: "not run", "fresh", "replayed" (fresh by a replay), "stale: recipe" or "stale: code"."""
+    if cell is None:
+        return "not run"
+    if cell["recipe"] != now.recipe:
+        return "stale: recipe"
+    if cell["code"] == now.code:
+        return "fresh"
+    return "replayed" if cell.get("checked", {}).get("code") == now.code else "stale: code"
+
+
+# ---- running
+
+
+def processor() -> str:
+    """The processor's name; provenance.json has its architecture only."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or "unknown"
+
+
+def machine(facts: dict[str, Any]) -> dict[str, Any]:
+    """Where other numbers may come from than from the code, out of a run's provenance."""
+    return {"processor": processor()} | {key: facts[key] for key in MACHINE}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def first_rows(folder: Path) -> list[dict[str, Any]]:
+    """Metrics of the first iterations of a run folder that are whole, without the times."""
+    file, rows = folder / "metrics.jsonl", []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    for line in lines[:REPLAYED]:
+        if line.endswith("\n"):
+            rows.append({k: v for k, v in json.loads(line).items() if not k.startswith("time/")})
+    return rows
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """What a cell keeps of a finished run: its summary, evaluations per sample and commit, and the replay's numbers."""
+    summary, facts = _read(folder / "summary.json"), _read(folder / "provenance.json")
     kept = ("seconds", "iterations", "base", "base_best_guidance", "tuned", "difference")
-    rows = [json.loads(line) for line in (RUNS / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     evaluations = {part: sum(row[f"nfe/{part}"] for row in rows) / len(rows) for part in ("rollout", "train")}
-    commit = json.loads((RUNS / run / "provenance.json").read_text(encoding="utf-8"))["commit"]
-    return {key: summary[key] for key in kept} | {"evaluations": evaluations, "commit": commit}
+    return {
+        "summary": {key: summary[key] for key in kept} | {"evaluations": evaluations, "commit": facts["commit"]},
+        "replay": {"machine": machine(facts), "rows": first_rows(folder)},
+    }
 
 
-def percent(value: dict, sign: str = "") -> str:
-    mean, low, high = (format(100 * value[name], f"{sign}.1f") for name in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]"
+def train_command(name: str, recipe: Path, seed: int, output: Path) -> tuple[list[str], Path]:
+    """The command that trains a cell in two processes, and its run folder; a replay differs in the folder alone."""
+    run = f"{name}-seed{seed}"
+    words = ["train", str(recipe), f"name={run}", f"output={output}", f"seed={seed}", "--processes", "2"]
+    return [sys.executable, "-m", "flowrl", *words], output / run
 
 
-def line(head: str, cell: dict, *, stale: bool, searched: bool, metric: str = "shapes_strict") -> str:
-    """A row of the table; `searched` says whether the recipe looks for the base's best CFG."""
-    values = cell["summary"]
-    rival, spent = values["base_best_guidance"], values["evaluations"]
-    columns = (
-        head,
-        percent(values["base"][metric]),
-        f"{percent(rival[metric])} at {rival['guidance_scale']:g}" if searched else "not searched",
-        percent(values["tuned"][metric]),
-        percent(values["difference"][metric], "+"),
-        f"{spent['rollout']:.2f} + {spent['train']:.2f}",
-        f"{values['seconds']:.0f}",
-        f"`{cell['fingerprint'][:8]}`" + (" stale" if stale else ""),
-        f"`{values['commit'][:8]}`",
-    )
-    return "| " + " | ".join(columns) + " |"
+def run_cell(name: str, recipe: Path, seed: int, now: Fingerprints) -> dict[str, Any]:
+    """Train one cell, or go on with it where the same recipe and code were interrupted."""
+    command, folder = train_command(name, recipe, seed, RUNS)
+    mark = folder / "lab.json"
+    if mark.is_file() and _read(mark) == asdict(now):
+        command.append("--resume")
+    elif folder.is_dir():
+        # Resuming would mix the numbers of two recipes or codes, or hand out a finished run's old ones as new.
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.write_text(json.dumps(asdict(now)) + "\n", encoding="utf-8")
+    print(" ".join(command), flush=True)
+    subprocess.run(command, cwd=ROOT, check=True)
+    return asdict(now) | measured(folder)
 
 
-def page(results: dict) -> str:
-    """docs/lab.md."""
-    lines = [
-        "# The lab",
-        "",
-        "Written by `python scripts/lab.py`; do not edit. Strict accuracy (`shapes_strict`) in per cent on the 512",
-        "held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over captions, paired differences.",
-        "Two single-thread processes on two CPU cores; seconds include both evaluations and the search for the base's",
-        "best CFG. Network evaluations are counted per rolled-out sample, in sampling and in updates. The fingerprint",
-        "is of the recipe, the model and the code; a stale cell was measured with older ones.",
-        "",
-        "| recipe | seed | base | base, best CFG | tuned | difference | evaluations | seconds | fingerprint | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+def replay(name: str, recipe: Path, seed: int) -> dict[str, Any]:
+    """Base accuracy and first metrics of a recipe as the code is now.
+
+    The unchanged recipe is started and stopped by a signal, since a smaller `iterations` would change what depends on
+    it, such as a linear learning rate.
+    """
+    with tempfile.TemporaryDirectory(prefix="flowrl-lab-") as output:
+        command, folder = train_command(name, recipe, seed, Path(output))
+        print(" ".join(command), f"(until iteration {REPLAYED})", flush=True)
+        process = subprocess.Popen(command, cwd=ROOT)
+        try:
+            while process.poll() is None and len(first_rows(folder)) < REPLAYED:
+                time.sleep(0.2)
+        finally:
+            process.send_signal(signal.SIGTERM)  # does nothing to a process that has ended
+            code = process.wait()
+        if code not in (0, 128 + signal.SIGTERM) or len(first_rows(folder)) < REPLAYED:
+            raise SystemExit(f"the replay of {name} seed {seed} ended with code {code} before iteration {REPLAYED}")
+        summary, facts = _read(folder / "summary.json"), _read(folder / "provenance.json")
+        base = {key: summary[key] for key in ("base", "base_best_guidance")}
+        return base | {"rows": first_rows(folder), "machine": machine(facts), "commit": facts["commit"]}
+
+
+# ---- comparing
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {k: v for key, part in value.items() for k, v in _flat(part, f"{prefix} {key}".strip()).items()}
+
+
+def differences(cell: dict[str, Any], replayed: dict[str, Any]) -> list[str]:
+    """Numbers of a cell that its replay does not repeat; none: the same.
+
+    Held-out means and intervals must agree to 1e-6, metrics to a relative 1e-5. A metric that is new is no difference.
+    """
+    recorded = cell["replay"]["rows"]
+    if len(recorded) < REPLAYED:
+        return [f"only {len(recorded)} iterations recorded"]
+    bases = [
+        _flat({key: source[key] for key in ("base", "base_best_guidance")}) for source in (cell["summary"], replayed)
     ]
+    parts = [("", *bases, {"abs_tol": 1e-6, "rel_tol": 0.0})]
+    for old, new in zip(recorded, replayed["rows"], strict=True):
+        parts.append((f"iteration {old['iteration']} ", old, new, {"rel_tol": 1e-5}))
+    found = []
+    for place, old, new, tolerance in parts:
+        for key, value in old.items():
+            other = new.get(key, "missing")
+            numbers = all(isinstance(v, int | float) for v in (value, other))
+            if not (math.isclose(value, other, **tolerance) if numbers else value == other):
+                found.append(f"{place}{key}: {value} recorded, {other} now")
+    return found
+
+
+def check_recipe(name: str, recipe: Path, results: dict[str, Any], seeds: list[int]) -> bool:
+    """Replay a recipe whose cells are stale by their code; make them fresh where every number is the same."""
+    now, same = fingerprints(recipe), True
+    groups: dict[str, list[int]] = {}
+    for seed in seeds:
+        cell = results.get(f"{name}/{seed}")
+        verdict = state(cell, now)
+        if verdict == "stale: code":
+            # A replay speaks for the code that its cell was measured with, and for no other.
+            groups.setdefault(cell["code"], []).append(seed)
+        elif verdict == "stale: recipe":
+            print(f"{name} seed {seed}: the recipe or its model changed, which no replay mends; use --stale")
+            same = False
+    for members in groups.values():
+        cell = results[f"{name}/{members[0]}"]
+        replayed = replay(name, recipe, members[0])
+        found = differences(cell, replayed)
+        if found:
+            same = False
+            print(f"{name}: seed {members[0]} gives other numbers, seeds {members} stay stale")
+            print("\n".join(f"  {text}" for text in found))
+            for key, value in cell["replay"]["machine"].items():
+                if replayed["machine"][key] != value:
+                    print(f"  (recorded with {key} {value}, now {replayed['machine'][key]}: it may be the machine's)")
+            continue
+        print(f"{name}: seed {members[0]} gives the same numbers, seeds {members} are fresh")
+        for seed in members:
+            checked = {"code": now.code, "commit": replayed["commit"], "seed": members[0]}
+            results[f"{name}/{seed}"]["checked"] = checked
+    return same
+
+
+# ---- the files
+
+
+def write_results(results: dict[str, Any]) -> None:
+    """One cell to a line: short, and two branches that add cells merge."""
+    lines = (f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in results.items())
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def write_page(results: dict[str, Any]) -> None:
+    entries = []
     for name, recipe in recipes().items():
-        searched = bool(yaml.safe_load(recipe.read_text(encoding="utf-8"))["eval"].get("best_guidance"))
-        for seed in SEEDS:
-            cell = results.get(f"{name}/{seed}")
-            if cell is None:
-                lines.append(f"| {name} | {seed} | | | | | | | | not run |")
-            else:
-                stale = cell["fingerprint"] != fingerprint(recipe)
-                lines.append(line(f"{name} | {seed}", cell, stale=stale, searched=searched))
+        tree, now = read_recipe(recipe), fingerprints(recipe)
+        source = ROOT / "flowrl" / "algorithms" / f"{tree['algorithm']['name']}.py"
+        level = re.search(r'^LEVEL = "(\w+)"', source.read_text(encoding="utf-8"), re.MULTILINE)
+        cells = {seed: results.get(f"{name}/{seed}") for seed in SEEDS}
+        entries.append(
+            Entry(
+                name=name,
+                level=level[1] if level else "experimental",
+                searched=bool(tree["eval"].get("best_guidance")),
+                cells=cells,
+                states={seed: state(cell, now) for seed, cell in cells.items()},
+            )
+        )
     notes = ROOT / "docs" / "lab" / "notes.md"
-    return "\n".join(lines) + "\n" + ("\n" + notes.read_text(encoding="utf-8") if notes.is_file() else "")
+    PAGE.write_text(page(entries, notes.read_text(encoding="utf-8") if notes.is_file() else ""), encoding="utf-8")
+    print(PAGE)
+
+
+def run_missing(chosen: dict[str, Path], results: dict[str, Any], seeds: Iterable[int], *, stale: bool) -> None:
+    """Run the cells that were not, and the stale ones if asked to; each is kept as soon as it is there."""
+    for name, recipe in chosen.items():
+        for seed in seeds:
+            key, now = f"{name}/{seed}", fingerprints(recipe)
+            verdict = state(results.get(key), now)
+            if verdict == "not run" or (stale and verdict.startswith("stale")):
+                results[key] = run_cell(name, recipe, seed, now)
+                write_results(results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="recipes; default: all")
-    parser.add_argument("--write", action="store_true", help="only write the page")
-    parser.add_argument("--stale", action="store_true", help="run stale cells again")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS, help="default: all")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="only write the page")
+    what.add_argument("--check", action="store_true", help="replay stale recipes and compare; 1 if any stays stale")
+    what.add_argument("--stale", action="store_true", help="run stale cells again")
     args = parser.parse_args()
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    for name, recipe in recipes().items():
-        if args.write or (args.names and name not in args.names):
-            continue
-        for seed in SEEDS:
-            cell, now = results.get(f"{name}/{seed}"), fingerprint(recipe)
-            if cell is not None and (cell["fingerprint"] == now or not args.stale):
-                continue
-            results[f"{name}/{seed}"] = {"fingerprint": now, "summary": run_cell(name, recipe, seed)}
-            RESULTS.parent.mkdir(parents=True, exist_ok=True)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(results), encoding="utf-8")
-    print(PAGE)
+    unknown = sorted(set(args.names) - recipes().keys())
+    if unknown:
+        parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
+    results, same = _read(RESULTS) if RESULTS.is_file() else {}, True
+    chosen = {name: recipe for name, recipe in recipes().items() if not args.names or name in args.names}
+    if args.check:
+        try:
+            same = all([check_recipe(name, recipe, results, list(args.seeds)) for name, recipe in chosen.items()])
+        finally:
+            # Not after each recipe: the file would be an uncommitted change in the next one's provenance.
+            write_results(results)
+    elif not args.write:
+        run_missing(chosen, results, args.seeds, stale=args.stale)
+    write_page(results)
+    raise SystemExit(0 if same else 1)
 
 
 if __name__ == "__main__":

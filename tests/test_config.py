@@ -413,6 +413,44 @@ def test_a_file_with_config_and_build_has_its_own_strict_options(tmp_path):
     assert "did you mean 'level'?" in message
 
 
+STRICT, PARTIAL = "{name: shapes, outputs: {shapes_strict: 1}}", "{name: shapes, outputs: {shapes_partial: 1}}"
+
+
+def test_entries_of_one_reward_with_the_same_options_share_what_is_built(read, tmp_path):
+    from flowrl.assembly import build_rewards
+
+    path = write(tmp_path, "def score(images, prompts, metadata):\n    return images.mean((1, 2, 3))\n")
+    other = "{name: rewards.shapes, surplus_penalty: 0.25, weight: 0}"  # the same by a dotted path, default spelt out
+    found = resolve(read(f"rewards=[{STRICT}, {PARTIAL}, {other}, {{path: {path}}}, {{path: {path}, clip: [0, 1]}}]"))
+    first, second, third, mine, clipped = build_rewards(found.rewards)
+    assert first.reward is second.reward is third.reward
+    assert (first.shares(), second.shares()) == ({"shapes_strict": 1.0}, {"shapes_partial": 1.0})
+    assert mine.reward is clipped.reward
+    assert mine.reward is not first.reward
+    assert clipped.clip == (0, 1)
+
+
+def test_entries_of_one_reward_with_other_options_are_refused(read):
+    from flowrl.assembly import build_rewards
+    from flowrl.reward import Scorer
+
+    found = resolve(read(f"rewards=[{STRICT}, {{name: shapes, surplus_penalty: 0.5}}]"))
+    first, second = build_rewards(found.rewards)
+    assert first.reward is not second.reward
+    with pytest.raises(ValueError, match=r"'shapes_partial' is produced by two entries.*make their options equal"):
+        Scorer([first, second])
+
+
+def test_an_entry_that_says_the_same_twice_is_refused(read):
+    message = refusal(resolve, read(f"rewards=[{STRICT}, {PARTIAL}, {STRICT}]"))
+    assert "rewards.2 repeats rewards.0 (shapes)" in message
+    assert "weight" in message
+    message = refusal(resolve, read(f"rewards=[{STRICT}]", f"eval.rewards=[{PARTIAL}, {STRICT}]"))
+    assert "eval.rewards.1 repeats rewards.0" in message
+    assert "evaluated anyway" in message
+    resolve(read(f"rewards=[{STRICT}]", f"eval.rewards=[{PARTIAL}]"))
+
+
 def test_validate_refuses_what_is_no_mapping():
     from flowrl.config import EmaConfig
 

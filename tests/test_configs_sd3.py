@@ -6,28 +6,120 @@ import dataclasses
 import json
 import re
 import socket
+from functools import cache
 from typing import Any
 
 import pytest
-import yaml
 
 from flowrl import memory
 from flowrl.advantages import AdvantageConfig
 from flowrl.commands.plan import command, geometry, step_plan, transition_std
 from flowrl.config import ConfigError, Resolved, load_config, resolve
+from flowrl.memory import skeleton
 from flowrl.prompts import load_prompts
 from rewards.geneval import read_clauses
 from rewards.ocr import target_text
 from tests import tiny_sd3 as tiny
+from tests.recipes import ADAMW, EMA, NO_EMA, advantages, check_text, check_values
 
 FOLDER = tiny.ROOT / "configs" / "sd3"
 RECIPES = ("pickscore", "ocr", "geneval", "jpeg")
 # yifan123/flow_grpo:config/grpo.py; the JPEG recipe has no official counterpart and takes GenEval's.
 KL = {"pickscore": 0.01, "ocr": 0.04, "geneval": 0.04, "jpeg": 0.04}
 
+LORA = {"model.dtype": "float16", "model.lora": {"rank": 32, "alpha": 64, "targets": None}, "optim.learning_rate": 3e-4}
+FULL = {"model.dtype": "float16", "model.lora": None, "optim.learning_rate": 1e-5}
+FLOW_SDE = {"rollout.sampler": {"name": "flow_sde", "noise_level": 0.7}, "algorithm.kl.coef": 0.0}
+
+
+def rollout(steps: int, guidance: float, prompts: int, group: int, updates: int, shared: bool = False) -> dict:
+    return {
+        "rollout.num_inference_steps": steps,
+        "rollout.guidance_scale": guidance,
+        "rollout.prompts_per_iteration": prompts,
+        "rollout.group_size": group,
+        "rollout.shared_noise": shared,
+        "optim.updates_per_iteration": updates,
+        "eval.guidance_scale": guidance,
+        "eval.num_inference_steps": 40,
+    }
+
+
+# grpo_family sheet 2.1, and the rows *_sd3_fast_nocfg of 1.2.
+FAST = (
+    LORA
+    | EMA
+    | advantages("group", "global")
+    | {"rollout.sampler": {"name": "cps", "noise_level": 0.8}, "algorithm.kl.coef": 0.0, "algorithm.clip_range": 1e-5}
+    | {"algorithm.window_size": 3, "algorithm.low": 0, "algorithm.high": 5, "eval.best_guidance": [4.5]}
+)
+# grpo_family sheet 6.3; the weight of a step 6.1.
+GUARD = (
+    LORA
+    | EMA
+    | FLOW_SDE
+    | rollout(10, 4.5, 48, 24, 2)
+    | advantages("group", "group")
+    | {"optim.learning_rate": 1e-4, "algorithm.ratio_norm": True, "algorithm.reweight": "flow_grpo"}
+)
+# grpo_family sheet 5.4, with the guidance and resolution of 1.2.
+MIX = (
+    FULL
+    | NO_EMA
+    | FLOW_SDE
+    | rollout(25, 4.5, 32, 12, 4, shared=True)
+    | advantages("per_reward", "group", eps=1e-8, ddof=1)
+    | {"iterations": 300, "algorithm.clip_range": 1e-4, "algorithm.window.strategy": "progressive"}
+    | {"algorithm.window.size": 4, "algorithm.window.shift": 1}
+)
+# trees_and_exploration sheet 3.1, 3.3, 3.4, with the model's own values of grpo_family 1.2.
+SAGE = (
+    LORA
+    | NO_EMA
+    | rollout(20, 4.5, 48, 24, 1)
+    | advantages("group", "group")
+    | {"rollout.sampler": {"name": "sage", "eta": 0.5, "sigma_max": 0.997}, "algorithm.clip_range": 1e-4}
+    | {"algorithm.equalise": True, "algorithm.trust.anchor": "moving", "algorithm.trust.every": 10}
+    | {"algorithm.trust.old_weight": 0.1, "algorithm.trust.coef": 1e-7, "algorithm.trust.target": 1e-5}
+    | {"algorithm.trust.min_coef": 1e-7, "algorithm.trust.max_coef": 1e-5}
+)
+# grpo_family sheet 7.7; all else that of pickscore_sd3 in 1.2.
+DPPO = (
+    LORA
+    | EMA
+    | rollout(10, 4.5, 48, 24, 2)
+    | advantages("group", "global")
+    | {"rollout.sampler": {"name": "flow_sde", "noise_level": 0.7}, "algorithm.threshold": 1e-5}
+    | {"algorithm.divisor": "variance", "algorithm.old_log_prob": "recompute", "algorithm.kl.coef": 0.01}
+)
+METHODS: dict[str, tuple[str, int, dict[str, Any]]] = {  # recipe -> (its source, trained steps, its values)
+    "flow_grpo_fast-geneval": ("yifan123/flow_grpo", 3, FAST | rollout(10, 1.0, 48, 24, 2)),
+    "flow_grpo_fast-pickscore": ("yifan123/flow_grpo", 3, FAST | rollout(10, 1.0, 64, 18, 2)),
+    "grpo_guard-geneval": ("config/grpo_guard.py", 9, GUARD | {"algorithm.clip_range": 2e-6}),
+    "grpo_guard-ocr": ("config/grpo_guard.py", 9, GUARD | {"algorithm.clip_range": 2e-6}),
+    "grpo_guard-pickscore": ("config/grpo_guard.py", 9, GUARD | {"algorithm.clip_range": 4e-6}),
+    "flow_dppo-pickscore": ("arXiv 2606.11025", 9, DPPO),
+    "sage_grpo-pickscore": ("arXiv 2603.21872", 19, SAGE),
+    "mix_grpo-pickscore": ("Tencent-Hunyuan/MixGRPO", 4, MIX | {"algorithm.window.interval": 25}),
+    "mix_grpo_flash-pickscore": (
+        "Tencent-Hunyuan/MixGRPO",
+        4,
+        MIX
+        | {"algorithm.window.interval": 20, "algorithm.ratio_kept": 0.4, "algorithm.shift": 3.0}
+        | {"algorithm.solver": "dpm2_midpoint"},
+    ),
+}
+
 
 def recipe(name: str, *overrides: str) -> Resolved:
-    return resolve(load_config(FOLDER / f"flow_grpo-{name}.yaml", list(overrides)))
+    name = name if "-" in name else f"flow_grpo-{name}"
+    return resolve(load_config(FOLDER / f"{name}.yaml", list(overrides)))
+
+
+@cache
+def sd35() -> Any:
+    """The model's skeleton, which takes seconds."""
+    return skeleton(recipe("geneval"))
 
 
 @pytest.fixture
@@ -40,7 +132,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_these_are_all_the_recipes():
-    assert {file.name for file in FOLDER.iterdir()} == {f"flow_grpo-{name}.yaml" for name in RECIPES}
+    names = {f"flow_grpo-{name}" for name in RECIPES} | set(METHODS)
+    assert {file.name for file in FOLDER.iterdir()} == {f"{name}.yaml" for name in names}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -69,13 +162,56 @@ def test_a_recipe_has_the_published_values(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_explains_itself_and_names_no_number_of_devices(name):
-    text = (FOLDER / f"flow_grpo-{name}.yaml").read_text(encoding="ascii")
-    assert max(map(len, text.splitlines())) <= 120
-    assert "yifan123/flow_grpo" in text
-    assert "departs" in text.lower()
-    keys = re.findall(r"([A-Za-z_]+):", yaml.safe_dump(yaml.safe_load(text)))
-    assert not {key for key in keys if re.search("gpu|process|world|device|nproc", key)}
-    assert "nproc-per-node gpu" in text
+    check_text(FOLDER / f"flow_grpo-{name}.yaml", "yifan123/flow_grpo")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_recipe_of_another_method_has_the_published_values_and_says_whose(name):
+    source, _, expected = METHODS[name]
+    run = recipe(name)
+    method, reward = name.split("-")
+    model = {"model.path": "stabilityai/stable-diffusion-3.5-medium", "model.height": 512, "model.width": 512}
+    check_values(run.tree(), ADAMW | model | {"model.max_sequence_length": 128} | expected)
+    check_text(FOLDER / f"{name}.yaml", source)
+    assert (run.algorithm.name, run.run.name) == (method, f"sd35-{name}")
+    assert [plan.name for plan in run.rewards] == [reward]
+    # A group of prompts and rewards that fit: the same lists as Flow-GRPO's recipe for this reward.
+    assert run.run.data == recipe(reward).run.data
+    carried = method in ("flow_dppo", "sage_grpo", "mix_grpo", "mix_grpo_flash")
+    words = " ".join((FOLDER / f"{name}.yaml").read_text(encoding="ascii").replace("#", " ").split())
+    assert ("No values were published for this model" in words) == carried
+    assert ("arried over from" in words) == carried
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_recipe_of_another_method_can_be_planned(offline, capsys, monkeypatch, name):
+    seen = []
+
+    def stop(resolved, adapter, plan, **options):
+        seen.append(plan)
+        raise ConfigError("measured above")
+
+    monkeypatch.setattr(memory, "skeleton", lambda resolved: sd35())
+    monkeypatch.setattr(memory, "estimate", stop)
+    with pytest.raises(ConfigError, match="measured above"):
+        command(str(FOLDER / f"{name}.yaml"), [])
+    assert "sde, trained" in capsys.readouterr().out
+    (plan,) = seen
+    assert len(plan.train) == METHODS[name][1]
+    stds = transition_std(recipe(name), sd35(), plan)
+    assert all((std > 0) == (k in plan.train) for k, std in enumerate(stds))
+
+
+def test_the_plans_of_flash_and_sage_are_the_published_ones():
+    flash = step_plan(recipe("mix_grpo_flash-pickscore"), sd35())
+    # grpo_family sheet 5.3: 11 forwards while the window is at the first place.
+    assert (len(flash), flash.train) == (11, (0, 1, 2, 3))
+    run = recipe("sage_grpo-pickscore")
+    # trees_and_exploration sheet 3.1: w / eta^2 at most 2 (0.5 / 0.5^2) keeps the first step's variance in bounds.
+    stds = transition_std(run, sd35(), step_plan(run, sd35()))
+    assert max(stds) ** 2 < 0.5
+    ten = recipe("sage_grpo-pickscore", "rollout.num_inference_steps=10")
+    assert transition_std(ten, sd35(), step_plan(ten, sd35()))[0] == pytest.approx(0.8, abs=0.01)
 
 
 def test_rewards_are_scaled_as_in_the_official_code():
@@ -198,6 +334,9 @@ def test_a_model_that_is_not_known_still_has_a_geometry(offline, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert text.count("not known before the model is here") == 2
     assert "samples per process" in text
+    # Nor does a method that shortens the grid need the model's own.
+    command(str(FOLDER / "mix_grpo_flash-pickscore.yaml"), ["model.path=owner/unheard-of"])
+    assert "Steps: 11 in all, 4 trained" in capsys.readouterr().out
 
 
 def test_the_noise_of_the_trained_steps_is_the_published_one():

@@ -178,9 +178,50 @@ def test_a_users_interrupt_is_not_swallowed():
         scored(entry(score))
 
 
-def test_two_entries_with_the_same_output_are_refused():
-    with pytest.raises(ValueError, match="'mine' is produced by two entries"):
+def test_two_rewards_with_the_same_output_are_refused():
+    with pytest.raises(ValueError, match=r"'mine' is produced by two entries \('mine' and 'again'\).*options"):
         Scorer([entry(brightness), entry(brightness, "again")])
+
+
+def shared(score, *options: dict, **card) -> list[WeightedReward]:
+    """Entries of one reward with the outputs a and b."""
+    reward = Reward(score, Card(outputs=("a", "b"), **card))
+    return [WeightedReward("mine", reward, **each) for each in options]
+
+
+def test_entries_of_one_reward_make_a_value_each_from_one_pass_over_every_chunk():
+    seen: list[int] = []
+
+    def counted(images, prompts, metadata):
+        seen.append(len(prompts))
+        return two_outputs(images, prompts, metadata)
+
+    first, second = shared(counted, {"outputs": {"a": 1.0}}, {"outputs": {"b": 2.0}, "weight": -0.5, "clip": (0, 4)})
+    # Another reward between them: values keep the entries' order, raw outputs appear once, in the order of rewards.
+    scorer = Scorer([first, entry(brightness, "other", ("c",)), second], batch_size=3)
+    scores = scorer.score(IMAGES, PROMPTS, METADATA)
+    assert seen == [3, 3, 2]
+    assert scorer.outputs == tuple(scores.raw) == ("a", "b", "c")
+    assert_close(scores.values, torch.stack([BASE, BASE, 2 * (10 * BASE).clamp(0, 4)]))
+    assert_close(scores.weights, torch.tensor([1.0, 1.0, -0.5]))
+
+
+def test_entries_of_one_reward_score_what_each_scores_alone_bitwise():
+    options = {"outputs": {"a": 0.3, "b": 0.7}, "scale": 0.1, "offset": 0.2}, {"outputs": {"b": 1.0}, "weight": 3.0}
+    both = shared(two_outputs, *options)
+    together, alone = scored(*both, batch_size=3), [scored(each, batch_size=3) for each in both]
+    assert torch.equal(together.values, torch.cat([one.values for one in alone]))
+    assert all(torch.equal(together.raw[name], alone[0].raw[name]) for name in ("a", "b"))
+
+
+def test_a_failure_of_a_shared_reward_is_tried_and_counted_once_and_masks_what_uses_the_output():
+    flaky = Flaky(limit=0.55)
+    entries = shared(lambda *batch: {"a": flaky(*batch), "b": BASE[:2]}, {"outputs": {"a": 1}}, {"outputs": {"b": 1}})
+    scores = scored(*entries, retries=1, batch_size=2)
+    assert (flaky.calls, scores.failures) == (3 + 2, 2)
+    assert scores.values.isnan().tolist() == [[False] * 6 + [True] * 2] * 2  # an exception loses every output
+    half = shared(constant({"a": [math.nan] + [0.0] * 7, "b": [0.0] * 8}), {"outputs": {"a": 1}}, {"outputs": {"b": 1}})
+    assert scored(*half).values.isnan().sum(dim=1).tolist() == [1, 0]
 
 
 def test_a_share_of_an_unknown_output_and_an_empty_list_are_refused():

@@ -9,12 +9,14 @@ from typing import ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages, advantages
+from flowrl.advantages import AdvantageConfig, Advantages, advantages, unclipped
 from flowrl.algorithms.base import Networks, parity_tolerance
 from flowrl.models.weights import Weights
 from flowrl.objectives import clipped_ratio_loss
-from flowrl.plan import StepPlan
+from flowrl.plan import StepPlan, window
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
+from flowrl.schedules import Schedule
+from flowrl.spatial import SpatialConfig
 from flowrl.types import LossOutput, Microbatch, SampleId
 
 Ratio = Literal["plain", "ratio_norm"]
@@ -61,13 +63,19 @@ class GrpoConfig:
     """Options of every method here."""
 
     SEPARATE: ClassVar[bool] = False  # whether the loss takes one advantage per reward
+    SPATIAL: ClassVar[bool] = False  # whether the loss takes one ratio and one advantage per position
+    WINDOWED: ClassVar[bool] = False  # whether the method chooses the steps itself
 
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     guidance_scale: float | None = None
     """Of the training forward; methods with log-probs take rollout's, so only that value or null is accepted."""
     old_log_prob: Literal["rollout", "recompute"] = "rollout"
     """`recompute` evaluates it once more at training geometry, where the two differ by more than the parity gate."""
+    spatial: SpatialConfig | None = None
+    """ViPO: advantages that count where a picture has something to see (`flowrl/spatial.py`); null: everywhere."""
 
     def __post_init__(self) -> None:
         if self.advantages.name == "separate" and not self.SEPARATE:
@@ -75,8 +83,27 @@ class GrpoConfig:
                 "advantages.name=separate: this method has one loss for all rewards; use per_reward or gdpo here, "
                 "or the method dance_grpo"
             )
+        if self.spatial is not None and not self.SPATIAL:
+            raise ValueError(
+                "spatial: this method's loss takes no advantages by position; set it to null, or use "
+                "flow_grpo, flow_grpo_fast, mix_grpo, mix_grpo_flash or dance_grpo"
+            )
         if self.kl.coef < 0:
             raise ValueError(f"kl.coef={self.kl.coef} must not be negative")
+        if self.sde_steps is not None:
+            self._check_sde_steps(self.sde_steps)
+
+    def _check_sde_steps(self, steps: list[int]) -> None:
+        """Their upper end is known once there is a grid."""
+        if self.WINDOWED:
+            raise ValueError(f"sde_steps={steps}: this method draws its steps by its own window; leave it null")
+        if not steps or min(steps) < 0:
+            raise ValueError(f"sde_steps={steps} needs at least one step, counted from 0")
+
+    @property
+    def by_position(self) -> bool:
+        """Whether every latent position has its own ratio."""
+        return self.spatial is not None and self.spatial.ratio == "position"
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         """Refuse what the run's sampler and number of denoising steps do not allow; called before a model is loaded.
@@ -105,16 +132,25 @@ class ClippedConfig(GrpoConfig):
 
     def clip(self, sampler: Sampler) -> float:
         """The clip range in use."""
-        return clip_preset(sampler, self.ratio) if self.clip_range is None else self.clip_range
+        if self.clip_range is not None:
+            return self.clip_range
+        if self.by_position:
+            raise ValueError(
+                "clip_range=null: there is no published value for spatial.ratio=position, and those for means over all "
+                "dims are far too small; give algorithm.clip_range (see docs/algorithms/vipo.md), or set "
+                "spatial.ratio=sample"
+            )
+        return clip_preset(sampler, self.ratio)
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
+        if self.by_position and sampler.log_prob_form != "mean":
+            # CPS scores without 1 / (2 std^2). A Gaussian by position would be another method, with the steps
+            # weighed by their noise, and nobody has published the unscaled square by position.
+            raise ValueError(
+                f"spatial.ratio=position takes Gaussian log-probs apart, the sampler's form is "
+                f"{sampler.log_prob_form!r}: set spatial.ratio=sample, or use flow_sde or dance_sde"
+            )
         self.clip(sampler)
-
-
-def check_sde_steps(steps: list[int] | None) -> None:
-    """Refuse an empty or negative list of trained steps; its upper end is known once there is a grid."""
-    if steps is not None and (not steps or min(steps) < 0):
-        raise ValueError(f"sde_steps={steps} needs at least one step, counted from 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,29 +163,38 @@ class Terms:
 
 
 def merged(batch: Microbatch) -> list[Tensor]:
-    """The one advantage of methods that merge all rewards, [E, 1] -> one [E]."""
+    """The one advantage of methods that merge all rewards, [E, 1, *pos] -> one [E, *pos]."""
     return [batch.advantage.squeeze(1)]
+
+
+def per_edge(values: Tensor) -> Tensor:
+    """Mean over positions, [E, *pos] -> [E]; what has none comes back as it is."""
+    return values if values.ndim == 1 else values.flatten(1).mean(dim=1)
 
 
 def clipped_terms(
     log_ratio: Tensor, advantages: Sequence[Tensor], clip_range: float, weight: Tensor | None = None
 ) -> Terms:
-    """weight * sum over advantages [E] of max(-A r, -A clamp(r, 1 - c, 1 + c)), per edge; `weight` [E] None is 1."""
+    """weight * mean over positions of the sum over advantages of max(-A r, -A clamp(r, 1 - c, 1 + c)), per edge.
+
+    log_ratio and each of the advantages are [E, *pos]; `weight` [E], None is 1.
+    """
     parts = [clipped_ratio_loss(log_ratio, each, (clip_range, clip_range)) for each in advantages]
-    loss = torch.stack([part for part, _ in parts]).sum(dim=0)
+    loss = per_edge(torch.stack([part for part, _ in parts]).sum(dim=0))
     if weight is not None:
         loss = weight * loss
-    clipped = torch.stack([part for _, part in parts]).float().mean(dim=0)
+    clipped = per_edge(torch.stack([part for _, part in parts]).float().mean(dim=0))
     metrics = {"policy/clip_fraction": clipped.sum()} | ratio_metrics(log_ratio, loss)
-    return Terms(loss, metrics, {"policy/ratio": log_ratio.detach().exp(), "policy/clip_fraction": clipped})
+    ratio = per_edge(log_ratio.detach().exp())
+    return Terms(loss, metrics, {"policy/ratio": ratio, "policy/clip_fraction": clipped})
 
 
 def ratio_metrics(log_ratio: Tensor, loss: Tensor) -> dict[str, Tensor]:
-    """What every ratio loss reports, summed over the edges."""
+    """What every ratio loss reports of log_ratio [E, *pos] and loss [E], summed over the edges."""
     return {
         "policy/loss": loss.detach().sum(),
-        "policy/approx_kl": (0.5 * log_ratio.detach().square()).sum(),
-        "policy/ratio_mean": log_ratio.detach().exp().sum(),
+        "policy/approx_kl": per_edge(0.5 * log_ratio.detach().square()).sum(),
+        "policy/ratio_mean": per_edge(log_ratio.detach().exp()).sum(),
     }
 
 
@@ -162,6 +207,7 @@ def with_reference(
         reference = networks.frozen("reference", batch)
         dt = batch.step.sigma_next - batch.step.sigma
         kl = policy.kl(reference, divisor=config.divisor, dt=dt)
+        # Per edge, so behind the mean over positions: no map weighs it. (Official ViPO refuses a KL.)
         loss = loss + config.coef * kl
         metrics["policy/kl_reference"] = kl.detach().sum()
     return LossOutput(loss=loss.sum(), metrics=metrics, per_step=terms.per_step)
@@ -181,12 +227,17 @@ class GrpoBase(Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
         self.roles: tuple[str, ...] = ("reference",) if config.kl.coef > 0 else ()
+        self.spatial = config.spatial
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        return advantages(rewards, weights, self.config.advantages)
+        rule = advantages if self.spatial is None else unclipped
+        return rule(rewards, weights, self.config.advantages)
 
     def log_prob_form(self, sampler: Sampler) -> LogProbForm:
-        return sampler.log_prob_form
+        return "position" if self.config.by_position else sampler.log_prob_form
 
     def log_ratio(self, policy: StepDistribution, batch: Microbatch, sampler: Sampler) -> Tensor:
         return policy.log_prob(batch.next_latents, self.log_prob_form(sampler)) - batch.old_log_prob

@@ -15,6 +15,7 @@ from flowrl.plan import StepPlan
 from flowrl.rollout import Policy
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
+from flowrl.spatial import SpatialConfig
 from flowrl.types import LossOutput, Microbatch, SampleId
 
 
@@ -39,7 +40,8 @@ class Algorithm(Protocol):
     """A method on edges.
 
     `roles` are snapshots it needs ("reference", "anchor"); `columns` extras of the rollout; `feedback` the names of
-    its loss metrics whose means over all processes `after_update` is to be given.
+    its loss metrics whose means over all processes `after_update` is to be given; `spatial` how its advantages are
+    spread over a picture, None where a sample has one.
     """
 
     config: Any
@@ -47,6 +49,7 @@ class Algorithm(Protocol):
     roles: tuple[str, ...]
     columns: tuple[str, ...]
     feedback: tuple[str, ...]
+    spatial: SpatialConfig | None
     level: str
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
@@ -54,7 +57,10 @@ class Algorithm(Protocol):
         ...
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        """From all rewards of the iteration, [R, P, G] with NaN for failures, and weights [R]."""
+        """From all rewards of the iteration, [R, P, G] with NaN for failures, and weights [R].
+
+        With `spatial` they come unclipped, with their bound: the clip follows the map.
+        """
         ...
 
     def log_prob_form(self, sampler: Sampler) -> LogProbForm:

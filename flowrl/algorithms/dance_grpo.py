@@ -23,9 +23,8 @@ from torch import Tensor
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import ClippedConfig, GrpoBase, clipped_terms, with_reference
 from flowrl.algorithms.base import Networks
-from flowrl.plan import StepPlan, step_subsets, window
+from flowrl.plan import StepPlan, step_subsets
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
 from flowrl.types import LossOutput, Microbatch, SampleId
 
 LEVEL = "experimental"
@@ -34,6 +33,7 @@ LEVEL = "experimental"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
     SEPARATE: ClassVar[bool] = True
+    SPATIAL: ClassVar[bool] = True
 
     timestep_fraction: float = 0.6
     """Share of the trained steps that each sample keeps, rounded down."""
@@ -48,18 +48,16 @@ class Config(ClippedConfig):
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         ClippedConfig.check(self, sampler, num_steps)
-        if int((num_steps - 1) * self.timestep_fraction) < 1:
+        trained = num_steps - 1 if self.sde_steps is None else len(set(self.sde_steps))
+        if int(trained * self.timestep_fraction) < 1:
             raise ValueError(
-                f"timestep_fraction={self.timestep_fraction} of the {num_steps - 1} trainable steps keeps none; "
-                f"it must be at least {1 / (num_steps - 1):.3g}"
+                f"timestep_fraction={self.timestep_fraction} of {trained} trained steps keeps none; "
+                f"it must be at least {1 / trained:.3g}"
             )
 
 
 class DanceGrpo(GrpoBase[Config]):
     level = LEVEL
-
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return window(schedule, sampler.default_noise_level())
 
     def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor | None:
         return step_subsets(ids, plan.train, self.config.timestep_fraction, seed, iteration).flatten()

@@ -21,15 +21,12 @@ from flowrl.algorithms._grpo import (
     GrpoBase,
     GrpoConfig,
     Terms,
-    check_sde_steps,
     merged,
     ratio_metrics,
     with_reference,
 )
 from flowrl.algorithms.base import Networks
-from flowrl.plan import StepPlan, window
-from flowrl.samplers.base import Sampler, StepDistribution
-from flowrl.schedules import Schedule
+from flowrl.samplers.base import StepDistribution
 from flowrl.types import LossOutput, Microbatch
 
 LEVEL = "experimental"
@@ -41,14 +38,11 @@ class Config(GrpoConfig):
     """KL to the old policy from which on an aligned term is dropped; a mean over dims, so small latents need more."""
     divisor: Literal["variance", "none"] = "variance"
     """`variance`: the Gaussian KL; `none`: the plain square of the mean's change."""
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
 
     def __post_init__(self) -> None:
         GrpoConfig.__post_init__(self)
         if not self.threshold >= 0:
             raise ValueError(f"threshold={self.threshold} must not be negative")
-        check_sde_steps(self.sde_steps)
 
 
 def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,9 +66,6 @@ def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tupl
 class FlowDppo(GrpoBase[Config]):
     level = LEVEL
     columns = ("mean_old",)
-
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         policy, (advantage,) = networks.transition(batch), merged(batch)

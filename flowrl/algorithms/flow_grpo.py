@@ -13,30 +13,20 @@ Source: arXiv 2505.05470; yifan123/flow_grpo:scripts/train_sd3.py, config/grpo.p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo, check_sde_steps
-from flowrl.plan import StepPlan, window
-from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
+from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
-
-    def __post_init__(self) -> None:
-        ClippedConfig.__post_init__(self)
-        check_sde_steps(self.sde_steps)
+    SPATIAL: ClassVar[bool] = True
 
 
 class FlowGrpo(ClippedGrpo[Config]):
     level = LEVEL
-
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
 
 def build(config: Config) -> FlowGrpo:

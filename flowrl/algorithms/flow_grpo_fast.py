@@ -12,6 +12,7 @@ Source: yifan123/flow_grpo:scripts/train_sd3_fast.py (since 2025-10-14), config/
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
 from flowrl.plan import StepPlan, random_window, window
@@ -25,6 +26,9 @@ _LARGEST_PRESET = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
+    SPATIAL: ClassVar[bool] = True
+    WINDOWED: ClassVar[bool] = True
+
     window_size: int = 3
     """Steps in the window (w); 0: all steps but the last, in every iteration."""
     low: int = 0

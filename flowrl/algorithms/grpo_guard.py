@@ -26,16 +26,13 @@ from flowrl.algorithms._grpo import (
     ClippedConfig,
     GrpoBase,
     Ratio,
-    check_sde_steps,
     clipped_terms,
     merged,
     with_reference,
 )
 from flowrl.algorithms.base import Networks
-from flowrl.plan import StepPlan, window
 from flowrl.process import expand
 from flowrl.samplers.base import Sampler, StepDistribution
-from flowrl.schedules import Schedule
 from flowrl.types import LossOutput, Microbatch, Step
 
 LEVEL = "experimental"
@@ -49,13 +46,7 @@ class Config(ClippedConfig):
     reweight: Reweight = "exact"
     """Weight of a step: `exact` 1 / |d mean / d velocity|; as published `flow_grpo` 1 / |dt|, `dance_grpo` beta / |dt|;
     `none` 1."""
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
-
-    def __post_init__(self) -> None:
-        ClippedConfig.__post_init__(self)
-        check_sde_steps(self.sde_steps)
 
     @property
     def ratio(self) -> Ratio:
@@ -96,9 +87,6 @@ def step_weight(form: Reweight, sampler: Sampler, step: Step) -> Tensor | None:
 class GrpoGuard(GrpoBase[Config]):
     level = LEVEL
     columns = ("mean_old",)
-
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
     def log_ratio(self, policy: StepDistribution, batch: Microbatch, sampler: Sampler) -> Tensor:
         if not self.config.ratio_norm:

@@ -14,6 +14,7 @@ Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO:fastvideo/train_grpo_flux.py, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
@@ -26,6 +27,9 @@ LEVEL = "experimental"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
+    SPATIAL: ClassVar[bool] = True
+    WINDOWED: ClassVar[bool] = True
+
     window: MixWindow = field(default_factory=MixWindow)
     """Where the window is; see `flowrl/plan.py`."""
     advantages: AdvantageConfig = field(

@@ -13,7 +13,7 @@ Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO:fastvideo/utils/sampling_utils
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
@@ -26,6 +26,9 @@ LEVEL = "experimental"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
+    SPATIAL: ClassVar[bool] = True
+    WINDOWED: ClassVar[bool] = True
+
     window: MixWindow = field(default_factory=lambda: MixWindow(interval=20))
     """Where the window is; see `flowrl/plan.py`."""
     ratio_kept: float = 0.4

@@ -26,17 +26,15 @@ from flowrl.algorithms._grpo import (
     ClippedConfig,
     GrpoBase,
     Terms,
-    check_sde_steps,
     clipped_terms,
     merged,
     with_reference,
 )
 from flowrl.algorithms.base import Networks
 from flowrl.models.weights import Weights
-from flowrl.plan import StepPlan, window
+from flowrl.plan import StepPlan
 from flowrl.process import Process
 from flowrl.samplers.base import Sampler, StepDistribution
-from flowrl.schedules import Schedule
 from flowrl.types import LossOutput, Microbatch, Prediction
 
 LEVEL = "experimental"
@@ -84,13 +82,7 @@ class Config(ClippedConfig):
     equalise: bool = True
     """Weigh steps by S_i; false weighs all alike."""
     trust: TrustConfig = field(default_factory=TrustConfig)
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
-
-    def __post_init__(self) -> None:
-        ClippedConfig.__post_init__(self)
-        check_sde_steps(self.sde_steps)
 
 
 def gradient_norms(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:
@@ -120,9 +112,6 @@ class SageGrpo(GrpoBase[Config]):
         self.roles = tuple(dict.fromkeys([*self.roles, *filter(None, [self.anchor])]))
         self.columns: tuple[str, ...] = ("mean_old",) if self.old == "gaussian" else ()
         self.feedback: tuple[str, ...] = ("policy/trust_kl",) if self.anchor or self.old != "none" else ()
-
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         policy, sampler = networks.transition(batch), networks.policy.sampler

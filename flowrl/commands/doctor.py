@@ -20,7 +20,10 @@ def command(
         from flowrl.config import load_config, resolve
 
         resolved = resolve(load_config(config, overrides))
-        for plan in resolved.rewards + resolved.eval_rewards:
+        plans = resolved.rewards + resolved.eval_rewards
+        for place, plan in enumerate(plans):
+            if any(plan.same_component(earlier) for earlier in plans[:place]):
+                continue
             failed |= not _report(f"reward {plan.name}", lambda plan=plan: _probe(plan, resolved))
     raise SystemExit(1 if failed else 0)
 

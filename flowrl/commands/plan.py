@@ -59,8 +59,8 @@ def command(
     console.print(_memory_table(resolved, result, len(texts)))
     console.print(_phase_table(result))
     console.print(
-        f"largest: {result.peak.name}, {size(result.peak.peak)}. Not in it: reward models, the CUDA context, library "
-        "workspaces, fragmentation; add 10 to 20 %. Formulas: flowrl/memory.py."
+        f"largest: {result.peak.name}, {size(result.peak.peak)}. Not in it: reward models, the backbone of saliency "
+        "maps, the CUDA context, library workspaces, fragmentation; add 10 to 20 %. Formulas: flowrl/memory.py."
     )
     console.print(
         f"network per iteration: {operations(result.rollout_flop)} in the rollout, {operations(result.update_flop)} in "
@@ -86,10 +86,12 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     """The first iteration's plan; without a model its sigmas are placeholders, only its counts are right."""
     import torch
 
+    from flowrl.plan import flow_timestep
     from flowrl.schedules import Schedule
 
     steps = resolved.run.rollout.num_inference_steps
-    schedule = adapter.schedule(steps) if adapter else Schedule(torch.linspace(1, 0, steps + 1), torch.zeros(steps))
+    sigmas = torch.linspace(1, 0, steps + 1)
+    schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, flow_timestep(sigmas[:-1]))
     return resolved.algorithm.build().plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
 
 

@@ -39,3 +39,54 @@ def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, 
     # A group can be dead in so small a run, but not everywhere in both iterations: some update had a gradient.
     assert max(row.get("grad/norm", 0.0) for row in rows) > 0
     assert all(row["nfe/rollout"] > 0 for row in rows)
+
+
+def test_one_reward_in_two_entries_gives_separate_losses_from_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch):
+    from flowrl.reward import Reward
+    from rewards import shapes
+
+    built, batches, build = [], [], shapes.build
+
+    def counted(config):
+        reward = build(config)
+        built.append(config)
+
+        def score(images, prompts, metadata):
+            batches.append(len(prompts))
+            return reward.score(images, prompts, metadata)
+
+        return Reward(score, reward.card)
+
+    monkeypatch.setattr(shapes, "build", counted)
+    credits = watch_credit(monkeypatch)
+    entries = "{name: shapes, outputs: {shapes_strict: 1}}, {name: shapes, weight: 2, outputs: {shapes_partial: 1}}"
+    recipe = next(file for file in RECIPES if file.stem == "dance_grpo")
+    two = fit(recipe, "name=two", "iterations=2", f"rewards=[{entries}]")
+    assert two["status"] == "finished"
+    assert len(built) == 1
+    # The probe batch, the base (2 pictures), 2 x 16 samples in each iteration, the tuned model.
+    assert batches == [2, 2, 32, 32, 2]
+    assert [tuple(values.shape) for values in credits] == [(2, 16, 2)] * 2
+    rows = [json.loads(line) for line in Path("runs/two/metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert {"reward/shapes_strict_mean", "reward/shapes_partial_mean"} <= set(row)
+        total = row["reward/shapes_strict_mean"] + 2 * row["reward/shapes_partial_mean"]
+        assert row["reward/total_mean"] == pytest.approx(total, abs=1e-5)
+    assert max(row.get("grad/norm", 0.0) for row in rows) > 0
+    assert set(two["base"]) == {"shapes_strict", "shapes_partial"}
+    assert two["primary"] == "shapes_partial"
+
+
+def watch_credit(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The advantages [P, G, R'] of every iteration, as dance_grpo gives them."""
+    from flowrl.algorithms.dance_grpo import DanceGrpo
+
+    seen, rule = [], DanceGrpo.advantages
+
+    def watched(self, rewards, weights):
+        credit = rule(self, rewards, weights)
+        seen.append(credit.values)
+        return credit
+
+    monkeypatch.setattr(DanceGrpo, "advantages", watched)
+    return seen

@@ -1,0 +1,130 @@
+"""docs/lab.md from the lab's cells; `scripts/lab.py` calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+METRIC = "shapes_strict"
+HEAD = """\
+# The lab
+
+Written by `python scripts/lab.py`; do not edit. Strict accuracy (`shapes_strict`) in per cent on the 512
+held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over captions, paired differences.
+Two single-thread processes on two CPU cores; seconds include both evaluations and, where there is one, the search
+for the base's best CFG. Network evaluations are counted per rolled-out sample, in sampling and in updates.
+"""
+STATES = """\
+`code` is the fingerprint of the code that the cell was measured with: every module of the run that can change a number.
+A cell is *stale* if that code, or the recipe and its model, is another today. *Replayed at C*: the code is another, but
+at commit C `python scripts/lab.py --check` started the recipe anew, on one seed for all, and the base's accuracy (to
+1e-6) and every metric of the first three iterations (to a relative 1e-5) were as recorded. So evaluation, sampling,
+reward, credit, loss, gradient and the first updates give the same numbers. A replay does not see what shows later: the
+averaged weights (EMA) that the tuned model is evaluated with, the learning rate, windows, anchors and caption order
+after the third iteration, a resumed run, the other seeds. `+` behind a commit: with uncommitted changes.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A recipe on the page."""
+
+    name: str
+    level: str
+    """Of its algorithm: tested, verified or experimental."""
+    searched: bool
+    """Whether the recipe looks for the base's best CFG."""
+    cells: dict[int, dict[str, Any] | None]
+    """Seed -> cell, None where it was not run."""
+    states: dict[int, str]
+    """Seed -> `lab.state`."""
+
+    @property
+    def summaries(self) -> list[dict[str, Any]]:
+        return [cell["summary"] for cell in self.cells.values() if cell is not None]
+
+
+def percent(value: dict[str, float], sign: str = "") -> str:
+    mean, low, high = (format(100 * value[name], f"{sign}.1f") for name in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
+
+
+def commit_name(commit: str) -> str:
+    return f"`{commit[:8]}" + ("+`" if "uncommitted" in commit else "`")
+
+
+def _row(*columns: object) -> str:
+    return "| " + " | ".join(str(column) for column in columns) + " |"
+
+
+def _table(*titles: str) -> list[str]:
+    return [_row(*titles), "|" + "---|" * len(titles)]
+
+
+def code_column(cell: dict[str, Any], state: str) -> str:
+    """The fingerprint with what makes it fresh or stale."""
+    name = f"`{cell['code'][:8]}`"
+    if state == "replayed":
+        return f"{name}, replayed at {commit_name(cell['checked']['commit'])}"
+    return name if state == "fresh" else f"{name} {state.replace(': ', ' (')})"
+
+
+def summary_row(entry: Entry) -> str:
+    """A recipe over its seeds."""
+    found = entry.summaries
+    if not found:
+        return _row(entry.name, entry.level, *[""] * 6, "not run")
+    gains = [values["difference"][METRIC] for values in found]
+    mean = {key: sum(values[key] for values in found) / len(found) for key in ("seconds", "iterations")}
+    spent = [sum(v["evaluations"][part] for v in found) / len(found) for part in ("rollout", "train")]
+    return _row(
+        entry.name,
+        entry.level,
+        f"{100 * sum(gain['mean'] for gain in gains) / len(gains):+.1f}",
+        f"{100 * min(gain['low'] for gain in gains):+.1f}",
+        f"{len(found)} of {len(entry.cells)}",
+        f"{mean['iterations']:.0f}",
+        f"{spent[0]:.2f} + {spent[1]:.2f}",
+        f"{mean['seconds']:.0f}",
+        ", ".join(sorted(set(entry.states.values()))),
+    )
+
+
+def cell_row(entry: Entry, seed: int) -> str:
+    """One seed of a recipe."""
+    cell = entry.cells[seed]
+    if cell is None:
+        return _row(entry.name, seed, *[""] * 8, "not run")
+    values = cell["summary"]
+    rival, spent = values["base_best_guidance"], values["evaluations"]
+    return _row(
+        entry.name,
+        seed,
+        percent(values["base"][METRIC]),
+        f"{percent(rival[METRIC])} at {rival['guidance_scale']:g}" if entry.searched else "not searched",
+        percent(values["tuned"][METRIC]),
+        percent(values["difference"][METRIC], "+"),
+        values["iterations"],
+        f"{spent['rollout']:.2f} + {spent['train']:.2f}",
+        f"{values['seconds']:.0f}",
+        code_column(cell, entry.states[seed]),
+        commit_name(values["commit"]),
+    )
+
+
+def page(entries: list[Entry], notes: str) -> str:
+    """The whole page: recipes over their seeds, every cell, the notes."""
+    lines = [HEAD]
+    lines += _table(
+        *("recipe", "level", "mean difference", "lowest lower end", "seeds", "iterations"),
+        *("evaluations", "mean seconds", "state"),
+    )
+    lines += [summary_row(entry) for entry in entries]
+    lines += ["", "## Every cell", "", STATES]
+    lines += _table(
+        *("recipe", "seed", "base", "base, best CFG", "tuned", "difference", "iterations", "evaluations"),
+        *("seconds", "code", "commit"),
+    )
+    # A recipe without any cell stands in the first table alone.
+    lines += [cell_row(entry, seed) for entry in entries if entry.summaries for seed in entry.cells]
+    return "\n".join(lines) + "\n" + ("\n" + notes if notes else "")

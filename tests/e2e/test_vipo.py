@@ -1,0 +1,65 @@
+"""grpo_family 7.6 through the real loop on the embedded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.conftest import digest, finish, start, train
+
+SMALL = (
+    "iterations=2",
+    "data.max_eval_prompts=1",
+    "eval={num_inference_steps: 2, batch_size: 2, save_images: 0}",
+)
+POSITION = ("algorithm.spatial={ratio: position}", "algorithm.clip_range=0.01")
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+
+
+def test_maps_of_ones_and_one_ratio_for_all_train_plain_flow_grpo_bitwise(place: Path, monkeypatch):
+    train("name=plain", *SMALL)
+    monkeypatch.setattr("flowrl.assembly.mapper", lambda *_: lambda images: torch.ones(len(images), 8, 8))
+    train("name=ones", *SMALL, "algorithm.spatial={ratio: sample}")
+    assert digest("ones", 2) == digest("plain", 2)
+    assert rows("ones")[1]["spatial/flat_share"] == 1
+    assert not [name for name in rows("plain")[1] if "spatial" in name or "maps" in name]
+
+
+def test_a_run_by_position_resumes_bitwise_and_is_evaluated_without_a_backbone(place: Path, monkeypatch):
+    from flowrl.config import load_config, resolve
+    from flowrl.trainer import Trainer
+
+    train("name=whole", *SMALL, *POSITION)
+    train("name=parts", *SMALL, *POSITION, "iterations=1")
+    train("name=parts", *SMALL, *POSITION, resume=True)
+    assert digest("parts", 2) == digest("whole", 2)
+    row = rows("whole")[1]
+    assert 0 < row["spatial/map_mean"] < 1
+    assert row["grad/norm"] > 0
+    assert row["time/maps_s"] > 0
+    monkeypatch.setattr("flowrl.assembly.mapper", None)
+    Trainer(resolve(load_config("run.yaml", [*SMALL, *POSITION]))).evaluate_only(Path("runs/whole"), Path("out"))
+
+
+def test_two_processes_take_the_first_update_of_one(place: Path):
+    from safetensors.torch import load_file
+
+    words = (*SMALL, *POSITION, "iterations=1", "optim.updates_per_iteration=1")
+    train("name=one", *words)
+    code, output = finish(start("train", "run.yaml", "name=two", *words, "--processes", "2"))
+    assert code == 0, output
+    one, two = rows("one")[0], rows("two")[0]
+    assert one["spatial/map_mean"] == pytest.approx(two["spatial/map_mean"], abs=1e-4)
+    # As in test_reproducible: Adam's first moment is the gradient itself.
+    states = [load_file(f"runs/{name}/checkpoints/iteration-000001/state.safetensors") for name in ("one", "two")]
+    moments = [name for name in states[0] if name.startswith("optim/") and name.endswith("/exp_avg")]
+    largest = max(float(states[0][name].abs().max()) for name in moments)
+    for name in moments:
+        np.testing.assert_allclose(states[1][name], states[0][name], rtol=1e-3, atol=1e-4 * largest)

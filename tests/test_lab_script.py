@@ -1,0 +1,264 @@
+"""scripts/lab.py without training: fingerprints, what a replay decides, what the page says."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+RECIPE = """\
+# A comment.
+name: tiny
+model: {name: net, path: tiny-net}
+rollout: {sampler: {name: noisy}}
+algorithm: {name: method}
+rewards: [{name: score}]
+eval: {num_inference_steps: 2}
+"""
+FILES = {
+    "configs/quickstart.yaml": RECIPE,
+    "docs/lab/notes.md": "## Notes\n",
+    "flowrl/trainer.py": "from flowrl import metrics\nfrom flowrl.rollout import run\n",
+    "flowrl/rollout.py": "def run():\n    from flowrl.process import path\n",
+    "flowrl/process.py": "path = 1\n",
+    "flowrl/metrics.py": "log = 1\n",
+    "flowrl/tree.py": "unused = 1\n",
+    "flowrl/models/net.py": "",
+    "flowrl/samplers/noisy.py": "",
+    "flowrl/samplers/other.py": "",
+    "flowrl/algorithms/method.py": 'LEVEL = "tested"\n',
+    "rewards/score.py": "",
+    "assets/tiny-net/net/weights.safetensors": "weights",
+    "assets/tiny-net/net/config.json": "{}",
+    "assets/tiny-net/pretraining.json": "{}",
+}
+MACHINE = {"processor": "x", "torch": "1"}
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The script, at work on a repository of a few files."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    spec = importlib.util.spec_from_file_location("scripts_lab", SCRIPTS / "lab.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "docs" / "lab" / "results.json")
+    monkeypatch.setattr(module, "PAGE", tmp_path / "docs" / "lab.md")
+    monkeypatch.setattr(module, "RUNS", tmp_path / "runs")
+    return module
+
+
+def accuracy(mean: float) -> dict:
+    return {"shapes_strict": {"mean": mean, "low": mean - 0.03, "high": mean + 0.03, "n": 512}}
+
+
+def cell(lab: ModuleType, gain: float = 0.1) -> dict:
+    """As measured with the files as they are."""
+    rows = [{"iteration": i, "reward/total_mean": 0.4 + i, "grad/norm": 0.01, "eval/x": None} for i in (1, 2, 3)]
+    summary = {
+        "seconds": 100.0,
+        "iterations": 50,
+        "base": accuracy(0.4),
+        "base_best_guidance": accuracy(0.4) | {"guidance_scale": 1.0},
+        "tuned": accuracy(0.4 + gain),
+        "difference": accuracy(gain),
+        "evaluations": {"rollout": 5.0, "train": 0.1},
+        "commit": "0123456789 with uncommitted changes",
+    }
+    now = asdict(lab.fingerprints(lab.recipes()["quickstart"]))
+    return now | {"summary": summary, "replay": {"machine": MACHINE, "rows": rows}}
+
+
+def replayed(cell: dict, **changes: float) -> dict:
+    """A replay that repeats the cell but for changed metrics of iteration 2."""
+    rows = copy.deepcopy(cell["replay"]["rows"])
+    rows[1] |= changes
+    base = {key: copy.deepcopy(cell["summary"][key]) for key in ("base", "base_best_guidance")}
+    return base | {"rows": rows, "machine": MACHINE, "commit": "fedcba9876"}
+
+
+def touch(lab: ModuleType, name: str, text: str = "# Another comment.\n") -> None:
+    file = lab.ROOT / name
+    file.write_text(file.read_text() + text)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("flowrl/process.py", {"code"}),  # imported by what the trainer imports, inside a function
+        ("flowrl/samplers/noisy.py", {"code"}),
+        ("flowrl/algorithms/method.py", {"code"}),
+        ("rewards/score.py", {"code"}),
+        ("flowrl/metrics.py", set()),
+        ("flowrl/tree.py", set()),
+        ("flowrl/samplers/other.py", set()),
+        ("assets/tiny-net/net/weights.safetensors", {"recipe"}),
+        ("assets/tiny-net/net/config.json", {"recipe"}),
+        ("assets/tiny-net/pretraining.json", set()),
+        ("configs/quickstart.yaml", set()),  # a comment
+    ],
+)
+def test_a_changed_file_changes_the_fingerprint_it_belongs_to(lab: ModuleType, name: str, changed: set[str]):
+    recipe = lab.recipes()["quickstart"]
+    before = asdict(lab.fingerprints(recipe))
+    touch(lab, name)
+    after = asdict(lab.fingerprints(recipe))
+    assert {key for key in before if before[key] != after[key]} == changed
+
+
+def test_a_changed_value_of_the_recipe_changes_its_fingerprint(lab: ModuleType):
+    recipe = lab.recipes()["quickstart"]
+    before = lab.fingerprints(recipe)
+    recipe.write_text(RECIPE.replace("num_inference_steps: 2", "num_inference_steps: 3"))
+    after = lab.fingerprints(recipe)
+    assert (before.recipe != after.recipe, before.code == after.code) == (True, True)
+
+
+def test_the_real_quickstart_depends_on_the_loop_and_not_on_the_gallery(lab: ModuleType, monkeypatch):
+    monkeypatch.setattr(lab, "ROOT", SCRIPTS.parent)
+    tree = lab.read_recipe(lab.recipes()["quickstart"])
+    found = {str(file.relative_to(SCRIPTS.parent)) for file in lab.code_files(tree)}
+    wanted = (
+        "advantages",
+        "config",
+        "learner",
+        "optim",
+        "rollout",
+        "samplers/ode",
+        "algorithms/_grpo",
+        "models/weights",
+    )
+    assert {f"flowrl/{name}.py" for name in wanted} | {"rewards/shapes.py", "flowrl/samplers/flow_sde.py"} <= found
+    assert not any("gallery" in name or "metrics" in name or "cps" in name for name in found)
+    assert sum(file.suffix == ".safetensors" for file in lab.model_files(tree)) == 5
+
+
+def stale_results(lab: ModuleType) -> dict:
+    results = {f"quickstart/{seed}": cell(lab) for seed in (0, 1)}
+    touch(lab, "flowrl/process.py")
+    return results
+
+
+def check(lab: ModuleType, results: dict, monkeypatch: pytest.MonkeyPatch, **changes: float) -> tuple[bool, list[int]]:
+    """Check with a replay that repeats the cells but for the changes; the verdict, and the seeds that were replayed."""
+    seeds: list[int] = []
+
+    def replay(name: str, recipe: Path, seed: int) -> dict:
+        seeds.append(seed)
+        return replayed(results[f"{name}/{seed}"], **changes)
+
+    monkeypatch.setattr(lab, "replay", replay)
+    return lab.check_recipe("quickstart", lab.recipes()["quickstart"], results, list(lab.SEEDS)), seeds
+
+
+def states(lab: ModuleType, results: dict) -> list[str]:
+    now = lab.fingerprints(lab.recipes()["quickstart"])
+    return [lab.state(results.get(f"quickstart/{seed}"), now) for seed in lab.SEEDS]
+
+
+def test_a_replay_with_the_same_numbers_makes_all_seeds_fresh_until_the_code_changes_again(lab, monkeypatch):
+    results = stale_results(lab)
+    assert states(lab, results) == ["stale: code", "stale: code", "not run"]
+    measured = results["quickstart/0"]["code"]
+    assert check(lab, results, monkeypatch) == (True, [0])
+    assert states(lab, results) == ["replayed", "replayed", "not run"]
+    assert results["quickstart/0"]["code"] == measured
+    touch(lab, "flowrl/process.py")
+    assert states(lab, results) == ["stale: code", "stale: code", "not run"]
+
+
+def test_a_replay_with_a_differing_number_leaves_the_cells_stale_and_names_it(lab, monkeypatch, capsys):
+    results = stale_results(lab)
+    before = copy.deepcopy(results)
+    assert check(lab, results, monkeypatch, **{"grad/norm": 0.0100002}) == (False, [0])
+    assert results == before
+    assert "iteration 2 grad/norm: 0.01 recorded, 0.0100002 now" in capsys.readouterr().out
+
+
+def test_cells_of_different_code_are_replayed_each(lab, monkeypatch):
+    results = stale_results(lab)
+    results["quickstart/1"]["code"] = "measured with another"
+    assert check(lab, results, monkeypatch) == (True, [0, 1])
+
+
+def test_a_changed_recipe_is_not_replayed(lab, monkeypatch):
+    results = stale_results(lab)
+    touch(lab, "assets/tiny-net/net/weights.safetensors")
+    assert check(lab, results, monkeypatch) == (False, [])
+    assert states(lab, results) == ["stale: recipe", "stale: recipe", "not run"]
+
+
+def test_what_counts_as_a_difference(lab):
+    recorded = cell(lab)
+    assert lab.differences(recorded, replayed(recorded)) == []
+    assert lab.differences(recorded, replayed(recorded, **{"grad/norm": 0.01 + 5e-8, "policy/new": 1.0})) == []
+    now = replayed(recorded)
+    now["base"]["shapes_strict"]["mean"] += 1 / 1024
+    del now["rows"][2]["grad/norm"]
+    now["rows"][2]["eval/x"] = 0.5
+    assert lab.differences(recorded, now) == [
+        "base shapes_strict mean: 0.4 recorded, 0.4009765625 now",
+        "iteration 3 grad/norm: 0.01 recorded, missing now",
+        "iteration 3 eval/x: None recorded, 0.5 now",
+    ]
+
+
+def test_first_rows_are_whole_and_without_times(lab, tmp_path):
+    assert lab.first_rows(tmp_path) == []
+    lines = [json.dumps({"iteration": i, "grad/norm": 1.0, "time/update_s": 0.1}) + "\n" for i in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:9])
+    assert lab.first_rows(tmp_path) == [{"iteration": i, "grad/norm": 1.0} for i in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert len(lab.first_rows(tmp_path)) == lab.REPLAYED
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_run_folder_is_resumed_by_the_same_code_only(lab, monkeypatch, same):
+    recipe, commands = lab.recipes()["quickstart"], []
+    monkeypatch.setattr(lab.subprocess, "run", lambda command, **options: commands.append(command))
+    monkeypatch.setattr(lab, "measured", lambda folder: {})
+    for _ in range(2):
+        lab.run_cell("quickstart", recipe, 0, lab.fingerprints(recipe))
+        (lab.RUNS / "quickstart-seed0" / "left.txt").touch()
+        if not same:
+            touch(lab, "flowrl/process.py")
+    assert ["--resume" in command for command in commands] == [False, same]
+
+
+def test_the_page_tells_the_states_apart(lab, monkeypatch):
+    results = {f"quickstart/{seed}": cell(lab, gain) for seed, gain in ((0, 0.1), (1, 0.2))}
+    lab.write_page(results)
+    text = lab.PAGE.read_text()
+    assert "| quickstart | tested | +15.0 | +7.0 | 2 of 3 | 50 | 5.00 + 0.10 | 100 | fresh, not run |" in text
+    code = f"`{results['quickstart/0']['code'][:8]}`"
+    assert f"| 50 | 5.00 + 0.10 | 100 | {code} | `01234567+` |" in text
+    assert "| quickstart | 2 | | | | | | | | | not run |".replace(" ", "") in text.replace(" ", "")
+    touch(lab, "flowrl/process.py")
+    lab.write_page(results)
+    assert f"| {code} stale (code) |" in lab.PAGE.read_text()
+    check(lab, results, monkeypatch)
+    lab.write_page(results)
+    assert f"| {code}, replayed at `fedcba98` |" in lab.PAGE.read_text()
+    lab.write_page({})
+    assert "| tested | | | | | | | not run |".replace(" ", "") in lab.PAGE.read_text().replace(" ", "")
+
+
+def test_results_have_one_line_a_cell(lab):
+    results = {f"quickstart/{seed}": cell(lab) for seed in (0, 1)}
+    lab.write_results(results)
+    assert json.loads(lab.RESULTS.read_text()) == results
+    assert len(lab.RESULTS.read_text().splitlines()) == len(results) + 2
