@@ -46,7 +46,7 @@ from flowrl.plan import StepPlan
 from flowrl.types import Condition
 
 TEXT_BATCH = 64  # prompts per forward of the text encoders, as in flowrl.prompts.Texts
-_FLOAT, _HEADER_PER_TENSOR = 4, 140
+_FLOAT, _HEADER_PER_TENSOR, _LONG = 4, 140, 1000
 
 
 class UnknownModel(ValueError):
@@ -347,5 +347,8 @@ def _loss(adapter: Any, batch: int, guidance_scale: float, reference: bool) -> t
 
 
 def _encode(encoder: nn.Module, adapter: Any) -> Any:
-    tokens = getattr(encoder.config, "max_position_embeddings", None) or adapter.config.max_sequence_length
-    return encoder(torch.zeros(TEXT_BATCH, tokens, dtype=torch.int64), output_hidden_states=True)
+    # CLIP pads to its table of positions; that of a language model is far longer than any prompt.
+    positions = getattr(encoder.config, "max_position_embeddings", None) or _LONG
+    tokens = positions if positions < _LONG else adapter.config.max_sequence_length
+    ids = torch.zeros(getattr(adapter, "text_batch", TEXT_BATCH), tokens, dtype=torch.int64)
+    return encoder(ids, output_hidden_states=True)
