@@ -133,7 +133,7 @@ def backward(model: Any, weights: Weights, guidance_scale: float, steps: int = 4
     for batch in microbatches(edges, advantage, plan, model, cond, rows, batch_size=2):
         networks = Networks(policy, weights)
         ratio = algorithm.log_ratio(networks.transition(batch), batch, policy.sampler)
-        worst = max(worst, float(ratio.abs().max()))
+        worst = max(worst, float(ratio.detach().abs().max()))
         algorithm.loss(batch, networks).loss.backward()
     return worst
 
