@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flowrl.config import ConfigError, component, load_tree
 from flowrl.models.base import ModelError, loading, null_components, resolve_path, torch_dtype
-from flowrl.models.weights import lora_file, read_lora
+from flowrl.models.weights import component_names, lora_file, lora_places, read_lora
 
 Format = Literal["diffusers", "kohya", "merged"]
 
@@ -62,8 +62,7 @@ def export(run: Path, layout: Format, out: Path) -> Path:
         raise ConfigError(f"--out {str(out)!r} is not empty; name a new folder")
     if layout == "merged":
         out.mkdir(parents=True, exist_ok=True)
-        pipeline = _with_update(model, saved, merge=True)
-        pipeline.save_pretrained(out)
+        _with_update(model, saved, merge=True).pipeline.save_pretrained(out)
         return out
     if not file.is_file():
         raise ConfigError(f"{str(run)!r} trained full weights: there is no LoRA to export; use --format merged")
@@ -150,17 +149,21 @@ def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
                 raise ModelError(f"{model!r} is a single file: its family is not known; give a folder or a hub id")
             return DiffusionPipeline.from_pretrained(path, dtype=dtype, **null_components(path)), {}
     tree, config = load_tree(folder / "config.yaml"), _model(folder).config
-    pipeline = _with_update(_model(folder), _trained(folder), merge=False)
+    adapter = _with_update(_model(folder), _trained(folder), merge=False)
     rollout, evaluation = tree["rollout"], tree["eval"]
+    steps = evaluation["num_inference_steps"] or rollout["num_inference_steps"]
     guidance = evaluation["guidance_scale"]
+    guidance = rollout["guidance_scale"] if guidance is None else guidance
+    if hasattr(adapter, "call"):
+        return adapter.pipeline, adapter.call.own(steps, guidance)
     options = {
-        "num_inference_steps": evaluation["num_inference_steps"] or rollout["num_inference_steps"],
-        "guidance_scale": rollout["guidance_scale"] if guidance is None else guidance,
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
         "height": config.height,
         "width": config.width,
         "max_sequence_length": getattr(config, "max_sequence_length", None),
     }
-    return pipeline, {name: value for name, value in options.items() if value is not None}
+    return adapter.pipeline, {name: value for name, value in options.items() if value is not None}
 
 
 def _model(run: Path) -> Any:
@@ -174,13 +177,14 @@ def _model(run: Path) -> Any:
 def _trained(run: Path) -> Path:
     """Folder of the run's saved weights."""
     saved = run / "adapter"
-    if not lora_file(saved).is_file() and not (saved / "transformer" / "config.json").is_file():
+    full = any((saved / name / "config.json").is_file() for name in ("transformer", "unet"))
+    if not lora_file(saved).is_file() and not full:
         raise ConfigError(f"{str(run)!r} holds no trained weights yet (no {saved}): train it first")
     return saved
 
 
 def _with_update(model: Any, saved: Path, *, merge: bool) -> Any:
-    """The run's pipeline, all of one dtype, with its trained weights: as an adapter, or added to the network's."""
+    """The run's adapter, all of one dtype, with its trained weights: as a LoRA, or added to the network's."""
     config = model.config
     if merge and hasattr(config, "load_t5"):
         # A folder without T5 would not load without saying so; `text_encoder_3=None` leaves it out as in training.
@@ -189,14 +193,15 @@ def _with_update(model: Any, saved: Path, *, merge: bool) -> Any:
     adapter, dtype = model.module.build(config), torch_dtype(config.dtype)
     pipeline = adapter.pipeline
     torch.nn.Module.to(pipeline.vae, dtype)
-    if lora_file(saved).is_file():
-        # Not load_lora_weights: it warns that there is nothing for the text encoders.
-        state, metadata = pipeline.lora_state_dict(saved, return_lora_metadata=True)
-        pipeline.load_lora_into_transformer(state, pipeline.transformer, metadata=metadata, _pipeline=pipeline)
+    components = component_names(adapter.network)
+    if not lora_file(saved).is_file():
+        for name, network in components.items():
+            setattr(pipeline, name, type(network).from_pretrained(saved / name, dtype=dtype))
+        return adapter
+    # Not load_lora_weights: it warns that there is nothing for the text encoders, and not every pipeline has it.
+    for name, network, place in lora_places(saved, components):
+        network.load_lora_adapter(place, prefix=name)
         if merge:
-            pipeline.fuse_lora()
-            pipeline.unload_lora_weights()
-    else:
-        kind = type(adapter.network)
-        pipeline.transformer = kind.from_pretrained(saved / "transformer", dtype=dtype)
-    return pipeline
+            network.fuse_lora()
+            network.unload_lora()
+    return adapter

@@ -194,7 +194,32 @@ def stable_diffusion_xl() -> Any:
 
 
 def stable_diffusion_3() -> Any:
-    return tiny_sd3.pipeline(shift=3.0)
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    (first, tokenizer), (second, tokenizer_2) = clip(projection=True), clip(projection=True)
+    third, tokenizer_3 = t5(64)
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=64,
+            caption_projection_dim=32,
+            pooled_projection_dim=64,
+            pos_embed_max_size=8,
+        ),
+        scheduler=flow(),
+        vae=vae(),
+        text_encoder=first,
+        tokenizer=tokenizer,
+        text_encoder_2=second,
+        tokenizer_2=tokenizer_2,
+        text_encoder_3=third,
+        tokenizer_3=tokenizer_3,
+    )
 
 
 def _flux_network(kind: Any, **options: Any) -> Any:
@@ -737,7 +762,7 @@ _CLIP = {"num_frames": 9, **_TOKENS}
 CASES: dict[str, Case] = {
     "sd": Case(stable_diffusion, fast=True),
     "sdxl": Case(stable_diffusion_xl),
-    "sd3": Case(stable_diffusion_3, _TOKENS, ((32, 32), (48, 16)), fast=True),
+    "sd3": Case(stable_diffusion_3, _TOKENS, fast=True),
     "flux": Case(flux, _TOKENS, fast=True),
     "flux_true_cfg": Case(flux, {**_TOKENS, "true_cfg_scale": 3.0, "negative_prompt": "blue"}),
     "chroma": Case(chroma, _TOKENS),

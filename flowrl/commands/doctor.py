@@ -10,8 +10,17 @@ import typer
 def command(
     config: Annotated[str | None, typer.Argument(help="YAML file whose rewards and model are tried.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A pipeline to look at instead; then the words are of its Config.")
+    ] = None,
+    guidance: Annotated[float, typer.Option("--guidance", help="Scale for the comparisons with --model.")] = 4.0,
 ) -> None:
-    """Versions, devices, process group; with CONFIG its rewards on a probe batch. Exit code 1 if something fails."""
+    """Versions, devices, process group; with CONFIG its rewards on a probe batch. Exit code 1 if something fails.
+
+    With --model PATH: what the generic adapter finds in that pipeline, and whether it reproduces its own call.
+    """
+    if model is not None:
+        raise SystemExit(0 if _pipeline(model, [w for w in (config, *(overrides or ())) if w], guidance) else 1)
     failed = not _report("torchvision's compiled part", _torchvision)
     for line in _facts():
         print(line)
@@ -93,3 +102,29 @@ def _probe(plan, resolved) -> str:
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     scores = score_once(plan.build(), torch.rand(len(prompts), 3, 64, 64), texts, metadata)
     return ", ".join(f"{name} {value.tolist()}" for name, value in scores.items())
+
+
+def _pipeline(path: str, words: list[str], guidance_scale: float) -> bool:
+    """Print what the generic adapter finds in a pipeline, then compare it with the pipeline's own call."""
+    import torch
+
+    from flowrl.models import _parity, generic
+    from flowrl.strict import apply_override, validate
+
+    tree = {"path": path}
+    for word in words:
+        apply_override(tree, word)
+    adapter = generic.build(validate(generic.Config, tree, "model"))
+    adapter.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    for what, value in _parity.found(adapter):
+        print(f"      {what}: {value}")
+    limit, good = _parity.TOLERANCE[adapter._dtype], True
+    for what, error in _parity.checks(adapter, guidance_scale):
+        good &= error <= limit
+        print(f"{'ok   ' if error <= limit else 'FAIL '} {what}: differs by {error:.1e} (limit {limit:.0e})")
+    count, still = _parity.untrained(adapter, guidance_scale)
+    dead = f"; declared dead: {', '.join(adapter.dead_lora_modules()) or 'none'}"
+    print(f"{'FAIL ' if still else 'ok   '} LoRA: {count} modules{dead}")
+    for name in still:
+        print(f"      no gradient: {name}")
+    return good and not still

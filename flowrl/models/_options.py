@@ -127,12 +127,9 @@ class Call:
                 raise ModelError(f"model.call.{name} is not to be set: {ours[name]} decides it")
             if name in family.refused:
                 raise ModelError(f"model.call.{name}: {kind} with it {family.refused[name]}")
-            if name not in self.parameters or name == "self" or "embeds" in name or name.startswith("callback"):
-                valid = [
-                    n
-                    for n in self.parameters
-                    if n not in ours and n != "self" and "embeds" not in n and not n.startswith("callback")
-                ]
+            if name not in self.parameters or name == "self" or "embeds" in name or "callback" in name:
+                hidden = {"self", *ours, *family.refused}
+                valid = [n for n in self.parameters if n not in hidden and not ("embeds" in n or "callback" in n)]
                 raise ModelError(
                     f"model.call.{name}: {kind} takes no such argument; {suggest(name, valid)}"
                     f"there are: {', '.join(valid)}"
@@ -166,4 +163,13 @@ class Call:
             negative = negative or ""
         if negative is not None and "negative_prompt" in self.parameters:
             options["negative_prompt"] = [negative] * batch
+        return options
+
+    def own(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        """The same arguments for the pipeline's own call on one prompt, as a person would write them."""
+        options = self.arguments(1, guidance_scale, None, steps, "pt")
+        for name in ("prompt", "output_type", "return_dict", "generator"):
+            options.pop(name, None)
+        if "negative_prompt" in options:
+            options["negative_prompt"] = options["negative_prompt"][0]
         return options

@@ -273,9 +273,21 @@ def load_pipeline(pipeline_class: type, config: ModelConfig, dtype: torch.dtype,
 
 
 def require_folder(path: str) -> None:
-    """Raise ModelError where a local folder is no pipeline; hub ids and single files pass."""
+    """Raise ModelError where a local folder is no whole pipeline; hub ids and single files pass."""
     folder = Path(resolve_path(path))
-    if folder.is_dir() and not (folder / "model_index.json").is_file():
+    if not folder.is_dir():
+        return
+    index = folder / "model_index.json"
+    if index.is_file():
+        parts = json.loads(index.read_text(encoding="utf-8"))
+        listed = [name for name, value in parts.items() if isinstance(value, list) and len(value) == 2 and value[0]]
+        missing = [name for name in listed if not (folder / name).is_dir()]
+        if missing:
+            raise ModelError(
+                f"model.path={path!r}: its model_index.json names {missing[0]!r}, but there is no folder "
+                f"{missing[0]!r}; copy the whole pipeline"
+            )
+    else:
         raise ModelError(
             f"model.path={path!r} is no pipeline folder: it has no model_index.json; give the folder that "
             "save_pretrained() of a pipeline wrote, or a hub id"

@@ -126,7 +126,7 @@ class Generic:
         """Turn what an unknown pipeline can raise into the reason why it is refused."""
         try:
             yield
-        except ModelError:
+        except (ModelError, torch.OutOfMemoryError):
             raise
         except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError, StopIteration) as error:
             reason = (str(error).splitlines() or [""])[0]

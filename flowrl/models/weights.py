@@ -34,6 +34,16 @@ def component_names(network: nn.Module) -> dict[str, nn.Module]:
     return {"unet" if "UNet" in type(network).__name__ else "transformer": network}
 
 
+def lora_places(path: Path, components: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, Path]]:
+    """(name that the file uses, network, folder or file) of each denoiser.
+
+    diffusers has one LoRA file an expert, all of them under the name `transformer`: the first lies in `path`,
+    others in a folder of their own, for `load_lora_weights(path / "transformer_2", load_into_transformer_2=True)`.
+    """
+    for number, (name, network) in enumerate(components.items()):
+        yield (name, network, path) if number == 0 else ("transformer", network, path / name)
+
+
 def read_lora(file: Path, component: str = "transformer") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(denoiser tensors by module, LoRA settings) of a file in diffusers' layout; settings may be empty."""
     from safetensors import safe_open
@@ -74,6 +84,11 @@ class Weights:
     def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> None:
         from peft import LoraConfig
 
+        if not targets:
+            raise ModelError(
+                f"{type(self.network).__name__} has no attention projection under the usual names: "
+                "give module name suffixes in model.lora.targets"
+            )
         config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
@@ -164,13 +179,14 @@ class Weights:
 
         if self.lora is None:
             raise ModelError("model.init_lora needs model.lora: full fine-tuning has no adapter to load into")
-        file = lora_file(Path(path))
-        if not file.is_file():
-            raise ModelError(f"model.init_lora={path!r}: there is no {file}")
+        places = list(lora_places(Path(path), self.components))
+        for _, _, place in places:
+            if not lora_file(place).is_file():
+                raise ModelError(f"model.init_lora={path!r}: there is no {lora_file(place)}")
         fits = True
         try:
-            for name, network in self.components.items():
-                found, settings = read_lora(file, name)
+            for name, network, place in places:
+                found, settings = read_lora(lora_file(place), name)
                 alpha = settings.get("lora_alpha", self.lora.alpha)
                 if alpha != self.lora.alpha:
                     raise ModelError(
@@ -197,23 +213,22 @@ class Weights:
             return
         from peft import get_peft_model_state_dict
 
-        options: dict[str, Any] = {}
-        for name, network in self.components.items():
-            options[f"{name}_lora_layers"] = get_peft_model_state_dict(network, adapter_name=ADAPTER)
+        save = getattr(pipeline_class, "save_lora_weights", None) or _save_lora_weights
+        for name, network, place in lora_places(folder, self.components):
             # Without the metadata diffusers drops alpha, and the reloaded adapter has another scale.
-            options[f"{name}_lora_adapter_metadata"] = network.peft_config[ADAPTER].to_dict()
-        save = getattr(pipeline_class, "save_lora_weights", None) or _writer()
-        save(folder, **options)
+            options = {
+                f"{name}_lora_layers": get_peft_model_state_dict(network, adapter_name=ADAPTER),
+                f"{name}_lora_adapter_metadata": network.peft_config[ADAPTER].to_dict(),
+            }
+            save(place, **options)
 
 
-def _writer() -> Any:
-    """diffusers' own writer of the layout, for pipelines that have none."""
+def _save_lora_weights(folder: Path, *, transformer_lora_layers: Any, transformer_lora_adapter_metadata: Any) -> None:
+    """diffusers' own layout, for the pipelines that have no writer of it."""
     from diffusers.loaders.lora_base import LoraBaseMixin
 
-    def save(folder: Path, **options: Any) -> None:
-        names = [key.removesuffix("_lora_layers") for key in options if key.endswith("_lora_layers")]
-        layers = {name: options[f"{name}_lora_layers"] for name in names}
-        metadata = {name: options[f"{name}_lora_adapter_metadata"] for name in names}
-        LoraBaseMixin._save_lora_weights(save_directory=folder, lora_layers=layers, lora_metadata=metadata)
-
-    return save
+    LoraBaseMixin._save_lora_weights(
+        save_directory=folder,
+        lora_layers={"transformer": transformer_lora_layers},
+        lora_metadata={"transformer": transformer_lora_adapter_metadata},
+    )

@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
+from flowrl.models._families import FAMILIES
+from flowrl.models.base import LoraSettings, ModelError
 from flowrl.models.generic import Config, Generic
+from flowrl.models.weights import Weights
 from flowrl.plan import deterministic
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers.ode import Ode
 from flowrl.types import SampleId
 from tests import tiny_pipelines as tiny
+from tests import tiny_sd3
 
 EVERY = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.CASES.items()]
 GUIDED = 3.0
@@ -77,3 +82,158 @@ def own_call(
     finally:
         del pipe.scheduler.step, pipe.prepare_latents
     return left[-1], pictures
+
+
+def noise_like(model: Generic, batch: int = 2) -> Tensor:
+    return torch.randn(batch, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
+
+
+def lora(model: Generic, *, noise: float = 0.0) -> Weights:
+    """LoRA with alpha != rank; `noise` fills the B matrices, so that the update is not zero."""
+    weights = Weights(model.network, LoraSettings(rank=2, alpha=6), model.lora_targets, seed=1)
+    torch.manual_seed(2)
+    for name, p in weights.parameters.items():
+        if noise and "lora_B" in name:
+            p.data = noise * torch.randn_like(p)
+    return weights
+
+
+# ---- the adapter is the pipeline
+
+
+@pytest.mark.slow
+def test_there_is_a_tiny_pipeline_for_every_class_of_the_table():
+    missing = set(FAMILIES) - {type(tiny.CASES[name].build()).__name__ for name in tiny.CASES} - {"FluxKontextPipeline"}
+    assert not missing
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("name", EVERY)
+def test_the_euler_plan_reproduces_the_pipelines_own_call(name, guided):
+    case = tiny.CASES[name]
+    scale = GUIDED if guided else case.free
+    for size, batch in zip(case.sizes, (case.batches[0], case.batches[-1]), strict=True):
+        model = adapter(name, size)
+        noise, x0 = drawn(model, batch, scale, 4)
+        latents, pictures = own_call(model.pipeline, name, size, noise, batch, scale, 4)
+        assert not torch.allclose(x0, noise, atol=0.1)
+        assert_close(x0, latents.float(), atol=1e-4, rtol=0)
+        found = model.decode(x0)
+        assert found.dtype == torch.float32
+        assert found.shape[-3:] == (3, *size)
+        assert found.ndim == (5 if {"num_frames", "frames"} & set(case.call) else 4)
+        assert pictures.std() > 0.01
+        assert_close(found, pictures.float(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tiny.CASES)
+def test_the_whole_matrix_of_sizes_and_batches_agrees(name):
+    case = tiny.CASES[name]
+    for size in case.sizes:
+        model = adapter(name, size)
+        for batch in case.batches:
+            for scale in (case.free, GUIDED):
+                noise, x0 = drawn(model, batch, scale, 5)
+                latents, pictures = own_call(model.pipeline, name, size, noise, batch, scale, 5)
+                assert_close(x0, latents.float(), atol=1e-4, rtol=0)
+                assert_close(model.decode(x0), pictures.float(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_prompt_guidance_and_timestep_reach_the_prediction(name):
+    model = adapter(name)
+    x, cond = noise_like(model, 1), model.encode(tiny.PROMPTS)
+    first, last = model.schedule(4).timesteps[[1, -1]]
+    with torch.no_grad():
+        found = [
+            model.predict(x, t[None], cond.index(torch.tensor([row])), scale)
+            for t, row, scale in [(first, 0, GUIDED), (first, 1, GUIDED), (last, 0, GUIDED), (first, 0, 6.0)]
+        ]
+    for other in found[1:]:
+        assert not torch.allclose(found[0], other, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_replay_is_bitwise_the_rollout_also_without_text_encoders(name):
+    model = adapter(name)
+    x, cond, scale = noise_like(model), model.encode(tiny.PROMPTS), GUIDED
+    t = model.schedule(4).timesteps[1].repeat(2)
+    with torch.no_grad():
+        recorded = model.predict(x, t, cond, scale)
+    model.free_text_encoders()
+    replayed = model.predict(x, t, cond, scale)
+    assert replayed.requires_grad
+    assert torch.equal(replayed, recorded)
+    assert model.decode(x).isfinite().all()
+    with pytest.raises(ModelError, match="encoders were freed"):
+        model.encode(tiny.PROMPTS)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_samples_at_their_own_timesteps_give_what_they_give_alone(name):
+    model = adapter(name)
+    x, cond = noise_like(model, 3), model.encode([*tiny.PROMPTS, tiny.PROMPTS[0]])
+    t = model.schedule(4).timesteps[[3, 1, 2]]
+    with torch.no_grad():
+        together = model.predict(x, t, cond, GUIDED)
+        alone = [model.predict(x[k : k + 1], t[k : k + 1], cond.index(torch.tensor([k])), GUIDED) for k in range(3)]
+    assert_close(together, torch.cat(alone), atol=2e-5, rtol=1e-4)
+    assert model.batch_key(2) == (0 if len(model.networks) == 1 else 2)
+
+
+def test_native_and_generic_predict_the_same_on_tiny_sd3():
+    pipe = tiny_sd3.pipeline(shift=3.0)
+    native = tiny_sd3.adapter(pipe)
+    model = Generic(pipe, Config(path="tiny", call={"max_sequence_length": tiny_sd3.TOKENS}))
+    x, t = noise_like(model), torch.tensor([900.0, 300.0])
+    assert model.latent_shape() == native.latent_shape()
+    assert torch.equal(model.schedule(7).sigmas, native.schedule(7).sigmas)
+    assert set(model.lora_targets) == set(native.lora_targets)
+    assert model.dead_lora_modules() == native.dead_lora_modules()
+    for scale in (1.0, 4.5):
+        with torch.no_grad():
+            found = model.predict(x, t, model.encode(tiny_sd3.PROMPTS), scale)
+            expected = native.predict(x, t, native.encode(tiny_sd3.PROMPTS), scale)
+        assert torch.equal(found, expected)
+    assert torch.equal(model.decode(x), native.decode(x))
+
+
+# ---- what is trained
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_lora_b_matrix_but_the_dead_ones_has_a_gradient(name):
+    model = adapter(name)
+    cond, weights = model.encode(tiny.PROMPTS), lora(model)
+    for timestep in model.schedule(4).timesteps[1:]:
+        model.predict(noise_like(model), timestep.repeat(2), cond, GUIDED).square().sum().backward()
+    adapted = {key.partition(".lora_")[0] for key in weights.parameters}
+    moved = {
+        key.partition(".lora_")[0]
+        for key, p in weights.parameters.items()
+        if "lora_B" in key and p.grad is not None and p.grad.abs().max() > 0
+    }
+    assert adapted - moved == set(model.dead_lora_modules()) & adapted
+    assert len(adapted) >= 4
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_saved_lora_gives_the_same_picture_in_a_plain_pipeline(name, tmp_path):
+    size = tiny.CASES[name].sizes[0]
+    model = adapter(name)
+    noise, plain = drawn(model, 1, GUIDED, 2)
+    weights = lora(model, noise=0.3)
+    _, tuned = drawn(model, 1, GUIDED, 2)
+    assert not torch.allclose(plain, tuned, atol=1e-3)
+    weights.save(tmp_path, type(model.pipeline))
+    other = tiny.make(name)
+    if hasattr(other, "load_lora_weights"):
+        other.load_lora_weights(tmp_path)
+        if len(model.networks) > 1:
+            other.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
+    else:
+        other.transformer.load_lora_adapter(tmp_path, prefix="transformer")
+    other.scheduler = model.pipeline.scheduler
+    latents, _ = own_call(other, name, size, noise, 1, GUIDED, 2)
+    assert_close(tuned, latents.float(), atol=1e-4, rtol=0)

@@ -1,0 +1,121 @@
+"""The parity list in short: a pipeline's own call against the adapter around it, for `flowrl doctor --model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.models.base import LoraSettings
+from flowrl.models.generic import Generic
+from flowrl.models.weights import Weights
+from flowrl.process import expand
+from flowrl.rng import normal
+
+PROMPTS = ("a red circle", "two blue squares on the left of a green triangle")
+STEPS = 4
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+"""Of a difference, in units of the largest value."""
+
+
+def found(model: Generic) -> Iterator[tuple[str, str]]:
+    """(what, value) of everything that was read off the pipeline or found by probing."""
+    scheduler, (slope, offset) = model.pipeline.scheduler, model.time_map()
+    yield "class", model.name
+    yield "process", f"{type(model.process).__name__}, predicts {model.prediction_type} ({type(scheduler).__name__})"
+    yield (
+        "guidance",
+        {"cfg": "guidance_scale (CFG)", "true_cfg": "true_cfg_scale with a negative prompt"}.get(
+            model.guidance, model.guidance
+        ),
+    )
+    yield "networks", ", ".join(f"{name} ({type(part).__name__})" for name, part in model.networks.items())
+    yield "network's timestep", f"{slope:g} t + {offset:g} for the scheduler's t"
+    mixed = "may share a forward" if model.batch_key(1) == 0 else "are predicted step by step"
+    yield "samples at different timesteps", mixed
+    yield "picture", f"{model.height} x {model.width}, sides in multiples of {model.size.unit}"
+    yield "latents", "x".join(str(n) for n in model.latent_shape())
+    cond = model.encode(PROMPTS[:1])
+    shapes = [tuple(value[0].shape) for value in cond.tensors.values()]
+    yield "embedding of a prompt", ", ".join("x".join(map(str, shape)) for shape in shapes)
+    yield f"sigmas of {STEPS} steps", ", ".join(f"{s:.4g}" for s in model.schedule(STEPS).sigmas.tolist())
+    yield "LoRA targets", ", ".join(model.lora_targets) or "none: give model.lora.targets"
+
+
+def checks(model: Generic, guidance_scale: float) -> Iterator[tuple[str, float]]:
+    """(what, relative difference) of each comparison; nan where it does not apply."""
+    cond = model.encode(PROMPTS)
+    x = normal(model.latent_shape(), 0, "doctor", [(0,), (1,)]).to(model.device)
+    steps = model.schedule(STEPS).timesteps.to(model.device)
+    with torch.no_grad():
+        first = model.predict(x, steps[1].repeat(2), cond, guidance_scale)
+    again = model.predict(x, steps[1].repeat(2), cond, guidance_scale).detach()
+    yield "a replay with gradients against the rollout", _difference(again, first)
+    with torch.no_grad():
+        together = model.predict(x, steps[[1, 2]], cond, guidance_scale)
+        rows = [torch.tensor([k]) for k in (0, 1)]
+        alone = [model.predict(x[k], steps[1 + k], cond.index(k), guidance_scale) for k in rows]
+    yield "two timesteps in one batch against one by one", _difference(together, torch.cat(alone))
+    latents, pictures = own_call(model, x[:1], guidance_scale)
+    mine = euler(model, x[:1], guidance_scale)
+    single = type(model.pipeline.scheduler).__name__ in ("FlowMatchEulerDiscreteScheduler", "DDIMScheduler")
+    if single or "CogVideoXDDIM" in type(model.pipeline.scheduler).__name__:
+        yield f"{STEPS} steps against the pipeline's own call", _difference(mine, latents)
+    yield "decoding against the pipeline's own", _difference(model.decode(latents), pictures)
+
+
+def untrained(model: Generic, guidance_scale: float) -> tuple[int, list[str]]:
+    """(adapted modules, those whose LoRA gets no gradient and that the family does not declare dead)."""
+    weights = Weights(model.network, LoraSettings(rank=1, alpha=1), model.lora_targets, seed=0)
+    cond = model.encode(PROMPTS[:1])
+    x = normal(model.latent_shape(), 0, "doctor", [(0,)]).to(model.device)
+    for timestep in model.schedule(STEPS).timesteps[1:].to(model.device):
+        model.predict(x, timestep[None], cond, guidance_scale).float().square().mean().backward()
+    ends = {name.partition(".lora_")[0]: p.grad for name, p in weights.parameters.items() if ".lora_B." in name}
+    still = [name for name, grad in ends.items() if grad is None or not bool(grad.any())]
+    return len(ends), sorted(set(still) - set(model.dead_lora_modules()))
+
+
+def euler(model: Generic, x: Tensor, guidance_scale: float) -> Tensor:
+    """Clean latents of the deterministic plan from noise x [1, ...]."""
+    cond, grid = model.encode(PROMPTS[:1]), model.schedule(STEPS)
+    with torch.no_grad():
+        for k, timestep in enumerate(grid.timesteps.to(model.device)):
+            sigma, after = grid.sigmas[k : k + 1].to(model.device), grid.sigmas[k + 1 : k + 2].to(model.device)
+            raw = model.predict(x, timestep[None], cond, guidance_scale)
+            belief = model.process.predict(raw, x, sigma, model.prediction_type)
+            signal = expand(model.process.alpha(after), x) * belief.x0_hat
+            x = signal + expand(after, x) * belief.eps_hat
+    return x
+
+
+def own_call(model: Generic, x: Tensor, guidance_scale: float) -> tuple[Tensor, Tensor]:
+    """(clean latents, pictures) of the pipeline's own call from noise x [1, ...]."""
+    pipe, left = model.pipeline, []
+    step, prepare = pipe.scheduler.step, pipe.prepare_latents
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        left.append(result[0] if isinstance(result, tuple) else result.prev_sample)
+        return result
+
+    def preparing(*args: Any, **kwargs: Any) -> Any:
+        given = prepare(*args, **kwargs)
+        if torch.is_tensor(given):
+            return x.to(given.dtype)
+        place = next(i for i, part in enumerate(given) if torch.is_tensor(part))
+        return tuple(x.to(part.dtype) if i == place else part for i, part in enumerate(given))
+
+    options = model.call.arguments(1, guidance_scale, list(PROMPTS[:1]), STEPS, "pt")
+    pipe.scheduler.__dict__["step"], pipe.__dict__["prepare_latents"] = stepping, preparing
+    try:
+        pictures = pipe(**options)[0]
+    finally:
+        del pipe.scheduler.__dict__["step"], pipe.__dict__["prepare_latents"]
+    return left[-1].float(), pictures.float()
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp(min=1e-6))
