@@ -104,7 +104,7 @@ def test_a_saved_lora_gives_the_same_clip_in_a_plain_pipeline(tmp_path, case):
     before, _ = native.own_call(plain, SIZES[0], noise, 3, guidance_scale=4.0, **CLIP)
     plain.load_lora_weights(tmp_path)
     if case == "wan_2_2":
-        plain.load_lora_weights(tmp_path, load_into_transformer_2=True)
+        plain.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
     after, clips = native.own_call(plain, SIZES[0], noise, 3, guidance_scale=4.0, **CLIP)
     assert not torch.allclose(before, after, atol=1e-3)
     assert_close(x0, after, atol=1e-5, rtol=0)
