@@ -39,6 +39,27 @@ def adapter(family: str, pipe: Any, size: tuple[int, int], **options: Any) -> An
     return getattr(module, CLASSES[family])(pipe, module.Config(path="tiny", height=size[0], width=size[1], **options))
 
 
+def halved(pipe: Any) -> Any:
+    """The pipeline with everything but its VAE in bfloat16, as `build` loads it."""
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module) and name != "vae":
+            part.to(torch.bfloat16)
+    return pipe
+
+
+def trains_in_bfloat16(family: str, case: str, size: tuple[int, int], guidance_scale: float, **options: Any) -> None:
+    """LoRA weights are float32, the replay exact, gradients finite, the prediction the exact one but for rounding."""
+    exact = output(adapter(family, tiny.make(case), size, **options), guidance_scale)
+    model = adapter(family, halved(tiny.make(case)), size, dtype="bfloat16", **options)
+    weights = lora(model)
+    assert {p.dtype for p in weights.parameters.values()} == {torch.float32}
+    assert_close(output(model, guidance_scale).float(), exact, atol=0.05 * float(exact.abs().max()), rtol=0.05)
+    assert backward(model, weights, guidance_scale) == 0
+    gradients = [p.grad for p in weights.parameters.values() if p.grad is not None]
+    assert all(g.isfinite().all() for g in gradients)
+    assert max(float(g.abs().max()) for g in gradients) > 0
+
+
 def beside(pipe: Any, size: tuple[int, int], **call: Any) -> generic.Generic:
     """The generic adapter around the same pipeline."""
     call = {"max_sequence_length": tiny.TOKENS} | call

@@ -99,7 +99,7 @@ def test_the_steps_are_the_published_ones(name):
     stds = transition_std(run, model, plan)
     assert all((std > 0) == (k in plan.train) for k, std in enumerate(stds))
     if name == "wan/sage_grpo-ocr":
-        # Sheet 3.1, [derived], at shift 5 and 20 steps: w / eta^2 = 1.234, 0.724, 0.438. UniPC's grid is a little finer.
+        # Sheet 3.1, [derived]: w / eta^2 at shift 5 and 20 steps.
         assert [std**2 / 0.25 for std in stds[:3]] == pytest.approx([1.234, 0.724, 0.438], rel=0.1)
     if name.startswith("qwen"):
         assert float(plan.schedule.sigmas[-2]) == pytest.approx(0.02, abs=1e-6)  # the scheduler's shift_terminal

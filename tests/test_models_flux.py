@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from flowrl.models import flux
 from flowrl.models.base import LoraSettings, ModelError, branches, packed_grid
 from flowrl.models.weights import Weights
-from flowrl.rollout import Noise, Policy, run
 from flowrl.plan import window
+from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers import flow_sde
 from flowrl.schedules import shifted_linspace
 from flowrl.spatial import SpatialConfig, mapper
@@ -95,6 +95,10 @@ def test_every_lora_matrix_is_trained_and_the_replay_is_exact():
     assert native.trained(weights, "lora_B") == adapted
     for target in flux.LORA_TARGETS:
         assert any(name.endswith(target) for name in adapted)
+
+
+def test_it_trains_in_bfloat16():
+    native.trains_in_bfloat16("flux", "flux", SIZES[0], 3.5)
 
 
 def test_a_saved_lora_gives_the_same_picture_in_a_plain_pipeline(tmp_path):

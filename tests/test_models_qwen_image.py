@@ -49,9 +49,7 @@ def test_the_euler_plan_reproduces_the_pipelines_own_call(batch, size, guidance_
 def test_its_prediction_is_the_generic_adapters(guidance_scale):
     pipe = pipeline()
     model, generic = native.adapter("qwen_image", pipe, SIZES[1]), native.beside(pipe, SIZES[1])
-    assert_close(
-        native.output(model, guidance_scale), native.output(generic, guidance_scale), atol=1e-5, rtol=0
-    )
+    assert_close(native.output(model, guidance_scale), native.output(generic, guidance_scale), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
@@ -92,6 +90,10 @@ def test_every_lora_matrix_but_the_dead_ones_is_trained_and_the_replay_is_exact(
     adapted = {name.partition(".lora_")[0] for name in weights.parameters}
     assert set(model.dead_lora_modules()) < adapted
     assert native.trained(weights, "lora_B") == adapted - set(model.dead_lora_modules())
+
+
+def test_it_trains_in_bfloat16():
+    native.trains_in_bfloat16("qwen_image", "qwen_image", SIZES[0], 4.0)
 
 
 def test_a_saved_lora_gives_the_same_picture_in_a_plain_pipeline(tmp_path):

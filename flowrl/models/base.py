@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -197,15 +197,25 @@ def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:
     if channel_axis(adapter) == 1 and len(shape) > 2:
         return None
     raise ModelError(
-        f"algorithm.spatial: this adapter's latents are packed to {shape}, and it does not say where each token lies in "
-        "the picture; use the family's own adapter (model.name: flux or qwen_image), or set algorithm.spatial=null"
+        f"algorithm.spatial: this adapter's latents are packed to {shape}, and it does not say where each token lies "
+        "in the picture; use the family's own adapter (model.name: flux or qwen_image), or set algorithm.spatial=null"
     )
 
 
 def branches(adapter: ModelAdapter, guidance_scale: float) -> int:
-    """Samples that go through the network for each one that is guided: 2 under CFG unless the adapter says otherwise."""
+    """Samples that go through the network for each guided one: 2 under CFG unless the adapter says otherwise."""
     own = getattr(adapter, "branches", None)
     return 1 + (guidance_scale > 1) if own is None else own(guidance_scale)
+
+
+def require_channels(pipeline: Any, expected: int) -> None:
+    """Raise ModelError where the network takes more than latents: a variant that paints in or animates a picture."""
+    found = pipeline.transformer.config.in_channels
+    if found != expected:
+        raise ModelError(
+            f"model.path: this {type(pipeline.transformer).__name__} takes {found} channels, not the {expected} of its "
+            "latents, so it wants a picture beside the text; use model.name=generic, or a text-only checkpoint"
+        )
 
 
 def check_size(name: str, value: int, unit: int, largest: int | None = None) -> None:

@@ -3,7 +3,8 @@
 Process: flow, velocity prediction. timestep = 1000 sigma. `guidance_scale` is the value that distilled checkpoints
 embed (FLUX.1-dev: 3.5) and costs no second forward; a checkpoint without that input (schnell) does not see it, as in
 the pipeline. True CFG is a second thing, `model.true_cfg_scale`, the same in rollout, training and evaluation. Text:
-pooled CLIP, and T5 without a mask, so its padding is part of the input.
+pooled CLIP, and T5 without a mask, so its padding is part of the input. In bfloat16 the network rounds its timestep to
+8 bits, here as in the pipeline.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flowrl.models.base import (
     load_pipeline,
     loading,
     null_components,
+    require_channels,
     require_folder,
     torch_dtype,
 )
@@ -88,6 +90,7 @@ class Flux:
         self.device = torch.device("cpu")
         self._dtype = torch_dtype(config.dtype)
         self.unconditional: Condition | None = None  # of the negative prompt, one row; encode() makes it
+        require_channels(pipeline, 4 * pipeline.vae.config.latent_channels)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height = default if config.height is None else config.height
         self.width = default if config.width is None else config.width

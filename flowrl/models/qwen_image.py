@@ -28,6 +28,7 @@ from flowrl.models.base import (
     load_pipeline,
     loading,
     null_components,
+    require_channels,
     require_folder,
     torch_dtype,
 )
@@ -72,7 +73,8 @@ class Config(ModelConfig):
 
 
 def renormalised(negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
-    """u + s (c - u) with the length of c, token by token; all [B, tokens, C]."""
+    """u + s (c - u) with the length of c, token by token; all [B, tokens, C], the result float32."""
+    negative, positive = negative.float(), positive.float()
     combined = classifier_free(negative, positive, guidance_scale)
     return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
@@ -93,6 +95,7 @@ class QwenImage:
         self.device = torch.device("cpu")
         self._dtype = torch_dtype(config.dtype)
         self.unconditional: Condition | None = None  # of the negative prompt, one row; encode() makes it
+        require_channels(pipeline, 4 * pipeline.vae.config.z_dim)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height = default if config.height is None else config.height
         self.width = default if config.width is None else config.width

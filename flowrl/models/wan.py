@@ -1,9 +1,9 @@
 """Wan 2.1 and 2.2 from text: WanPipeline called part by part, on latents [B, 16, T, h, w] in float32.
 
 Process: flow, velocity prediction. timestep = 1000 sigma, as the scheduler rounds it. `guidance_scale` is the
-pipeline's own CFG scale (<= 1: none): two forwards, so that a rollout holds one clip at a time. Text: UMT5, each prompt
-padded with zeros. F frames have T = (F - 1) / 4 + 1 latent frames; one frame is a picture and is decoded as one. Wan 2.2
-has two experts, both trained: `transformer` down to the boundary, `transformer_2` below it.
+pipeline's own CFG scale (<= 1: none): two forwards, so that a rollout holds no clip twice. Text: UMT5, each prompt
+padded with zeros. F frames have T = (F - 1) / 4 + 1 latent frames; one frame is a picture and is decoded as one.
+Wan 2.2 has two experts, both trained: `transformer` down to the boundary, `transformer_2` below it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from flowrl.models.base import (
     load_pipeline,
     loading,
     null_components,
+    require_channels,
     require_folder,
     torch_dtype,
 )
@@ -83,6 +84,7 @@ class Wan:
             raise ModelError(f"model.guidance_scale_2={config.guidance_scale_2}: this model has no second expert")
         if any(part is None for part in self.experts.values()):
             raise ModelError("this Wan model leaves out one of its transformers; give a complete pipeline folder")
+        require_channels(pipeline, pipeline.vae.config.z_dim)
         self.network: nn.Module = Experts(self.experts) if len(self.experts) > 1 else pipeline.transformer
         self.device = torch.device("cpu")
         self._dtype = torch_dtype(config.dtype)
@@ -151,7 +153,7 @@ class Wan:
         scheduler = kind.from_config(values, **shift)
         path = path_of(scheduler)
         if not path.is_flow:
-            raise ModelError(f"{kind.__name__} is set up for a noise process, Wan is a flow: use_flow_sigmas must be on")
+            raise ModelError(f"{kind.__name__} is set up for a noise process, Wan is a flow: set use_flow_sigmas")
         scheduler.set_timesteps(num_inference_steps)
         return schedule_of(path, scheduler, scheduler.timesteps, scheduler.sigmas)
 
