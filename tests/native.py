@@ -151,7 +151,8 @@ def backward(model: Any, weights: Weights, guidance_scale: float, steps: int = 4
     advantage = torch.tensor([1.0, -1.0])[edges.sample][:, None]
     algorithm = FlowGrpo(GrpoConfig())
     worst = 0.0
-    for batch in microbatches(edges, advantage, plan, model, cond, rows, batch_size=2):
+    order = edges.step.argsort(stable=True)  # both samples at one step, as the rollout had them
+    for batch in microbatches(edges, advantage, plan, model, cond, rows, batch_size=2, order=order):
         networks = Networks(policy, weights)
         ratio = algorithm.log_ratio(networks.transition(batch), batch, policy.sampler)
         worst = max(worst, float(ratio.detach().abs().max()))
