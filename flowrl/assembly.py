@@ -14,7 +14,7 @@ from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
 from flowrl.learner import Learner
 from flowrl.metrics import log
-from flowrl.models.base import ModelAdapter, torch_dtype
+from flowrl.models.base import ModelAdapter, packed_grid, torch_dtype
 from flowrl.models.weights import Weights
 from flowrl.optim import Optimizer
 from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts
@@ -101,7 +101,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     _require_plan(algorithm, sampler, schedule, adapter, config.seed)
     maps = None
     if training and algorithm.spatial is not None:
-        maps = mapper(algorithm.spatial, adapter.latent_shape(), world.device)
+        maps = mapper(algorithm.spatial, adapter.latent_shape(), world.device, grid=packed_grid(adapter))
     return Parts(
         resolved=resolved,
         world=world,

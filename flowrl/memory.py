@@ -46,7 +46,7 @@ from flowrl.plan import StepPlan
 from flowrl.types import Condition, SampleId
 
 TEXT_BATCH = 64  # prompts per forward of the text encoders, as in flowrl.prompts.Texts
-_FLOAT, _HEADER_PER_TENSOR = 4, 140
+_FLOAT, _HEADER_PER_TENSOR, _LONG = 4, 140, 1000
 
 
 class UnknownModel(ValueError):
@@ -277,7 +277,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         ema=ema,
         snapshots=snapshots,
         latents=samples * (nodes_per_sample(plan) + 1) * latent * _FLOAT,
-        pictures=samples * 3 * adapter.height * adapter.width * _FLOAT,
+        pictures=samples * 3 * getattr(adapter, "num_frames", 1) * adapter.height * adapter.width * _FLOAT,
         phases=(
             Phase("encode", base + sum(size(part) for part in encoders.values()), measured["encode"]),
             Phase("rollout", loaded, measured["rollout"]),
@@ -302,13 +302,15 @@ def _measure(adapter: Any, encoders: dict[str, nn.Module], resolved: Resolved, *
         decode = _run(lambda: adapter.decode(torch.empty(latents)), grad=False)
         update = _run(lambda: _loss(adapter, edges, guidance, reference).backward(), grad=True)
         encode = max((_run(lambda e=e: _encode(e, adapter), grad=False)[0] for e in encoders.values()), default=0)
-    doubled = (1 + (eval_guidance > 1)) / (1 + (guidance > 1))
+        held_out = forward
+        if eval_guidance != guidance:
+            held_out = _run(lambda: _predict(adapter, batch, eval_guidance), grad=False)
     share = run.eval.batch_size / batch
     return {
         "encode": encode,
         "rollout": forward[0],
         "decode": decode[0],
-        "evaluation": round(share * max(forward[0] * doubled, decode[0])),
+        "evaluation": round(share * max(held_out[0], decode[0])),
         "update": update[0],
         "forward_flop": forward[1] / batch,
         "edge_flop": update[1] / edges,
@@ -326,6 +328,9 @@ def _faked(*modules: nn.Module) -> Iterator[None]:
             for name, b in part._buffers.items():
                 if b is not None:
                     part._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
+            for name, t in vars(part).items():
+                if isinstance(t, torch.Tensor):  # tables that are no buffers, as Qwen-Image's rotary ones
+                    setattr(part, name, torch.empty(t.shape, dtype=t.dtype))
         yield
 
 
@@ -337,11 +342,12 @@ def _run(work: Callable[[], Any], *, grad: bool) -> tuple[int, float]:
 
 
 def _predict(adapter: Any, batch: int, guidance_scale: float) -> torch.Tensor:
-    """One forward of `batch` samples; CFG is a batch twice as large."""
-    rows = batch * (1 + (guidance_scale > 1))
+    """One guided forward of `batch` samples, as the run makes it."""
     dtype = torch_dtype(adapter.config.dtype)
-    cond = Condition({k: torch.empty(rows, *shape, dtype=dtype) for k, shape in adapter.condition_shapes().items()})
-    return adapter.predict(torch.empty(rows, *adapter.latent_shape()), torch.empty(rows), cond, 1.0)
+    cond = Condition({k: torch.empty(batch, *shape, dtype=dtype) for k, shape in adapter.condition_shapes().items()})
+    adapter.unconditional = cond.index(torch.zeros(1, dtype=torch.int64))
+    x, timestep = torch.empty(batch, *adapter.latent_shape()), torch.full((batch,), 500.0)
+    return adapter.predict(x, timestep, cond, guidance_scale)
 
 
 def _loss(adapter: Any, batch: int, guidance_scale: float, reference: bool) -> torch.Tensor:
@@ -354,5 +360,8 @@ def _loss(adapter: Any, batch: int, guidance_scale: float, reference: bool) -> t
 
 
 def _encode(encoder: nn.Module, adapter: Any) -> Any:
-    tokens = getattr(encoder.config, "max_position_embeddings", None) or adapter.config.max_sequence_length
-    return encoder(torch.zeros(TEXT_BATCH, tokens, dtype=torch.int64), output_hidden_states=True)
+    # CLIP pads to its table of positions; that of a language model is far longer than any prompt.
+    positions = getattr(encoder.config, "max_position_embeddings", None) or _LONG
+    tokens = positions if positions < _LONG else adapter.config.max_sequence_length
+    ids = torch.zeros(getattr(adapter, "text_batch", TEXT_BATCH), tokens, dtype=torch.int64)
+    return encoder(ids, output_hidden_states=True)

@@ -7,13 +7,13 @@ exactly as they were fed onward, so the first ratio is 1 by construction.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.models.base import ModelAdapter
+from flowrl.models.base import ModelAdapter, channel_axis
 from flowrl.plan import StepPlan
 from flowrl.rng import normal
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
@@ -40,7 +40,8 @@ class Policy:
 
     def distribution(self, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         """The sampler's law on that belief."""
-        return self.sampler.transition(self.adapter.process, prediction, x, step)
+        law = self.sampler.transition(self.adapter.process, prediction, x, step)
+        return replace(law, channel_axis=channel_axis(self.adapter))
 
 
 class Evaluations:
@@ -154,7 +155,7 @@ def _chains(
 
     Samples that start from one noise are one row of the frontier x until the first stochastic step parts them.
     """
-    process, recorder, history = policy.adapter.process, _Recorder(form, columns), None
+    process, recorder, history = policy.adapter.process, _Recorder(form, columns, channel_axis(policy.adapter)), None
     leads, owner = noise.starts(ids)
     at = cond.index(leads)
     # Unscaled also where sigmas[0] < 1 (VP, sigma_max < 1): so do the pipelines, and so they were trained.
@@ -181,8 +182,8 @@ def _chains(
 class _Recorder:
     """The trained steps of one batch: every latent once, as a node, and the edges between them."""
 
-    def __init__(self, form: LogProbForm, columns: Sequence[str]) -> None:
-        self.form, self.columns = form, columns
+    def __init__(self, form: LogProbForm, columns: Sequence[str], axis: int) -> None:
+        self.form, self.columns, self.axis = form, columns, axis
         self.nodes: list[Tensor] = []
         self.records: list[dict[str, Tensor]] = []
         self.place: Tensor | None = None  # node that holds each sample's present latents, [B]
@@ -217,13 +218,14 @@ class _Recorder:
         """Ordered by (sample, step); `x` gives the shape where there are none."""
         if not self.records:
             none = torch.zeros(0, dtype=torch.int64)
+            position = x.shape[1 : self.axis] + x.shape[self.axis + 1 :]
             return Edges(
                 nodes=x.new_zeros((0, *x.shape[1:])).cpu(),
                 parent=none,
                 child=none,
                 step=none,
                 sample=none,
-                old_log_prob=torch.zeros(0, *(x.shape[2:] if self.form == "position" else ())),
+                old_log_prob=torch.zeros(0, *(position if self.form == "position" else ())),
             )
         table = {name: torch.stack([r[name] for r in self.records], dim=1).flatten(0, 1) for name in self.records[0]}
         fixed = {name: table.pop(name) for name in ("parent", "child", "step", "sample", "old_log_prob")}

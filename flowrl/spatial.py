@@ -126,14 +126,28 @@ def importance(images: Tensor, backbone: Backbone, shape: tuple[int, ...], *, ke
     return to_latent_grid(maps.reshape(*images.shape[:-3], *maps.shape[1:]), shape, keep_mean=keep_mean)
 
 
-def mapper(config: SpatialConfig, latent_shape: tuple[int, ...], device: torch.device | str = "cpu") -> Mapper:
+def mapper(
+    config: SpatialConfig,
+    latent_shape: tuple[int, ...],
+    device: torch.device | str = "cpu",
+    *,
+    grid: tuple[int, ...] | None = None,
+) -> Mapper:
     """Makes the maps of a run, whose latents are [C, *pos] a sample; loads the backbone.
+
+    `grid`: of packed latents, the (h, w) that their tokens are read from, row by row; their maps are [B, tokens].
 
     Raises:
         ModelError: its weights cannot be loaded.
     """
     backbone = load_backbone(config.backbone, device)
-    return lambda images: importance(images, backbone, latent_shape[1:], keep_mean=config.keep_mean).cpu()
+    shape = latent_shape[1:] if grid is None else grid
+
+    def maps(images: Tensor) -> Tensor:
+        found = importance(images, backbone, shape, keep_mean=config.keep_mean).cpu()
+        return found if grid is None else found.flatten(1)
+
+    return maps
 
 
 def spread(

@@ -2,6 +2,7 @@
 
 raw = 1 - min(edit distance, len(target)) / len(target), spaces and case ignored; 1 as well where the target is
 part of what was read. Extra text goes unpunished then, which training exploits: watch a preference reward beside it.
+A clip [F, 3, H, W] has the mean over those of its frames 0, 4, 8, ... that are above 0, as Flow-GRPO scores them.
 
 Source: yifan123/flow_grpo:flow_grpo/ocr.py; the reader is RapidOCR (PP-OCRv4), whose weights come with its package.
 """
@@ -26,6 +27,7 @@ Reader = Callable[[np.ndarray], str]
 _QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
 
 LEVEL = "experimental"
+_FRAME_INTERVAL = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +111,10 @@ def build(config: Config) -> Reward:
     reader = load_reader(config.min_confidence)
 
     def one(picture: Tensor, target: str) -> float:
+        if picture.ndim == 4:
+            values = [one(frame, target) for frame in picture[::_FRAME_INTERVAL]]
+            read = [value for value in values if value != 0]  # NaN stays
+            return sum(read) / len(read) if read else 0.0
         pixels = to_uint8(picture)
         if pixels is None:
             return math.nan

@@ -1,22 +1,22 @@
-"""The FLUX.1-dev recipes: the sheet's values. The model section is the adapter's to test, once it is there."""
+"""The FLUX.1-dev recipes: the sheet's values, and the steps of the real model's grid."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import socket
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import yaml
+from torch.testing import assert_close
 
-from flowrl import registry
-from flowrl.commands.plan import step_plan
-from flowrl.config import Resolved, load_config, resolve
-from flowrl.models.base import ModelConfig
-from flowrl.plan import flow_timestep, step_subsets
-from flowrl.schedules import Schedule, shift_sigmas
-from flowrl.strict import validate
+from flowrl import memory
+from flowrl.commands.plan import command, step_plan
+from flowrl.config import ConfigError, Resolved, load_config, resolve
+from flowrl.memory import skeleton
+from flowrl.models import flux
+from flowrl.plan import step_subsets
+from flowrl.schedules import shift_sigmas
 from flowrl.types import SampleId
 from tests import tiny_sd3 as tiny
 from tests.recipes import ADAMW, EMA, NO_EMA, advantages, check_text, check_values
@@ -97,12 +97,20 @@ RECIPES: dict[str, tuple[str, int, tuple[int, int, int], dict[str, Any]]] = {
         | {"optim.learning_rate": 1e-4},
     ),
 }
-KNOWN = "flux" in registry.names("models")
 
 
 def recipe(name: str) -> Resolved:
-    """The recipe on another model, so that all but the model section is resolved and checked."""
-    return resolve(load_config(FOLDER / f"{name}.yaml", ["model={name: sd3, path: tiny-sd3}"]))
+    return resolve(load_config(FOLDER / f"{name}.yaml"))
+
+
+@cache
+def pipeline() -> Any:
+    """FLUX.1-dev without its weights."""
+    return skeleton(recipe("flow_grpo-pickscore")).pipeline
+
+
+def adapter(run: Resolved) -> flux.Flux:
+    return flux.Flux(pipeline(), run.model.config)
 
 
 def test_these_are_all_the_recipes():
@@ -115,31 +123,34 @@ def test_a_recipe_has_the_published_values_and_says_whose(name):
     run = recipe(name)
     check_values(run.tree(), ADAMW | expected)
     check_text(FOLDER / f"{name}.yaml", source)
-    words = " ".join((FOLDER / f"{name}.yaml").read_text(encoding="ascii").replace("#", " ").split())
-    assert "Needs the model family `flux`, which is not in flowrl yet: its adapter comes" in words
     method, reward = name.split("-")
     assert (run.algorithm.name, run.run.name) == (method, f"flux-{name}")
     assert [plan.name for plan in run.rewards] == [reward]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_model_section_holds_what_every_family_has(name):
-    options = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["model"]
-    assert options.pop("name") == "flux"
-    model = validate(ModelConfig, options, "model")
+def test_the_model_section_is_the_published_one(name):
+    model = recipe(name).model
     rank, alpha, side = RECIPES[name][2]
-    assert (model.path, model.dtype) == ("black-forest-labs/FLUX.1-dev", "bfloat16")
-    assert (model.lora.rank, model.lora.alpha, model.lora.targets) == (rank, alpha, None)
-    assert model.height == model.width == side
+    assert (model.name, model.config.path, model.config.dtype) == ("flux", "black-forest-labs/FLUX.1-dev", "bfloat16")
+    lora = model.config.lora
+    assert (lora.rank, lora.alpha, lora.targets) == (rank, alpha, None)
+    assert model.config.height == model.config.width == side
+    # yifan123/flow_grpo:scripts/train_flux.py; DanceGRPO and MixGRPO: sheet 0.3.
+    expected = (128, None) if side == 512 else (512, 3.0)
+    assert (model.config.max_sequence_length, model.config.shift, model.config.true_cfg_scale) == (*expected, 1.0)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_steps_are_the_published_ones(name):
     run, trained = recipe(name), RECIPES[name][1]
-    count = run.run.rollout.num_inference_steps
-    sigmas = shift_sigmas(torch.linspace(1, 0, count + 1), 3.0)  # DanceGRPO and MixGRPO: sheet 0.3
-    method, sampler = run.algorithm.build(), run.sampler.build()
-    plan = method.plan(Schedule(sigmas, flow_timestep(sigmas[:-1])), sampler, 1, run.run.seed)
+    count, model = run.run.rollout.num_inference_steps, adapter(run)
+    plan = step_plan(run, model)
+    if model.config.shift is None:  # sheet 0.3
+        published = torch.tensor([1, 0.90374, 0.7897, 0.65249, 0.48422, 0.273, 0])
+    else:
+        published = shift_sigmas(torch.linspace(1, 0, count + 1), 3.0)
+    assert_close(model.schedule(count).sigmas, published, atol=1e-5, rtol=0)
     assert plan.train == tuple(range(trained))
     assert len(plan) == (11 if run.algorithm.name == "mix_grpo_flash" else count)  # sheet 5.3
     assert step_plan(run, None).train == plan.train
@@ -148,17 +159,20 @@ def test_the_steps_are_the_published_ones(name):
         assert kept.sum() == int(11 * 0.6)
 
 
-@pytest.mark.skipif(KNOWN, reason="the flux adapter is here")
-def test_until_the_adapter_is_here_a_plan_ends_with_the_models_there_are():
-    words = [sys.executable, "-m", "flowrl", "plan", str(FOLDER / "dance_grpo-pickscore.yaml")]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2
-    assert "model name='flux' is unknown" in result.stderr
-    assert f"there are: {', '.join(registry.names('models'))}" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.skipif(not KNOWN, reason="the flux adapter is not here yet")
 @pytest.mark.parametrize("name", RECIPES)
-def test_with_the_adapter_a_recipe_resolves_as_it_stands(name):
-    assert resolve(load_config(FOLDER / f"{name}.yaml")).model.name == "flux"
+def test_a_recipe_can_be_planned_without_a_network(capsys, monkeypatch, name):
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("a plan must not open a connection")
+
+    def stop(resolved, adapter, plan, **options):
+        raise ConfigError("measured elsewhere")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(memory, "skeleton", adapter)
+    monkeypatch.setattr(memory, "estimate", stop)
+    with pytest.raises(ConfigError, match="measured elsewhere"):
+        command(str(FOLDER / f"{name}.yaml"), [])
+    text = capsys.readouterr().out
+    assert "sde, trained" in text
+    # The guidance is embedded: no second forward.
+    assert "CFG: each sample twice" not in text

@@ -85,6 +85,14 @@ def test_every_picture_is_read_and_compared_with_its_own_target(scripted):
     torch.testing.assert_close(values, torch.tensor([1.0, 0.9, 0.0, 0.0]))
 
 
+def test_of_a_clip_every_fourth_frame_is_read_and_those_that_read_something_count(scripted):
+    clip = torch.zeros(2, 9, 3, 2, 2)
+    clip[0, 0], clip[0, 8] = 100 / 255, 200 / 255  # 1.0 and 0.9; frame 4 is blank
+    clip[:, 1:4] = 1.0  # no such brightness is known: reading it would fail
+    values = scripted.score(clip, ['"Hello World"'] * 2, [{}] * 2)
+    torch.testing.assert_close(values, torch.tensor([0.95, 0.0]))
+
+
 def test_an_unreadable_picture_scores_0_and_a_broken_one_nan(scripted):
     images = torch.stack([torch.zeros(3, 4, 4), torch.full((3, 4, 4), torch.nan)])
     values = scripted.score(images, ['"a"'] * 2, [{}] * 2)

@@ -45,7 +45,7 @@ def command(
     console.print(f"{len(train)} training prompts, {len(held_out)} for evaluation")
     if len(train) < run.rollout.prompts_per_iteration:
         console.print("fewer prompts than rollout.prompts_per_iteration: some are drawn twice in an iteration")
-    console.print(_geometry_table(resolved, plan))
+    console.print(_geometry_table(resolved, plan, adapter))
     _heading(console, f"Steps: {len(plan)} in all, {len(plan.train)} trained")
     console.print(reason if adapter is None else _steps_table(resolved, adapter, plan))
     _heading(console, "Memory and compute, estimated for one process")
@@ -131,7 +131,9 @@ def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0, sha
     return Geometry(processes, samples, rollout, forwards, extra * forwards)
 
 
-def _geometry_table(resolved: Resolved, plan: StepPlan) -> Table:
+def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
+    from flowrl.models.base import branches
+
     run = resolved.run
     options = resolved.algorithm.config
     # A method evaluates each of its roles once beside every forward of the update.
@@ -148,7 +150,7 @@ def _geometry_table(resolved: Resolved, plan: StepPlan) -> Table:
         f"{run.rollout.group_size}; {updates} updates of {run.samples_per_iteration // updates} samples x {trained} "
         f"steps{selected}; {run.iterations} iterations = {run.iterations * updates} updates"
     )
-    guided = " (CFG: batch doubled)" if run.rollout.guidance_scale > 1 else ""
+    guided = " (CFG: each sample twice)" if branches(adapter, run.rollout.guidance_scale) > 1 else ""
     if run.rollout.shared_noise:
         guided += ", at most (one start, one forward)"
     table.add_row("samples per process", *(f"{g.samples:,}" for g in rows))

@@ -1,4 +1,4 @@
-"""What a model family offers the loop: encode, schedule, predict, decode. No loop, LoRA, EMA or CFG logic inside."""
+"""What a model family offers the loop: encode, schedule, predict, decode. No loop, LoRA, EMA or device logic inside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,11 @@ class ModelConfig:
 
 
 class ModelAdapter(Protocol):
-    """One model family behind the loop."""
+    """One model family behind the loop.
+
+    Latents are [B, C, h, w] or [B, C, T, h, w]. Packed ones [B, tokens, C] declare two things more: `channel_axis = 2`
+    and `grid()`, the (h, w) that their tokens are read from, row by row. See `channel_axis` and `packed_grid` below.
+    """
 
     process: Process
     prediction_type: PredictionType
@@ -126,26 +130,102 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
+Forward = Callable[[Tensor, Tensor, Condition], Tensor]
+"""x [B, ...], timestep [B], B conditions -> network output [B, ...]."""
+
+
+def classifier_free(negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
+    """u + s (c - u), all [B, ...]."""
+    return negative + guidance_scale * (positive - negative)
+
+
 def guided(
-    forward: Callable[[Tensor, Tensor, Condition], Tensor],
+    forward: Forward,
     x: Tensor,
     timestep: Tensor,
     cond: Condition,
-    unconditional: Condition,
+    unconditional: Condition | None,
     guidance_scale: float,
+    *,
+    combine: Callable[[Tensor, Tensor, float], Tensor] = classifier_free,
+    separate: bool = False,
 ) -> Tensor:
-    """Classifier-free guidance u + s (c - u) from one forward on a doubled batch, unconditional half first.
+    """Classifier-free guidance. Both branches carry gradient; as in diffusers, guidance_scale <= 1 means none.
 
-    As in diffusers, guidance_scale <= 1 means none and costs one forward. Both branches carry gradient.
-    `unconditional` has one row.
+    Args:
+        forward: the network.
+        x: latents, [B, ...].
+        timestep: [B].
+        cond: B rows.
+        unconditional: one row.
+        guidance_scale: s.
+        combine: (unconditional output, conditional output, s) -> output, each [B, ...].
+        separate: two forwards instead of one on a doubled batch (unconditional half first): where texts differ in
+            length, and where a rollout of large latents would not fit twice.
+
+    Raises:
+        ModelError: there is nothing to guide away from.
     """
     if guidance_scale <= 1:
         return forward(x, timestep, cond)
-    rows = torch.zeros(len(x), dtype=torch.int64)
-    both = Condition.collate([unconditional.index(rows), cond])
-    output = forward(torch.cat([x, x]), torch.cat([timestep, timestep]), both)
-    negative, positive = output.chunk(2)
-    return negative + guidance_scale * (positive - negative)
+    if unconditional is None:
+        raise ModelError("guidance needs the embedding of the empty prompt: call encode() first")
+    rows = unconditional.index(torch.zeros(len(x), dtype=torch.int64))
+    if separate:
+        negative, positive = forward(x, timestep, rows), forward(x, timestep, cond)
+    else:
+        output = forward(torch.cat([x, x]), torch.cat([timestep, timestep]), Condition.collate([rows, cond]))
+        negative, positive = output.chunk(2)
+    return combine(negative, positive, guidance_scale)
+
+
+def channel_axis(adapter: ModelAdapter) -> int:
+    """Axis of its latents [B, ...] that holds the channels: 1 unless it says otherwise, 2 where they are packed."""
+    return getattr(adapter, "channel_axis", 1)
+
+
+def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:
+    """(h, w) that the tokens of packed latents are read from, row by row; None for latents [B, C, *pos].
+
+    Raises:
+        ModelError: the latents are packed, and the adapter does not say where each token lies in the picture.
+    """
+    own = getattr(adapter, "grid", None)
+    if own is not None:
+        return own()
+    shape = adapter.latent_shape()
+    if channel_axis(adapter) == 1 and len(shape) > 2:
+        return None
+    raise ModelError(
+        f"algorithm.spatial: this adapter's latents are packed to {shape}, and it does not say where each token lies "
+        "in the picture; use the family's own adapter (model.name: flux or qwen_image), or set algorithm.spatial=null"
+    )
+
+
+def branches(adapter: ModelAdapter, guidance_scale: float) -> int:
+    """Samples that go through the network for each guided one: 2 under CFG unless the adapter says otherwise."""
+    own = getattr(adapter, "branches", None)
+    return 1 + (guidance_scale > 1) if own is None else own(guidance_scale)
+
+
+def require_channels(pipeline: Any, expected: int) -> None:
+    """Raise ModelError where the network takes more than latents: a variant that paints in or animates a picture."""
+    found = pipeline.transformer.config.in_channels
+    if found != expected:
+        raise ModelError(
+            f"model.path: this {type(pipeline.transformer).__name__} takes {found} channels, not the {expected} of its "
+            "latents, so it wants a picture beside the text; use model.name=generic, or a text-only checkpoint"
+        )
+
+
+def check_size(name: str, value: int, unit: int, largest: int | None = None) -> None:
+    """Raise ModelError unless `value` pixels (or frames) are a positive multiple of `unit`, at most `largest`."""
+    if value > 0 and value % unit == 0 and (largest is None or value <= largest):
+        return
+    near = max(round(value / unit), 1) * unit
+    near = near if largest is None else min(near, largest)
+    limits = "" if largest is None else f" in {unit}..{largest}"
+    raise ModelError(f"model.{name}={value} must be a multiple of {unit}{limits}; use {near}")
 
 
 def asset_roots() -> list[Path]:

@@ -20,6 +20,7 @@ from flowrl.models.base import (
     ModelConfig,
     ModelError,
     autocast,
+    check_size,
     guided,
     load_pipeline,
     loading,
@@ -65,26 +66,20 @@ class Sd3:
         self.network: nn.Module = pipeline.transformer
         self.device = torch.device("cpu")
         self._dtype = torch_dtype(config.dtype)
-        self._unconditional: Condition | None = None
+        self.unconditional: Condition | None = None  # of the empty prompt, one row; encode() makes it
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height = default if config.height is None else config.height
         self.width = default if config.width is None else config.width
         for name, value in (("height", self.height), ("width", self.width)):
-            self._check_size(name, value)
+            # Whole patches, and no longer than the table of position embeddings.
+            unit = pipeline.vae_scale_factor * pipeline.patch_size
+            check_size(name, value, unit, self.network.config.pos_embed_max_size * unit)
         for module in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
             if module is not None:
                 module.requires_grad_(False).eval()
         self.network.eval()
         if config.gradient_checkpointing:
             self.network.enable_gradient_checkpointing()
-
-    def _check_size(self, name: str, value: int) -> None:
-        """A side must be whole patches, and no longer than the table of position embeddings."""
-        unit = self.pipeline.vae_scale_factor * self.pipeline.patch_size
-        largest = self.network.config.pos_embed_max_size * unit
-        if value % unit or not 0 < value <= largest:
-            near = min(max(round(value / unit), 1) * unit, largest)
-            raise ModelError(f"model.{name}={value} must be a multiple of {unit} in {unit}..{largest}; use {near}")
 
     def dead_lora_modules(self) -> tuple[str, ...]:
         # The last block drops its text tokens, so their queries reach nothing.
@@ -93,8 +88,8 @@ class Sd3:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
-        if self._unconditional is None:
-            self._unconditional = self._encode([""])
+        if self.unconditional is None:
+            self.unconditional = self._encode([""])
         return self._encode(list(prompts))
 
     def _encode(self, prompts: list[str]) -> Condition:
@@ -145,9 +140,7 @@ class Sd3:
         return Schedule(sigmas=scheduler.sigmas.float().cpu(), timesteps=scheduler.timesteps.float().cpu())
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
-        if self._unconditional is None and guidance_scale > 1:
-            raise ModelError("guidance needs the embedding of the empty prompt: call encode() first")
-        return guided(self._forward, x, timestep, cond, self._unconditional, guidance_scale)
+        return guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale)
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
         with autocast(self.device, self._dtype):
@@ -172,8 +165,8 @@ class Sd3:
     def to(self, device: torch.device) -> None:
         self.pipeline.to(device)
         self.device = device
-        if self._unconditional is not None:
-            self._unconditional = self._unconditional.to(device)
+        if self.unconditional is not None:
+            self.unconditional = self.unconditional.to(device)
 
 
 def build(config: Config) -> Sd3:

@@ -25,10 +25,12 @@ class StepDistribution:
 
     mean: Tensor
     std: Tensor
+    channel_axis: int = 1
+    """Of the mean: 1 in [B, C, h, w], 2 in packed latents [B, tokens, C]. Only the form `position` asks."""
 
     def at(self, rows: Tensor) -> StepDistribution:
         """The distributions of `rows` [n], where several next latents come from one place."""
-        return StepDistribution(mean=self.mean[rows], std=self.std[rows])
+        return StepDistribution(self.mean[rows], self.std[rows], self.channel_axis)
 
     def sample(self, noise: Tensor) -> Tensor:
         """mean + std * noise, [B, ...] float32; `noise` is standard normal, shaped like the mean."""
@@ -60,7 +62,7 @@ class StepDistribution:
         if form == "sum":
             return density.sum(dim=dims)
         if form == "position":
-            return density.mean(dim=1)
+            return density.mean(dim=self.channel_axis)
         raise ValueError(f"log_prob form={form!r}; use 'mean', 'sum', 'unscaled' or 'position'")
 
     def kl(self, other: StepDistribution, *, divisor: KLDivisor = "variance", dt: Tensor | None = None) -> Tensor:

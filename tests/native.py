@@ -1,0 +1,195 @@
+"""What the tests of the native adapters share: the adapter around a tiny pipeline, beside that pipeline's own call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl import registry
+from flowrl.algorithms.base import Networks
+from flowrl.algorithms.flow_grpo import Config as GrpoConfig
+from flowrl.algorithms.flow_grpo import FlowGrpo
+from flowrl.buffer import microbatches
+from flowrl.config import load_config, resolve
+from flowrl.models import generic
+from flowrl.models.base import LoraSettings
+from flowrl.models.weights import Weights
+from flowrl.plan import deterministic, window
+from flowrl.rollout import Noise, Policy, run
+from flowrl.samplers import flow_sde
+from flowrl.samplers.ode import Ode
+from flowrl.trainer import Trainer
+from flowrl.types import SampleId
+from tests import tiny_pipelines as tiny
+
+LORA = LoraSettings(rank=4, alpha=10)
+PROMPTS = tiny.PROMPTS
+CLASSES = {"flux": "Flux", "qwen_image": "QwenImage", "wan": "Wan"}
+
+
+def adapter(family: str, pipe: Any, size: tuple[int, int], **options: Any) -> Any:
+    """The family's adapter around a pipeline in memory."""
+    module = registry.load("models", family)
+    options = {"max_sequence_length": tiny.TOKENS} | options
+    return getattr(module, CLASSES[family])(pipe, module.Config(path="tiny", height=size[0], width=size[1], **options))
+
+
+def halved(pipe: Any) -> Any:
+    """The pipeline with everything but its VAE in bfloat16, as `build` loads it."""
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module) and name != "vae":
+            part.to(torch.bfloat16)
+    return pipe
+
+
+def trains_in_bfloat16(family: str, case: str, size: tuple[int, int], guidance_scale: float, **options: Any) -> None:
+    """LoRA weights are float32, the replay exact, gradients finite, the prediction the exact one but for rounding."""
+    exact = output(adapter(family, tiny.make(case), size, **options), guidance_scale)
+    model = adapter(family, halved(tiny.make(case)), size, dtype="bfloat16", **options)
+    weights = lora(model)
+    assert {p.dtype for p in weights.parameters.values()} == {torch.float32}
+    assert_close(output(model, guidance_scale).float(), exact, atol=0.05 * float(exact.abs().max()), rtol=0.05)
+    assert backward(model, weights, guidance_scale) == 0
+    gradients = [p.grad for p in weights.parameters.values() if p.grad is not None]
+    assert all(g.isfinite().all() for g in gradients)
+    assert max(float(g.abs().max()) for g in gradients) > 0
+
+
+def beside(pipe: Any, size: tuple[int, int], **call: Any) -> generic.Generic:
+    """The generic adapter around the same pipeline."""
+    call = {"max_sequence_length": tiny.TOKENS} | call
+    return generic.Generic(pipe, generic.Config(path="tiny", height=size[0], width=size[1], call=call))
+
+
+def drawn(model: Any, batch: int, guidance_scale: float, steps: int) -> tuple[Tensor, Tensor]:
+    """(starting noise, clean latents) of the adapter under the plain Euler plan."""
+    ids = [SampleId(slot, 0) for slot in range(batch)]
+    noise = Noise(0, "parity", None, model.latent_shape())
+    cond = model.encode(PROMPTS[:batch])
+    policy, plan = Policy(model, Ode(), guidance_scale), deterministic(model.schedule(steps))
+    samples, _ = run(policy, plan, noise, ids, cond, torch.arange(batch), batch_size=batch)
+    return noise.initial(ids), samples.x0
+
+
+def own_call(pipe: Any, size: tuple[int, int], noise: Tensor, steps: int, **call: Any) -> tuple[Tensor, Tensor]:
+    """(latents that leave the loop, pictures) of the pipeline's own call from the same noise."""
+    left: list[Tensor] = []
+    step, prompts = pipe.scheduler.step, PROMPTS[: len(noise)]
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        left.append(result[0])
+        return result
+
+    call = {"max_sequence_length": tiny.TOKENS, "output_type": "pt", "return_dict": False} | call
+    if isinstance(call.get("negative_prompt"), str):
+        call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
+    pipe.scheduler.step = stepping
+    try:
+        options = {"height": size[0], "width": size[1], "num_inference_steps": steps, "latents": noise}
+        pictures = pipe(prompt=prompts, **options, **call)[0]
+    finally:
+        del pipe.scheduler.step
+    return left[-1], pictures
+
+
+def compare(model: Any, pipe: Any, size: tuple[int, int], batch: int, scale: float, **call: Any) -> float:
+    """Largest difference of the latents; asserts that latents and pictures agree."""
+    noise, x0 = drawn(model, batch, scale, 4)
+    expected, pictures = own_call(pipe, size, noise, 4, **call)
+    assert not torch.allclose(noise, expected, atol=0.1)
+    assert pictures.std() > 0.01
+    assert_close(x0, expected, atol=1e-4, rtol=0)
+    assert_close(model.decode(x0), pictures.reshape(model.decode(x0).shape), atol=1e-4, rtol=0)
+    return float((x0 - expected).abs().max())
+
+
+def point(model: Any) -> tuple[Tensor, Tensor, Any]:
+    """Two samples at different timesteps, and their conditions."""
+    grid = model.schedule(4).timesteps
+    x = torch.randn(2, *model.latent_shape(), generator=torch.Generator().manual_seed(3))
+    return x, torch.stack([grid[1], grid[3]]), model.encode(PROMPTS)
+
+
+@torch.no_grad()
+def output(model: Any, guidance_scale: float) -> Tensor:
+    """Its prediction there."""
+    x, timestep, cond = point(model)
+    return model.predict(x, timestep, cond, guidance_scale)
+
+
+@torch.no_grad()
+def apart(model: Any, guidance_scale: float) -> Tensor:
+    """The same from one call per sample."""
+    x, timestep, cond = point(model)
+    rows = [torch.tensor([k]) for k in range(len(x))]
+    return torch.cat([model.predict(x[r], timestep[r], cond.index(r), guidance_scale) for r in rows])
+
+
+def lora(model: Any, *, noise: float = 0.0) -> Weights:
+    """LoRA on the adapter's network; `noise` fills the B matrices, so that the update is not zero."""
+    weights = Weights(model.network, LORA, model.lora_targets, seed=1)
+    torch.manual_seed(2)
+    for name, p in weights.parameters.items():
+        if noise and "lora_B" in name:
+            p.data = noise * torch.randn_like(p)
+    return weights
+
+
+def backward(model: Any, weights: Weights, guidance_scale: float, steps: int = 4) -> Any:
+    """Gradients of one Flow-GRPO update: a rollout of two samples, all its trained steps; returns the largest |log
+    ratio| of the replay at the rollout's own batches."""
+    policy, plan = Policy(model, flow_sde.build(flow_sde.Config()), guidance_scale), window(model.schedule(steps), 0.7)
+    cond, rows, ids = model.encode(PROMPTS), torch.arange(2), [SampleId(0, 0), SampleId(1, 0)]
+    noise = Noise(0, "test", 1, model.latent_shape())
+    _, edges = run(policy, plan, noise, ids, cond, rows, batch_size=2)
+    advantage = torch.tensor([1.0, -1.0])[edges.sample][:, None]
+    algorithm = FlowGrpo(GrpoConfig())
+    worst = 0.0
+    order = edges.step.argsort(stable=True)  # both samples at one step, as the rollout had them
+    for batch in microbatches(edges, advantage, plan, model, cond, rows, batch_size=2, order=order):
+        networks = Networks(policy, weights)
+        ratio = algorithm.log_ratio(networks.transition(batch), batch, policy.sampler)
+        worst = max(worst, float(ratio.detach().abs().max()))
+        algorithm.loss(batch, networks).loss.backward()
+    return worst
+
+
+def trained(weights: Weights, kind: str) -> set[str]:
+    """Adapted modules whose `kind` matrix has a gradient."""
+    found = {name: p.grad for name, p in weights.parameters.items() if kind in name}
+    return {name.partition(".lora_")[0] for name, grad in found.items() if grad is not None and grad.abs().max() > 0}
+
+
+def two_iterations(folder: Path, family: str, pipe: Any, size: tuple[int, int], **model: Any) -> dict:
+    """`flowrl train` with Flow-GRPO and the JPEG reward on the pipeline, saved to a folder and loaded again."""
+    pipe.save_pretrained(folder / "model")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    options = {"height": size[0], "width": size[1], "max_sequence_length": tiny.TOKENS} | model
+    tree = {
+        "name": "run",
+        "output": str(folder / "runs"),
+        "iterations": 2,
+        "model": {"name": family, "path": str(folder / "model"), "lora": {"rank": 4, "alpha": 10}, **options},
+        "data": {"prompts": str(folder / "prompts.txt")},
+        "rollout": {
+            "sampler": {"name": "flow_sde", "noise_level": 0.7},
+            "num_inference_steps": 3,
+            "guidance_scale": 3.0,
+            "prompts_per_iteration": 2,
+            "group_size": 2,
+            "batch_size": 2,
+        },
+        "algorithm": {"name": "flow_grpo", "clip_range": 1e-3},
+        "rewards": [{"name": "jpeg"}],
+        "optim": {"learning_rate": 1e-3, "batch_size": 2},
+        "eval": {"batch_size": 2, "num_inference_steps": 2, "save_images": 0},
+        "checkpoint": {"every": 2, "keep": 1},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return Trainer(resolve(load_config(str(folder / "run.yaml")))).fit()
