@@ -24,7 +24,7 @@ def rows(name: str) -> list[dict]:
 
 def test_maps_of_ones_and_one_ratio_for_all_train_plain_flow_grpo_bitwise(place: Path, monkeypatch):
     train("name=plain", *SMALL)
-    monkeypatch.setattr("flowrl.assembly.mapper", lambda *_: lambda images: torch.ones(len(images), 8, 8))
+    monkeypatch.setattr("flowrl.assembly.mapper", lambda *_, **__: lambda images: torch.ones(len(images), 8, 8))
     train("name=ones", *SMALL, "algorithm.spatial={ratio: sample}")
     assert digest("ones", 2) == digest("plain", 2)
     assert rows("ones")[1]["spatial/flat_share"] == 1
