@@ -8,7 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowrl.commands.bench import Stopwatch, _watched, overhead_share
+from flowrl.commands.bench import (
+    MARKS,
+    Stopwatch,
+    _reentry_text,
+    _watched,
+    median_interval,
+    overhead_share,
+    paired,
+    put_between,
+    reentry_cost,
+)
 
 
 def wait(seconds: float) -> None:
@@ -65,3 +75,35 @@ def test_overhead_is_what_is_left_of_an_iteration():
     row = {"iteration": 2.0, "network": 1.0, "VAE": 0.2, "text encoder": 0.1, "reward": 0.4, "optimizer": 0.2}
     assert overhead_share(row) == pytest.approx(0.15)
     assert overhead_share({"iteration": 1.0}) == 1.0
+
+
+# ---- re-entry
+
+
+def test_pairs_keep_their_order_while_the_calls_take_turns():
+    called: list[str] = []
+    rows = paired(lambda: called.append("a"), lambda: (called.append("b"), wait(0.002)), 6)
+    assert len(rows) == 6
+    assert all(second > first for first, second in rows)
+    assert "".join(called[:4]) == "baab"
+
+
+def test_the_interval_of_a_median_holds_it():
+    middle, low, high = median_interval([3.0, 1.0, 2.0, 9.0, 4.0] * 20)
+    assert low <= middle <= high
+    assert (low, high) != (1.0, 9.0)
+
+
+def test_native_and_generic_are_timed_on_the_same_prediction_and_the_result_is_put_in_its_place(tmp_path):
+    found = reentry_cost(10, 1, 4.5)
+    assert set(found) == {"rollout", "training, forward"}
+    assert all(len(rows) == 10 and min(min(row) for row in rows) > 0 for rows in found.values())
+    text = _reentry_text(found, 1, 4.5, 1)
+    assert "Medians of 10 pairs, batch 1, guidance 4.5" in text
+    file = tmp_path / "performance.md"
+    file.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    put_between(file, text)
+    assert file.read_text() == f"before\n{MARKS[0]}\n{text}\n{MARKS[1]}\nafter\n"
+    file.write_text("no place")
+    with pytest.raises(SystemExit, match="has no place for the result"):
+        put_between(file, text)

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,10 @@ app = typer.Typer(help="Benchmarks; they print numbers and judge nothing but the
 TARGET = 0.10
 """Share of an iteration that may be spent outside the work itself, on tiny-sd3."""
 WORK = ("network", "VAE", "text encoder", "reward")
+REENTRY_LIMIT_MS = 5.0
+"""What a call of the generic adapter may cost above one of the native adapter."""
+MARKS = ("<!-- flowrl bench reentry -->", "<!-- end -->")
+"""Between these `--out` puts its result."""
 
 
 @app.callback()
@@ -46,6 +51,109 @@ def overhead(
         f"target {TARGET:.0%} on tiny-sd3: {'met' if middle < TARGET else 'missed'}; "
         f"{torch.get_num_threads()} thread(s), torch {torch.__version__}"
     )
+
+
+@app.command()
+def reentry(
+    calls: Annotated[int, typer.Option("--calls", help="Measured pairs of calls.", min=10)] = 300,
+    batch: Annotated[int, typer.Option("--batch", help="Samples a call.", min=1)] = 2,
+    guidance: Annotated[float, typer.Option("--guidance", help="Guidance scale.")] = 4.5,
+    out: Annotated[Path | None, typer.Option("--out", help="Markdown file with a place for the result.")] = None,
+) -> None:
+    """What `predict` of the generic adapter costs above the native sd3's, on tiny-sd3: paired calls in turn."""
+    import torch
+
+    text = _reentry_text(reentry_cost(calls, batch, guidance), batch, guidance, torch.get_num_threads())
+    print(text)
+    if out is not None:
+        put_between(out, text)
+
+
+def reentry_cost(calls: int, batch: int, guidance_scale: float) -> dict[str, list[tuple[float, float]]]:
+    """What for -> (native, generic) milliseconds of each pair of calls; both load the same folder.
+
+    Raises:
+        AssertionError: the two do not predict the same.
+    """
+    import torch
+
+    from flowrl.models import generic, sd3
+
+    adapters = (sd3.build(sd3.Config(path="tiny-sd3")), generic.build(generic.Config(path="tiny-sd3")))
+    x = torch.randn(batch, *adapters[0].latent_shape(), generator=torch.Generator().manual_seed(0))
+    timestep = adapters[0].schedule(10).timesteps[3].repeat(batch)
+    conds = [adapter.encode(["a red circle"] * batch) for adapter in adapters]
+
+    def predict(k: int) -> torch.Tensor:
+        return adapters[k].predict(x, timestep, conds[k], guidance_scale)
+
+    found = {}
+    for name, with_gradient in (("rollout", False), ("training, forward", True)):
+        with torch.set_grad_enabled(with_gradient):
+            # Rounding may differ where the one pads its text and the other does not.
+            assert torch.allclose(predict(0), predict(1), atol=1e-5), "the adapters disagree"
+            found[name] = paired(lambda: predict(0), lambda: predict(1), calls)
+    return found
+
+
+def paired(first: Callable[[], Any], second: Callable[[], Any], count: int) -> list[tuple[float, float]]:
+    """Milliseconds of `count` pairs of calls, each function first in every other pair; ten pairs to warm up."""
+    rows = []
+    for number in range(count + 10):
+        took = {}
+        for k in (0, 1) if number % 2 else (1, 0):
+            started = time.perf_counter()
+            (first, second)[k]()
+            took[k] = 1000 * (time.perf_counter() - started)
+        rows.append((took[0], took[1]))
+    return rows[10:]
+
+
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """(median, low, high): the 95 % interval of the median by order statistics, whatever the distribution.
+
+    >>> median_interval([float(k) for k in range(101)])
+    (50.0, 40.0, 60.0)
+    """
+    ordered, n = sorted(values), len(values)
+    reach = 1.96 * n**0.5 / 2
+    low, high = max(round((n - 1) / 2 - reach), 0), min(round((n - 1) / 2 + reach), n - 1)
+    return statistics.median(ordered), ordered[low], ordered[high]
+
+
+def _reentry_text(found: dict[str, list[tuple[float, float]]], batch: int, guidance: float, threads: int) -> str:
+    """The result as Markdown."""
+    import torch
+
+    lines = ["| call | native sd3, ms | generic, ms | difference, ms (95 % of the median) |", "|---|---|---|---|"]
+    worst = 0.0
+    for name, rows in found.items():
+        native, generic = (statistics.median(row[k] for row in rows) for k in (0, 1))
+        middle, low, high = median_interval([after - before for before, after in rows])
+        lines.append(f"| {name} | {native:.2f} | {generic:.2f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+        worst = max(worst, middle)
+    count = len(next(iter(found.values())))
+    verdict = "met" if worst < REENTRY_LIMIT_MS else "missed"
+    lines += [
+        "",
+        f"Medians of {count} pairs, batch {batch}, guidance {guidance:g}, {threads} thread(s) of a CPU, "
+        f"torch {torch.__version__}. Target: under {REENTRY_LIMIT_MS:g} ms: {verdict}.",
+    ]
+    return "\n".join(lines)
+
+
+def put_between(file: Path, text: str) -> None:
+    """Replace what stands between the two marks of `file`.
+
+    Raises:
+        SystemExit: it has no such marks.
+    """
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""
+    head, opened, rest = before.partition(MARKS[0])
+    _, closed, tail = rest.partition(MARKS[1])
+    if not (opened and closed):
+        raise SystemExit(f"{file} has no place for the result: the lines {MARKS[0]} and {MARKS[1]}")
+    file.write_text(f"{head}{MARKS[0]}\n{text}\n{MARKS[1]}{tail}", encoding="utf-8", newline="\n")
 
 
 class Stopwatch:

@@ -1,0 +1,164 @@
+"""Write docs/models.md from the table of families and the tiny pipelines: `python -m scripts.make_models_doc`.
+
+Running it again changes nothing; a test compares the file with what this writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrl import registry
+from flowrl.models._families import FAMILIES, Family, Guidance
+from flowrl.models._options import find_networks
+from flowrl.models.generic import Config, Generic
+from tests import tiny_pipelines as tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "docs" / "models.md"
+GUIDANCE: dict[Guidance, str] = {
+    "cfg": "`guidance_scale`: CFG",
+    "true_cfg": "`true_cfg_scale`: CFG with a negative prompt",
+    "embedded": "`guidance_scale`: an input of the network",
+    "guider": "the scale of the guider",
+    "none": "none",
+}
+HEAD = """# Models
+
+Written by `python -m scripts.make_models_doc` from `flowrl/models/_families.py` and the tiny pipelines of the tests; do
+not edit.
+
+`model.name: generic` trains any diffusers pipeline whose call ends its step in `scheduler.step`. The classes below are
+tested through tiny random pipelines of the class; no real weights were run. A class that is not listed is probed when
+it is loaded: it works, or is refused with the reason; `flowrl doctor --model PATH` prints what was found and compares
+it with the pipeline's own call.
+
+Parity means: with the plain solver and the same noise the adapter gives the latents and the pictures of the pipeline's
+own call within 1e-4 (fp32), with and without guidance, at two sizes, for batches of one and two. `default` is checked
+by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter can be had through either: `model.name`.
+
+| pipeline | process, prediction | what `guidance_scale` is | network's timestep | native | parity |
+|---|---|---|---|---|---|
+"""
+TAIL = """
+`t` is the scheduler's timestep. The process and the prediction are read off the scheduler, here the one of the tiny
+pipeline. A multistep scheduler gives its grid only: flowrl takes its own steps.
+
+## Remarks
+
+Arguments of a call are set under `model.call`. Those that flowrl decides (prompt, size, steps, guidance, seed) and
+those that take embeddings or callbacks are refused for every class. Dead modules take a LoRA and can have no gradient:
+what they make is dropped; `{last}` is the number of the last block.
+
+"""
+
+
+@dataclass
+class Found:
+    """What one class shows through its tiny pipelines."""
+
+    model: Generic
+    """Around the first of them."""
+    cases: list[tiny.Case]
+    networks: int = 1
+    """Most of them that one case trains."""
+
+
+def examples() -> dict[str, Found]:
+    """The tiny pipelines by class."""
+    found: dict[str, Found] = {}
+    for name, case in tiny.CASES.items():
+        pipeline = tiny.make(name)
+        kind = type(pipeline).__name__
+        if kind not in found:
+            height, width = case.sizes[0]
+            model = Generic(pipeline, Config(path="tiny", height=height, width=width, call=case.call))
+            found[kind] = Found(model, [])
+        found[kind].cases.append(case)
+        found[kind].networks = max(found[kind].networks, len(find_networks(pipeline)))
+    return found
+
+
+def natives() -> dict[str, str]:
+    """Pipeline class -> native adapter: the class that a module of models/ hands to load_pipeline()."""
+    found = {}
+    for name in registry.names("models"):
+        tree = ast.parse((ROOT / "flowrl" / "models" / f"{name}.py").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "load_pipeline":
+                found[ast.unparse(node.args[0])] = name
+    del found["DiffusionPipeline"]  # the generic one's
+    return found
+
+
+def time_map(model: Generic) -> str:
+    slope, offset = model.time_map()
+    size = abs(slope)
+    part = "t" if abs(size - 1) < 1e-6 else f"t / {1 / size:.4g}"
+    if abs(offset) < 1e-6:
+        return part
+    return f"{offset:.4g} {'-' if slope < 0 else '+'} {part}"
+
+
+def parity(found: Found) -> str:
+    when = "default" if any(case.fast for case in found.cases) else "slow"
+    largest = max(case.batches[-1] for case in found.cases)
+    return when if largest > 1 else f"{when}, batch {largest} only"
+
+
+def row(kind: str, found: Found | None, native: str) -> str:
+    if found is None:
+        return f"| {kind} | | | | {native} | not tested |"
+    model, family = found.model, FAMILIES[kind]
+    guidance = GUIDANCE[model.guidance]
+    if family.free_at == 0:
+        guidance += "; s means s + 1 elsewhere, 0 is none"
+    process = type(model.process).__name__.removesuffix("Process")
+    cells = [kind, f"{process}, {model.prediction_type}", guidance, time_map(model), native, parity(found)]
+    return f"| {' | '.join(cells)} |"
+
+
+def remarks(family: Family, found: Found | None) -> Iterator[str]:
+    """Sentences on a class, none where there is nothing to say."""
+    if found is not None:
+        if not all(hasattr(network, "add_adapter") for network in found.model.networks.values()):
+            yield "its network takes no LoRA in diffusers: full weights only"
+        if found.networks > 1:
+            yield "two trainable networks, one for each part of the steps, where the model has both"
+    if family.decode_singly:
+        yield f"pictures are decoded one by one: {family.decode_singly}"
+    if family.per_step:
+        yield f"samples of different steps cannot share a forward: {family.per_step}"
+    for name, value in family.call.items():
+        yield f"called with `{name}={value}`"
+    reasons: dict[str, list[str]] = {}
+    for name, reason in family.refused.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    for reason, names in reasons.items():
+        yield f"refused: {', '.join(names)} ({reason})"
+    if family.dead:
+        yield f"dead modules: {', '.join(f'`{name}`' for name in family.dead)}"
+
+
+def page() -> str:
+    """The whole file."""
+    found, native = examples(), natives()
+    rows = [row(kind, found.get(kind), native.get(kind, "")) for kind in FAMILIES]
+    said = {kind: list(remarks(family, found.get(kind))) for kind, family in FAMILIES.items()}
+    lines = [f"- **{kind}**: {'; '.join(sentences)}." for kind, sentences in said.items() if sentences]
+    return HEAD + "\n".join(rows) + "\n" + TAIL + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    FILE.write_text(page(), encoding="ascii", newline="\n")
+    print(FILE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What several pipelines share: text encoders, word tokenizer, image VAE, schedulers.
+
+CLIP and T5 encoders are transformers' own; larger language models are stood in for by `Encoder`, with a word
+tokenizer that pads and truncates as theirs do.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests import tiny_sd3
+
+TOKENS = 8
+
+
+class Output(dict):
+    """Keys as attributes, and entries by position, as transformers' outputs have them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __getitem__(self, key: Any) -> Any:
+        return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
+class Encoder(nn.Module):
+    """A language model's hidden states [B, L, width] from token ids; masked tokens reach no other."""
+
+    def __init__(self, width: int, layers: int = 3) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, width)
+        self.mix = nn.Linear(width, width)
+        self.layers, self.config = layers, SimpleNamespace(hidden_size=width, d_model=width, use_attention_mask=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.table.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.weight.device
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Output:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        x = self.table(input_ids % 512) * mask[..., None]
+        # The running mean over tokens so far: a causal model, so padding on the right changes nothing.
+        x = x + self.mix(x.cumsum(1) / mask.cumsum(1).clamp(min=1)[..., None])
+        states = tuple(x * (1 + k) for k in range(self.layers + 1))
+        return Output(last_hidden_state=x, hidden_states=states, pooler_output=x.mean(1), text_embeds=x.mean(1))
+
+
+@cache
+def words(side: str = "right") -> Any:
+    """Word tokenizer with a chat template that adds a full stop."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<pad>", "</s>", "<unk>", *tiny_sd3.script("_tiny_sd3").words(), "left", "right", "on", "the", "of"]
+    vocab = {word: number for number, word in enumerate(dict.fromkeys(known))}
+    made = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", vocab["</s>"])])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
+    )
+    tokenizer.padding_side = side
+    text = "{{ m['content'] if m['content'] is string else m['content'][0]['text'] }}"
+    tokenizer.chat_template = "{% for m in messages %}" + text + " .{% endfor %}"
+    return tokenizer
+
+
+def t5(width: int = 32) -> tuple[Any, Any]:
+    from transformers import T5Config, T5EncoderModel
+
+    tokenizer = tiny_sd3.script("_tiny_sd3").t5_tokenizer()
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0
+    )
+    return T5EncoderModel(config), tokenizer
+
+
+def clip(*, projection: bool = False, positions: int = 12) -> tuple[Any, Any]:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    tokenizer = tiny_sd3.script("_tiny_sd3").clip_tokenizer()
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        projection_dim=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=positions,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config), tokenizer
+
+
+def vae(channels: int = 4, blocks: int = 2, **options: Any) -> Any:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(8,) * blocks,
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=4,
+        sample_size=16,
+        mid_block_add_attention=False,
+        scaling_factor=0.7,
+        **({"shift_factor": 0.1} | options),
+    )
+
+
+def flow(**options: Any) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(**({"shift": 3.0} | options))
+
+
+def ddim(**options: Any) -> Any:
+    from diffusers import DDIMScheduler
+
+    sd = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    return DDIMScheduler(**(sd | {"clip_sample": False, "set_alpha_to_one": False} | options))

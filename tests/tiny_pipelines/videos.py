@@ -1,0 +1,249 @@
+"""Video pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.tiny_pipelines.stubs import TOKENS, Encoder, clip, flow, t5, words
+
+
+def _wan_network() -> Any:
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+
+
+def wan(*, experts: bool = False, scheduler: Any = None) -> Any:
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
+
+    encoder, tokenizer = t5()
+    if scheduler is None:
+        # Order 1 without corrector is the Euler step, so that the pipeline's own call can be compared.
+        scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=3.0,
+            solver_order=1,
+            disable_corrector=list(range(100)),
+        )
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        vae=AutoencoderKLWan(
+            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+        ),
+        scheduler=scheduler,
+        transformer=_wan_network(),
+        transformer_2=_wan_network() if experts else None,
+        boundary_ratio=0.8 if experts else None,
+    )
+
+
+def wan_2_2() -> Any:
+    return wan(experts=True, scheduler=flow())
+
+
+def ltx() -> Any:
+    from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
+
+    encoder, tokenizer = t5()
+    made = AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+        patch_size=1,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    made.use_framewise_encoding = made.use_framewise_decoding = False
+    return LTXPipeline(
+        scheduler=flow(use_dynamic_shifting=True, shift_terminal=0.1, base_shift=0.95, max_shift=2.05),
+        vae=made,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        transformer=LTXVideoTransformer3DModel(
+            in_channels=8,
+            out_channels=8,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            cross_attention_dim=16,
+            num_layers=1,
+            caption_channels=32,
+        ),
+    )
+
+
+def mochi() -> Any:
+    from diffusers import AutoencoderKLMochi, MochiPipeline, MochiTransformer3DModel
+
+    encoder, tokenizer = t5()
+    return MochiPipeline(
+        scheduler=flow(invert_sigmas=True, shift=1.0),
+        vae=AutoencoderKLMochi(
+            encoder_block_out_channels=(32, 32, 32, 32),
+            decoder_block_out_channels=(32, 32, 32, 32),
+            layers_per_block=(1, 1, 1, 1, 1),
+        ),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        transformer=MochiTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=2,
+            pooled_projection_dim=16,
+            text_embed_dim=32,
+            time_embed_dim=4,
+            max_sequence_length=16,
+        ),
+    )
+
+
+def hunyuan_video() -> Any:
+    from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
+
+    second, tokenizer_2 = clip(positions=77)
+    return HunyuanVideoPipeline(
+        text_encoder=Encoder(16),
+        tokenizer=words(),
+        text_encoder_2=second,
+        tokenizer_2=tokenizer_2,
+        vae=AutoencoderKLHunyuanVideo(
+            latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+        ),
+        scheduler=flow(shift=7.0),
+        transformer=HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=10,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            patch_size=1,
+            text_embed_dim=16,
+            pooled_projection_dim=32,
+            rope_axes_dim=(2, 4, 4),
+        ),
+    )
+
+
+def hunyuan_video_1_5() -> Any:
+    from diffusers import (
+        AutoencoderKLHunyuanVideo15,
+        ClassifierFreeGuidance,
+        HunyuanVideo15Pipeline,
+        HunyuanVideo15Transformer3DModel,
+    )
+
+    second, tokenizer_2 = t5()
+    made = HunyuanVideo15Pipeline(
+        text_encoder=Encoder(16),
+        tokenizer=words(),
+        text_encoder_2=second,
+        tokenizer_2=tokenizer_2,
+        vae=AutoencoderKLHunyuanVideo15(
+            latent_channels=4,
+            block_out_channels=(16, 16),
+            layers_per_block=1,
+            spatial_compression_ratio=4,
+            temporal_compression_ratio=2,
+            downsample_match_channel=False,
+            upsample_match_channel=False,
+        ),
+        scheduler=flow(shift=7.0),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+        transformer=HunyuanVideo15Transformer3DModel(
+            in_channels=9,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            num_refiner_layers=1,
+            text_embed_dim=16,
+            text_embed_2_dim=32,
+            image_embed_dim=12,
+            rope_axes_dim=(4, 6, 6),
+            target_size=16,
+            task_type="t2v",
+        ),
+    )
+    made.tokenizer_max_length = made.tokenizer_2_max_length = made.vision_num_semantic_tokens = TOKENS
+    made.prompt_template_encode_start_idx, made.system_message = 1, "a"
+    return made
+
+
+def cogvideox() -> Any:
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
+
+    encoder, tokenizer = t5()
+    return CogVideoXPipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        vae=AutoencoderKLCogVideoX(
+            block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2
+        ),
+        scheduler=CogVideoXDDIMScheduler(
+            prediction_type="v_prediction",
+            rescale_betas_zero_snr=True,
+            snr_shift_scale=1.0,
+            timestep_spacing="trailing",
+            clip_sample=False,
+        ),
+        transformer=CogVideoXTransformer3DModel(
+            num_attention_heads=4,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=4,
+            text_embed_dim=32,
+            num_layers=2,
+            sample_width=2,
+            sample_height=2,
+            sample_frames=9,
+            max_text_seq_length=TOKENS,
+            use_rotary_positional_embeddings=True,
+        ),
+    )
+
+
+def sana_video() -> Any:
+    from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3DModel
+
+    return SanaVideoPipeline(
+        tokenizer=words(),
+        text_encoder=Encoder(8),
+        vae=AutoencoderKLWan(
+            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+        ),
+        scheduler=flow(shift=8.0),
+        transformer=SanaVideoTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=12,
+            cross_attention_dim=24,
+            caption_channels=8,
+            sample_size=8,
+            rope_max_seq_len=32,
+        ),
+    )
