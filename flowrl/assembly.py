@@ -17,7 +17,7 @@ from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter, packed_grid, torch_dtype
 from flowrl.models.weights import Weights
 from flowrl.optim import Optimizer
-from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts
+from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts, require_pictures
 from flowrl.reward import RewardError, Scorer, WeightedReward, score_once
 from flowrl.rng import derive
 from flowrl.rollout import Policy
@@ -84,12 +84,14 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     entries = build_rewards((*resolved.rewards, *resolved.eval_rewards))
     scorer, watched = _scorer(entries[: len(resolved.rewards)]), _scorer(entries)
     adapter = resolved.model.build()
+    require_pictures(train, adapter, "data.prompts", train[0])
+    require_pictures(held_out, adapter, "data.eval_prompts", train[0])
     adapter.to(world.device)
     weights = Weights(adapter.network, options.lora, adapter.lora_targets, derive(config.seed, "lora"))
     if options.init_lora is not None:
         weights.load_lora(options.init_lora)
     _probe(watched, train[:2], getattr(adapter, "height", 64), getattr(adapter, "width", 64))
-    texts = Texts(adapter, [p.text for p in (*train, *held_out)], cache=config.data.cache_text)
+    texts = Texts(adapter, (*train, *held_out), cache=config.data.cache_text)
     algorithm: Algorithm = resolved.algorithm.build()
     for role in algorithm.roles:
         weights.snapshot(role)

@@ -119,7 +119,7 @@ class Evaluator:
             ids = [SampleId(slot, k) for slot in slots for k in range(self.samples_per_prompt)]
             texts = [prompts[i.slot].text for i in ids]
             rows = torch.arange(len(slots)).repeat_interleave(self.samples_per_prompt)
-            cond = self.texts.lookup([prompts[slot].text for slot in slots])
+            cond = self.texts.lookup([prompts[slot] for slot in slots])
             samples, _ = run(policy, plan, noise, ids, cond, rows, batch_size=self.batch_size, device=self.world.device)
             images = self.adapter.decode(samples.x0.to(self.world.device)).cpu()
             scores = self.scorer.score(images, texts, [prompts[i.slot].metadata for i in ids]).raw

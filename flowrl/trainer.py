@@ -211,7 +211,7 @@ class Trainer:
         abandoned, local, maps = False, None, None
         try:
             with timer.phase("text"):
-                cond = self.texts.lookup([drawn[slot].text for slot in slots])
+                cond = self.texts.lookup([drawn[slot] for slot in slots])
             with timer.phase("rollout"):
                 samples, edges = run(
                     self.policy,

@@ -33,9 +33,10 @@ Written by `python -m scripts.make_models_doc` from `flowrl/models/_families.py`
 not edit.
 
 `model.name: generic` trains any diffusers pipeline whose call ends its step in `scheduler.step`. The classes below are
-tested through tiny random pipelines of the class; no real weights were run. A class that is not listed is probed when
-it is loaded: it works, or is refused with the reason; `flowrl doctor --model PATH` prints what was found and compares
-it with the pipeline's own call.
+tested through tiny random pipelines of the class; no real weights were run. In them the denoiser, the VAE, CLIP and T5
+are the libraries' own; larger language models (Qwen, Gemma, Llama, Mistral, GLM) are stood in for by a stub. A class
+that is not listed is probed when it is loaded: it works, or is refused with the reason; `flowrl doctor --model PATH`
+prints what was found and compares it with the pipeline's own call.
 
 Parity means: with the plain solver and the same noise the adapter gives the latents and the pictures of the pipeline's
 own call within 1e-4 (fp32), with and without guidance, at two sizes, for batches of one and two. `default` is checked
@@ -56,6 +57,26 @@ what they make is dropped; `{last}` is the number of the last block.
 
 """
 
+ABOUT_PICTURES = """
+## Pictures in a prompt record
+
+A `.jsonl` of prompts may name a reference picture or a first frame in each record, relative to the file:
+
+```json
+{"prompt": "make the circle blue", "image": "pictures/0001.png"}
+{"prompt": "it starts to roll", "images": ["first.png", "last.png"]}
+```
+
+They are opened when the file is read, so a missing or unreadable one ends the run before a model is loaded; a record
+without the picture that its model needs, or with one that its model does not take, before anything is trained. What a
+pipeline makes of them is encoded once and cached with the text. All records have a picture or none has. Rewards
+find the absolute paths, in their order, in `metadata["images"]` (a list also where the record says `image`).
+
+Pictures of one size share a forward, those of different sizes do not; where the pipeline embeds the picture by itself
+(Wan), only samples of the same picture do. Native adapters take text only and refuse such records, and so does a class
+that is not said here to take pictures.
+"""
+
 
 @dataclass
 class Found:
@@ -71,7 +92,7 @@ class Found:
 def examples() -> dict[str, Found]:
     """The tiny pipelines by class."""
     found: dict[str, Found] = {}
-    for name, case in tiny.CASES.items():
+    for name, case in (tiny.CASES | tiny.PICTURED).items():
         pipeline = tiny.make(name)
         kind = type(pipeline).__name__
         if kind not in found:
@@ -129,6 +150,10 @@ def remarks(family: Family, found: Found | None) -> Iterator[str]:
             yield "its network takes no LoRA in diffusers: full weights only"
         if found.networks > 1:
             yield "two trainable networks, one for each part of the steps, where the model has both"
+    if family.pictures:
+        count = len(family.pictures)
+        many = "a picture" if count == 1 else f"a picture, or {count} where the model wants"
+        yield f"with each prompt it {'needs' if family.needs_picture else 'may have'} {many} (see below)"
     if family.decode_singly:
         yield f"pictures are decoded one by one: {family.decode_singly}"
     if family.per_step:
@@ -150,7 +175,7 @@ def page() -> str:
     rows = [row(kind, found.get(kind), native.get(kind, "")) for kind in FAMILIES]
     said = {kind: list(remarks(family, found.get(kind))) for kind, family in FAMILIES.items()}
     lines = [f"- **{kind}**: {'; '.join(sentences)}." for kind, sentences in said.items() if sentences]
-    return HEAD + "\n".join(rows) + "\n" + TAIL + "\n".join(lines) + "\n"
+    return HEAD + "\n".join(rows) + "\n" + TAIL + "\n".join(lines) + "\n" + ABOUT_PICTURES
 
 
 def main() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from flowrl.distributed import shard
-from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts
+from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts, open_picture
 from flowrl.strict import ConfigError
 from tests.toys import ToyAdapter
 
@@ -94,6 +95,48 @@ def test_the_shapes_world_is_a_source_of_its_own():
     assert not {p.text for p in train} & {p.text for p in held_out}
     message = refusal("shapes:tran")
     assert "data.prompts='shapes:tran'" in message
+
+
+# ---- pictures
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    for name in ("a.png", "b.jpg"):
+        Image.new("RGB", (6, 4), (200, 10, 10)).save(tmp_path / name)
+    (tmp_path / "text.png").write_text("no picture")
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+
+
+def test_pictures_of_a_record_are_found_beside_its_file_and_told_to_the_rewards(put, pictures, tmp_path):
+    records = ['"x", "image": "a.png", "tag": 1', '"x", "images": ["a.png", "b.jpg"]', '"y"']
+    lines = "\n".join('{"prompt": ' + record + "}" for record in records)
+    one, two, none = load_prompts(put(lines, "p.jsonl"), "data.prompts")
+    first, second = (str((tmp_path / name).resolve()) for name in ("a.png", "b.jpg"))
+    assert one == Prompt("x", {"tag": 1, "images": [first]}, (first,))
+    assert two == Prompt("x", {"images": [first, second]}, (first, second))
+    assert none == Prompt("y")
+    assert open_picture(first).size == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ('"image": "gone.png"', "there is no picture 'gone.png'"),
+        ('"images": ["a.png", "gone.png"]', "there is no picture 'gone.png'"),
+        ('"image": "text.png"', "'text.png' cannot be read as a picture"),
+        ('"image": "cut.png"', "'cut.png' cannot be read as a picture"),
+        ('"image": "a.png", "images": ["a.png"]', "both 'image' and 'images'"),
+        ('"image": 3', "needs a path under 'image'"),
+        ('"images": "a.png"', "a list of paths under 'images'"),
+        ('"images": []', "a list of paths under 'images'"),
+    ],
+)
+def test_a_picture_that_cannot_be_used_is_refused_with_its_line(put, pictures, entry, reason):
+    message = refusal(put('{"prompt": "x", "image": "a.png"}\n{"prompt": "y", ' + entry + "}\n", "p.jsonl"))
+    assert "line 2" in message
+    assert reason in message
 
 
 # ---- the order of a run

@@ -139,6 +139,7 @@ class Session:
     rows: Tensor
     """Row of `cond` of each sample."""
     batch_size: int
+    maps: Tensor | None = None
 
     def batches(
         self, advantage: Tensor, *, batch_size: int | None = None, order: Tensor | None = None

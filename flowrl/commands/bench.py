@@ -136,10 +136,21 @@ def _reentry_text(found: dict[str, list[tuple[float, float]]], batch: int, guida
     verdict = "met" if worst < REENTRY_LIMIT_MS else "missed"
     lines += [
         "",
-        f"Medians of {count} pairs, batch {batch}, guidance {guidance:g}, {threads} thread(s) of a CPU, "
+        f"Medians of {count} pairs, batch {batch}, guidance {guidance:g}, {threads} thread(s), {_cpu()}, "
         f"torch {torch.__version__}. Target: under {REENTRY_LIMIT_MS:g} ms: {verdict}.",
     ]
     return "\n".join(lines)
+
+
+def _cpu() -> str:
+    """Its name and the number of cores seen."""
+    import os
+    import platform
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()} ({os.cpu_count()} cores)"
 
 
 def put_between(file: Path, text: str) -> None:

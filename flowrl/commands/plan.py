@@ -54,7 +54,7 @@ def command(
         return
     from flowrl.memory import estimate
 
-    texts = {p.text for p in (*train, *held_out)}
+    texts = {(p.text, p.pictures) for p in (*train, *held_out)}
     result = estimate(resolved, adapter, plan, prompts=len(texts))
     console.print(_memory_table(resolved, result, len(texts)))
     console.print(_phase_table(result))

@@ -50,6 +50,12 @@ class Family:
     """Argument of the call -> why it cannot be set."""
     call: dict[str, Any] = field(default_factory=dict)
     """Arguments of the call that depart from the pipeline's defaults."""
+    pictures: tuple[str, ...] = ()
+    """Arguments of the call that take the pictures of a prompt record, in their order."""
+    needs_picture: bool = False
+    """The pipeline cannot be called without the first of them."""
+    picture_each: bool = False
+    """A call for several prompts wants one picture for each; otherwise it takes one for all."""
 
 
 _LAST_TEXT_QUERY = ("transformer_blocks.{last}.attn.add_q_proj",)
@@ -67,15 +73,19 @@ FAMILIES: dict[str, Family] = {
         lora_targets=tuple(f"attn.{name}" for name in ATTENTION), dead=_LAST_TEXT_QUERY, refused=_SKIP_LAYERS
     ),
     "FluxPipeline": Family(guidance="embedded", patch=2),
-    "FluxKontextPipeline": Family(guidance="embedded", patch=2),
+    "FluxKontextPipeline": Family(guidance="embedded", patch=2, pictures=("image",)),
     "Flux2Pipeline": Family(guidance="embedded", patch=2),
     "Flux2KleinPipeline": Family(guidance="cfg", patch=2),
     "ChromaPipeline": Family(guidance="cfg", patch=2),
     "QwenImagePipeline": Family(guidance="true_cfg", patch=2, dead=_LAST_TEXT),
+    "QwenImageEditPipeline": Family(
+        guidance="true_cfg", patch=2, dead=_LAST_TEXT, pictures=("image",), needs_picture=True, picture_each=True
+    ),
     "SanaPipeline": Family(call=_NO_BINNING),
     "SanaVideoPipeline": Family(call=_NO_BINNING),
     "PixArtSigmaPipeline": Family(call=_NO_BINNING),  # full weights only: its network takes no adapter
     "WanPipeline": Family(),
+    "WanImageToVideoPipeline": Family(pictures=("image", "last_image"), needs_picture=True),
     "HunyuanVideoPipeline": Family(guidance="embedded"),
     "HunyuanVideo15Pipeline": Family(
         guidance="guider",

@@ -20,6 +20,7 @@ _OURS = {
     "width": "model.width",
     "num_inference_steps": "rollout.num_inference_steps",
     "generator": "seed",
+    "max_area": "model.height and model.width",
     **dict.fromkeys(("latents", "timesteps", "sigmas", "eta", "output_type", "return_dict"), "flowrl itself"),
     **dict.fromkeys(("num_images_per_prompt", "num_videos_per_prompt"), "rollout.group_size"),
 }
@@ -122,6 +123,7 @@ class Call:
         kind = type(self.pipeline).__name__
         scale = {"cfg": "guidance_scale", "embedded": "guidance_scale", "true_cfg": "true_cfg_scale"}.get(self.guidance)
         ours = _OURS | ({scale: "rollout.guidance_scale"} if scale else {})
+        ours |= dict.fromkeys(family.pictures, "data.prompts")
         for name in given:
             if name in ours:
                 raise ModelError(f"model.call.{name} is not to be set: {ours[name]} decides it")
@@ -148,6 +150,9 @@ class Call:
         }
         if "height" in self.parameters:
             options |= {"height": self.size.height, "width": self.size.width}
+        if "max_area" in self.parameters:
+            # FLUX Kontext scales every size to this area.
+            options["max_area"] = self.size.height * self.size.width
         if "generator" in self.parameters:
             # Noise that is thrown away, or that a decoder adds: not from the global generator.
             options["generator"] = torch.Generator().manual_seed(0)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl.models._pictures import blank
 from flowrl.models.base import LoraSettings
 from flowrl.models.generic import Generic
 from flowrl.models.weights import Weights
 from flowrl.process import expand
 from flowrl.rng import normal
+from flowrl.types import Condition
 
 PROMPTS = ("a red circle", "two blue squares on the left of a green triangle")
 STEPS = 4
@@ -37,7 +39,7 @@ def found(model: Generic) -> Iterator[tuple[str, str]]:
     yield "samples at different timesteps", mixed
     yield "picture", f"{model.height} x {model.width}, sides in multiples of {model.size.unit}"
     yield "latents", "x".join(str(n) for n in model.latent_shape())
-    cond = model.encode(PROMPTS[:1])
+    cond = encoded(model, PROMPTS[:1])
     shapes = [tuple(value[0].shape) for value in cond.tensors.values()]
     yield "embedding of a prompt", ", ".join("x".join(map(str, shape)) for shape in shapes)
     yield f"sigmas of {STEPS} steps", ", ".join(f"{s:.4g}" for s in model.schedule(STEPS).sigmas.tolist())
@@ -46,7 +48,7 @@ def found(model: Generic) -> Iterator[tuple[str, str]]:
 
 def checks(model: Generic, guidance_scale: float) -> Iterator[tuple[str, float]]:
     """(what, relative difference) of each comparison; nan where it does not apply."""
-    cond = model.encode(PROMPTS)
+    cond = encoded(model, PROMPTS)
     x = normal(model.latent_shape(), 0, "doctor", [(0,), (1,)]).to(model.device)
     steps = model.schedule(STEPS).timesteps.to(model.device)
     with torch.no_grad():
@@ -69,7 +71,7 @@ def checks(model: Generic, guidance_scale: float) -> Iterator[tuple[str, float]]
 def untrained(model: Generic, guidance_scale: float) -> tuple[int, list[str]]:
     """(adapted modules, those whose LoRA gets no gradient and that the family does not declare dead)."""
     weights = Weights(model.network, LoraSettings(rank=1, alpha=1), model.lora_targets, seed=0)
-    cond = model.encode(PROMPTS[:1])
+    cond = encoded(model, PROMPTS[:1])
     x = normal(model.latent_shape(), 0, "doctor", [(0,)]).to(model.device)
     for timestep in model.schedule(STEPS).timesteps[1:].to(model.device):
         model.predict(x, timestep[None], cond, guidance_scale).float().square().mean().backward()
@@ -80,7 +82,7 @@ def untrained(model: Generic, guidance_scale: float) -> tuple[int, list[str]]:
 
 def euler(model: Generic, x: Tensor, guidance_scale: float) -> Tensor:
     """Clean latents of the deterministic plan from noise x [1, ...]."""
-    cond, grid = model.encode(PROMPTS[:1]), model.schedule(STEPS)
+    cond, grid = encoded(model, PROMPTS[:1]), model.schedule(STEPS)
     with torch.no_grad():
         for k, timestep in enumerate(grid.timesteps.to(model.device)):
             sigma, after = grid.sigmas[k : k + 1].to(model.device), grid.sigmas[k + 1 : k + 2].to(model.device)
@@ -109,12 +111,25 @@ def own_call(model: Generic, x: Tensor, guidance_scale: float) -> tuple[Tensor, 
         return tuple(x.to(part.dtype) if i == place else part for i, part in enumerate(given))
 
     options = model.call.arguments(1, guidance_scale, list(PROMPTS[:1]), STEPS, "pt")
+    options |= model.pictures.arguments(pictures_of(model, 0), 1)
     pipe.scheduler.__dict__["step"], pipe.__dict__["prepare_latents"] = stepping, preparing
     try:
         pictures = pipe(**options)[0]
     finally:
         del pipe.scheduler.__dict__["step"], pipe.__dict__["prepare_latents"]
     return left[-1].float(), pictures.float()
+
+
+def encoded(model: Generic, prompts: Sequence[str]) -> Condition:
+    """Prompts, with pictures where the pipeline needs them."""
+    pictures = [pictures_of(model, number) for number in range(len(prompts))]
+    return model.encode(prompts, pictures if pictures[0] else None)
+
+
+def pictures_of(model: Generic, number: int) -> list[Any]:
+    """Of one colour, another for each prompt."""
+    least, _ = model.picture_limits
+    return [blank((model.width, model.height), 40 + 80 * number)] * least
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

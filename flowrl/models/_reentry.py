@@ -7,6 +7,7 @@ replaced for the time of that call:
                      it is given (one to predict, none to decode) and `step` ends the call with the prediction
     encode_prompt    hands cached values back
     prepare_latents  hands given latents back, in the place of the noise it would draw
+    encode_image     hands cached values back, where the pipeline takes pictures (models/_pictures.py)
 
 So packing, guidance, renormalisation and sign are the pipeline's, and nothing has to be known of its arguments.
 """
@@ -33,12 +34,44 @@ class _Stop(Exception):
     """Ends a call where it has given what it was entered for."""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare_latents` returned."""
+
+    parts: tuple[Any, ...]
+    place: int | None
+    """Of the latents among the parts; None where they are all it returns."""
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: Any) -> Prepared:
+        if torch.is_tensor(value):
+            return Prepared((value,), None, value.dtype)
+        place = next((i for i, part in enumerate(value) if torch.is_tensor(part)), 0)
+        return Prepared(tuple(value), place, value[place].dtype)
+
+    @property
+    def latents(self) -> Tensor:
+        return self.parts[self.place or 0]
+
+    def around(self, given: Tensor, keep_dtype: bool) -> Any:
+        """The same with other latents, cast to the dtype of the loop."""
+        latents = given if keep_dtype else given.to(self.dtype)
+        if self.place is None:
+            return latents
+        return tuple(latents if i == self.place else part for i, part in enumerate(self.parts))
+
+
 @dataclass
 class Visit:
     """What one call of the pipeline showed."""
 
     encoded: list[Any] = field(default_factory=list)
     """What `encode_prompt` returned, call by call."""
+    seen: list[Any] = field(default_factory=list)
+    """What `encode_image` returned, call by call."""
+    prepared: Prepared | None = None
+    """What `prepare_latents` returned, where it was let work."""
     latents: Tensor | None = None
     """First latents of the loop, [B, ...]."""
     network: str = ""
@@ -101,7 +134,7 @@ class Reentry:
         self._call: Callable[..., Any] = getattr(kind.__call__, "__wrapped__", kind.__call__)
         self.parameters = inspect.signature(kind.__call__).parameters
         self._signatures = {name: inspect.signature(network.forward) for name, network in networks.items()}
-        self._rest: dict[tuple, tuple[Any, int | None, torch.dtype]] = {}
+        self._rest: dict[tuple, Prepared] = {}
         for part in ("encode_prompt", "prepare_latents"):
             if not callable(getattr(pipeline, part, None)):
                 raise ModelError(
@@ -131,6 +164,8 @@ class Reentry:
         times: Tensor | None = None,
         stop_at_network: bool = False,
         keep_dtype: bool = False,
+        prepared: Prepared | None = None,
+        seen: Sequence[Any] | None = None,
     ) -> Visit:
         """One call of the pipeline.
 
@@ -142,11 +177,16 @@ class Reentry:
             times: the network's own timesteps of the samples, [B], in place of the pinned one.
             stop_at_network: end where the loop first calls a network.
             keep_dtype: do not cast `latents` to the dtype of the loop.
+            prepared: what `prepare_latents` shall return beside `latents`: where it depends on pictures.
+            seen: what `encode_image` shall return, call by call; None leaves it as it is, and records it.
         """
         visit = Visit()
         scheduler = hooked(self.pipeline.scheduler, timesteps, visit)
-        prepare = functools.partial(self._prepare, visit, latents, keep_dtype)
-        parts = {"scheduler": scheduler, "encode_prompt": self._encode(visit, encoded), "prepare_latents": prepare}
+        encode = self._answer("encode_prompt", visit.encoded, encoded)
+        prepare = functools.partial(self._prepare, visit, latents, keep_dtype, prepared)
+        parts = {"scheduler": scheduler, "encode_prompt": encode, "prepare_latents": prepare}
+        if callable(getattr(self.pipeline, "encode_image", None)):
+            parts["encode_image"] = self._answer("encode_image", visit.seen, seen)
         with ExitStack() as stack:
             stack.enter_context(_replaced(self.pipeline, parts))
             for name, network in self.networks.items():
@@ -165,37 +205,37 @@ class Reentry:
         visit.sigmas = torch.as_tensor(sigmas) if sigmas is not None else None
         return visit
 
-    def _encode(self, visit: Visit, encoded: Sequence[Any] | None) -> Callable[..., Any]:
-        if encoded is not None:
-            values = iter(encoded)
-            return lambda *_, **__: next(values)
-        real = self.pipeline.encode_prompt
+    def _answer(self, method: str, record: list[Any], values: Sequence[Any] | None) -> Callable[..., Any]:
+        """The pipeline's method, its results recorded; or, with `values`, a function that returns those in turn."""
+        if values is not None:
+            answers = iter(values)
+            return lambda *_, **__: next(answers)
+        real = getattr(self.pipeline, method)
 
-        def encode(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             value = real(*args, **kwargs)
-            visit.encoded.append(value)
+            record.append(value)
             return value
 
-        return encode
+        return recorded
 
-    def _prepare(self, visit: Visit, given: Tensor | None, keep_dtype: bool, *args: Any, **kwargs: Any) -> Any:
+    def _prepare(
+        self, visit: Visit, given: Tensor | None, keep_dtype: bool, prepared: Prepared | None, *args: Any, **kwargs: Any
+    ) -> Any:
         """`prepare_latents` with its noise replaced; what else it returns is made once for each kind of call."""
+        if given is not None and prepared is not None:
+            return prepared.around(given, keep_dtype)
         plain = [*args, *sorted(kwargs.items())]
+        # Pictures are no part of the key: what depends on them comes as `prepared`.
         key = tuple(value for value in plain if not isinstance(value, torch.Generator) and _hashable(value))
         if given is None or key not in self._rest:
             value = self._draw(*args, **kwargs)
-            place = next((i for i, part in enumerate(value) if torch.is_tensor(part)), 0)
-            place = None if torch.is_tensor(value) else place
-            drawn = value if place is None else value[place]
-            visit.latents = drawn
+            visit.prepared = Prepared.of(value)
+            visit.latents = visit.prepared.latents
             if given is None:
                 return value
-            self._rest[key] = (None if place is None else list(value), place, drawn.dtype)
-        rest, place, dtype = self._rest[key]
-        latents = given if keep_dtype else given.to(dtype)
-        if place is None:
-            return latents
-        return tuple(latents if i == place else part for i, part in enumerate(rest))
+            self._rest[key] = visit.prepared
+        return self._rest[key].around(given, keep_dtype)
 
     def _bind(self, name: str, args: tuple, kwargs: dict) -> dict[str, Any]:
         return dict(self._signatures[name].bind(*args, **kwargs).arguments)

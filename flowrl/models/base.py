@@ -91,7 +91,11 @@ class ModelAdapter(Protocol):
         ...
 
     def encode(self, prompts: Sequence[str]) -> Condition:
-        """Text embeddings of P prompts, on the model's device."""
+        """Text embeddings of P prompts, on the model's device.
+
+        An adapter that takes pictures says how many a prompt must and may have, `picture_limits = (least, most)`;
+        its `encode(prompts, pictures)` then gets a list of RGB pictures for each prompt. Others take text only.
+        """
         ...
 
     def free_text_encoders(self) -> None:

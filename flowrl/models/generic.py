@@ -3,7 +3,8 @@
 Process: read off the scheduler, a flow or VP. Timesteps are the scheduler's own. `guidance_scale` is in the
 pipeline's units (models/_families.py): its CFG scale, its true_cfg_scale, or an input of the network. What the
 pipeline does between the latents and `scheduler.step` (packing, guidance, renormalisation, sign) is its own code,
-with gradients; see models/_reentry.py for how it is entered.
+with gradients; see models/_reentry.py for how it is entered, and models/_pictures.py for reference pictures and first
+frames.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,15 @@ from flowrl.models._experts import Experts
 from flowrl.models._families import FAMILIES, dead_modules, family_of, guidance_of
 from flowrl.models._grids import path_of, plain, rising, schedule_of
 from flowrl.models._options import Call, Size, check_components, find_networks
+from flowrl.models._pictures import Pictures, blank
 from flowrl.models._reentry import Reentry, Visit
 from flowrl.models.base import ModelConfig, ModelError, autocast, load_pipeline, loading, require_folder, torch_dtype
 from flowrl.process import PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 LEVEL = "tested"
 PROBE_STEPS = 4  # Mochi's grid needs an even number; nothing else depends on it
@@ -58,6 +63,7 @@ class Generic:
         self.size = Size.of(pipeline, config, self.family, self.reentry.parameters, parts[0])
         self.height, self.width = self.size.height, self.size.width
         self.call = Call(pipeline, config, self.family, self.guidance, self.size, self.reentry.parameters)
+        self.pictures = Pictures(self.family, self.name, parts[0].config)
         self.lora_targets = self._lora_targets()
         self.device, self._dtype = torch.device("cpu"), torch_dtype(config.dtype)
         self._template: Template | None = None
@@ -99,14 +105,16 @@ class Generic:
         if self._freed:
             raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
         with self._explained(), _hushed():
-            template = learn(self._encode_calls)
-            calls = self._encode_calls([SHORT])
-            self._probe = template.condition(calls, 1)
+            template = learn(self._probe_calls)
             self._template = template
-            visit = self._enter(1, PROBE_GUIDANCE, encoded=template.rebuild(self._probe), stop_at_network=True)
+            self._probe = self._encode([SHORT], self._probe_pictures([SHORT]))
+            visit = self._enter(1, PROBE_GUIDANCE, **self._answers(self._probe), stop_at_network=True)
         if visit.latents is None or visit.timesteps is None or len(visit.latents) != 1:
             raise ModelError(f"{self.name}: its loop does not start from the latents of prepare_latents()")
         self._shape, self._loop_dtype = tuple(visit.latents.shape[1:]), visit.latents.dtype
+        if self.family.pictures:
+            # Its decoding would need the picture too.
+            self._require_one_time(visit)
         self._grid_dtype = visit.timesteps.dtype
         self._sign = -1 if self.path.is_flow and visit.sigmas is not None and rising(visit.sigmas) else 1
         self._times: dict[float, tuple[str, Tensor]] = {}
@@ -135,35 +143,77 @@ class Generic:
     def _enter(self, batch: int, guidance_scale: float, *, steps: int = PROBE_STEPS, **options: Any) -> Visit:
         output_type = options.pop("output_type", "latent")
         arguments = self.call.arguments(batch, guidance_scale, options.pop("prompts", None), steps, output_type)
+        arguments |= self.pictures.arguments(options.pop("pictures", ()), batch)
         return self.reentry.enter(arguments, **options)
 
-    def _encode_calls(self, prompts: list[str]) -> tuple[Any, ...]:
-        return tuple(self._enter(len(prompts), PROBE_GUIDANCE, prompts=prompts, stop_at_network=True).encoded)
+    def _answers(self, cond: Condition) -> dict[str, Any]:
+        """Options of `_enter` that hand back what was encoded, for rows that may share a forward."""
+        assert self._template is not None
+        return {"encoded": self._template.rebuild(cond), **self.pictures.rebuild(cond)}
+
+    def _probe_pictures(self, prompts: Sequence[str]) -> list[Image]:
+        """Of two colours for the two probing prompts: what depends on the picture must differ between them."""
+        grey = 64 if prompts[0] == SHORT else 192
+        return [blank((self.width, self.height), grey)] * self.picture_limits[0]
+
+    def _probe_calls(self, prompts: list[str]) -> tuple[Any, ...]:
+        pictures: Any = self._probe_pictures(prompts)
+        options = {}
+        if pictures and self.family.picture_each and len(prompts) > 1:
+            # A batch is of both colours, as it is of both prompts.
+            options = {self.family.pictures[0]: [self._probe_pictures([prompt])[0] for prompt in prompts]}
+        arguments = self.call.arguments(len(prompts), PROBE_GUIDANCE, prompts, PROBE_STEPS, "latent")
+        arguments |= options or self.pictures.arguments(pictures, len(prompts))
+        return tuple(self.reentry.enter(arguments, stop_at_network=True).encoded)
 
     def latent_shape(self) -> tuple[int, ...]:
         self._learned()
         return self._shape
 
     def schedule(self, num_inference_steps: int) -> Schedule:
-        template = self._learned()
-        calls = template.rebuild(self._probe)
+        self._learned()
+        answers = self._answers(self._probe)
         with torch.no_grad(), self._explained():
-            visit = self._enter(1, PROBE_GUIDANCE, steps=num_inference_steps, encoded=calls, stop_at_network=True)
+            visit = self._enter(1, PROBE_GUIDANCE, steps=num_inference_steps, **answers, stop_at_network=True)
         assert visit.timesteps is not None
         return schedule_of(self.path, self.pipeline.scheduler, visit.timesteps, visit.sigmas)
 
     # ---- prompts
 
+    @property
+    def picture_limits(self) -> tuple[int, int]:
+        """Least and most pictures that a prompt must and may have."""
+        return self.pictures.limits
+
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Condition:
+    def encode(self, prompts: Sequence[str], pictures: Sequence[Sequence[Image]] | None = None) -> Condition:
+        """Conditions of P prompts, each with its own RGB pictures."""
         if self._freed:
             raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+        for one in pictures or [()] * len(prompts):
+            self.pictures.require(len(one))
         template = self._learned()
         with self._explained():
-            parts = [
-                template.condition(self._encode_calls(batch), len(batch)) for batch in template.batches(list(prompts))
-            ]
-        return Condition.collate(parts)
+            if pictures is None:
+                return Condition.collate([self._encode(batch, ()) for batch in template.batches(list(prompts))])
+            # One by one: a pipeline looks at the size of the first picture of a batch only, or takes one for all.
+            both = zip(prompts, pictures, strict=True)
+            return Condition.collate([self._encode([prompt], own) for prompt, own in both])
+
+    def _encode(self, prompts: list[str], pictures: Sequence[Image]) -> Condition:
+        """Rows of prompts that may be encoded together; with pictures it is one prompt."""
+        assert self._template is not None
+
+        def enter(batch: int) -> Visit:
+            texts = prompts if batch == len(prompts) else prompts * batch
+            return self._enter(batch, PROBE_GUIDANCE, prompts=texts, pictures=pictures, stop_at_network=True)
+
+        visit = enter(len(prompts))
+        cond = self._template.condition(visit.encoded, len(prompts))
+        if not pictures:
+            return cond
+        self.pictures.learn(enter)
+        return Condition(cond.tensors | self.pictures.entries(visit, pictures))
 
     def free_text_encoders(self) -> None:
         self._learned()
@@ -197,13 +247,13 @@ class Generic:
         found: dict[Any, list[int]] = {}
         for row, value in enumerate(values):
             expert = self._time(value)[0] if len(self.networks) > 1 else None
-            key = (expert, None if self._mixable else value, self._template.key(cond, row))
+            text, seen = self._template.key(cond, row), self.pictures.key(cond, row)
+            key = (expert, None if self._mixable else value, text, seen)
             found.setdefault(key, []).append(row)
         return list(found.values())
 
     def _forward(self, x: Tensor, values: list[float], cond: Condition, guidance_scale: float) -> Tensor:
         """One entry, pinned at the first timestep; the network gets the others through its own argument."""
-        assert self._template is not None
         times = None
         if any(value != values[0] for value in values):
             times = torch.stack([self._time(value)[1] for value in values])
@@ -211,7 +261,7 @@ class Generic:
             visit = self._enter(
                 len(x),
                 guidance_scale,
-                encoded=self._template.rebuild(cond),
+                **self._answers(cond),
                 latents=x,
                 timesteps=self._pin([values[0]]),
                 times=times,
@@ -237,20 +287,22 @@ class Generic:
     def _time(self, value: float) -> tuple[str, Tensor]:
         """(network, what it is fed) at a timestep of the scheduler: looked up in the pipeline, rounding included."""
         if value not in self._times:
-            assert self._template is not None
-            calls, x = self._template.rebuild(self._probe), torch.zeros(1, *self._shape, device=self.device)
-            options = {"timesteps": self._pin([value]), "latents": x, "encoded": calls, "stop_at_network": True}
-            visit = self._enter(1, PROBE_GUIDANCE, **options)
-            fed = torch.as_tensor(visit.inputs[self.reentry.time_argument(visit.network)], device=self.device).flatten()
-            if not bool((fed == fed[0]).all()):
-                raise ModelError(f"{self.name} feeds its network different timesteps within one sample")
-            self._times[value] = (visit.network, fed[0])
+            x = torch.zeros(1, *self._shape, device=self.device)
+            options = {"timesteps": self._pin([value]), "latents": x, "stop_at_network": True}
+            visit = self._enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options)
+            self._times[value] = (visit.network, self._require_one_time(visit))
         return self._times[value]
+
+    def _require_one_time(self, visit: Visit) -> Tensor:
+        """What the network was fed as its timestep."""
+        fed = torch.as_tensor(visit.inputs[self.reentry.time_argument(visit.network)], device=self.device).flatten()
+        if not bool((fed == fed[0]).all()):
+            raise ModelError(f"{self.name} feeds its network different timesteps within one sample")
+        return fed[0]
 
     @torch.no_grad()
     def _mixing_is_exact(self) -> bool:
         """Two samples at different timesteps in one forward give what they give alone; on noise, in three forwards."""
-        assert self._template is not None
         self._mixable = True
         x = torch.randn(2, *self._shape, generator=torch.Generator().manual_seed(0)).to(self.device)
         grid = self.schedule(PROBE_STEPS).timesteps
@@ -284,9 +336,8 @@ class Generic:
         return torch.cat([self._decode(part) for part in parts])
 
     def _decode(self, latents: Tensor) -> Tensor:
-        assert self._template is not None
         cond = self._probe.index(torch.zeros(len(latents), dtype=torch.int64))
-        options = {"encoded": self._template.rebuild(cond), "timesteps": self._pin([]), "output_type": "pt"}
+        options = {**self._answers(cond), "timesteps": self._pin([]), "output_type": "pt"}
         visit = self._enter(len(latents), PROBE_GUIDANCE, latents=latents.float(), keep_dtype=True, **options)
         output = visit.output[0] if isinstance(visit.output, tuple) else visit.output
         if not torch.is_tensor(output) or len(output) != len(latents):
@@ -297,6 +348,7 @@ class Generic:
         self.pipeline.to(device)
         self.device = device
         self.reentry.forget()
+        self.pictures.to(device)
         if self._template is not None:
             self._template.to(device)
             self._probe = self._probe.to(device)

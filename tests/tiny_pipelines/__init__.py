@@ -3,7 +3,7 @@
 Denoisers and VAEs are diffusers' own at toy sizes; stubs.py says what stands in for the text encoders.
 """
 
-from tests.tiny_pipelines.cases import CASES, PROMPTS, Case, make
+from tests.tiny_pipelines.cases import CASES, PICTURED, PROMPTS, Case, make
 from tests.tiny_pipelines.image_transformers import (
     aura_flow,
     cogview_4,
@@ -13,8 +13,16 @@ from tests.tiny_pipelines.image_transformers import (
     stable_diffusion_3,
     z_image,
 )
-from tests.tiny_pipelines.packed_images import chroma, flux, flux_2, flux_2_klein, qwen_image
-from tests.tiny_pipelines.stubs import TOKENS, Encoder, Output, clip, ddim, flow, t5, vae, words
+from tests.tiny_pipelines.packed_images import (
+    chroma,
+    flux,
+    flux_2,
+    flux_2_klein,
+    flux_kontext,
+    qwen_image,
+    qwen_image_edit,
+)
+from tests.tiny_pipelines.stubs import TOKENS, Encoder, Looking, Output, Seeing, clip, ddim, flow, t5, vae, words
 from tests.tiny_pipelines.unets import stable_diffusion, stable_diffusion_xl
 from tests.tiny_pipelines.videos import (
     cogvideox,
@@ -25,18 +33,22 @@ from tests.tiny_pipelines.videos import (
     sana_video,
     wan,
     wan_2_2,
+    wan_image,
 )
 
 __all__ = [
     # the cases
     "CASES",
+    "PICTURED",
     "PROMPTS",
     "Case",
     "make",
     # what several pipelines share
     "TOKENS",
     "Encoder",
+    "Looking",
     "Output",
+    "Seeing",
     "clip",
     "ddim",
     "flow",
@@ -57,7 +69,9 @@ __all__ = [
     "flux",
     "flux_2",
     "flux_2_klein",
+    "flux_kontext",
     "qwen_image",
+    "qwen_image_edit",
     # videos
     "cogvideox",
     "hunyuan_video",
@@ -67,4 +81,5 @@ __all__ = [
     "sana_video",
     "wan",
     "wan_2_2",
+    "wan_image",
 ]

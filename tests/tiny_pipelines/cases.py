@@ -67,11 +67,19 @@ CASES: dict[str, Case] = {
     ),
 }
 
+PICTURED: dict[str, Case] = {
+    "flux_kontext": Case(packed_images.flux_kontext, {**_TOKENS, "_auto_resize": False}, fast=True, batches=(1,)),
+    "qwen_image_edit": Case(packed_images.qwen_image_edit, _TOKENS, fast=True, batches=(1,)),
+    # Its network takes whatever follows the 512 tokens of text for the picture.
+    "wan_image": Case(videos.wan_image, {"num_frames": 5}, ((16, 16), (32, 16)), fast=True, batches=(1,)),
+}
+"""Those that take a picture with each prompt; the pipeline's own call takes the same one for a whole batch."""
+
 
 def make(name: str, seed: int = 0) -> Any:
     """The pipeline of a case: random weights, none of them zero."""
     torch.manual_seed(seed)
-    made = CASES[name].build()
+    made = (CASES | PICTURED)[name].build()
     for part in made.components.values():
         if isinstance(part, nn.Module):
             part.eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.tiny_pipelines.stubs import Encoder, clip, flow, t5, vae, words
+from tests.tiny_pipelines.stubs import Encoder, Looking, Seeing, clip, flow, t5, vae, words
 
 
 def _flux_network(kind: Any, **options: Any) -> Any:
@@ -21,11 +21,11 @@ def _flux_network(kind: Any, **options: Any) -> Any:
     )
 
 
-def flux() -> Any:
-    from diffusers import FluxPipeline, FluxTransformer2DModel
+def _flux(kind: Any) -> Any:
+    from diffusers import FluxTransformer2DModel
 
     (first, tokenizer), (second, tokenizer_2) = clip(), t5()
-    return FluxPipeline(
+    return kind(
         scheduler=flow(use_dynamic_shifting=True),
         vae=vae(),
         text_encoder=first,
@@ -34,6 +34,18 @@ def flux() -> Any:
         tokenizer_2=tokenizer_2,
         transformer=_flux_network(FluxTransformer2DModel, pooled_projection_dim=32, guidance_embeds=True),
     )
+
+
+def flux() -> Any:
+    from diffusers import FluxPipeline
+
+    return _flux(FluxPipeline)
+
+
+def flux_kontext() -> Any:
+    from diffusers import FluxKontextPipeline
+
+    return _flux(FluxKontextPipeline)
 
 
 def chroma() -> Any:
@@ -52,10 +64,10 @@ def chroma() -> Any:
     )
 
 
-def qwen_image() -> Any:
-    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+def _qwen(kind: Any, encoder: type, **parts: Any) -> Any:
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
-    made = QwenImagePipeline(
+    made = kind(
         scheduler=flow(use_dynamic_shifting=True, shift_terminal=0.02, time_shift_type="exponential"),
         vae=AutoencoderKLQwenImage(
             base_dim=8,
@@ -66,7 +78,7 @@ def qwen_image() -> Any:
             latents_mean=[0.1] * 4,
             latents_std=[1.5] * 4,
         ),
-        text_encoder=Encoder(16),
+        text_encoder=encoder(16),
         tokenizer=words(),
         transformer=QwenImageTransformer2DModel(
             patch_size=2,
@@ -78,9 +90,28 @@ def qwen_image() -> Any:
             joint_attention_dim=16,
             axes_dims_rope=(8, 4, 4),
         ),
+        **parts,
     )
     made.prompt_template_encode, made.prompt_template_encode_start_idx = "a {}", 1
     return made
+
+
+def qwen_image() -> Any:
+    from diffusers import QwenImagePipeline
+
+    return _qwen(QwenImagePipeline, Encoder)
+
+
+def qwen_image_edit() -> Any:
+    from diffusers import QwenImageEditPipeline
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+
+    def dimensions(_: int, ratio: float) -> tuple[int, int, None]:
+        # The pipeline's own gives its picture a megapixel.
+        return max(round(4 * ratio**0.5), 1) * 4, max(round(4 / ratio**0.5), 1) * 4, None
+
+    pipeline_qwenimage_edit.calculate_dimensions = dimensions
+    return _qwen(QwenImageEditPipeline, Seeing, processor=Looking())
 
 
 def _flux2(klein: bool) -> Any:

@@ -54,6 +54,32 @@ class Encoder(nn.Module):
         return Output(last_hidden_state=x, hidden_states=states, pooler_output=x.mean(1), text_embeds=x.mean(1))
 
 
+class Seeing(Encoder):
+    """An encoder that also sees the mean colour of a picture."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.look = nn.Linear(3, width)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **rest: Any) -> Output:
+        seen = self.look(rest["pixel_values"])[:, None]
+        text = super().forward(input_ids, attention_mask)
+        return Output(hidden_states=tuple(state + seen for state in text["hidden_states"]))
+
+
+class Looking:
+    """Processor for `Seeing`: one picture for each text, as Qwen's wants it."""
+
+    def __call__(self, text: list[str], images: Any, **_: Any) -> Any:
+        pictures = images if isinstance(images, list) else [images]
+        if len(pictures) != len(text):
+            raise ValueError(f"{len(text)} texts with {len(pictures)} pictures")
+        made = words()(text, padding=True, return_tensors="pt")
+        colours = [torch.tensor(list(picture.getdata())).float().mean(0) / 255 for picture in pictures]
+        made["pixel_values"] = torch.stack(colours)
+        return made
+
+
 @cache
 def words(side: str = "right") -> Any:
     """Word tokenizer with a chat template that adds a full stop."""

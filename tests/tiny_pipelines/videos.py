@@ -7,25 +7,33 @@ from typing import Any
 from tests.tiny_pipelines.stubs import TOKENS, Encoder, clip, flow, t5, words
 
 
-def _wan_network() -> Any:
+def _wan_network(**options: Any) -> Any:
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
-        in_channels=16,
         out_channels=16,
         text_dim=32,
         freq_dim=32,
         ffn_dim=32,
         num_layers=2,
         rope_max_seq_len=32,
+        **({"in_channels": 16} | options),
+    )
+
+
+def _wan_vae() -> Any:
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(
+        base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
 
 
 def wan(*, experts: bool = False, scheduler: Any = None) -> Any:
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
+    from diffusers import UniPCMultistepScheduler, WanPipeline
 
     encoder, tokenizer = t5()
     if scheduler is None:
@@ -40,9 +48,7 @@ def wan(*, experts: bool = False, scheduler: Any = None) -> Any:
     return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=encoder,
-        vae=AutoencoderKLWan(
-            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-        ),
+        vae=_wan_vae(),
         scheduler=scheduler,
         transformer=_wan_network(),
         transformer_2=_wan_network() if experts else None,
@@ -52,6 +58,24 @@ def wan(*, experts: bool = False, scheduler: Any = None) -> Any:
 
 def wan_2_2() -> Any:
     return wan(experts=True, scheduler=flow())
+
+
+def wan_image() -> Any:
+    from diffusers import WanImageToVideoPipeline
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    encoder, tokenizer = t5()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return WanImageToVideoPipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        image_encoder=CLIPVisionModel(CLIPVisionConfig(image_size=8, patch_size=4, **sizes)),
+        image_processor=CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
+        vae=_wan_vae(),
+        scheduler=flow(),
+        # 16 channels of latents, 16 of the first frame's, 4 of the mask.
+        transformer=_wan_network(in_channels=36, image_dim=16, added_kv_proj_dim=24),
+    )
 
 
 def ltx() -> Any:
@@ -226,14 +250,12 @@ def cogvideox() -> Any:
 
 
 def sana_video() -> Any:
-    from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3DModel
+    from diffusers import SanaVideoPipeline, SanaVideoTransformer3DModel
 
     return SanaVideoPipeline(
         tokenizer=words(),
         text_encoder=Encoder(8),
-        vae=AutoencoderKLWan(
-            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-        ),
+        vae=_wan_vae(),
         scheduler=flow(shift=8.0),
         transformer=SanaVideoTransformer3DModel(
             num_attention_heads=2,
