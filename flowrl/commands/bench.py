@@ -126,18 +126,19 @@ def _reentry_text(found: dict[str, list[tuple[float, float]]], batch: int, guida
     import torch
 
     lines = ["| call | native sd3, ms | generic, ms | difference, ms (95 % of the median) |", "|---|---|---|---|"]
-    worst = 0.0
+    verdict = "met"
     for name, rows in found.items():
         native, generic = (statistics.median(row[k] for row in rows) for k in (0, 1))
         middle, low, high = median_interval([after - before for before, after in rows])
         lines.append(f"| {name} | {native:.2f} | {generic:.2f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
-        worst = max(worst, middle)
+        if high >= REENTRY_LIMIT_MS:
+            # Noise decides where the interval holds the limit: a busy machine needs more calls.
+            verdict = "missed" if low >= REENTRY_LIMIT_MS or verdict == "missed" else "not settled by this run"
     count = len(next(iter(found.values())))
-    verdict = "met" if worst < REENTRY_LIMIT_MS else "missed"
     lines += [
         "",
         f"Medians of {count} pairs, batch {batch}, guidance {guidance:g}, {threads} thread(s), {_cpu()}, "
-        f"torch {torch.__version__}. Target: under {REENTRY_LIMIT_MS:g} ms: {verdict}.",
+        f"torch {torch.__version__}. Target: under {REENTRY_LIMIT_MS:g} ms (the whole interval): {verdict}.",
     ]
     return "\n".join(lines)
 
