@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from flowrl.algorithms.base import Algorithm, Networks
-from flowrl.config import ConfigError, Resolved, RewardPlan
+from flowrl.config import ConfigError, EvalConfig, Resolved, RewardPlan, RunConfig
 from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
 from flowrl.learner import Learner
@@ -21,10 +21,9 @@ from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts, require_pi
 from flowrl.reward import RewardError, Scorer, WeightedReward, score_once
 from flowrl.rng import derive
 from flowrl.rollout import Policy
-from flowrl.samplers.base import Sampler
+from flowrl.samplers.base import Sampler, step_std
 from flowrl.schedules import Schedule
 from flowrl.spatial import Mapper, mapper
-from flowrl.types import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     """
     config, options = resolved.run, resolved.model.config
     _require_samples(config.samples_per_iteration, world)
-    train = load_prompts(config.data.prompts, "data.prompts")
-    held_out = train
-    if config.data.eval_prompts is not None:
-        held_out = load_prompts(config.data.eval_prompts, "data.eval_prompts")
-    held_out = held_out[: config.data.max_eval_prompts]
+    train, held_out = both_prompts(config)
     entries = build_rewards((*resolved.rewards, *resolved.eval_rewards))
     scorer, watched = _scorer(entries[: len(resolved.rewards)]), _scorer(entries)
     adapter = resolved.model.build()
@@ -121,20 +116,41 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         sampler=sampler,
         policy=policy,
         learner=Learner(config, algorithm, Networks(policy, weights), optimizer, world),
-        evaluator=Evaluator(
-            adapter=adapter,
-            texts=texts,
-            scorer=watched,
-            world=world,
-            folder=folder,
-            prompts=tuple(held_out),
-            seed=derive(0, "evaluation"),
-            samples_per_prompt=config.eval.samples_per_prompt,
-            batch_size=config.eval.batch_size,
-            save_images=config.eval.save_images,
-        ),
+        evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, tuple(held_out)),
         maps=maps,
     )
+
+
+def _evaluator(
+    options: EvalConfig,
+    adapter: ModelAdapter,
+    texts: Texts,
+    scorer: Scorer,
+    world: World,
+    folder: Path,
+    prompts: tuple[Prompt, ...],
+) -> Evaluator:
+    return Evaluator(
+        adapter=adapter,
+        texts=texts,
+        scorer=scorer,
+        world=world,
+        folder=folder,
+        prompts=prompts,
+        seed=derive(0, "evaluation"),
+        samples_per_prompt=options.samples_per_prompt,
+        batch_size=options.batch_size,
+        save_images=options.save_images,
+    )
+
+
+def both_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """(training prompts, those of the evaluations): the training prompts again where none are set."""
+    train = load_prompts(config.data.prompts, "data.prompts")
+    held_out = train
+    if config.data.eval_prompts is not None:
+        held_out = load_prompts(config.data.eval_prompts, "data.eval_prompts")
+    return train, held_out[: config.data.max_eval_prompts]
 
 
 def _require_samples(samples: int, world: World) -> None:
@@ -149,8 +165,7 @@ def _require_plan(algorithm: Algorithm, sampler: Sampler, schedule: Schedule, ad
     """A first plan that cannot be made or walked is the user's to mend, now rather than after the base evaluation."""
     try:
         plan = algorithm.plan(schedule, sampler, 1, seed)
-        step, zeros = plan.steps(torch.tensor(plan.train), adapter.process), torch.zeros(len(plan.train), 1)
-        sampler.transition(adapter.process, Prediction(zeros, zeros, zeros), zeros, step)
+        step_std(sampler, adapter.process, plan.steps(torch.tensor(plan.train), adapter.process))
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
 

@@ -34,8 +34,8 @@ from flowrl.algorithms.base import Networks
 from flowrl.models.weights import Weights
 from flowrl.plan import StepPlan
 from flowrl.process import Process
-from flowrl.samplers.base import Sampler, StepDistribution
-from flowrl.types import LossOutput, Microbatch, Prediction
+from flowrl.samplers.base import Sampler, StepDistribution, step_std
+from flowrl.types import LossOutput, Microbatch
 
 LEVEL = "tested"
 
@@ -88,9 +88,7 @@ class Config(ClippedConfig):
 def gradient_norms(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:
     """N of the plan's trained steps, [K]: by how much a unit change of the velocity moves the mean, in stds."""
     step = plan.steps(torch.tensor(plan.train), process)
-    zeros = torch.zeros(len(plan.train), 1)
-    std = sampler.transition(process, Prediction(zeros, zeros, zeros), zeros, step).std
-    return sampler.velocity_gain(step).abs() / std
+    return sampler.velocity_gain(step).abs() / step_std(sampler, process, step)
 
 
 def equaliser(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:

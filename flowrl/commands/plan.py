@@ -28,14 +28,12 @@ def command(
     import yaml
     from rich.console import Console
 
+    from flowrl.assembly import both_prompts
     from flowrl.config import load_config, resolve
-    from flowrl.prompts import load_prompts
 
     resolved = resolve(load_config(config, overrides))
     run = resolved.run
-    train = load_prompts(run.data.prompts, "data.prompts")
-    held_out = load_prompts(run.data.eval_prompts, "data.eval_prompts") if run.data.eval_prompts else train
-    held_out = held_out[: run.data.max_eval_prompts]
+    train, held_out = both_prompts(run)
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     _heading(console, "Configuration, every default written out")
     console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)
@@ -175,15 +173,14 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
     import torch
 
     from flowrl.config import ConfigError
-    from flowrl.types import Prediction
+    from flowrl.samplers.base import step_std
 
-    zeros = torch.zeros(len(plan), 1)
     step = plan.steps(torch.arange(len(plan)), adapter.process)
     try:
-        law = resolved.sampler.build().transition(adapter.process, Prediction(zeros, zeros, zeros), zeros, step)
+        stds = step_std(resolved.sampler.build(), adapter.process, step)
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
-    return [float(s) if noisy else 0.0 for s, noisy in zip(law.std, plan.stochastic, strict=True)]
+    return [float(s) if noisy else 0.0 for s, noisy in zip(stds, plan.stochastic, strict=True)]
 
 
 def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:

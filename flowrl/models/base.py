@@ -273,17 +273,29 @@ def _quiet_loading() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def load_pipeline(pipeline_class: type, config: ModelConfig, dtype: torch.dtype, **components: object):
-    """`from_pretrained` or `from_single_file`; components that the folder declares as null are passed as None."""
+def load_pipeline(pipeline_class: type, vae_class: type, config: ModelConfig, **components: object) -> Any:
+    """The configured pipeline, by `from_pretrained` or `from_single_file`, with the configured VAE.
+
+    Components that the folder declares as null are passed as None. The VAE decodes in float32: pictures are scored,
+    and half precision shifts the scores.
+    """
     _quiet_loading()
-    path = resolve_path(config.path)
+    path, dtype = resolve_path(config.path), torch_dtype(config.dtype)
     options: dict[str, object] = {"dtype": dtype, **null_components(path), **components}
+    if config.vae is not None:
+        with loading("model.vae", config.vae):
+            options["vae"] = vae_class.from_pretrained(config.vae, dtype=dtype)
     with loading("model.path", config.path):
         if path.endswith(".safetensors"):
             if config.revision or config.variant:
                 raise ModelError("model.revision and model.variant belong to a hub id, not to a single file")
-            return pipeline_class.from_single_file(path, **options)
-        return pipeline_class.from_pretrained(path, revision=config.revision, variant=config.variant, **options)
+            pipeline = pipeline_class.from_single_file(path, **options)
+        else:
+            pipeline = pipeline_class.from_pretrained(path, revision=config.revision, variant=config.variant, **options)
+    pipeline.set_progress_bar_config(disable=True)
+    if isinstance(getattr(pipeline, "vae", None), nn.Module):
+        pipeline.vae.float()
+    return pipeline
 
 
 def require_folder(path: str) -> None:

@@ -9,7 +9,6 @@ pooled CLIP, and T5 without a mask, so its padding is part of the input. In bflo
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.models._native import Native
 from flowrl.models._packed import grid_schedule, token_grid
 from flowrl.models.base import (
     ModelConfig,
-    ModelError,
     autocast,
-    check_size,
     guided,
     load_pipeline,
-    loading,
     null_components,
     require_channels,
     require_folder,
     torch_dtype,
 )
-from flowrl.process import FlowProcess, PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 
@@ -76,32 +72,18 @@ class Config(ModelConfig):
             raise ValueError(f"true_cfg_scale={self.true_cfg_scale} must be at least 1, which means none")
 
 
-class Flux:
+class Flux(Native):
     """Adapter of the family; `pipeline` holds every part, `network` the denoiser."""
 
-    process: Process = FlowProcess()
-    prediction_type: PredictionType = "velocity"
     lora_targets = LORA_TARGETS
     channel_axis = 2
 
     def __init__(self, pipeline: Any, config: Config) -> None:
-        self.pipeline, self.config = pipeline, config
-        self.network: nn.Module = pipeline.transformer
-        self.device = torch.device("cpu")
-        self._dtype = torch_dtype(config.dtype)
-        self.unconditional: Condition | None = None  # of the negative prompt, one row; encode() makes it
+        Native.__init__(self, pipeline, config)
+        self.config = config
         require_channels(pipeline, 4 * pipeline.vae.config.latent_channels)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
-        self.height = default if config.height is None else config.height
-        self.width = default if config.width is None else config.width
-        for name, value in (("height", self.height), ("width", self.width)):
-            check_size(name, value, 2 * pipeline.vae_scale_factor)
-        for module in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2):
-            if module is not None:
-                module.requires_grad_(False).eval()
-        self.network.eval()
-        if config.gradient_checkpointing:
-            self.network.enable_gradient_checkpointing()
+        self.height, self.width = self._sides(config, (default, default), 2 * pipeline.vae_scale_factor)
 
     def dead_lora_modules(self) -> tuple[str, ...]:
         return ()  # the single-stream blocks read all that the last double-stream block writes
@@ -113,17 +95,11 @@ class Flux:
         return self._encode(list(prompts))
 
     def _encode(self, prompts: list[str]) -> Condition:
-        if self.pipeline.text_encoder is None:
-            raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+        self._require_encoders()
         embeds, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts, device=self.device, max_sequence_length=self.config.max_sequence_length
         )
         return Condition({"prompt_embeds": embeds, "pooled": pooled})
-
-    def free_text_encoders(self) -> None:
-        for name in ("text_encoder", "text_encoder_2"):
-            setattr(self.pipeline, name, None)
-        gc.collect()
 
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of tokens."""
@@ -170,9 +146,6 @@ class Flux:
                 return_dict=False,
             )[0]
 
-    def batch_key(self, step_index: int) -> int:
-        return 0
-
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
@@ -181,27 +154,12 @@ class Flux:
         images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
-    def to(self, device: torch.device) -> None:
-        self.pipeline.to(device)
-        self.device = device
-        if self.unconditional is not None:
-            self.unconditional = self.unconditional.to(device)
-
 
 def build(config: Config) -> Flux:
     from diffusers import AutoencoderKL, FluxPipeline
 
     require_folder(config.path)
-    dtype = torch_dtype(config.dtype)
-    components: dict[str, Any] = {}
-    if config.vae is not None:
-        with loading("model.vae", config.vae):
-            components["vae"] = AutoencoderKL.from_pretrained(config.vae, dtype=dtype)
-    pipeline = load_pipeline(FluxPipeline, config, dtype, **components)
-    pipeline.set_progress_bar_config(disable=True)
-    # The VAE decodes in float32: pictures are scored, and half precision shifts the scores.
-    pipeline.vae.float()
-    return Flux(pipeline, config)
+    return Flux(load_pipeline(FluxPipeline, AutoencoderKL, config), config)
 
 
 def skeleton(config: Config, folder: Path) -> Flux:

@@ -23,10 +23,11 @@ from flowrl.models._encoding import SHORT, Template, learn
 from flowrl.models._experts import Experts
 from flowrl.models._families import FAMILIES, dead_modules, family_of, guidance_of
 from flowrl.models._grids import path_of, plain, rising, schedule_of
+from flowrl.models._native import NO_ENCODERS
 from flowrl.models._options import Call, Size, check_components, find_networks
 from flowrl.models._pictures import Pictures, blank
 from flowrl.models._reentry import Reentry, Visit
-from flowrl.models.base import ModelConfig, ModelError, autocast, load_pipeline, loading, require_folder, torch_dtype
+from flowrl.models.base import ModelConfig, ModelError, autocast, load_pipeline, require_folder, torch_dtype
 from flowrl.process import PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
@@ -103,7 +104,7 @@ class Generic:
         if self._template is not None:
             return self._template
         if self._freed:
-            raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+            raise ModelError(NO_ENCODERS)
         with self._explained(), _hushed():
             template = learn(self._probe_calls)
             self._template = template
@@ -189,7 +190,7 @@ class Generic:
     def encode(self, prompts: Sequence[str], pictures: Sequence[Sequence[Image]] | None = None) -> Condition:
         """Conditions of P prompts, each with its own RGB pictures."""
         if self._freed:
-            raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+            raise ModelError(NO_ENCODERS)
         for one in pictures or [()] * len(prompts):
             self.pictures.require(len(one))
         template = self._learned()
@@ -359,18 +360,7 @@ def build(config: Config) -> Generic:
     from diffusers import AutoModel, DiffusionPipeline
 
     require_folder(config.path)
-    dtype = torch_dtype(config.dtype)
-    components: dict[str, Any] = {}
-    if config.vae is not None:
-        with loading("model.vae", config.vae):
-            components["vae"] = AutoModel.from_pretrained(config.vae, dtype=dtype)
-    pipeline = load_pipeline(DiffusionPipeline, config, dtype, **components)
-    pipeline.set_progress_bar_config(disable=True)
-    vae = getattr(pipeline, "vae", None)
-    if isinstance(vae, nn.Module):
-        # The VAE decodes in float32: pictures are scored, and half precision shifts the scores.
-        vae.float()
-    return Generic(pipeline, config)
+    return Generic(load_pipeline(DiffusionPipeline, AutoModel, config), config)
 
 
 @contextmanager

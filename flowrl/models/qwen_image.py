@@ -8,7 +8,6 @@ prompt does not see its neighbours.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,22 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.models._native import Native
 from flowrl.models._packed import grid_schedule, token_grid
 from flowrl.models.base import (
     ModelConfig,
-    ModelError,
     autocast,
-    check_size,
     classifier_free,
     guided,
     load_pipeline,
-    loading,
     null_components,
     require_channels,
     require_folder,
     torch_dtype,
 )
-from flowrl.process import FlowProcess, PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 
@@ -79,34 +75,20 @@ def renormalised(negative: Tensor, positive: Tensor, guidance_scale: float) -> T
     return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
 
-class QwenImage:
+class QwenImage(Native):
     """Adapter of the family; `pipeline` holds every part, `network` the denoiser."""
 
-    process: Process = FlowProcess()
-    prediction_type: PredictionType = "velocity"
     lora_targets = LORA_TARGETS
     channel_axis = 2
     # The text encoder makes, and throws away, logits over 152,064 words for every token: 0.16 GB a prompt in bfloat16.
     text_batch = 8
 
     def __init__(self, pipeline: Any, config: Config) -> None:
-        self.pipeline, self.config = pipeline, config
-        self.network: nn.Module = pipeline.transformer
-        self.device = torch.device("cpu")
-        self._dtype = torch_dtype(config.dtype)
-        self.unconditional: Condition | None = None  # of the negative prompt, one row; encode() makes it
+        Native.__init__(self, pipeline, config)
+        self.config = config
         require_channels(pipeline, 4 * pipeline.vae.config.z_dim)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
-        self.height = default if config.height is None else config.height
-        self.width = default if config.width is None else config.width
-        for name, value in (("height", self.height), ("width", self.width)):
-            check_size(name, value, 2 * pipeline.vae_scale_factor)
-        for module in (pipeline.vae, pipeline.text_encoder):
-            if module is not None:
-                module.requires_grad_(False).eval()
-        self.network.eval()
-        if config.gradient_checkpointing:
-            self.network.enable_gradient_checkpointing()
+        self.height, self.width = self._sides(config, (default, default), 2 * pipeline.vae_scale_factor)
 
     def dead_lora_modules(self) -> tuple[str, ...]:
         # The text tokens are dropped behind the last block: what it makes of them reaches nothing.
@@ -122,18 +104,13 @@ class QwenImage:
         return Condition.collate([self._encode(list(prompts[k : k + self.text_batch])) for k in starts])
 
     def _encode(self, prompts: list[str]) -> Condition:
-        if self.pipeline.text_encoder is None:
-            raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+        self._require_encoders()
         # No longer than the pipeline's own call would keep; the mask is None where nothing is padded.
         embeds, mask = self.pipeline.encode_prompt(
             prompt=prompts, device=self.device, max_sequence_length=self.config.max_sequence_length
         )
         lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(dim=1).tolist()
         return Condition({"prompt_embeds": [row[:length] for row, length in zip(embeds, lengths, strict=True)]})
-
-    def free_text_encoders(self) -> None:
-        self.pipeline.text_encoder = None
-        gc.collect()
 
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of tokens."""
@@ -180,9 +157,6 @@ class QwenImage:
                 return_dict=False,
             )[0]
 
-    def batch_key(self, step_index: int) -> int:
-        return 0
-
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
@@ -194,27 +168,12 @@ class QwenImage:
         images = vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0][:, :, 0]
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
-    def to(self, device: torch.device) -> None:
-        self.pipeline.to(device)
-        self.device = device
-        if self.unconditional is not None:
-            self.unconditional = self.unconditional.to(device)
-
 
 def build(config: Config) -> QwenImage:
     from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 
     require_folder(config.path)
-    dtype = torch_dtype(config.dtype)
-    components: dict[str, Any] = {}
-    if config.vae is not None:
-        with loading("model.vae", config.vae):
-            components["vae"] = AutoencoderKLQwenImage.from_pretrained(config.vae, dtype=dtype)
-    pipeline = load_pipeline(QwenImagePipeline, config, dtype, **components)
-    pipeline.set_progress_bar_config(disable=True)
-    # The VAE decodes in float32: pictures are scored, and half precision shifts the scores.
-    pipeline.vae.float()
-    return QwenImage(pipeline, config)
+    return QwenImage(load_pipeline(QwenImagePipeline, AutoencoderKLQwenImage, config), config)
 
 
 def skeleton(config: Config, folder: Path) -> QwenImage:

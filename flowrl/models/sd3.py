@@ -7,7 +7,6 @@ so does this adapter, since it calls the pipeline's own `encode_prompt`.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.models._native import Native
 from flowrl.models.base import (
     ModelConfig,
-    ModelError,
     autocast,
-    check_size,
     guided,
     load_pipeline,
-    loading,
     null_components,
     torch_dtype,
 )
-from flowrl.process import FlowProcess, PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 
@@ -54,32 +50,19 @@ class Config(ModelConfig):
     """False replaces T5 by zero tokens, as SD3 allows: 9 GB less in bf16."""
 
 
-class Sd3:
+class Sd3(Native):
     """Adapter of the family; `pipeline` holds every part, `network` the denoiser."""
 
-    process: Process = FlowProcess()
-    prediction_type: PredictionType = "velocity"
     lora_targets = LORA_TARGETS
 
     def __init__(self, pipeline: Any, config: Config) -> None:
-        self.pipeline, self.config = pipeline, config
-        self.network: nn.Module = pipeline.transformer
-        self.device = torch.device("cpu")
-        self._dtype = torch_dtype(config.dtype)
-        self.unconditional: Condition | None = None  # of the empty prompt, one row; encode() makes it
+        Native.__init__(self, pipeline, config)
+        self.config = config
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
-        self.height = default if config.height is None else config.height
-        self.width = default if config.width is None else config.width
-        for name, value in (("height", self.height), ("width", self.width)):
-            # Whole patches, and no longer than the table of position embeddings.
-            unit = pipeline.vae_scale_factor * pipeline.patch_size
-            check_size(name, value, unit, self.network.config.pos_embed_max_size * unit)
-        for module in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
-            if module is not None:
-                module.requires_grad_(False).eval()
-        self.network.eval()
-        if config.gradient_checkpointing:
-            self.network.enable_gradient_checkpointing()
+        # Whole patches, and no longer than the table of position embeddings.
+        unit = pipeline.vae_scale_factor * pipeline.patch_size
+        largest = self.network.config.pos_embed_max_size * unit
+        self.height, self.width = self._sides(config, (default, default), unit, largest)
 
     def dead_lora_modules(self) -> tuple[str, ...]:
         # The last block drops its text tokens, so their queries reach nothing.
@@ -93,8 +76,7 @@ class Sd3:
         return self._encode(list(prompts))
 
     def _encode(self, prompts: list[str]) -> Condition:
-        if self.pipeline.text_encoder is None:
-            raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+        self._require_encoders()
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             prompt_2=None,
@@ -104,11 +86,6 @@ class Sd3:
             max_sequence_length=self.config.max_sequence_length,
         )
         return Condition({"prompt_embeds": embeds, "pooled": pooled})
-
-    def free_text_encoders(self) -> None:
-        for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
-            setattr(self.pipeline, name, None)
-        gc.collect()
 
     def latent_shape(self) -> tuple[int, ...]:
         scale = self.pipeline.vae_scale_factor
@@ -152,9 +129,6 @@ class Sd3:
                 return_dict=False,
             )[0]
 
-    def batch_key(self, step_index: int) -> int:
-        return 0
-
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
@@ -162,26 +136,12 @@ class Sd3:
         images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
-    def to(self, device: torch.device) -> None:
-        self.pipeline.to(device)
-        self.device = device
-        if self.unconditional is not None:
-            self.unconditional = self.unconditional.to(device)
-
 
 def build(config: Config) -> Sd3:
     from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 
-    dtype = torch_dtype(config.dtype)
-    components: dict[str, Any] = {} if config.load_t5 else {"text_encoder_3": None, "tokenizer_3": None}
-    if config.vae is not None:
-        with loading("model.vae", config.vae):
-            components["vae"] = AutoencoderKL.from_pretrained(config.vae, dtype=dtype)
-    pipeline = load_pipeline(StableDiffusion3Pipeline, config, dtype, **components)
-    pipeline.set_progress_bar_config(disable=True)
-    # The VAE decodes in float32: pictures are scored, and half precision shifts the scores.
-    pipeline.vae.float()
-    return Sd3(pipeline, config)
+    left_out: dict[str, Any] = {} if config.load_t5 else {"text_encoder_3": None, "tokenizer_3": None}
+    return Sd3(load_pipeline(StableDiffusion3Pipeline, AutoencoderKL, config, **left_out), config)
 
 
 def skeleton(config: Config, folder: Path) -> Sd3:

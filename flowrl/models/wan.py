@@ -8,7 +8,6 @@ Wan 2.2 has two experts, both trained: `transformer` down to the boundary, `tran
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flowrl.models._experts import Experts
 from flowrl.models._grids import path_of, schedule_of
+from flowrl.models._native import Native
 from flowrl.models.base import (
     ModelConfig,
     ModelError,
     autocast,
-    check_size,
     guided,
     load_pipeline,
-    loading,
     null_components,
     require_channels,
     require_folder,
     torch_dtype,
 )
-from flowrl.process import FlowProcess, PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 
@@ -65,15 +62,12 @@ class Config(ModelConfig):
             raise ValueError(f"guidance_scale_2={self.guidance_scale_2} must be at least 1, which means none")
 
 
-class Wan:
+class Wan(Native):
     """Adapter of the family; `pipeline` holds every part, `network` the denoiser, or both of them."""
 
-    process: Process = FlowProcess()
-    prediction_type: PredictionType = "velocity"
     lora_targets = LORA_TARGETS
 
     def __init__(self, pipeline: Any, config: Config) -> None:
-        self.pipeline, self.config = pipeline, config
         self.experts = {"transformer": pipeline.transformer}
         # In units of the timestep: the first expert has those from here on.
         self.boundary = 0.0
@@ -85,29 +79,16 @@ class Wan:
         if any(part is None for part in self.experts.values()):
             raise ModelError("this Wan model leaves out one of its transformers; give a complete pipeline folder")
         require_channels(pipeline, pipeline.vae.config.z_dim)
-        self.network: nn.Module = Experts(self.experts) if len(self.experts) > 1 else pipeline.transformer
-        self.device = torch.device("cpu")
-        self._dtype = torch_dtype(config.dtype)
-        self.unconditional: Condition | None = None  # of the negative prompt, one row; encode() makes it
-        self.height = 480 if config.height is None else config.height
-        self.width = 832 if config.width is None else config.width
-        self.num_frames = config.num_frames
-        self._check_sizes()
-        for module in (pipeline.vae, pipeline.text_encoder):
-            if module is not None:
-                module.requires_grad_(False).eval()
-        for expert in self.experts.values():
-            expert.eval()
-            if config.gradient_checkpointing:
-                expert.enable_gradient_checkpointing()
-
-    def _check_sizes(self) -> None:
-        """Whole patches, and whole latent frames behind the first."""
-        pipeline, frames = self.pipeline, self.num_frames
+        Native.__init__(self, pipeline, config, Experts(self.experts) if len(self.experts) > 1 else None)
+        self.config = config
         unit = pipeline.vae_scale_factor_spatial * pipeline.transformer.config.patch_size[-1]
-        for name, value in (("height", self.height), ("width", self.width)):
-            check_size(name, value, unit)
-        step = pipeline.vae_scale_factor_temporal
+        self.height, self.width = self._sides(config, (480, 832), unit)
+        self.num_frames = config.num_frames
+        self._check_frames()
+
+    def _check_frames(self) -> None:
+        """Whole latent frames behind the first."""
+        step, frames = self.pipeline.vae_scale_factor_temporal, self.num_frames
         if frames < 1 or (frames - 1) % step:
             near = max(round((frames - 1) / step), 0) * step + 1
             raise ModelError(f"model.num_frames={frames} must be one more than a multiple of {step}; use {near}")
@@ -122,8 +103,7 @@ class Wan:
         return self._encode(list(prompts))
 
     def _encode(self, prompts: list[str]) -> Condition:
-        if self.pipeline.text_encoder is None:
-            raise ModelError("the text encoders were freed; encode every prompt before free_text_encoders()")
+        self._require_encoders()
         embeds, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             do_classifier_free_guidance=False,
@@ -131,10 +111,6 @@ class Wan:
             device=self.device,
         )
         return Condition({"prompt_embeds": embeds})
-
-    def free_text_encoders(self) -> None:
-        self.pipeline.text_encoder = None
-        gc.collect()
 
     def latent_shape(self) -> tuple[int, ...]:
         frames = (self.num_frames - 1) // self.pipeline.vae_scale_factor_temporal + 1
@@ -208,27 +184,12 @@ class Wan:
         frames = (frames.float() / 2 + 0.5).clamp(0, 1)
         return frames[:, 0] if self.num_frames == 1 else frames
 
-    def to(self, device: torch.device) -> None:
-        self.pipeline.to(device)
-        self.device = device
-        if self.unconditional is not None:
-            self.unconditional = self.unconditional.to(device)
-
 
 def build(config: Config) -> Wan:
     from diffusers import AutoencoderKLWan, WanPipeline
 
     require_folder(config.path)
-    dtype = torch_dtype(config.dtype)
-    components: dict[str, Any] = {}
-    if config.vae is not None:
-        with loading("model.vae", config.vae):
-            components["vae"] = AutoencoderKLWan.from_pretrained(config.vae, dtype=dtype)
-    pipeline = load_pipeline(WanPipeline, config, dtype, **components)
-    pipeline.set_progress_bar_config(disable=True)
-    # The VAE decodes in float32: pictures are scored, and half precision shifts the scores.
-    pipeline.vae.float()
-    return Wan(pipeline, config)
+    return Wan(load_pipeline(WanPipeline, AutoencoderKLWan, config), config)
 
 
 def skeleton(config: Config, folder: Path) -> Wan:

@@ -161,6 +161,16 @@ def euler_maruyama_gain(sigma: Tensor, sigma_next: Tensor, g: Tensor) -> Tensor:
     return (sigma_next - sigma) * (1 + g.square() * (1 - sigma) / (2 * sigma))
 
 
+def step_std(sampler: Sampler, process: Process, step: Step) -> Tensor:
+    """std of each step under the sampler's law, [B]: the same wherever x lies.
+
+    Raises:
+        ValueError: the law has no such step.
+    """
+    zeros = torch.zeros(len(step.sigma), 1)
+    return sampler.transition(process, Prediction(zeros, zeros, zeros), zeros, step).std
+
+
 def require_flow(process: Process, name: str) -> None:
     """Raise unless the path is a flow: the SDE laws on sigma in [0, 1] have no meaning elsewhere."""
     from flowrl.process import FlowProcess

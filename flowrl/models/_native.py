@@ -1,0 +1,75 @@
+"""What native adapters have in common: a flow pipeline taken apart, frozen but for its denoiser, its encoders freed."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowrl.models._experts import Experts
+from flowrl.models.base import ModelConfig, ModelError, check_size, torch_dtype
+from flowrl.process import FlowProcess, PredictionType, Process
+from flowrl.types import Condition
+
+NO_ENCODERS = "the text encoders were freed; encode every prompt before free_text_encoders()"
+
+
+class Native:
+    """`pipeline` holds every part, `network` what is trained; a family adds its encoding, schedule and forward.
+
+    Args:
+        pipeline: a diffusers pipeline of the family.
+        config: the family's Config.
+        network: what is trained, if it is not the pipeline's transformer alone.
+    """
+
+    process: Process = FlowProcess()
+    prediction_type: PredictionType = "velocity"
+
+    def __init__(self, pipeline: Any, config: ModelConfig, network: nn.Module | None = None) -> None:
+        self.pipeline = pipeline
+        self.network: nn.Module = pipeline.transformer if network is None else network
+        self.device = torch.device("cpu")
+        self._dtype = torch_dtype(config.dtype)
+        self.unconditional: Condition | None = None  # of the negative prompt, one row; encode() makes it
+        for name, part in pipeline.components.items():
+            if part is not None and (name == "vae" or name.startswith("text_encoder")):
+                part.requires_grad_(False).eval()
+        self.network.eval()
+        if config.gradient_checkpointing:
+            for part in self.network.values() if isinstance(self.network, Experts) else (self.network,):
+                part.enable_gradient_checkpointing()
+
+    def _sides(
+        self, config: ModelConfig, default: tuple[int, int], unit: int, largest: int | None = None
+    ) -> tuple[int, int]:
+        """(height, width) in pixels, as configured or by default.
+
+        Raises:
+            ModelError: a side is no multiple of `unit`, or above `largest`.
+        """
+        height = default[0] if config.height is None else config.height
+        width = default[1] if config.width is None else config.width
+        check_size("height", height, unit, largest)
+        check_size("width", width, unit, largest)
+        return height, width
+
+    def _require_encoders(self) -> None:
+        if self.pipeline.text_encoder is None:
+            raise ModelError(NO_ENCODERS)
+
+    def free_text_encoders(self) -> None:
+        for name in [name for name in self.pipeline.components if name.startswith("text_encoder")]:
+            setattr(self.pipeline, name, None)
+        gc.collect()
+
+    def batch_key(self, step_index: int) -> int:
+        return 0
+
+    def to(self, device: torch.device) -> None:
+        self.pipeline.to(device)
+        self.device = device
+        if self.unconditional is not None:
+            self.unconditional = self.unconditional.to(device)
