@@ -9,21 +9,29 @@ from pathlib import Path
 import torch
 
 from flowrl.algorithms.base import Algorithm, Networks
-from flowrl.config import ConfigError, EvalConfig, Resolved, RewardPlan, RunConfig
+from flowrl.components import RewardPlan
+from flowrl.config import ConfigError, EvalConfig, Resolved, RunConfig
 from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
 from flowrl.learner import Learner
 from flowrl.metrics import log
-from flowrl.models.base import ModelAdapter, packed_grid, torch_dtype
+from flowrl.models._savings import cast_frozen
+from flowrl.models.base import ModelAdapter, channel_axis, packed_grid, torch_dtype
 from flowrl.models.weights import Weights
 from flowrl.optim import Optimizer
-from flowrl.prompts import Prompt, PromptSource, Texts, load_prompts, require_pictures
+from flowrl.prompts import Prompt, PromptSource, Texts, require_pictures
 from flowrl.reward import RewardError, Scorer, WeightedReward, score_once
 from flowrl.rng import derive
 from flowrl.rollout import Policy
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.schedules import Schedule
+from flowrl.sharding import split
+from flowrl.sources import Columns, load_prompts
 from flowrl.spatial import Mapper, mapper
+from flowrl.types import SampleId
+
+PROBE_PX = 64
+"""Side of a probe picture where the adapter does not say its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,8 @@ class Parts:
     evaluator: Evaluator
     maps: Mapper | None
     """Where the advantages of a rollout's pictures count, for a method with `spatial`."""
+    sharded: bool
+    """The network is split over the processes, which then make every forward together."""
 
     def introduction(self) -> str:
         """One line on what is about to run."""
@@ -59,6 +69,7 @@ class Parts:
             f"{run.name}: {self.resolved.algorithm.name} on {options.path}, {self.weights.count:,} trained values "
             f"({'full weights' if options.lora is None else f'LoRA rank {options.lora.rank}'}), "
             f"{len(self.source.prompts)} train and {len(self.held_out)} held-out prompts, {self.world.size} process(es)"
+            f"{', which share the network' if self.sharded else ''}"
         )
         if run.data.eval_prompts is None:
             line += "\ndata.eval_prompts is not set: evaluation uses the training prompts, which is no held-out number"
@@ -81,24 +92,24 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     adapter = resolved.model.build()
     require_pictures(train, adapter, "data.prompts", train[0])
     require_pictures(held_out, adapter, "data.eval_prompts", train[0])
-    adapter.to(world.device)
-    weights = Weights(adapter.network, options.lora, adapter.lora_targets, derive(config.seed, "lora"))
-    if options.init_lora is not None:
-        weights.load_lora(options.init_lora)
-    _probe(watched, train[:2], getattr(adapter, "height", 64), getattr(adapter, "width", 64))
+    dtype, sharded = torch_dtype(options.dtype), options.shard and world.size > 1
+    weights = _weights(resolved, adapter, world, dtype if sharded else None)
+    _probe(watched, train[:2], adapter)
     texts = Texts(adapter, (*train, *held_out), cache=config.data.cache_text)
     algorithm: Algorithm = resolved.algorithm.build()
     for role in algorithm.roles:
         weights.snapshot(role)
-    dtype = torch_dtype(options.dtype)
-    updates = config.iterations * config.optim.updates_per_iteration
-    optimizer = Optimizer(weights, config.optim, updates, loss_scaling=dtype == torch.float16)
+    updates = config.iterations * config.optim.updates_per_iteration * algorithm.passes
+    optimizer = Optimizer(weights, config.optim, updates, loss_scaling=dtype == torch.float16, world=world)
     sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
     _require_plan(algorithm, sampler, schedule, adapter, config.seed)
+    _require_whole_groups(algorithm, config.rollout.prompts_per_iteration, world)
     maps = None
-    if training and algorithm.spatial is not None:
-        maps = mapper(algorithm.spatial, adapter.latent_shape(), world.device, grid=packed_grid(adapter))
+    spatial = getattr(algorithm, "spatial", None)
+    if training and spatial is not None:
+        layout = {"grid": packed_grid(adapter), "channel_axis": channel_axis(adapter)}
+        maps = mapper(spatial, adapter.latent_shape(), world.device, **layout)
     return Parts(
         resolved=resolved,
         world=world,
@@ -115,10 +126,26 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         schedule=schedule,
         sampler=sampler,
         policy=policy,
-        learner=Learner(config, algorithm, Networks(policy, weights), optimizer, world),
-        evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, tuple(held_out)),
+        learner=Learner(config, algorithm, Networks(policy, weights), optimizer, world, schedule, sharded=sharded),
+        evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, tuple(held_out), sharded),
         maps=maps,
+        sharded=sharded,
     )
+
+
+def _weights(resolved: Resolved, adapter: ModelAdapter, world: World, split_at: torch.dtype | None) -> Weights:
+    """The trainable weights, with the adapter on its device; split over the processes for forwards of that dtype."""
+    options = resolved.model.config
+    weights = Weights(adapter.network, options.lora, adapter.lora_targets, derive(resolved.run.seed, "lora"))
+    if options.init_lora is not None:
+        weights.load_lora(options.init_lora)
+    # Before the device: weights that are to be small there never lie on it at their full size.
+    cast_frozen(weights.components.values(), options)
+    if split_at is None:
+        adapter.to(world.device)
+    else:
+        split(adapter, weights, world, split_at)
+    return weights
 
 
 def _evaluator(
@@ -129,6 +156,7 @@ def _evaluator(
     world: World,
     folder: Path,
     prompts: tuple[Prompt, ...],
+    sharded: bool,
 ) -> Evaluator:
     return Evaluator(
         adapter=adapter,
@@ -141,16 +169,19 @@ def _evaluator(
         samples_per_prompt=options.samples_per_prompt,
         batch_size=options.batch_size,
         save_images=options.save_images,
+        sharded=sharded,
     )
 
 
 def both_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """(training prompts, those of the evaluations): the training prompts again where none are set."""
-    train = load_prompts(config.data.prompts, "data.prompts")
+    data = config.data
+    columns = Columns(data.prompt_column, data.image_column, data.subset)
+    train = load_prompts(data.prompts, "data.prompts", columns)
     held_out = train
-    if config.data.eval_prompts is not None:
-        held_out = load_prompts(config.data.eval_prompts, "data.eval_prompts")
-    return train, held_out[: config.data.max_eval_prompts]
+    if data.eval_prompts is not None:
+        held_out = load_prompts(data.eval_prompts, "data.eval_prompts", columns)
+    return train, held_out[: data.max_eval_prompts]
 
 
 def _require_samples(samples: int, world: World) -> None:
@@ -161,11 +192,22 @@ def _require_samples(samples: int, world: World) -> None:
         )
 
 
+def _require_whole_groups(algorithm: Algorithm, prompts: int, world: World) -> None:
+    if getattr(algorithm, "unit", "term") == "group" and prompts < world.size:
+        raise ConfigError(
+            f"rollout.prompts_per_iteration={prompts}: the loss compares all samples of a prompt, which must lie on "
+            f"one of {world.size} processes; raise it to at least {world.size}, or start fewer processes"
+        )
+
+
 def _require_plan(algorithm: Algorithm, sampler: Sampler, schedule: Schedule, adapter: ModelAdapter, seed: int) -> None:
     """A first plan that cannot be made or walked is the user's to mend, now rather than after the base evaluation."""
     try:
         plan = algorithm.plan(schedule, sampler, 1, seed)
-        step_std(sampler, adapter.process, plan.steps(torch.tensor(plan.train), adapter.process))
+        if plan.train:
+            step_std(sampler, adapter.process, plan.steps(torch.tensor(plan.train), adapter.process))
+        if algorithm.needs == "samples":
+            algorithm.times(schedule, [SampleId(0, 0)], 1, seed)
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
 
@@ -183,24 +225,34 @@ def _scorer(entries: Sequence[WeightedReward]) -> Scorer:
     return Scorer(entries, on_error=lambda text: log.warning("%s", text))
 
 
-def _probe(scorer: Scorer, prompts: list[Prompt], height: int, width: int) -> None:
-    """Score random pictures: a broken reward ends the run here; one that scores none of them is told of."""
-    images = torch.rand(len(prompts), 3, height, width, generator=torch.Generator().manual_seed(0))
+def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:
+    """Noise to try rewards on: pictures [count, 3, H, W], or clips [count, F, 3, H, W] where there are more frames."""
+    frames = (num_frames,) if num_frames > 1 else ()
+    return torch.rand(count, *frames, 3, height, width, generator=torch.Generator().manual_seed(0))
+
+
+def _probe(scorer: Scorer, prompts: list[Prompt], adapter: ModelAdapter) -> None:
+    """Score noise: a broken reward ends the run here; one that scores none of it is told of."""
+    height, width = getattr(adapter, "height", PROBE_PX), getattr(adapter, "width", PROBE_PX)
+    images = probe_batch(len(prompts), height, width, getattr(adapter, "num_frames", 1))
+    given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
     for entry in scorer.distinct:
         try:
             raw = score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
             shared = (e for e in scorer.entries if e.reward is entry.reward)
             if any(e.training_value(raw).isnan().all() for e in shared):
                 log.warning(
-                    "reward %r returned NaN for all %d probe pictures (noise): every sample that it cannot score is "
-                    "masked, and the run stops where that is more than half of them",
+                    "reward %r returned NaN for all of a probe batch of noise, %s: every sample that it cannot score "
+                    "is masked, and the run stops where that is more than half of them",
                     entry.name,
-                    len(prompts),
+                    given,
                 )
-        except RewardError:
-            raise
+        except RewardError as error:
+            if images.ndim < 5:
+                raise
+            raise RewardError(f"{error} (the model makes clips: it was given {given})") from error
         except Exception as error:
             raise RewardError(
-                f"reward {entry.name!r} fails on a probe batch of {len(prompts)} pictures: "
+                f"reward {entry.name!r} fails on a probe batch of {given}: "
                 f"{type(error).__name__}: {error}; nothing was trained"
             ) from error

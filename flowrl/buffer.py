@@ -75,6 +75,13 @@ def microbatches(
             )
 
 
+def forwards(edges: Edges, adapter: ModelAdapter, order: Tensor, batch_size: int) -> dict[int, int]:
+    """How many microbatches `order` makes, by batch key."""
+    keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
+    parents = edges.parent[order]
+    return {int(key): -(-len(parents[keys == key].unique()) // batch_size) for key in keys.unique()}
+
+
 def _first_of_each(number: Tensor) -> Tensor:
     """Place of the first of each value 0..N - 1 in `number` [E], [N]."""
     first = torch.full((int(number.max()) + 1,), len(number))

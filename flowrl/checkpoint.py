@@ -2,6 +2,8 @@
 
 A checkpoint is a folder `iteration-000040` with `state.safetensors`, `state.json` and `manifest.json`
 (sizes and SHA-256 of the other two). It is written under a temporary name, fsynced, then renamed.
+Of tensors that are split over N processes there are N files, `state-00000.safetensors` and on; `state.json` then says
+which rows lie in which, so that any other number of processes can read it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,22 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flowrl.distributed import ALONE, World
+
 FORMAT = 1
-_FILES = ("state.safetensors", "state.json")
+STATE = "state.json"
+_TENSORS = re.compile(r"state(-\d{5})?\.safetensors")
+
+Rows = tuple[int, int]
+"""Of a tensor: the first row, and the one behind the last."""
 
 
 class CheckpointError(RuntimeError):
@@ -31,6 +42,8 @@ class Checkpoint:
     iteration: int
     tensors: dict[str, Tensor]
     state: dict
+    rows: dict[str, Rows] = field(default_factory=dict)
+    """Of the tensors that are split over processes: which rows these are."""
 
 
 def path_of(folder: Path, iteration: int) -> Path:
@@ -45,65 +58,126 @@ def available(folder: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in found if match)
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) -> Path:
     """Write a checkpoint and drop all but the newest `keep`.
+
+    Args:
+        folder: of all checkpoints; on a file system that the processes share.
+        checkpoint: the state; of a tensor named in its `rows`, these rows.
+        keep: how many.
+        world: the processes that have rows of the tensors; all of them call this, and each writes a file.
 
     Raises:
         CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
     """
-    from safetensors.torch import save_file
-
     target = path_of(folder, checkpoint.iteration)
     temporary = folder / f".{target.name}.tmp"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        tensors = {name: value.detach().cpu().contiguous() for name, value in checkpoint.tensors.items()}
-        save_file(tensors, temporary / "state.safetensors")
-        plain = {"format": FORMAT, "iteration": checkpoint.iteration} | checkpoint.state
-        (temporary / "state.json").write_text(json.dumps(plain, indent=1))
-        manifest = {name: _fingerprint(temporary / name) for name in _FILES}
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        for name in (*_FILES, "manifest.json"):
-            _fsync(temporary / name)
-        _fsync(temporary)
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(temporary, target)
-        _fsync(folder)
+        world.together(lambda: _make_empty(temporary) if world.main else None)
+        parts = world.together(lambda: _write_tensors(temporary, checkpoint, world))
+        world.together(lambda: _complete(temporary, target, checkpoint, parts) if world.main else None)
     except Exception as error:  # safetensors reports a full disk with an error class of its own
-        shutil.rmtree(temporary, ignore_errors=True)
+        if world.main:
+            shutil.rmtree(temporary, ignore_errors=True)
         kept = available(folder)
         safe = f"iteration {kept[-1]} is safe" if kept else "there is no earlier checkpoint"
         raise CheckpointError(
             f"could not save {target}: {error}; {safe}. Free some space or mend the folder, then go on with --resume"
         ) from error
-    for iteration in available(folder)[:-keep]:
-        shutil.rmtree(path_of(folder, iteration))
+    if world.main:
+        for iteration in available(folder)[:-keep]:
+            shutil.rmtree(path_of(folder, iteration))
     return target
 
 
-def load(folder: Path, iteration: int) -> Checkpoint:
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _write_tensors(folder: Path, checkpoint: Checkpoint, world: World) -> tuple[str, dict, dict[str, Rows]]:
+    """This process's file: its name, its fingerprint, the rows in it. The first process writes what is not split."""
+    from safetensors.torch import save_file
+
+    name = "state.safetensors" if world.size == 1 else f"state-{world.rank:05d}.safetensors"
+    rows = {key: (first, last) for key, (first, last) in checkpoint.rows.items() if first < last}
+    chosen = [key for key in checkpoint.tensors if key in rows or (world.main and key not in checkpoint.rows)]
+    save_file({key: checkpoint.tensors[key].detach().cpu().contiguous() for key in chosen}, folder / name)
+    _fsync(folder / name)
+    return name, _fingerprint(folder / name), rows
+
+
+def _complete(temporary: Path, target: Path, checkpoint: Checkpoint, parts: list[tuple[str, dict, dict]]) -> None:
+    """Add the plain data and the manifest, then give the folder its name."""
+    plain = {"format": FORMAT, "iteration": checkpoint.iteration} | checkpoint.state
+    if checkpoint.rows:
+        plain["rows"] = {name: rows for name, _, rows in parts}
+    (temporary / STATE).write_text(json.dumps(plain, indent=1))
+    manifest = {name: fingerprint for name, fingerprint, _ in parts} | {STATE: _fingerprint(temporary / STATE)}
+    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    for name in (STATE, "manifest.json"):
+        _fsync(temporary / name)
+    _fsync(temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(temporary, target)
+    _fsync(target.parent)
+
+
+def load(
+    folder: Path,
+    iteration: int,
+    wanted: Callable[[str], Rows | None] = lambda name: None,
+    verify: slice = slice(None),
+) -> Checkpoint:
     """Read and verify a checkpoint.
+
+    Args:
+        folder: of all checkpoints.
+        iteration: which.
+        wanted: the rows to read of a tensor, which may lie in several files; None is all of it.
+        verify: which files of tensors to hash, where several processes share that work.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed.
     """
-    from safetensors.torch import load_file
-
     source = path_of(folder, iteration)
     others = [i for i in available(folder) if i < iteration]
     remedy = f"delete {source} to go on from " + (f"iteration {others[-1]}" if others else "the start")
     try:
         manifest = json.loads((source / "manifest.json").read_text())
-        for name in _FILES:
+        files = sorted(name for name in manifest if _TENSORS.fullmatch(name))
+        for name in (STATE, *files[verify]):
             if _fingerprint(source / name) != manifest[name]:
                 raise CheckpointError(f"checkpoint {source / name} is truncated or was changed; {remedy}")
-        state = json.loads((source / "state.json").read_text())
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        state = json.loads((source / STATE).read_text())
+        index = state.pop("rows", {})
+        if not files or index.keys() - set(files):
+            raise KeyError("the manifest leaves out a file of tensors")
+        if state.pop("format") != FORMAT:
+            raise CheckpointError(f"checkpoint {source} was written by another version of flowrl; {remedy}")
+        return Checkpoint(state.pop("iteration"), _read(source, files, index, wanted), state)
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {source} is damaged ({type(error).__name__}: {error}); {remedy}") from error
-    if state.pop("format") != FORMAT:
-        raise CheckpointError(f"checkpoint {source} was written by another version of flowrl; {remedy}")
-    return Checkpoint(state.pop("iteration"), load_file(source / "state.safetensors"), state)
+
+
+def _read(
+    source: Path, files: list[str], index: dict[str, dict[str, Rows]], wanted: Callable[[str], Rows | None]
+) -> dict[str, Tensor]:
+    """The tensors of all files, of each the rows that are wanted."""
+    pieces: dict[str, list[Tensor]] = {}
+    for file in files:
+        with safe_open(source / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no dict
+                part = opened.get_slice(name)
+                shape, rows = part.get_shape(), wanted(name)
+                if rows is None or not shape:
+                    piece = opened.get_tensor(name)
+                else:
+                    first, last = index.get(file, {}).get(name, (0, shape[0]))
+                    low, high = (min(max(row, first), last) - first for row in rows)
+                    piece = part[low:high]
+                pieces.setdefault(name, []).append(piece)
+    return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in pieces.items()}
 
 
 def _fingerprint(file: Path) -> dict:

@@ -19,10 +19,15 @@ def check(resolved: Resolved) -> None:
     if all(plan.entry.weight == 0 for plan in resolved.rewards):
         raise ConfigError("rewards: every weight is 0, so there is nothing to train on; give one a weight")
     _check_rewards(resolved)
-    _check_guidance(resolved)
     _check_credit(resolved)
-    _check_steps(resolved)
-    _check_method(resolved)
+    _check_exploration(resolved)
+    if getattr(resolved.algorithm.build(), "needs", "edges") == "edges":
+        _check_guidance(resolved)
+        _check_steps(resolved)
+        _check_method(resolved)
+    else:
+        _check_method(resolved)
+        _check_samples(resolved)
 
 
 def _check_rewards(resolved: Resolved) -> None:
@@ -76,6 +81,60 @@ def _check_steps(resolved: Resolved) -> None:
         raise ConfigError(
             f"rollout.sampler={run.rollout.sampler}: this sampler is deterministic, its steps have no log-prob; "
             "use flow_sde with noise_level above 0"
+        )
+
+
+def _check_exploration(resolved: Resolved) -> None:
+    run = resolved.run
+    options = run.rollout.exploration
+    if options is None:
+        return
+    if getattr(resolved.algorithm.build(), "needs", "edges") == "edges":
+        raise ConfigError(
+            f"rollout.exploration: {resolved.algorithm.name} compares all samples of a prompt with their mean, which "
+            "choosing the extremes would shift; use a method on finished samples, such as diffusion_nft, or set it to "
+            "null"
+        )
+    model = resolved.model.config
+    few_bits = model.memory.quantize is not None or model.memory.layerwise_casting is not None
+    if options.network != "policy" and (model.shard or few_bits):
+        key = "model.shard" if model.shard else "model.memory"
+        raise ConfigError(
+            f"rollout.exploration.network={options.network}: weights that {key} splits or stores in few bits have no "
+            "plain copy; use network=policy, or leave that out"
+        )
+    try:
+        options.check_group(run.rollout.group_size)
+    except ValueError as error:
+        raise ConfigError(f"rollout.exploration.{error}") from None
+
+
+def _check_samples(resolved: Resolved) -> None:
+    """What methods on finished samples cannot use, and the forwards that some must hold whole."""
+    run, algorithm = resolved.run, resolved.algorithm.build()
+    if run.rollout.shared_noise:
+        raise ConfigError(
+            f"rollout.shared_noise=true: the samples of {resolved.algorithm.name} differ by their initial noise; "
+            "set it to false"
+        )
+    if run.rollout.sampler is not None:
+        raise ConfigError(
+            f"rollout.sampler={run.rollout.sampler}: {resolved.algorithm.name} scores no transition, so it takes no "
+            "sampler; set it to null, and choose algorithm.solver"
+        )
+    check_group = getattr(resolved.algorithm.config, "check_group", None)
+    if check_group is not None:
+        try:
+            check_group(run.rollout.group_size)
+        except ValueError as error:
+            raise ConfigError(f"algorithm.{error}") from None
+    terms = algorithm.config.times.terms(run.rollout.num_inference_steps)
+    whole = {"term": 1, "sample": terms, "group": run.rollout.group_size}[algorithm.unit]
+    if whole > run.optim.batch_size:
+        what = "all samples of a prompt" if algorithm.unit == "group" else "all times of a sample"
+        raise ConfigError(
+            f"optim.batch_size={run.optim.batch_size}: a forward of {resolved.algorithm.name} must hold {what}, "
+            f"{whole} rows; raise it to at least {whole} (model.gradient_checkpointing=true saves memory)"
         )
 
 

@@ -11,14 +11,13 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import yaml
 
-from flowrl import registry
 from flowrl.checks import check
-from flowrl.reward import Card, Reward, WeightedReward
+from flowrl.components import Component, RewardPlan, component, model_component, reward_plan
+from flowrl.exploration import ExplorationConfig
 from flowrl.strict import ConfigError, Options, load_tree, validate
 
 
@@ -31,11 +30,18 @@ def _positive(**values: float | int | None) -> None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     prompts: str
-    """Training prompts: a .txt (one a line) or .jsonl (key `prompt`), or `shapes:train`."""
+    """Training prompts: a .txt (one a line), a .jsonl or .parquet, `hf:PATH` or `hf:PATH:SPLIT` for a data set (hub id
+    or folder), or `shapes:train`."""
     eval_prompts: str | None = None
     """Held-out prompts, same forms; null evaluates on the training prompts and says so."""
     max_eval_prompts: int | None = None
     """Use only the first so many held-out prompts."""
+    prompt_column: str = "prompt"
+    """Of a record: the text."""
+    image_column: str | None = None
+    """Of a record: its picture, or a list of them; null: `image` or `images`, where it has one."""
+    subset: str | None = None
+    """Of a data set that has several."""
     cache_text: bool = True
     """Embed every prompt at the start and free the text encoders."""
 
@@ -45,8 +51,8 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    sampler: Options = field(default_factory=lambda: {"name": "flow_sde"})
-    """Transition law of the stochastic steps: name and its own options."""
+    sampler: Options | None = None
+    """Transition law of the stochastic steps: name and its own options. Null: flow_sde, where the method needs one."""
     num_inference_steps: int = 10
     """Denoising steps of a training sample."""
     guidance_scale: float = 1.0
@@ -59,6 +65,8 @@ class RolloutConfig:
     """Samples per network forward and process."""
     shared_noise: bool = False
     """All samples of a prompt start from the same noise."""
+    exploration: ExplorationConfig | None = None
+    """Look at more samples cheaply and draw the most telling ones in full (flowrl/exploration.py); null: no."""
 
     def __post_init__(self) -> None:
         _positive(
@@ -210,37 +218,6 @@ def geometry(config: RunConfig) -> None:
         raise ValueError("rollout.group_size=1: a group-relative advantage needs at least 2 samples per prompt")
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
-    """A resolved component: its module and validated options."""
-
-    name: str
-    module: ModuleType
-    config: Any
-
-    def build(self) -> Any:
-        return self.module.build(self.config)
-
-
-def component(kind: str, options: Options, where: str, default: str | None = None) -> Component:
-    """The component that `options` names (else `default`), with its other keys validated by its own Config."""
-    rest = dict(options)
-    name = rest.pop("name", default)
-    if not isinstance(name, str):
-        raise ConfigError(f"{where}.name is required; there are: {', '.join(registry.names(kind))}")
-    try:
-        module = registry.load(kind, name)
-    except registry.UnknownName as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return Component(name, module, validate(_config_class(module, where, name), rest, where))
-
-
-def _config_class(module: ModuleType, where: str, name: str) -> type:
-    if not (hasattr(module, "Config") and hasattr(module, "build")):
-        raise ConfigError(f"{where}: {name} is no component: it must define Config and build(config)")
-    return module.Config
-
-
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read, override and validate; components are validated by `resolve`.
 
@@ -260,94 +237,6 @@ def dump(config: RunConfig) -> str:
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardEntry:
-    """Options every reward entry has; the others are the reward's own."""
-
-    name: str | None = None
-    """A built-in reward or a dotted module path."""
-    path: str | None = None
-    """Your own file with `score(images, prompts, metadata)`."""
-    weight: float = 1.0
-    """Share in the training value; 0 only looks at it."""
-    outputs: dict[str, float] = field(default_factory=dict)
-    """Of a reward with several values: value -> share; empty: its first."""
-    scale: float = 1.0
-    """The training value is clip(scale * raw + offset); raw is what is logged."""
-    offset: float = 0.0
-    clip: list[float] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.name is None) == (self.path is None):
-            raise ValueError("give either name or path")
-        if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
-            raise ValueError(f"clip={self.clip} must be [low, high]")
-
-
-@dataclass(frozen=True, slots=True)
-class RewardPlan:
-    """A reward entry with its module; `build` loads its weights, if it has any."""
-
-    entry: RewardEntry
-    module: ModuleType
-    config: Any
-
-    @property
-    def name(self) -> str:
-        return self.entry.name or Path(str(self.entry.path)).stem
-
-    def same_component(self, other: RewardPlan) -> bool:
-        """Whether both entries name one component with the same options of its own: it is then built and run once."""
-        # By name and plain values: a user's file is a new module, with a new Config class, each time it is loaded.
-        if self.module.__name__ != other.module.__name__:
-            return False
-        mine, theirs = (p.config and dataclasses.asdict(p.config) for p in (self, other))
-        return mine == theirs
-
-    def build(self, shared: Reward | None = None) -> WeightedReward:
-        """The entry with its component, or with `shared` where another entry has built that already."""
-        if shared is not None:
-            reward = shared
-        elif hasattr(self.module, "build"):
-            reward = self.module.build(self.config)
-        else:
-            reward = Reward(score=self.module.score, card=Card(outputs=(self.name,), source=str(self.entry.path)))
-        entry = self.entry
-        clip = (entry.clip[0], entry.clip[1]) if entry.clip is not None else None
-        return WeightedReward(self.name, reward, entry.weight, dict(entry.outputs), entry.scale, entry.offset, clip)
-
-
-def reward_plan(options: Options, where: str) -> RewardPlan:
-    """Resolve and validate one entry of `rewards`.
-
-    Raises:
-        ConfigError: no such reward, a file without `score`, a bad option.
-    """
-    common = {f.name for f in dataclasses.fields(RewardEntry)}
-    entry = validate(RewardEntry, {k: v for k, v in options.items() if k in common}, where)
-    own = {k: v for k, v in options.items() if k not in common}
-    name = entry.path if entry.path is not None else entry.name
-    try:
-        if entry.path is not None and not entry.path.endswith(".py"):
-            raise registry.UnknownName(f"path={entry.path!r} must be a .py file; use name for a module")
-        module = registry.load("rewards", name)
-    except registry.UnknownName as error:
-        raise ConfigError(f"{where}: {error}") from None
-    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is run
-        raise ConfigError(f"{where}: {name} cannot be imported: {type(error).__name__}: {error}") from error
-    if hasattr(module, "build"):
-        return RewardPlan(entry, module, validate(_config_class(module, where, str(name)), own, where))
-    if not callable(getattr(module, "score", None)):
-        raise ConfigError(f"{where}: {name} defines neither score(images, prompts, metadata) nor build(config)")
-    if own:
-        close = registry.suggest(next(iter(own)), sorted(common))
-        raise ConfigError(
-            f"{where}.{next(iter(own))}: unknown key; {close}a one-file reward without Config takes: "
-            f"{', '.join(sorted(common))}"
-        )
-    return RewardPlan(entry, module, None)
-
-
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """A run with every component found and its options validated; nothing is loaded yet."""
@@ -364,7 +253,8 @@ class Resolved:
         tree = to_tree(self.run)
         for place, part in (("model", self.model), ("algorithm", self.algorithm)):
             tree[place] = {"name": part.name} | to_tree(part.config)
-        tree["rollout"]["sampler"] = {"name": self.sampler.name} | to_tree(self.sampler.config)
+        if getattr(self.algorithm.build(), "needs", "edges") == "edges":
+            tree["rollout"]["sampler"] = {"name": self.sampler.name} | to_tree(self.sampler.config)
         return tree
 
 
@@ -372,14 +262,14 @@ def resolve(run: RunConfig) -> Resolved:
     """Find every component and check what spans several of them.
 
     Raises:
-        ConfigError: naming the key, the value and the remedy.
+        ConfigError, ModelError: naming the key, the value and the remedy.
     """
     if not run.rewards:
         raise ConfigError("rewards is empty: give at least one, such as [{name: jpeg}]")
     resolved = Resolved(
         run=run,
-        model=component("models", run.model, "model"),
-        sampler=component("samplers", run.rollout.sampler, "rollout.sampler", "flow_sde"),
+        model=model_component(run.model),
+        sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", "flow_sde"),
         algorithm=component("algorithms", run.algorithm, "algorithm", "flow_grpo"),
         rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
         eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),

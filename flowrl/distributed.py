@@ -9,17 +9,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
+
 
 class LaunchError(RuntimeError):
     """The processes of a run do not fit together."""
+
+
+class Elsewhere(RuntimeError):
+    """Another process failed in what all of them did together; the message is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,33 @@ class World:
     def barrier(self) -> None:
         self.any(False)
 
+    def together(self, work: Callable[[], T], errors: tuple[type[Exception], ...] = (Exception,)) -> list[T]:
+        """Do something on every process; everyone's result, by rank. `work` itself must not wait for others.
+
+        Raises:
+            Exception: what `work` raised here.
+            Elsewhere: it raised one of `errors` on another process, and not here.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except errors as caught:
+            error = caught
+        everyone = self.gather((result, None if error is None else str(error)))
+        if error is not None:
+            raise error
+        failed = next((text for _, text in everyone if text is not None), None)
+        if failed is not None:
+            raise Elsewhere(failed)
+        return [value for value, _ in everyone]
+
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+ALONE = World(0, 1, torch.device("cpu"))
+"""No other process to share anything with."""
 
 
 def join() -> World:
@@ -105,6 +135,11 @@ def shard(num_prompts: int, group_size: int, rank: int, size: int) -> list[tuple
         return [(slot, sample) for slot in range(low, high) for sample in range(group_size)]
     every = [(slot, sample) for slot in range(num_prompts) for sample in range(group_size)]
     return every[rank * len(every) // size : (rank + 1) * len(every) // size]
+
+
+def largest_shard(num_prompts: int, group_size: int, size: int) -> int:
+    """Samples of the rank that has most."""
+    return max(len(shard(num_prompts, group_size, rank, size)) for rank in range(size))
 
 
 def free_port() -> int:

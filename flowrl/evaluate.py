@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from flowrl import media
 from flowrl.checkpoint import write_atomically
 from flowrl.distributed import World
-from flowrl.models.base import ModelAdapter
+from flowrl.models.base import ModelAdapter, decoded
 from flowrl.plan import deterministic
 from flowrl.prompts import Prompt, Texts
 from flowrl.reward import Scorer
@@ -86,6 +88,8 @@ class Evaluator:
     samples_per_prompt: int
     batch_size: int
     save_images: int | None
+    sharded: bool = False
+    """Every forward, and `stop`, is then a step of all processes together."""
 
     def __call__(
         self,
@@ -105,23 +109,21 @@ class Evaluator:
             Interrupted: `stop()` became true on some process; all of them raise, and no scores are written.
         """
         prompts = self.prompts[:limit]
-        low = self.world.rank * len(prompts) // self.world.size
-        high = (self.world.rank + 1) * len(prompts) // self.world.size
         policy = Policy(self.adapter, Ode(), guidance_scale)
         plan = deterministic(self.adapter.schedule(num_inference_steps))
         noise = Noise(self.seed, "eval", None, self.adapter.latent_shape())
         own: list[tuple[SampleId, dict[str, float]]] = []
-        step = max(1, self.batch_size // self.samples_per_prompt)
-        for start in range(low, high, step):
+        for slots, counts in self._rounds(len(prompts)):
             if stop():
                 break
-            slots = range(start, min(start + step, high))
             ids = [SampleId(slot, k) for slot in slots for k in range(self.samples_per_prompt)]
             texts = [prompts[i.slot].text for i in ids]
             rows = torch.arange(len(slots)).repeat_interleave(self.samples_per_prompt)
             cond = self.texts.lookup([prompts[slot] for slot in slots])
             samples, _ = run(policy, plan, noise, ids, cond, rows, batch_size=self.batch_size, device=self.world.device)
-            images = self.adapter.decode(samples.x0.to(self.world.device)).cpu()
+            if not counts:
+                continue
+            images = decoded(self.adapter, samples.x0.to(self.world.device), cond, rows).cpu()
             scores = self.scorer.score(images, texts, [prompts[i.slot].metadata for i in ids]).raw
             own += [(i, {name: float(value[j]) for name, value in scores.items()}) for j, i in enumerate(ids)]
             if save:
@@ -140,20 +142,25 @@ class Evaluator:
             result.save(self.folder / "eval")
         return result
 
+    def _rounds(self, prompts: int) -> list[tuple[range, bool]]:
+        """This process's prompts, some at a time, and whether they count: of a sharded network all processes make as
+        many rounds, each of as many forwards; those that are done repeat the first prompt."""
+        size, step = self.world.size, max(1, self.batch_size // self.samples_per_prompt)
+        bounds = [rank * prompts // size for rank in range(size + 1)]
+        every = [
+            [range(start, min(start + step, high)) for start in range(low, high, step)]
+            for low, high in itertools.pairwise(bounds)
+        ]
+        own = every[self.world.rank]
+        idle = max(map(len, every)) - len(own) if self.sharded else 0
+        return [(slots, True) for slots in own] + [(range(1), False)] * idle
+
     def _keep(self, tag: str, ids: Sequence[SampleId], images: torch.Tensor) -> None:
         target = self.folder / "eval" / tag
         for i, image in zip(ids, images, strict=True):
             if self.save_images is None or i.slot < self.save_images:
                 target.mkdir(parents=True, exist_ok=True)
-                save_png(image, target / f"{i.slot:05d}-{i.sample}.png")
-
-
-def save_png(image: torch.Tensor, file: Path) -> None:
-    """A [3, H, W] picture in [0, 1], rounded to 8 bits, so that scoring the file repeats the logged score."""
-    from PIL import Image
-
-    pixels = (image * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
-    Image.fromarray(pixels).save(file)
+                media.write(image, target / f"{i.slot:05d}-{i.sample}")
 
 
 def interval(per_prompt: np.ndarray, seed: int = 0) -> dict[str, float]:

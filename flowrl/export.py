@@ -22,7 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.config import ConfigError, component, load_tree
+from flowrl.components import component
+from flowrl.config import ConfigError, load_tree
 from flowrl.models.base import ModelError, loading, null_components, resolve_path, torch_dtype
 from flowrl.models.weights import component_names, lora_file, lora_places, read_lora
 
@@ -148,22 +149,14 @@ def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
             if path.endswith(".safetensors"):
                 raise ModelError(f"{model!r} is a single file: its family is not known; give a folder or a hub id")
             return DiffusionPipeline.from_pretrained(path, dtype=dtype, **null_components(path)), {}
-    tree, config = load_tree(folder / "config.yaml"), _model(folder).config
+    tree = load_tree(folder / "config.yaml")
     adapter = _with_update(_model(folder), _trained(folder), merge=False)
     rollout, evaluation = tree["rollout"], tree["eval"]
     steps = evaluation["num_inference_steps"] or rollout["num_inference_steps"]
     guidance = evaluation["guidance_scale"]
     guidance = rollout["guidance_scale"] if guidance is None else guidance
-    if hasattr(adapter, "call"):
-        return adapter.pipeline, adapter.call.own(steps, guidance)
-    options = {
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "height": config.height,
-        "width": config.width,
-        "max_sequence_length": getattr(config, "max_sequence_length", None),
-    }
-    return adapter.pipeline, {name: value for name, value in options.items() if value is not None}
+    call = adapter.own_call(steps, guidance)
+    return adapter.pipeline, call
 
 
 def _model(run: Path) -> Any:

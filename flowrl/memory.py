@@ -16,32 +16,35 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
               update      forward, the reference's forward if there is a KL, and backward at optim.batch_size;
                           at least the gradient with its three flat copies (16 bytes per trained weight)
 
+`model.memory` is followed: weights in few bits at what the libraries store and make of them (flowrl/fewbits.py); parts
+of group_offload are not resident, their largest leaf is added where they work; slicing and tiling are the VAE's own.
+
 Not in it: reward models, the backbone of saliency maps, the CUDA context (about 0.5 GB), library workspaces
 and fragmentation. Attention is counted as a fused kernel, without its matrix of weights. Add 10 to 20 %.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from flowrl import fewbits
 from flowrl.config import Resolved, RunConfig
 from flowrl.distributed import shard
-from flowrl.models.base import asset_folder, asset_roots, loading, torch_dtype
-from flowrl.models.weights import Weights
+from flowrl.matching import training_guidance
+from flowrl.meter import faked, measured
+from flowrl.models._classes import config_folder
+from flowrl.models._outline import Outline, Unmeasurable
+from flowrl.models._savings import cast_frozen, offloaded, require_known
+from flowrl.models.base import loading, torch_dtype
+from flowrl.models.weights import Weights, component_names
 from flowrl.plan import StepPlan
 from flowrl.types import Condition, SampleId
 
@@ -59,17 +62,9 @@ def locate(path: str) -> Path:
     Raises:
         UnknownModel: the files are not on this machine.
     """
-    asset = asset_folder(path)
-    if asset is not None:
-        return asset
-    local = Path(path).expanduser()
-    if (local / "model_index.json").is_file():
-        return local
-    for root in asset_roots():
-        index = root / "model_configs" / "index.json"
-        known = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
-        if path in known:
-            return index.parent / known[path]
+    folder = config_folder(path)
+    if folder is not None:
+        return folder
     raise UnknownModel(
         f"model.path={path!r}: its configuration is not embedded, so schedule and memory are not known before the "
         "model is here; give a folder that holds it"
@@ -87,57 +82,12 @@ def skeleton(resolved: Resolved) -> Any:
         raise UnknownModel(f"model.name={resolved.model.name!r} cannot be measured without its weights")
     path = resolved.model.config.path
     folder = locate(path)
+    if resolved.model.config.attention is not None:
+        require_known(resolved.model.config.attention)
+    # A plan asks for no kernels: attention is counted as a fused one.
+    config = dataclasses.replace(resolved.model.config, attention=None)
     with loading("model.path", path):
-        return make(resolved.model.config, folder)
-
-
-_ATEN = torch.ops.aten
-_FLOP = {
-    **flop_registry,
-    # torch counts attention on a GPU only.
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
-        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-    ),
-}
-
-
-class Meter(TorchDispatchMode):
-    """Bytes of the storages made inside the block: `now` still alive, `peak` the most at any moment; and `flop`.
-
-    torch's own FlopCounterMode keeps activations alive under gradient checkpointing, so it cannot run beside this.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = self.flop = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        formula = _FLOP.get(func._overloadpacket)
-        if formula is not None:
-            self.flop += formula(*args, **kwargs, out_val=result)
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key in given or key in self._alive:
-                continue  # a view, or written in place
-            self._alive.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._free, key, size)
-        return result
-
-    def _free(self, key: int, size: int) -> None:
-        self._alive.discard(key)
-        self.now -= size
+        return make(config, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +96,12 @@ class Phase:
 
     name: str
     resident: int
-    transient: int
+    transient: int | None
+    """None: not known without weights."""
 
     @property
-    def peak(self) -> int:
-        return self.resident + self.transient
+    def peak(self) -> int | None:
+        return None if self.transient is None else self.resident + self.transient
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +110,10 @@ class Estimate:
 
     parameters: dict[str, int]
     """Of every part of the pipeline, as published; without the adapter."""
+    stored: dict[str, int]
+    """Of the same parts, as this run stores them."""
+    offloaded: tuple[str, ...]
+    """Parts that stay in host memory."""
     trained: int
     lora_modules: int
     """Modules the adapter binds to; 0 for full fine-tuning."""
@@ -176,13 +131,25 @@ class Estimate:
     pictures: int
     """Host memory: decoded pictures of a rollout."""
     phases: tuple[Phase, ...]
-    rollout_flop: float
+    rollout_flop: float | None
     """Floating-point operations of the network in a rollout; a multiply-add counts as 2."""
-    update_flop: float
+    update_flop: float | None
+    unknown: dict[str, str]
+    """What is not known without weights -> why."""
+
+    def spared(self, processes: int, *, full: bool) -> int:
+        """Resident bytes that each process is spared where `model.shard` splits the denoiser over so many.
+
+        The frozen base, or with full weights these with their moments, EMA and snapshots. Blocks that are gathered at a
+        moment (about three) and the gradients of one come back on top.
+        """
+        split = self.stored["denoiser"] + (self.moments + self.ema + self.snapshots if full else 0)
+        return split - -(-split // processes)
 
     @property
-    def peak(self) -> Phase:
-        return max(self.phases, key=lambda phase: phase.peak)
+    def peak(self) -> Phase | None:
+        """The largest phase, where all are known."""
+        return None if self.unknown else max(self.phases, key=lambda phase: phase.peak or 0)
 
 
 def count(module: nn.Module | None) -> int:
@@ -212,17 +179,33 @@ def trained_share(resolved: Resolved, plan: StepPlan) -> float:
     run, algorithm = resolved.run, resolved.algorithm.build()
     size, rule = run.rollout.group_size, getattr(algorithm.config, "advantages", None)
     samples = 1.0 if rule is None or rule.select is None else rule.select.keep / size
+    if algorithm.needs == "samples":
+        return samples
     kept = algorithm.kept_edges([SampleId(0, k) for k in range(size)], plan, 1, run.seed)
     return samples if kept is None else samples * float(kept.float().mean())
 
 
-def forward_rows(run: RunConfig, plan: StepPlan, samples: int, slots: int, share: float = 1.0) -> tuple[int, int]:
+def terms_per_sample(resolved: Resolved, plan: StepPlan) -> int:
+    """Rows of one sample in a pass of the updates: its trained steps, or its times where a method noises it again.
+
+    Raises:
+        ValueError: the grid does not have the times.
+    """
+    algorithm = resolved.algorithm.build()
+    if algorithm.needs == "edges":
+        return len(plan.train)
+    return algorithm.times(plan.schedule, [SampleId(0, 0)], 1, resolved.run.seed).sigma.shape[1]
+
+
+def forward_rows(
+    run: RunConfig, plan: StepPlan, samples: int, slots: int, share: float = 1.0, terms: int | None = None
+) -> tuple[int, int]:
     """Network evaluations of an iteration's rollout and updates, for `samples` samples of `slots` prompts,
-    where `share` of the edges is trained.
+    where `share` of the edges is trained, or of `terms` for each sample.
 
     Samples of one start share them up to the first stochastic step; CFG, a reference and dead groups apart.
     """
-    steps, trained = len(plan), len(plan.train)
+    steps, trained = len(plan), len(plan.train) if terms is None else terms
     if not run.rollout.shared_noise or not any(plan.stochastic):
         return samples * steps, round(samples * trained * share)
     first, updates = plan.stochastic.index(True), run.optim.updates_per_iteration
@@ -244,30 +227,35 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     run, config, pipeline = resolved.run, resolved.model.config, adapter.pipeline
     dtype, used = torch_dtype(config.dtype), resolved.algorithm.build().roles
     encoders = {name: part for name, part in pipeline.components.items() if name.startswith("text_encoder") and part}
-    parameters = {"denoiser": count(adapter.network), "vae": count(pipeline.vae)}
-    parameters |= {name: count(part) for name, part in encoders.items()}
+    parts = {"denoiser": adapter.network, "vae": pipeline.vae} | encoders
+    parameters = {name: count(part) for name, part in parts.items()}
     roles = [role for role in used if role != "reference" or config.lora is None]
-    with torch.device("meta"):
-        weights = Weights(adapter.network, config.lora, adapter.lora_targets, seed=0)
-    trained = weights.count
+    weights = _weights(adapter, config)
+    trained, away = weights.count, offloaded(pipeline, config)
+    stored = {name: size(part) for name, part in parts.items()}
+    stored["denoiser"] -= _FLOAT * trained if config.lora else 0
     own = shard(run.rollout.prompts_per_iteration, run.rollout.group_size, 0, processes)
-    samples = len(own)
-    latent = torch.Size(adapter.latent_shape()).numel()
+
+    def resident(names: Iterable[str]) -> int:
+        return sum(stored[name] for name in names if name not in away)
+
     prompt = sum(torch.Size(shape).numel() for shape in adapter.condition_shapes().values()) * dtype.itemsize
     embeddings = prompt * prompts if run.data.cache_text else 0
-    ema = trained * _FLOAT if run.optim.ema else 0
-    snapshots = trained * _FLOAT * len(roles)
-    base = size(adapter.network) + size(pipeline.vae)
+    ema, snapshots = (trained * _FLOAT if run.optim.ema else 0), trained * _FLOAT * len(roles)
+    base = size(adapter.network) + resident(["vae"])
     at_work = max(run.rollout.prompts_per_iteration, run.eval.batch_size // run.eval.samples_per_prompt)
     loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
-    if not run.data.cache_text:
-        loaded += sum(size(part) for part in encoders.values())
-    sampled, trained_on = forward_rows(
-        run, plan, samples, len({slot for slot, _ in own}), trained_share(resolved, plan)
-    )
-    measured = _measure(adapter, encoders, resolved, reference=bool(used))
+    loaded += 0 if run.data.cache_text else resident(encoders)
+    terms = resolved.algorithm.build().passes * terms_per_sample(resolved, plan)
+    samples, slots = len(own), len({slot for slot, _ in own})
+    sampled, trained_on = forward_rows(run, plan, samples, slots, trained_share(resolved, plan), terms)
+    transient, unknown = _measure(adapter, encoders, resolved, reference=bool(used))
+    if transient["update"] is not None:
+        transient["update"] = max(transient["update"], 4 * _FLOAT * trained)
     return Estimate(
         parameters=parameters,
+        stored=stored,
+        offloaded=tuple(away),
         trained=trained,
         lora_modules=sum(".lora_A." in name for name in weights.parameters),
         saved=trained * _FLOAT + _HEADER_PER_TENSOR * len(weights.parameters),
@@ -276,78 +264,105 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         moments=2 * _FLOAT * trained,
         ema=ema,
         snapshots=snapshots,
-        latents=samples * (nodes_per_sample(plan) + 1) * latent * _FLOAT,
+        latents=samples * (nodes_per_sample(plan) + 1) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
         pictures=samples * 3 * getattr(adapter, "num_frames", 1) * adapter.height * adapter.width * _FLOAT,
         phases=(
-            Phase("encode", base + sum(size(part) for part in encoders.values()), measured["encode"]),
-            Phase("rollout", loaded, measured["rollout"]),
-            Phase("decode", loaded, measured["decode"]),
-            Phase("evaluation", loaded, measured["evaluation"]),
-            Phase("update", loaded, max(measured["update"], 4 * _FLOAT * trained)),
+            Phase("encode", base + resident(encoders), transient["encode"]),
+            *(Phase(name, loaded, transient[name]) for name in ("rollout", "decode", "evaluation", "update")),
         ),
-        rollout_flop=measured["forward_flop"] * sampled,
-        update_flop=measured["edge_flop"] * trained_on,
+        rollout_flop=_times(transient["forward_flop"], sampled),
+        update_flop=_times(transient["edge_flop"], trained_on),
+        unknown=unknown,
     )
 
 
-def _measure(adapter: Any, encoders: dict[str, nn.Module], resolved: Resolved, *, reference: bool) -> dict[str, float]:
-    """Transient bytes of every phase, and operations per sample of a forward and of an update's edge."""
-    run = resolved.run
+def _weights(adapter: Any, config: Any) -> Weights:
+    """What is trained, with the frozen weights stored as the memory options say."""
+    networks = component_names(adapter.network).values()
+    fewbits.quantise(networks, config)
+    with torch.device("meta"):
+        weights = Weights(adapter.network, config.lora, adapter.lora_targets, seed=0)
+    cast_frozen(networks, config)
+    fewbits.imitate_casting(networks, config)
+    return weights
+
+
+def _times(one: float | None, count: float) -> float | None:
+    return None if one is None else one * count
+
+
+def _measure(
+    adapter: Any, encoders: dict[str, nn.Module], resolved: Resolved, *, reference: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(transient bytes of every phase, and operations per sample of a forward and of an update's edge; what of it
+    cannot be measured, and why)."""
+    run, config, vae = resolved.run, resolved.model.config, adapter.pipeline.vae
     guidance = run.rollout.guidance_scale
     eval_guidance = guidance if run.eval.guidance_scale is None else run.eval.guidance_scale
-    batch, edges = run.rollout.batch_size, run.optim.batch_size
-    with _faked(adapter.network, adapter.pipeline.vae, *encoders.values()):
-        forward = _run(lambda: _predict(adapter, batch, guidance), grad=False)
-        latents = (batch, *adapter.latent_shape())
-        decode = _run(lambda: adapter.decode(torch.empty(latents)), grad=False)
-        update = _run(lambda: _loss(adapter, edges, guidance, reference).backward(), grad=True)
-        encode = max((_run(lambda e=e: _encode(e, adapter), grad=False)[0] for e in encoders.values()), default=0)
+    batch, edges, shown = run.rollout.batch_size, run.optim.batch_size, run.eval.batch_size
+    algorithm, in_training = resolved.algorithm.build(), guidance
+    if algorithm.needs == "samples":
+        in_training = training_guidance(adapter, guidance, algorithm.config.guidance_scale)
+    visiting, unknown = offloaded(adapter.pipeline, config), {}
+    leaf = {name: largest_leaf(part) if name in visiting else 0 for name, part in ({"vae": vae} | encoders).items()}
+
+    def attempt(what: str, work: Callable[[], Any], *, grad: bool = False) -> tuple[int | None, float | None]:
+        try:
+            return measured(work, grad=grad)
+        except Unmeasurable as error:
+            unknown[what] = str(error)
+            return None, None
+
+    with faked(adapter.network, vae, *encoders.values()):
+        forward = attempt("rollout", lambda: _predict(adapter, batch, guidance))
         held_out = forward
         if eval_guidance != guidance:
-            held_out = _run(lambda: _predict(adapter, batch, eval_guidance), grad=False)
-    share = run.eval.batch_size / batch
+            held_out = attempt("rollout", lambda: _predict(adapter, batch, eval_guidance))
+        decode = attempt("decode", lambda: _decode(adapter, batch))
+        # One by one, a batch takes hardly more than a picture; otherwise bytes are proportional to it.
+        pictures = attempt("decode", lambda: _decode(adapter, shown)) if config.memory.vae_slicing else decode
+        update = attempt("update", lambda: _loss(adapter, edges, in_training, reference).backward(), grad=True)
+        texts = [
+            measured(lambda n=n, e=e: _encode(n, e, adapter), grad=False)[0] + leaf[n] for n, e in encoders.items()
+        ]
+    share, evaluation = shown / batch, None
+    if held_out[0] is not None and pictures[0] is not None:
+        largest = pictures[0] * (1 if config.memory.vae_slicing else share) + leaf["vae"]
+        evaluation = max(round(share * held_out[0]), round(largest))
     return {
-        "encode": encode,
+        "encode": max(texts, default=0),
         "rollout": forward[0],
-        "decode": decode[0],
-        "evaluation": round(share * max(held_out[0], decode[0])),
+        "decode": None if decode[0] is None else decode[0] + leaf["vae"],
+        "evaluation": evaluation,
         "update": update[0],
-        "forward_flop": forward[1] / batch,
-        "edge_flop": update[1] / edges,
-    }
+        "forward_flop": _times(forward[1], 1 / batch),
+        "edge_flop": _times(update[1], 1 / edges),
+    }, unknown
 
 
-@contextmanager
-def _faked(*modules: nn.Module) -> Iterator[None]:
-    """Fake tensors inside the block; the meta parameters of `modules` become fake ones on the CPU."""
-    with FakeTensorMode():
-        for part in (sub for module in modules for sub in module.modules()):
-            for name, p in part._parameters.items():
-                if p is not None:
-                    part._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
-            for name, b in part._buffers.items():
-                if b is not None:
-                    part._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
-            for name, t in vars(part).items():
-                if isinstance(t, torch.Tensor):  # tables that are no buffers, as Qwen-Image's rotary ones
-                    setattr(part, name, torch.empty(t.shape, dtype=t.dtype))
-        yield
+def largest_leaf(part: nn.Module) -> int:
+    """Bytes of the largest module of a part that visits the device leaf by leaf."""
+    return max(sum(t.numel() * t.element_size() for t in module.parameters(False)) for module in part.modules())
 
 
-def _run(work: Callable[[], Any], *, grad: bool) -> tuple[int, float]:
-    """(peak bytes, operations) of some work."""
-    with torch.set_grad_enabled(grad), Meter() as meter:
-        work()
-    return meter.peak, float(meter.flop)
+def _decode(adapter: Any, batch: int) -> Any:
+    return adapter.decode(torch.empty(batch, *adapter.latent_shape()))
 
 
 def _predict(adapter: Any, batch: int, guidance_scale: float) -> torch.Tensor:
     """One guided forward of `batch` samples, as the run makes it."""
-    dtype = torch_dtype(adapter.config.dtype)
-    cond = Condition({k: torch.empty(batch, *shape, dtype=dtype) for k, shape in adapter.condition_shapes().items()})
+    cond = _condition(adapter, batch)
     adapter.unconditional = cond.index(torch.zeros(1, dtype=torch.int64))
     x, timestep = torch.empty(batch, *adapter.latent_shape()), torch.full((batch,), 500.0)
     return adapter.predict(x, timestep, cond, guidance_scale)
+
+
+def _condition(adapter: Any, batch: int) -> Condition:
+    """Embeddings of `batch` prompts without values."""
+    if isinstance(adapter, Outline):
+        return adapter.blank_condition(batch)
+    dtype = torch_dtype(adapter.config.dtype)
+    return Condition({k: torch.empty(batch, *shape, dtype=dtype) for k, shape in adapter.condition_shapes().items()})
 
 
 def _loss(adapter: Any, batch: int, guidance_scale: float, reference: bool) -> torch.Tensor:
@@ -359,9 +374,12 @@ def _loss(adapter: Any, batch: int, guidance_scale: float, reference: bool) -> t
     return output.square().mean()
 
 
-def _encode(encoder: nn.Module, adapter: Any) -> Any:
-    # CLIP pads to its table of positions; that of a language model is far longer than any prompt.
-    positions = getattr(encoder.config, "max_position_embeddings", None) or _LONG
-    tokens = positions if positions < _LONG else adapter.config.max_sequence_length
+def _encode(name: str, encoder: nn.Module, adapter: Any) -> Any:
+    if isinstance(adapter, Outline):
+        tokens = adapter.text_tokens[name]
+    else:
+        # CLIP pads to its table of positions; that of a language model is far longer than any prompt.
+        positions = getattr(encoder.config, "max_position_embeddings", None) or _LONG
+        tokens = positions if positions < _LONG else adapter.config.max_sequence_length
     ids = torch.zeros(getattr(adapter, "text_batch", TEXT_BATCH), tokens, dtype=torch.int64)
     return encoder(ids, output_hidden_states=True)

@@ -32,11 +32,12 @@ class Sums:
         self.values[name] += value
         self.counts[name] += count
 
-    def add_loss(self, output: LossOutput, steps: Tensor) -> None:
-        """Metrics of a microbatch of E edges, and its per-step values by denoising step, steps [E]."""
+    def add_loss(self, output: LossOutput, size: int, steps: Tensor | None = None) -> None:
+        """Metrics of a batch of `size` rows, and its per-step values by denoising step, steps [size]."""
         for name, value in output.metrics.items():
-            self.add(name, float(value), len(steps))
+            self.add(name, float(value), size)
         for name, values in output.per_step.items():
+            assert steps is not None
             for k in steps.unique().tolist():
                 chosen = values[steps == k]
                 self.add(f"{name}/step{k:02d}", float(chosen.sum()), len(chosen))

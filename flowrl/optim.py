@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config import OptimConfig
+from flowrl.distributed import ALONE, World
 from flowrl.models.weights import Weights
 
 
@@ -28,18 +29,26 @@ class Optimizer:
         weights: what is trained; its "ema" role is kept here if asked for.
         total_updates: of the whole run, for the learning-rate schedule.
         loss_scaling: float16 training; the scale starts at 2^16 and follows overflows as usual.
+        world: the processes that weights are split over, where they are: each steps its own rows.
     """
 
     def __init__(
-        self, weights: Weights, config: OptimConfig, total_updates: int, *, loss_scaling: bool = False
+        self,
+        weights: Weights,
+        config: OptimConfig,
+        total_updates: int,
+        *,
+        loss_scaling: bool = False,
+        world: World = ALONE,
     ) -> None:
         self.weights, self.config, self.total_updates = weights, config, max(total_updates, 1)
+        self.world = world
         self.updates = 0
         self.skipped = 0
         self.scale = 2.0**16 if loss_scaling else 1.0
         self.dynamic_scale = loss_scaling
         self._good_steps = 0
-        self.parameters = list(weights.parameters.values())
+        self.parameters = list(weights.values.values())
         self.adam = torch.optim.AdamW(
             self.parameters,
             lr=config.learning_rate,
@@ -68,17 +77,23 @@ class Optimizer:
         return base
 
     def zero_grad(self) -> None:
-        for p in self.parameters:
+        for p in (*self.parameters, *self.weights.parameters.values()):
             p.grad = None
 
     def flat_gradient(self) -> Tensor:
-        """All gradients as one vector; a parameter without one counts as zeros."""
-        return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in self.parameters])
+        """All gradients as one vector, of split weights this process's rows; one that is missing counts as zeros."""
+        pairs = zip(self.weights.gradients(), self.parameters, strict=True)
+        return torch.cat([(torch.zeros_like(p) if grad is None else grad).flatten() for grad, p in pairs])
+
+    def _norm(self, gradient: Tensor) -> float:
+        """Of the whole gradient, the same number on every process."""
+        norm = torch.linalg.vector_norm(gradient)
+        return float(self.world.all_reduce_sum(norm.square()).sqrt() if self.weights.split else norm)
 
     def step(self, gradient: Tensor) -> StepReport:
         """Clip the (unscaled) flat gradient, move the weights, move the average."""
         rate = self.learning_rate()
-        norm = float(torch.linalg.vector_norm(gradient))
+        norm = self._norm(gradient)
         if not math.isfinite(norm):
             self.skipped += 1
             self._grow(False)
@@ -114,15 +129,12 @@ class Optimizer:
         if ema is None or self.updates % ema.every:
             return
         decay = min(ema.decay, (1 + self.updates) / (10 + self.updates)) if ema.warmup else ema.decay
-        copies = self.weights.copies["ema"]
-        torch._foreach_lerp_(
-            [copies[name] for name in self.weights.parameters], [p.detach() for p in self.parameters], 1 - decay
-        )
+        self.weights.follow("ema", decay)
 
     def state(self) -> tuple[dict[str, Tensor], dict]:
         """(moments as flat names, counters)."""
         tensors: dict[str, Tensor] = {}
-        for name, p in self.weights.parameters.items():
+        for name, p in self.weights.values.items():
             for key, value in self.adam.state.get(p, {}).items():
                 tensors[f"{name}/{key}"] = torch.as_tensor(value)
         counters = {"updates": self.updates, "skipped": self.skipped, "scale": self.scale, "good": self._good_steps}
@@ -131,7 +143,7 @@ class Optimizer:
     def load_state(self, tensors: dict[str, Tensor], counters: dict) -> None:
         """Inverse of `state`."""
         self.adam.state.clear()
-        for name, p in self.weights.parameters.items():
+        for name, p in self.weights.values.items():
             found = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
             if found:
                 # Adam keeps its step counter on the CPU, the moments beside the parameter.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowrl.process import Process
 from flowrl.rng import permutation, stream
+from flowrl.sa_solver import noise_levels, sa_schedule
 from flowrl.schedules import Schedule, shift_sigmas
 from flowrl.solvers import Solver
 from flowrl.types import SampleId, Step
@@ -29,7 +30,7 @@ class StepPlan:
     noise_level: tuple[float, ...]
     train: tuple[int, ...]
     solver: tuple[Solver, ...] = ()
-    """How each deterministic step is taken; empty: `ode` everywhere."""
+    """How each step without a law is taken; empty: `ode` everywhere. `sa` takes its noise level as tau."""
 
     def __post_init__(self) -> None:
         num_steps = len(self.schedule)
@@ -42,7 +43,7 @@ class StepPlan:
         for k, solver in enumerate(self.solver):
             if solver not in get_args(Solver):
                 raise ValueError(f"the plan solves step {k} by {solver!r}; there are {', '.join(get_args(Solver))}")
-            if solver != "ode" and self.stochastic[k]:
+            if solver not in ("ode", "sa") and self.noise_level[k] > 0:
                 raise ValueError(
                     f"the plan gives step {k} a noise level ({self.noise_level[k]:g}) and the solver {solver!r}: "
                     "a stochastic step takes its law from the sampler"
@@ -53,7 +54,7 @@ class StepPlan:
         if outside:
             raise ValueError(f"the plan trains step {outside[0]}, but there are only steps 0..{num_steps - 1}")
         for k in self.train:
-            if not self.noise_level[k] > 0:
+            if not self.stochastic[k]:
                 raise ValueError(
                     f"the plan trains step {k}, which is deterministic (noise level {self.noise_level[k]:g}): "
                     "it has no log-prob"
@@ -66,7 +67,8 @@ class StepPlan:
 
     @property
     def stochastic(self) -> tuple[bool, ...]:
-        return tuple(level > 0 for level in self.noise_level)
+        """Steps that draw from the sampler's law, which has a density."""
+        return tuple(level > 0 and how != "sa" for level, how in zip(self.noise_level, self.solver, strict=True))
 
     def steps(self, index: Tensor, process: Process, device: torch.device | str = "cpu") -> Step:
         """The steps of `index` [B] as [B] tensors."""
@@ -87,9 +89,16 @@ class StepPlan:
         return Step(index=index.to(device), **{name: value.to(device) for name, value in columns.items()})
 
 
-def deterministic(schedule: Schedule) -> StepPlan:
-    """Every step an ODE step: evaluation and sampling."""
-    return StepPlan(schedule=schedule, noise_level=(0.0,) * len(schedule), train=())
+def deterministic(schedule: Schedule, solver: Solver = "ode") -> StepPlan:
+    """No step has a law: evaluation, sampling, and rollouts of methods without log-probs."""
+    num_steps = len(schedule)
+    return StepPlan(schedule=schedule, noise_level=(0.0,) * num_steps, train=(), solver=(solver,) * num_steps)
+
+
+def stochastic_solver(schedule: Schedule, noise_level: float) -> StepPlan:
+    """Every step by the SA-Solver on its own grid, with noise in the middle of the path."""
+    grid = sa_schedule(schedule)
+    return replace(deterministic(grid, "sa"), noise_level=noise_levels(grid, noise_level))
 
 
 def window(schedule: Schedule, noise_level: float, steps: Sequence[int] | None = None) -> StepPlan:

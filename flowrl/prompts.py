@@ -1,19 +1,17 @@
-"""Prompt data: text files, JSONL with metadata and pictures, the shapes world; the order of a run; embeddings."""
+"""Prompts with their pictures and metadata, the order of a run, cached embeddings; flowrl/sources.py reads them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flowrl import shapes
 from flowrl.config import ConfigError
-from flowrl.models.base import PACKAGE, ModelAdapter
+from flowrl.models.base import ModelAdapter
 from flowrl.rng import permutation
 from flowrl.types import Condition
 
@@ -31,95 +29,7 @@ class Prompt:
     """Absolute paths of its reference pictures or first frame; the rewards find them as metadata["images"]."""
 
 
-def load_prompts(source: str, key: str) -> list[Prompt]:
-    """Prompts of a .txt, a .jsonl, an embedded list such as `shapes-train.txt`, or `shapes:train|heldout`.
-
-    Args:
-        source: where they are.
-        key: the configuration key, for the message.
-
-    Raises:
-        ConfigError: no such file, an empty list, a broken line, a picture that is missing or cannot be read.
-    """
-    if source.startswith("shapes:"):
-        try:
-            return [Prompt(text) for text in shapes.prompts(source.removeprefix("shapes:"))]
-        except ValueError as error:
-            raise ConfigError(f"{key}={source!r}: {error}") from None
-    file = _find(source)
-    if file is None:
-        raise ConfigError(f"{key}={source!r}: there is no such file; give a .txt (one prompt a line) or a .jsonl")
-    try:
-        text = file.read_text(encoding="utf-8-sig")  # a byte-order mark is no part of the first prompt
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{key}={source!r}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    # Not splitlines: it also breaks at U+2028 and the like, which JSON strings may hold.
-    lines = [line.strip() for line in text.split("\n")]
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
-    if not numbered:
-        raise ConfigError(f"{key}={source!r}: the file holds no prompt; write one a line")
-    if file.suffix != ".jsonl":
-        return [Prompt(line) for _, line in numbered]
-    read: set[Path] = set()
-    return [_record(line, f"{key}={source!r}, line {number}", file.parent, read) for number, line in numbered]
-
-
-def _find(source: str) -> Path | None:
-    places = [
-        Path(source).expanduser(),
-        PACKAGE / "assets/prompts" / source,
-        PACKAGE.parent / "assets/prompts" / source,
-    ]
-    return next((place for place in places if place.is_file()), None)
-
-
-def _record(line: str, where: str, folder: Path, read: set[Path]) -> Prompt:
-    """A line of a .jsonl; its pictures are tried unless they are among those already `read`."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        raise ConfigError(f"{where}: needs an object with a string under 'prompt', got {line[:80]!r}")
-    metadata = {k: v for k, v in record.items() if k not in ("prompt", "image", "images")}
-    names = _picture_names(record, where)
-    if not names:
-        return Prompt(record["prompt"], metadata)
-    files = [folder.joinpath(Path(name).expanduser()).resolve() for name in names]
-    for name, file in zip(names, files, strict=True):
-        if file not in read:
-            _try_picture(name, file, where)
-            read.add(file)
-    pictures = tuple(str(file) for file in files)
-    return Prompt(record["prompt"], metadata | {"images": list(pictures)}, pictures)
-
-
-def _picture_names(record: dict, where: str) -> list[str]:
-    """Paths under "image" or "images", as the record has them."""
-    if "image" in record and "images" in record:
-        raise ConfigError(f"{where}: has both 'image' and 'images'; keep one of them")
-    if "image" in record:
-        given = [record["image"]]
-    elif "images" in record:
-        given = record["images"]
-    else:
-        return []
-    if not isinstance(given, list) or not given or not all(isinstance(name, str) and name for name in given):
-        raise ConfigError(f"{where}: needs a path under 'image', or a list of paths under 'images'; got {given!r}")
-    return given
-
-
-def _try_picture(name: str, file: Path, where: str) -> None:
-    if not file.is_file():
-        raise ConfigError(f"{where}: there is no picture {name!r} ({file}); paths are relative to the file of prompts")
-    try:
-        open_picture(file)
-    # Pillow reports a broken PNG as SyntaxError, a broken header as ValueError, anything else as OSError.
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigError(f"{where}: {name!r} cannot be read as a picture: {error}") from None
-
-
-def open_picture(path: str | Path) -> Image:
+def open_picture(path: str | Path | IO[bytes]) -> Image:
     """RGB, turned upright."""
     from PIL import Image, ImageOps
 
@@ -142,7 +52,7 @@ def require_pictures(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str,
         if count < least:
             raise ConfigError(
                 f"{where} has {count} picture(s), but {kind} needs {least}; give the paths under 'image' or 'images' "
-                "in a .jsonl"
+                "in a .jsonl, or data.image_column of a data set"
             )
         if bool(count) != bool(first.pictures):
             raise ConfigError(
@@ -158,23 +68,53 @@ def picture_limits(adapter: ModelAdapter) -> tuple[int, int]:
 class PromptSource:
     """An endless, seeded order over prompts: epoch after epoch, each a fresh permutation.
 
-    The draw of an iteration depends on (seed, iteration) alone, so a resume needs no state.
+    The draw of an iteration depends on (seed, iteration) and on the prompts that were retired before it, nothing else.
     """
 
     def __init__(self, prompts: Sequence[Prompt], per_iteration: int, seed: int) -> None:
         self.prompts, self.per_iteration, self.seed = list(prompts), per_iteration, seed
+        self.retired: set[int] = set()
+        self.since = (0, 0)
+        """Iteration of the last retirement, and the place in the order behind it."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Every prompt is retired."""
+        return len(self.retired) == len(self.prompts)
 
     def draw(self, iteration: int) -> list[int]:
         """Indices of the prompts of an iteration, counted from 1, one per slot."""
-        start, count = (iteration - 1) * self.per_iteration, len(self.prompts)
-        orders: dict[int, Tensor] = {}
-        drawn = []
-        for position in range(start, start + self.per_iteration):
-            epoch = position // count
+        return [number for _, number in self._walk(iteration)][-self.per_iteration :]
+
+    def retire(self, iteration: int, numbers: Sequence[int]) -> None:
+        """Draw these prompts no more, after this iteration."""
+        if numbers:
+            behind = self._walk(iteration)[-1][0] + 1
+            self.since, self.retired = (iteration, behind), self.retired | set(numbers)
+
+    def _walk(self, iteration: int) -> list[tuple[int, int]]:
+        """(place in the order, prompt) of the draws since the last retirement, at least this iteration's."""
+        last, place = self.since
+        count, orders = len(self.prompts), dict[int, Tensor]()
+        if not self.retired:  # no need to walk: nothing is passed over
+            last, place = iteration - 1, (iteration - 1) * self.per_iteration
+        drawn: list[tuple[int, int]] = []
+        while len(drawn) < (iteration - last) * self.per_iteration:
+            epoch = place // count
             if epoch not in orders:
                 orders[epoch] = permutation(count, self.seed, "prompts", epoch)
-            drawn.append(int(orders[epoch][position % count]))
+            number = int(orders[epoch][place % count])
+            if number not in self.retired:
+                drawn.append((place, number))
+            place += 1
         return drawn
+
+    def state_dict(self) -> dict:
+        return {"retired": sorted(self.retired), "since": list(self.since)}
+
+    def load_state_dict(self, state: dict) -> None:
+        iteration, place = state["since"]
+        self.retired, self.since = set(state["retired"]), (iteration, place)
 
 
 class Texts:

@@ -6,7 +6,8 @@ exactly as they were fed onward, so the first ratio is 1 by construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from flowrl.models.base import ModelAdapter, channel_axis
 from flowrl.plan import StepPlan
 from flowrl.rng import normal
+from flowrl.sa_solver import sa_step
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
 from flowrl.solvers import History, solve
 from flowrl.types import Condition, Edges, Prediction, SampleId, Samples, Step
@@ -47,13 +49,28 @@ class Policy:
 class Evaluations:
     """Counts the samples that go through a network: `rows` grows by the batch of every forward, doubled by CFG.
 
-    A hook on the network itself, so that every adapter is counted as it works: one doubled batch, two calls,
-    or none where guidance is embedded. A forward that gradient checkpointing repeats block by block counts once.
+    A hook on the network itself, of several experts on each, so that every adapter is counted as it works: one doubled
+    batch, two calls, or none where guidance is embedded. A forward that gradient checkpointing repeats block by block
+    counts once.
     """
 
     def __init__(self, network: nn.Module) -> None:
         self.rows = 0
-        network.register_forward_pre_hook(self._count, with_kwargs=True)
+        self.watch(network)
+
+    def watch(self, network: nn.Module) -> None:
+        """Count this network's samples too."""
+        for part in network.values() if isinstance(network, nn.ModuleDict) else (network,):
+            part.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Forwards inside the block are made for nothing."""
+        before = self.rows
+        try:
+            yield
+        finally:
+            self.rows = before
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The first argument of a denoiser is its latents: a tensor, or a list of samples.
@@ -64,7 +81,8 @@ class Evaluations:
 class Noise:
     """Keyed noise of one rollout: the same whatever the batch, the order or the number of processes.
 
-    `iteration` None is evaluation. `shared_start` gives all samples of a prompt one initial noise.
+    `iteration` None is evaluation. `shared_start` gives all samples of a prompt one initial noise. `chosen` [P, G] says
+    which of a pool's candidates each sample is, and so whose noise it has; None: sample k is candidate k.
     """
 
     seed: int
@@ -72,10 +90,12 @@ class Noise:
     iteration: int | None
     shape: tuple[int, ...]
     shared_start: bool = False
+    chosen: Tensor | None = None
 
     def _key(self, sample: SampleId) -> tuple[int, ...]:
         head = () if self.iteration is None else (self.iteration,)
-        return (*head, sample.slot, sample.sample)
+        candidate = sample.sample if self.chosen is None else int(self.chosen[sample.slot, sample.sample])
+        return (*head, sample.slot, candidate)
 
     def initial(self, ids: Sequence[SampleId]) -> Tensor:
         """Starting noise, [B, ...] float32."""
@@ -157,16 +177,21 @@ def _chains(
     """
     process, recorder, history = policy.adapter.process, _Recorder(form, columns, channel_axis(policy.adapter)), None
     leads, owner = noise.starts(ids)
-    at = cond.index(leads)
+    at, alone, trail = cond.index(leads), [ids[j] for j in leads.tolist()], None
     # Unscaled also where sigmas[0] < 1 (VP, sigma_max < 1): so do the pipelines, and so they were trained.
-    x = noise.initial([ids[j] for j in leads.tolist()]).to(device)
+    x = noise.initial(alone).to(device)
     for k in range(len(plan)):
         step = plan.steps(torch.full((len(x),), k), process, device)
         prediction = policy.predict(x, step, at)
         # Stochastic steps leave their x0_hat too: a solver that follows a window goes on from them.
         before, history = history, History.of(prediction, step)
         if not plan.stochastic[k]:
-            x = solve(plan.solver[k], process, prediction, x, step, None if k == len(plan) - 1 else before)
+            last = k == len(plan) - 1
+            if plan.solver[k] == "sa":
+                xi = noise.step(alone, k).to(device) if plan.noise_level[k] > 0 else torch.zeros_like(x)
+                x, trail = sa_step(prediction, x, step, trail, xi, last=last)
+            else:
+                x = solve(plan.solver[k], process, prediction, x, step, None if last else before)
             recorder.skip()
             continue
         distribution = policy.distribution(prediction, x, step).at(owner)

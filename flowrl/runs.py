@@ -19,8 +19,8 @@ from flowrl import checkpoint
 from flowrl.config import ConfigError, Options, Resolved
 from flowrl.metrics import MetricsFile
 
-# A resumed run may be longer or save more often; anything else would make it another run.
-_MAY_CHANGE = ("iterations", "checkpoint", "output")
+# A resumed run may be longer, save more often, or lie on other processes; anything else would make it another run.
+_MAY_CHANGE = ("iterations", "checkpoint", "output", "model.shard")
 
 
 class RunFolder:

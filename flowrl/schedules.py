@@ -31,6 +31,22 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.timesteps)
 
+    def timestep_at(self, sigma: Tensor) -> Tensor:
+        """What the network is fed at any sigma, same shape, float32: timesteps of a flow are proportional to it.
+
+        Raises:
+            ValueError: this grid's are not, so only its own nodes are known.
+
+        >>> Schedule(torch.tensor([0.8, 0.4, 0.0]), torch.tensor([800.0, 400.0])).timestep_at(torch.tensor([0.5]))
+        tensor([500.])
+        """
+        unit = self.timesteps[0].double() / self.sigmas[0].double()
+        if not torch.allclose(self.sigmas[:-1].double() * unit, self.timesteps.double(), rtol=1e-4):
+            raise ValueError(
+                "this model's timesteps are not proportional to sigma, so only nodes of its grid are known"
+            )
+        return (sigma.double() * unit).float()
+
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     """Resolution shift: s * sigma / (1 + (s - 1) * sigma); 0 and 1 stay.

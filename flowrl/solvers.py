@@ -27,7 +27,8 @@ from flowrl.process import Process, expand
 from flowrl.samplers.base import euler_mean
 from flowrl.types import Prediction, Step
 
-Solver = Literal["ode", "dpm1", "dpm2_midpoint", "dpm2_heun"]
+Solver = Literal["ode", "dpm1", "dpm2_midpoint", "dpm2_heun", "sa"]
+"""`sa` is the stochastic one: flowrl/sa_solver.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,18 +132,22 @@ def mapper(
     device: torch.device | str = "cpu",
     *,
     grid: tuple[int, ...] | None = None,
+    channel_axis: int = 1,
 ) -> Mapper:
     """Makes the maps of a run, whose latents are [C, *pos] a sample; loads the backbone.
 
-    `grid`: of packed latents, the (h, w) that their tokens are read from, row by row; their maps are [B, tokens].
+    `grid`: of packed latents, the (h, w) or (T, h, w) that their tokens are read from; their maps are [B, tokens].
+    `channel_axis`: of latents [B, ...], where C stands elsewhere.
 
     Raises:
         ModelError: its weights cannot be loaded.
     """
     backbone = load_backbone(config.backbone, device)
-    shape = latent_shape[1:] if grid is None else grid
+    shape = tuple(n for axis, n in enumerate(latent_shape, 1) if axis != channel_axis) if grid is None else grid
 
     def maps(images: Tensor) -> Tensor:
+        if images.ndim == 4 and len(shape) == 3:
+            images = images[:, None]  # pictures of a model of clips
         found = importance(images, backbone, shape, keep_mean=config.keep_mean).cpu()
         return found if grid is None else found.flatten(1)
 

@@ -161,6 +161,32 @@ class Edges:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollout:
+    """One iteration's data: this rank's samples and edges, everybody's rewards."""
+
+    plan: StepPlan
+    samples: Samples
+    edges: Edges
+    cond: Condition
+    rows: Tensor
+    """Row of `cond` of each of this rank's samples, [B]."""
+    rewards: Tensor
+    """Training values of the whole iteration, [R, P, G]."""
+    raw: dict[str, Tensor]
+    """Raw outputs of the whole iteration, name -> [P, G]."""
+    spread: float
+    """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator."""
+    maps: Tensor | None = None
+    """Where in its picture each of this rank's samples counts, [B, *pos]; only for a method with `spatial`."""
+
+    @property
+    def identity(self) -> Tensor:
+        """Number of each of this rank's samples among all P * G of the iteration, [B] int64."""
+        size = self.rewards.shape[2]
+        return torch.tensor([i.slot * size + i.sample for i in self.samples.ids])
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatch:
     """One training forward: N latents, and the E edges that start from them."""
 
@@ -188,6 +214,33 @@ class Microbatch:
 
     def __len__(self) -> int:
         return len(self.old_log_prob)
+
+
+@dataclass(frozen=True, slots=True)
+class NoisedBatch:
+    """One training forward of a method without log-probs: M terms, each a sample noised again to one time."""
+
+    clean: Tensor
+    """x0 of each term's sample, [M, ...] float32."""
+    eps: Tensor
+    """Fresh noise, [M, ...] float32."""
+    sigma: Tensor
+    """[M] float32."""
+    timestep: Tensor
+    """What the network is fed there, [M] float32."""
+    cond: Condition
+    """M rows."""
+    advantage: Tensor
+    """Credit of each term's sample, [M]."""
+    sample: Tensor
+    """Number of the sample in the iteration, the same for all its terms, [M] int64."""
+    group: Tensor
+    """Number of its prompt and time: terms that are compared with each other, [M] int64."""
+    old: Tensor | None = None
+    """What the method kept of the behaviour policy, [M] float64."""
+
+    def __len__(self) -> int:
+        return len(self.sigma)
 
 
 @dataclass(frozen=True, slots=True)

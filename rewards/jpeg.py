@@ -1,5 +1,7 @@
 """Size of the picture as a JPEG: a reward without weights, whose optimum under compression is a flat picture.
 
+A clip's is the mean over its frames, so that a number means the same for pictures and clips of any length.
+
 Source: DDPO, arXiv:2305.13301; kvablack/ddpo-pytorch:ddpo_pytorch/rewards.py.
 """
 
@@ -9,6 +11,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -43,6 +46,8 @@ def jpeg_kilobytes(pixels: np.ndarray, quality: int) -> float:
 
 def build(config: Config) -> Reward:
     def one(picture: Tensor) -> float:
+        if picture.ndim == 4:
+            return fmean(one(frame) for frame in picture)  # NaN stays
         pixels = to_uint8(picture)
         return math.nan if pixels is None else jpeg_kilobytes(pixels, config.quality)
 

@@ -29,8 +29,9 @@ from flowrl.algorithms._grpo import GrpoBase
 from flowrl.algorithms.grpo_guard import normalised_log_ratio
 from flowrl.config import load_config, resolve
 from flowrl.distributed import join
-from flowrl.learner import Learner, Rollout
+from flowrl.learner import Learner
 from flowrl.metrics import Sums, set_up_logging
+from flowrl.replay import Replay
 from flowrl.runs import RunFolder
 from flowrl.trainer import Trainer
 
@@ -100,19 +101,20 @@ class Probe:
         """A new rollout: the old policy is the present one, no edge is used."""
         self.iteration, self.trained = iteration, self.trained[:0]
 
-    def _before_update(self, rollout: Rollout, advantage: Tensor, share: Tensor, sums: Sums) -> None:
+    def _before_update(self, work: Replay, number: int, sums: Sums) -> None:
+        share = work.shares[number]
         assert not torch.isin(share, self.trained).any(), "an edge was used before"
         if len(self.trained) and len(share):  # on policy every log ratio is 0
-            self.parts.append(self.log_ratios(rollout, advantage, share))
+            self.parts.append(self.log_ratios(work, number))
         self.trained = torch.cat([self.trained, share])
-        self.update(rollout, advantage, share, sums)
+        self.update(work, number, sums)
 
     @torch.no_grad()
-    def log_ratios(self, rollout: Rollout, advantage: Tensor, share: Tensor) -> LogRatios:
-        """Of the edges `share` [E], at the batches of their update."""
+    def log_ratios(self, work: Replay, number: int) -> LogRatios:
+        """Of the edges of one share, at the batches of their update."""
         algorithm, networks = self.learner.algorithm, self.learner.networks
-        sampler, parts = networks.policy.sampler, []
-        for batch in self.learner._batches(rollout, advantage, share):
+        sampler, share, parts = networks.policy.sampler, work.shares[number], []
+        for batch, _ in work.batches(number):
             policy, old = networks.transition(batch), batch.columns["mean_old"]
             values = {
                 "plain": GrpoBase.log_ratio(algorithm, policy, batch, sampler),

@@ -44,7 +44,7 @@ REPLAYED = 3
 """Iterations that a replay compares."""
 # Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
 # named here counts, so a new one cannot be forgotten.
-SILENT = ("checkpoint", "checks", "export", "memory", "metrics", "registry", "runs", "strict")
+SILENT = ("checkpoint", "checks", "export", "media", "memory", "metrics", "registry", "runs", "state", "strict")
 MACHINE = ("hardware", "threads_per_process", "python", "torch", "diffusers", "transformers")
 
 
@@ -100,7 +100,7 @@ def code_files(tree: dict[str, Any]) -> list[Path]:
     starts = [
         "flowrl/trainer.py",
         f"flowrl/models/{tree['model']['name']}.py",
-        f"flowrl/samplers/{tree['rollout']['sampler']['name']}.py",
+        *(f"flowrl/samplers/{law['name']}.py" for law in [tree["rollout"].get("sampler")] if law),
         f"flowrl/algorithms/{tree['algorithm']['name']}.py",
         *(f"rewards/{entry['name']}.py" for entry in rewards),
     ]

@@ -5,14 +5,13 @@ Running it again changes nothing; a test compares the file with what this writes
 
 from __future__ import annotations
 
-import ast
 import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl import registry
+from flowrl.models._classes import natives
 from flowrl.models._families import FAMILIES, Family, Guidance
 from flowrl.models._options import find_networks
 from flowrl.models.generic import Config, Generic
@@ -40,7 +39,8 @@ prints what was found and compares it with the pipeline's own call.
 
 Parity means: with the plain solver and the same noise the adapter gives the latents and the pictures of the pipeline's
 own call within 1e-4 (fp32), with and without guidance, at two sizes, for batches of one and two. `default` is checked
-by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter can be had through either: `model.name`.
+by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter can be had through either: `model.name`. Left
+out, it is the native one of the class, where that takes the checkpoint (text alone, its scheduler), else `generic`.
 
 | pipeline | process, prediction | what `guidance_scale` is | network's timestep | native | parity |
 |---|---|---|---|---|---|
@@ -60,21 +60,24 @@ what they make is dropped; `{last}` is the number of the last block.
 ABOUT_PICTURES = """
 ## Pictures in a prompt record
 
-A `.jsonl` of prompts may name a reference picture or a first frame in each record, relative to the file:
+A `.jsonl` of prompts may name reference pictures or a first frame in each record, relative to the file; a `.parquet`
+file or a data set of Hugging Face (`data.prompts: hf:PATH`) may hold them in a column:
 
 ```json
 {"prompt": "make the circle blue", "image": "pictures/0001.png"}
 {"prompt": "it starts to roll", "images": ["first.png", "last.png"]}
 ```
 
-They are opened when the file is read, so a missing or unreadable one ends the run before a model is loaded; a record
-without the picture that its model needs, or with one that its model does not take, before anything is trained. What a
-pipeline makes of them is encoded once and cached with the text. All records have a picture or none has. Rewards
-find the absolute paths, in their order, in `metadata["images"]` (a list also where the record says `image`).
+`data.image_column` names another key or column. They are opened when the file is read, so a missing or unreadable one
+ends the run before a model is loaded; a record without the picture that its model needs, or with one that its model
+does not take, before anything is trained. What a pipeline makes of them is encoded once and cached with the text. All
+records have a picture or none has. Rewards find the absolute paths, in their order, in `metadata["images"]` (a list
+also where the record says `image`). Pictures from inside a data set are written to `~/.cache/flowrl/pictures`
+(`FLOWRL_CACHE` says where else) under the hash of their content.
 
 Pictures of one size share a forward, those of different sizes do not; where the pipeline embeds the picture by itself
-(Wan), only samples of the same picture do. Native adapters take text only and refuse such records, and so does a class
-that is not said here to take pictures.
+(Wan 2.1), only samples of the same picture do. Native adapters take text only and refuse such records, and so does a
+class that is not said here to take pictures.
 """
 
 
@@ -101,18 +104,6 @@ def examples() -> dict[str, Found]:
             found[kind] = Found(model, [])
         found[kind].cases.append(case)
         found[kind].networks = max(found[kind].networks, len(find_networks(pipeline)))
-    return found
-
-
-def natives() -> dict[str, str]:
-    """Pipeline class -> native adapter: the class that a module of models/ hands to load_pipeline()."""
-    found = {}
-    for name in registry.names("models"):
-        tree = ast.parse((ROOT / "flowrl" / "models" / f"{name}.py").read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "load_pipeline":
-                found[ast.unparse(node.args[0])] = name
-    del found["DiffusionPipeline"]  # the generic one's
     return found
 
 
@@ -150,10 +141,9 @@ def remarks(family: Family, found: Found | None) -> Iterator[str]:
             yield "its network takes no LoRA in diffusers: full weights only"
         if found.networks > 1:
             yield "two trainable networks, one for each part of the steps, where the model has both"
-    if family.pictures:
-        count = len(family.pictures)
-        many = "a picture" if count == 1 else f"a picture, or {count} where the model wants"
-        yield f"with each prompt it {'needs' if family.needs_picture else 'may have'} {many} (see below)"
+    yield from picture_remarks(family)
+    if family.singly:
+        yield f"samples are predicted one by one: {family.singly}"
     if family.decode_singly:
         yield f"pictures are decoded one by one: {family.decode_singly}"
     if family.per_step:
@@ -165,8 +155,27 @@ def remarks(family: Family, found: Found | None) -> Iterator[str]:
         reasons.setdefault(reason, []).append(f"`{name}`")
     for reason, names in reasons.items():
         yield f"refused: {', '.join(names)} ({reason})"
+    for entry, (value, reason) in family.unfit.items():
+        yield f"refused: a model with `{entry}={value}`, which {reason}"
+    if family.note:
+        yield family.note
     if family.dead:
         yield f"dead modules: {', '.join(f'`{name}`' for name in family.dead)}"
+
+
+def picture_remarks(family: Family) -> Iterator[str]:
+    """Sentences on what a class does with pictures."""
+    if not family.pictures:
+        return
+    count = len(family.pictures)
+    many = "a picture" if count == 1 else f"a picture, or {count} where the model wants"
+    if family.picture_list:
+        many = "one picture or more" if family.needs_picture else "any number of pictures"
+    yield f"with each prompt it {'needs' if family.needs_picture else 'may have'} {many} (see below)"
+    if family.holds:
+        yield "the picture's frame stays as it is: flowrl's latents are the other frames"
+    if family.sized_by_picture:
+        yield "its call has no size: pictures are cropped to `model.height` x `model.width`, one of its own sizes"
 
 
 def page() -> str:

@@ -10,7 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.config import dump, load_config, resolve, reward_plan
+from flowrl.components import reward_plan
+from flowrl.config import dump, load_config, resolve
 from flowrl.strict import ConfigError, apply_override, parse_yaml, validate
 
 TREE = {
@@ -508,3 +509,77 @@ def test_validate_refuses_what_is_no_mapping():
 def test_combinations_that_no_component_can_judge_are_refused_before_a_model_is_loaded(read, overrides, words):
     message = refusal(resolve, read(*overrides))
     assert all(word in message for word in words), message
+
+
+# ---- methods on finished samples
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm={name: awm}", "rollout.shared_noise=true"], ("rollout.shared_noise=true", "awm", "initial noise")),
+        (
+            ["algorithm={name: awm}", "rollout.sampler={name: flow_sde}"],
+            ("rollout.sampler", "takes no sampler", "null"),
+        ),
+        # Forwards that must hold a group, or all times of a sample.
+        (
+            ["algorithm={name: dgpo}", "optim.batch_size=5"],
+            ("optim.batch_size=5", "all samples of a prompt", "at least 6"),
+        ),
+        (
+            ["algorithm={name: crd}", "optim.batch_size=5"],
+            ("optim.batch_size=5", "all samples of a prompt", "at least 6"),
+        ),
+        (
+            ["algorithm={name: awm, ratio: sample}", "optim.batch_size=5"],
+            ("optim.batch_size=5", "all times of a sample", "at least 6"),
+        ),
+        (
+            ["algorithm={name: awm, ratio: sample, times: {name: permutation, count: null}}", "optim.batch_size=8"],
+            ("optim.batch_size=8", "all times of a sample", "at least 9"),  # int(10 * 0.9)
+        ),
+        # Grids that are too short.
+        (
+            ["algorithm={name: awm}", "rollout.num_inference_steps=6"],
+            ("algorithm (awm)", "has 4 nodes", "too few for 6"),
+        ),
+        (
+            ["algorithm={name: fpo, solver: sa}", "rollout.num_inference_steps=2"],
+            ("algorithm (fpo)", "solver=sa needs at least 3 steps", "is 2"),
+        ),
+        # Options without effect.
+        (["algorithm={name: rwr, advantages: {std: group}}"], ("advantages", "takes no advantage rule")),
+        (["algorithm={name: raft, best: 6}"], ("algorithm.best=6", "a group of 6")),
+        (["algorithm={name: awm, solver_noise: 0.4}"], ("solver_noise=0.4", "only the solver 'sa'")),
+        (["algorithm={name: ram, kl: {coef: 0.1}}"], ("kl.coef=0.1", "anchored already")),
+        (["algorithm={name: awm, times: {name: discret}}"], ("times.name = 'discret'", "discrete")),
+        # A mapping replaces a method's own default as a whole, so what has none that suits all is to be said.
+        (["algorithm={name: dgpo, times: {count: 2}}"], ("algorithm.times.name", "is required")),
+        (["algorithm={name: awm, ema_kl: {weight: elbo}}"], ("algorithm.ema_kl.coef", "is required")),
+    ],
+)
+def test_what_a_method_on_samples_cannot_use_is_refused_before_a_model_is_loaded(read, overrides, words):
+    message = refusal(resolve, read("optim.batch_size=16", *overrides))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm={name: dgpo}", "optim.batch_size=6"],
+        ["algorithm={name: awm, ratio: sample}", "optim.batch_size=6"],
+        ["algorithm={name: awm}", "optim.batch_size=1", "rollout.num_inference_steps=8"],
+        ["algorithm={name: fpo}", "optim.batch_size=8", "rollout.num_inference_steps=1"],
+        ["algorithm={name: raft, best: 5}"],
+        # Guidance of training is a method's own where it has no log-probs.
+        ["algorithm={name: diffusion_nft, guidance_scale: 2.0}", "rollout.guidance_scale=4.5"],
+    ],
+)
+def test_the_neighbours_on_samples_are_accepted(read, overrides):
+    resolved = resolve(read(*overrides))
+    assert resolved.tree()["rollout"]["sampler"] is None
+
+
+def test_a_method_on_edges_has_its_sampler_written_out(read):
+    assert resolve(read()).tree()["rollout"]["sampler"]["name"] == "flow_sde"

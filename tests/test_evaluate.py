@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from flowrl import evaluate
 from flowrl.distributed import World
-from flowrl.evaluate import Evaluation, Evaluator, Interrupted, difference, interval, save_png, summary
+from flowrl.evaluate import Evaluation, Evaluator, Interrupted, difference, interval, summary
 from flowrl.prompts import Prompt, Texts
 from flowrl.reward import Card, Reward, Scorer, WeightedReward
 from tests.toys import ToyAdapter, nudge
@@ -276,12 +275,3 @@ def test_progress_counts_every_sample(tmp_path):
     counts: list[int] = []
     call(evaluator(tmp_path, ToyAdapter(), batch_size=4), progress=counts.append)
     assert sum(counts) == 10
-
-
-def test_a_saved_picture_has_the_nearest_of_256_levels(tmp_path):
-    image = torch.rand(3, 5, 7, generator=torch.Generator().manual_seed(0))
-    image[:, 0, :2] = torch.tensor([0.0, 1.0])
-    save_png(image, tmp_path / "a.png")
-    found = np.asarray(Image.open(tmp_path / "a.png"))
-    assert found.shape == (5, 7, 3)
-    np.testing.assert_array_equal(found, (image * 255).round().permute(1, 2, 0).numpy())

@@ -236,6 +236,7 @@ def test_the_pipeline_of_a_run_has_its_weights_and_settings(run):
         "num_inference_steps": 3,
         "guidance_scale": 5.0,
         "height": 32,
+        "width": 32,
         "max_sequence_length": tiny.TOKENS,
     }
     assert_close(tiny.output(wrapped(pipe), 3.0), tiny.output(trained()[0], 3.0), atol=1e-5, rtol=0)

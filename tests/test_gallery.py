@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import base64
+import io
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from flowrl import shapes
+from flowrl import media, shapes
 from flowrl.gallery import build, builder, charts, pictures, results
 from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import load_run
@@ -317,6 +322,21 @@ def test_large_pictures_become_thumbnails_that_link_to_the_file(tmp_path):
     assert all((folder / "gallery" / link).is_file() for link in files)
 
 
+def test_clips_play_small_on_the_page_and_link_to_the_file(tmp_path):
+    frames = [Image.new("RGB", (256, 144), (10 * k, 255 - 10 * k, 5 * k)) for k in range(24)]
+    media.write_clip(frames, tmp_path / "clip.webp", quality=90)
+    shown = pictures.embed(tmp_path / "clip.webp", pictures.PAIR_PX, tmp_path / "gallery")
+    assert (shown["width"], shown["height"], shown["pixelated"]) == (192, 108, False)
+    assert shown["link"] == "../clip.webp"
+    page = Image.open(io.BytesIO(base64.b64decode(shown["src"].removeprefix("data:image/webp;base64,"))))
+    assert (page.n_frames, page.size) == (pictures.CLIP_FRAMES, (192, 108))
+    page.seek(1)
+    page.load()
+    assert page.info["duration"] == pytest.approx(media.FRAME_MS * 24 / pictures.CLIP_FRAMES)  # as fast as the file
+    whole = pictures.embed(media.write(torch.rand(4, 3, 16, 16), tmp_path / "small"), 384, tmp_path)
+    assert (whole["pixelated"], whole["link"]) == (True, None)
+
+
 def test_the_film_runs_from_base_to_tuned(page):
     frames = ["base", "20", "40", "60", "80", "100", "tuned (120)"]
     alts = [value for name, value in page.attributes if name == "alt" and re.match(r"20: ", value)]
@@ -516,6 +536,9 @@ def test_the_gallery_loads_no_model_library():
     for path in Path(builder.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
             assert not {n.split(".")[0] for n in names} & {"torch", "diffusers", "transformers", "matplotlib"}
-            assert all(n.startswith("flowrl.gallery") for n in names if n.startswith("flowrl")), path
+            assert all(n.startswith(("flowrl.gallery", "flowrl.media")) for n in names if n.startswith("flowrl")), path
+    code = "import sys, flowrl.gallery; print([m for m in ('torch', 'diffusers') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert loaded.stdout.strip() == "[]", loaded.stderr

@@ -13,7 +13,7 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms import flow_grpo, grpo_guard
 from flowrl.metrics import Sums
 from tests.tiny_sd3 import script
-from tests.toys import ToyAdapter, learner_of, nudge, roll_out, rollout_of
+from tests.toys import ToyAdapter, learner_of, nudge, replay_of, roll_out, rollout_of
 
 ALGORITHMS = {
     "flow_grpo": flow_grpo.build(flow_grpo.Config(clip_range=0.02)),
@@ -66,7 +66,7 @@ def test_only_edges_that_no_update_has_used_are_recorded(guard, name):
 def test_an_edge_that_was_used_is_refused(guard, name):
     probe, session, _ = one_iteration(name, guard)
     with pytest.raises(AssertionError, match="used before"):
-        probe.learner._one_update(rollout_of(session, torch.zeros(1, 2, 6)), torch.zeros(1), probe.trained[:3], Sums())
+        probe.learner._one_update(replay_of(session, torch.rand(1, 2, 6)), 0, Sums())
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -83,8 +83,8 @@ def test_a_change_of_the_policy_leaves_the_normalised_mean_at_zero_and_moves_the
     session = roll_out(ToyAdapter(), algorithm=ALGORITHMS["grpo_guard"], group=1500, batch_size=3000)
     nudge(session.adapter.network, 0.2)
     probe = guard.Probe(learner_of(session, batch_size=3000))
-    rollout = rollout_of(session, torch.zeros(1, 2, 1500))
-    found = probe.log_ratios(rollout, torch.zeros(len(session.edges), 1), torch.arange(len(session.edges)))
+    replay = replay_of(session, torch.rand(1, 2, 1500), updates=1, batch_size=3000)
+    found = probe.log_ratios(replay, 0)
     for k in found.step.unique():
         here = found.step == k
         kl, count = found.kl[here].double(), int(here.sum())

@@ -16,12 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "commands", "__main__", "__init__"),
     (
-        *("trainer", "learner", "evaluate", "gallery", "checkpoint", "optim", "distributed", "metrics", "prompts"),
-        *("config", "checks", "strict", "runs", "report", "memory", "export", "assembly"),
+        *("trainer", "collect", "learner", "replay", "noising", "evaluate", "gallery", "checkpoint", "optim"),
+        *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
+        *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
     ),
     ("algorithms",),
-    ("rollout", "tree", "buffer", "models", "spatial"),
-    ("samplers", "solvers", "plan", "reward"),
+    ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration"),
+    ("samplers", "solvers", "sa_solver", "plan", "times", "reward"),
     ("process", "schedules", "advantages", "selection", "objectives"),
     ("types", "rng", "registry", "shapes"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,21 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import nn
 
-from flowrl import memory
+from flowrl import memory, meter
+from flowrl.commands.plan import geometry
 from flowrl.config import OptimConfig, Resolved, RunConfig, resolve
 from flowrl.memory import (
     Estimate,
-    Meter,
     UnknownModel,
     estimate,
     forward_rows,
     locate,
     nodes_per_sample,
     skeleton,
+    terms_per_sample,
     trained_share,
 )
+from flowrl.meter import Meter
 from flowrl.models import sd3
 from flowrl.models.base import ModelError
 from flowrl.optim import Optimizer
@@ -150,9 +153,9 @@ def test_fake_tensors_need_what_real_ones_need(grad):
     real, faked = tiny.adapter(), tiny.adapter()
     for model in (real, faked):
         tiny.lora(model)
-    measured = memory._run(lambda: work(real), grad=grad)
-    with memory._faked(faked.network):
-        assert memory._run(lambda: work(faked), grad=grad) == measured
+    measured = meter.measured(lambda: work(real), grad=grad)
+    with meter.faked(faked.network):
+        assert meter.measured(lambda: work(faked), grad=grad) == measured
 
 
 # ---- the estimate against the real thing
@@ -199,6 +202,16 @@ def test_full_weights_and_a_reference_cost_what_they_hold(folder):
     assert result.snapshots == 4 * result.trained
     update = next(phase for phase in result.phases if phase.name == "update")
     assert update.transient >= 16 * result.trained  # the gradient and its three flat copies
+
+
+def test_a_split_denoiser_leaves_each_process_its_share(folder):
+    lora = measured(resolved(str(folder), {"lora": {"rank": 2}}))
+    full = measured(resolved(str(folder), optim={"updates_per_iteration": 1, "batch_size": 2, "ema": {}}))
+    whole = lora.stored["denoiser"]
+    assert lora.spared(1, full=False) == 0
+    assert lora.spared(4, full=False) == pytest.approx(whole * 3 / 4, abs=1)
+    # Weights, two moments and the average; its buffers are a thousandth and stay whole.
+    assert full.spared(2, full=True) == pytest.approx(4 * full.trained * 4 / 2, rel=1e-3)
 
 
 def test_processes_share_the_samples(folder):
@@ -291,9 +304,27 @@ def test_the_real_model_is_measured_without_weights():
     assert result.saved == pytest.approx(75.1e6, rel=0.002)
     assert result.prompt == 2 * (205 * 4096 + 2048)
     phases = {phase.name: phase for phase in result.phases}
-    assert phases["encode"].resident / GIB == pytest.approx(15.6, abs=0.1)  # T5 alone is 8.9
+    assert phases["encode"].resident / GIB == pytest.approx(15.38, abs=0.01)  # T5 alone is 8.87
     # 11 x 1152 latents of 64 x 64 x 16 in float32.
     assert result.latents == 11 * 1152 * 65_536 * 4
     assert result.peak.name == "update"
     # Per row 2.247e12: linear layers and attention over 1024 image and 205 text tokens.
     assert result.rollout_flop == pytest.approx(1152 * 10 * 2 * 2.247e12, rel=0.001)
+
+
+def test_methods_on_finished_samples_count_their_times_and_passes_and_keep_no_chain(folder):
+    """FPO: 8 times, 2 passes; its forwards are without CFG whatever the rollout's."""
+    optim = {"updates_per_iteration": 2, "batch_size": 8}
+    run_ = resolved(str(folder), algorithm={"name": "fpo"}, optim=optim)
+    plan = plan_of(run_, skeleton(run_))
+    assert terms_per_sample(run_, plan) == 8
+    assert trained_share(run_, plan) == 1.0
+    samples, slots = run_.run.samples_per_iteration, run_.run.rollout.prompts_per_iteration
+    assert forward_rows(run_.run, plan, samples, slots, 1.0, 16) == (samples * len(plan), 16 * samples)
+    assert geometry(run_.run, plan, 1, 0, 1.0, 8, 2).update_forwards == 2 * 2 * samples * 8 // 2 // 8
+    found = measured(run_)
+    assert found.latents == samples * math.prod(skeleton(run_).latent_shape()) * 4
+    guided_run = dataclasses.replace(run_.run, rollout=dataclasses.replace(run_.run.rollout, guidance_scale=4.0))
+    guided = measured(dataclasses.replace(run_, run=guided_run))
+    assert guided.rollout_flop == pytest.approx(2 * found.rollout_flop, rel=0.01)
+    assert guided.update_flop == pytest.approx(found.update_flop, rel=0.01)

@@ -30,8 +30,8 @@ def output(count: int, value: float) -> LossOutput:
 
 def test_means_weigh_every_edge_alike_whatever_the_microbatch():
     sums = Sums()
-    sums.add_loss(output(3, 1.0), torch.tensor([0, 0, 1]))
-    sums.add_loss(output(1, 5.0), torch.tensor([1]))
+    sums.add_loss(output(3, 1.0), 3, torch.tensor([0, 0, 1]))
+    sums.add_loss(output(1, 5.0), 1, torch.tensor([1]))
     found = sums.means()
     assert found["policy/loss"] == pytest.approx((3 * 1.0 + 5.0) / 4)
     assert found["policy/ratio/step00"] == pytest.approx(1.0)
@@ -41,11 +41,11 @@ def test_means_weigh_every_edge_alike_whatever_the_microbatch():
 def test_merged_sums_are_those_of_all_processes_together():
     """Also where one has seen other steps, or nothing at all."""
     parts = [Sums(), Sums(), Sums()]
-    parts[0].add_loss(output(3, 1.0), torch.tensor([0, 0, 0]))
-    parts[1].add_loss(output(1, 5.0), torch.tensor([7]))
+    parts[0].add_loss(output(3, 1.0), 3, torch.tensor([0, 0, 0]))
+    parts[1].add_loss(output(1, 5.0), 1, torch.tensor([7]))
     whole = Sums()
-    whole.add_loss(output(3, 1.0), torch.tensor([0, 0, 0]))
-    whole.add_loss(output(1, 5.0), torch.tensor([7]))
+    whole.add_loss(output(3, 1.0), 3, torch.tensor([0, 0, 0]))
+    whole.add_loss(output(1, 5.0), 1, torch.tensor([7]))
     assert Sums().merge(parts).means() == whole.means()
     assert whole.means()["policy/loss"] == pytest.approx(2.0)
 

@@ -148,9 +148,8 @@ def test_log_probs_and_maps_by_position_go_by_tokens():
     assert latents.sum() == 16
 
 
-def test_packed_latents_that_say_no_place_are_refused():
-    with pytest.raises(ModelError, match=r"algorithm\.spatial: this adapter's latents are packed"):
-        packed_grid(native.beside(tiny.make("flux"), SIZES[0]))
+def test_the_generic_adapter_has_the_same_grid():
+    assert packed_grid(native.beside(tiny.make("flux"), (24, 16))) == (6, 4)
 
 
 # ---- sizes and options

@@ -12,21 +12,32 @@ from torch.testing import assert_close
 
 from flowrl.models import _parity
 from flowrl.models._pictures import content
-from flowrl.models.base import ModelError
+from flowrl.models.base import ModelError, decoded
 from flowrl.models.generic import Config, Generic
+from flowrl.plan import deterministic
 from flowrl.prompts import Prompt, Texts, require_pictures
+from flowrl.rollout import Policy
+from flowrl.samplers.ode import Ode
 from flowrl.strict import ConfigError
+from flowrl.types import Condition
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
 from tests.contracts.test_models import GUIDED, lora, noise_like
 
-ALL = list(tiny.PICTURED)
+ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.PICTURED.items()]
 
 
 def picture(seed: int, size: tuple[int, int] = (20, 12)) -> Image.Image:
     """Noise; size is (width, height)."""
     pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
     return Image.fromarray(pixels.to(torch.uint8).numpy(), "RGB")
+
+
+def pictures_of(name: str, seed: int, size: tuple[int, int] = (20, 12)) -> list[Image.Image]:
+    """As many as the case wants and as large, each another one."""
+    case = tiny.PICTURED[name]
+    large = (case.enlarged + size[0], case.enlarged + size[1])
+    return [picture(seed + 100 * place, large) for place in range(case.pictures)]
 
 
 def adapter(name: str, size: tuple[int, int] | None = None) -> Generic:
@@ -38,29 +49,40 @@ def own_call(
     model: Generic, name: str, size: tuple[int, int], noise: Tensor, pictures: list[Any], scale: float
 ) -> tuple[Tensor, Tensor]:
     """(latents that leave the loop, pictures) of the pipeline's own call for one prompt from the same noise."""
-    pipe, left = model.pipeline, []
+    pipe, case, left = model.pipeline, tiny.PICTURED[name], []
     step, prepare = pipe.scheduler.step, pipe.prepare_latents
 
     def stepping(*args: Any, **kwargs: Any) -> Any:
         left.append(step(*args, **kwargs)[0])
         return (left[-1],)
 
-    call = dict(tiny.PICTURED[name].call) | dict(zip(("image", "last_image"), pictures, strict=False))
-    call["true_cfg_scale" if name == "qwen_image_edit" else "guidance_scale"] = scale
-    if name == "qwen_image_edit" and scale > 1:
-        call["negative_prompt"] = ""
-    if name == "flux_kontext":
+    def preparing(*args: Any, **kwargs: Any) -> Any:
+        found = prepare(*args, **kwargs)
+        latents = found[0] if isinstance(found, tuple) else found
+        if name == "ltx_image":
+            # Tokens, the first frame's in front.
+            given = torch.cat([latents[:, : noise[0, 0, 0].numel()], noise.flatten(2).transpose(1, 2)], dim=1)
+        elif name == "sana_video_image":
+            given = torch.cat([latents[:, :, :1], noise], dim=2)
+        else:
+            given = noise
+        return (given, *found[1:]) if isinstance(found, tuple) else given
+
+    call = dict(case.call) | case.own | case.guided(pipe, scale)
+    if pictures:
+        call |= {"image": pictures} if case.listed else dict(zip(("image", "last_image"), pictures, strict=False))
+    if "max_area" in call:
         call["max_area"] = size[0] * size[1]
-    pipe.scheduler.step = stepping
-    pipe.prepare_latents = lambda *args, **kwargs: (noise, *prepare(*args, **kwargs)[1:])
+    if name != "hunyuan_video_1_5_image":
+        call |= {"height": size[0], "width": size[1]}
+    pipe.scheduler.step, pipe.prepare_latents = stepping, preparing
     try:
         made = pipe(
             prompt=tiny.PROMPTS[0],
-            height=size[0],
-            width=size[1],
             num_inference_steps=4,
             output_type="pt",
             return_dict=False,
+            generator=torch.Generator().manual_seed(0),
             **call,
         )[0]
     finally:
@@ -68,11 +90,12 @@ def own_call(
     return left[-1], made
 
 
-def euler(model: Generic, x: Tensor, cond: Any, scale: float) -> Tensor:
-    grid = model.schedule(4)
-    for k, timestep in enumerate(grid.timesteps):
-        with torch.no_grad():
-            x = x + (grid.sigmas[k + 1] - grid.sigmas[k]) * model.predict(x, timestep[None], cond, scale)
+def euler(model: Generic, x: Tensor, cond: Condition, scale: float) -> Tensor:
+    policy, plan = Policy(model, Ode(), scale), deterministic(model.schedule(4))
+    with torch.no_grad():
+        for k in range(4):
+            step = plan.steps(torch.tensor([k]), model.process)
+            x = policy.transition(x, step, cond).mean
     return x
 
 
@@ -83,14 +106,16 @@ def euler(model: Generic, x: Tensor, cond: Any, scale: float) -> Tensor:
 @pytest.mark.parametrize("name", ALL)
 def test_the_euler_steps_reproduce_the_pipelines_own_call(name, guided):
     scale = GUIDED if guided else 1.0
-    for size, own in zip(tiny.PICTURED[name].sizes, ([picture(0)], [picture(1, (16, 24))]), strict=True):
+    for number, size in enumerate(tiny.PICTURED[name].sizes):
         model = adapter(name, size)
-        x = noise_like(model, 1)
-        found = euler(model, x, model.encode(tiny.PROMPTS[:1], [own]), scale)
+        # The second is of the clip's own shape: HunyuanVideo 1.5 makes the clip of the picture's.
+        own = pictures_of(name, number, ((20, 20), (2 * size[1], 2 * size[0]))[number])
+        x, cond = noise_like(model, 1), model.encode(tiny.PROMPTS[:1], [own])
+        found = euler(model, x, cond, scale)
         latents, pictures = own_call(model, name, size, x, own, scale)
         assert_close(found, latents.float(), atol=1e-4, rtol=0)
         assert pictures.std() > 0.01
-        assert_close(model.decode(found), pictures.float(), atol=1e-4, rtol=0)
+        assert_close(decoded(model, found, cond, torch.tensor([0])), pictures.float(), atol=1e-4, rtol=0)
 
 
 def test_a_first_and_a_last_frame_reach_the_call():
@@ -123,7 +148,7 @@ def test_a_picture_that_is_optional_may_be_left_out():
 def test_samples_with_different_pictures_do_not_mix(name):
     """Also those of one size, which may share a forward, and of other sizes, which may not."""
     model = adapter(name)
-    own = [[picture(0)], [picture(1)], [picture(2, (12, 20))], [picture(0)]]
+    own = [pictures_of(name, 0), pictures_of(name, 1), pictures_of(name, 2, (12, 20)), pictures_of(name, 0)]
     cond = model.encode([tiny.PROMPTS[0]] * 4, own)
     x = noise_like(model, 1).expand(4, *model.latent_shape())
     t = model.schedule(4).timesteps[1].repeat(4)
@@ -140,9 +165,9 @@ def test_samples_with_different_pictures_do_not_mix(name):
 
 
 def test_pictures_of_one_size_share_a_forward_unless_the_pipeline_repeats_one_for_the_batch():
-    own = [[picture(0)], [picture(1)], [picture(1)]]
-    for name, groups in (("flux_kontext", [[0, 1, 2]]), ("wan_image", [[0], [1, 2]])):
-        model = adapter(name)
+    expected = {"flux_kontext": [[0, 1, 2]], "wan_image": [[0], [1, 2]], "qwen_image_edit_plus": [[0], [1], [2]]}
+    for name, groups in expected.items():
+        model, own = adapter(name), [pictures_of(name, seed) for seed in (0, 1, 1)]
         assert model._groups([500.0] * 3, model.encode([tiny.PROMPTS[0]] * 3, own)) == groups
 
 
@@ -151,8 +176,11 @@ def test_a_replay_is_bitwise_the_rollout_from_the_cache_without_encoders(name, t
     model = adapter(name)
     prompts = []
     for k, text in enumerate(tiny.PROMPTS):
-        picture(k).save(tmp_path / f"{k}.png")
-        prompts.append(Prompt(text, {}, (str(tmp_path / f"{k}.png"),)))
+        files = []
+        for place, one in enumerate(pictures_of(name, k)):
+            files.append(str(tmp_path / f"{k}-{place}.png"))
+            one.save(files[-1])
+        prompts.append(Prompt(text, {}, tuple(files)))
     prompts.append(Prompt(prompts[0].text, {}, prompts[1].pictures))
     texts = Texts(model, prompts, cache=True)
     assert len(texts.rows) == 3
@@ -163,13 +191,13 @@ def test_a_replay_is_bitwise_the_rollout_from_the_cache_without_encoders(name, t
     replayed = model.predict(x, t, texts.lookup([prompts[2], prompts[0], prompts[2]]), GUIDED)
     assert replayed.requires_grad
     assert torch.equal(replayed, recorded)
-    assert model.decode(x).isfinite().all()
+    assert decoded(model, x, cond, torch.arange(3)).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_lora_b_matrix_but_the_dead_ones_has_a_gradient(name):
     model = adapter(name)
-    cond, weights = model.encode(tiny.PROMPTS, [[picture(0)], [picture(1)]]), lora(model)
+    cond, weights = model.encode(tiny.PROMPTS, [pictures_of(name, k) for k in (0, 1)]), lora(model)
     for timestep in model.schedule(4).timesteps[1:]:
         model.predict(noise_like(model), timestep.repeat(2), cond, GUIDED).square().sum().backward()
     ends = {key.partition(".lora_")[0]: p.grad for key, p in weights.parameters.items() if "lora_B" in key}
@@ -178,9 +206,42 @@ def test_every_lora_b_matrix_but_the_dead_ones_has_a_gradient(name):
     assert len(ends) >= 4
 
 
-@pytest.mark.parametrize("name", ["qwen_image_edit", "flux_kontext"])
+@pytest.mark.parametrize("name", ALL)
 def test_the_doctors_list_passes(name):
     assert all(error <= 1e-4 for _, error in _parity.checks(adapter(name), GUIDED))
+
+
+def test_the_doctor_tells_what_a_pipeline_does_with_pictures():
+    found = dict(_parity.found(adapter("ltx_image")))
+    assert found["pictures with a prompt"] == "1"
+    assert found["latents"] == "8x2x8x8; what else the pipeline has there is the picture's"
+    assert found["kept of them"] == "192, 192x8"
+    found = dict(_parity.found(adapter("qwen_image_edit_plus")))
+    assert found["pictures with a prompt"] == "1 or more"
+    assert found["samples at different timesteps"] == "are predicted one by one"
+    assert dict(_parity.found(adapter("flux_2_references")))["pictures with a prompt"] == "0 or more"
+
+
+def test_a_list_of_pictures_may_be_of_any_length_and_its_order_counts():
+    model = adapter("flux_2_references")
+    both = pictures_of("flux_2_references", 0)
+    own = [both, both[::-1], [*both, both[0]], both[:1]]
+    cond, x = model.encode([tiny.PROMPTS[0]] * 4, own), noise_like(model, 1)
+    assert model._groups([500.0] * 4, cond) == [[0, 1], [2], [3]]
+    with torch.no_grad():
+        found = model.predict(x.expand(4, *x.shape[1:]), torch.full((4,), 500.0), cond, GUIDED)
+    assert all(not torch.allclose(found[0], found[k], atol=1e-5) for k in (1, 2, 3))
+
+
+def test_a_held_first_frame_is_no_latent_and_comes_back_in_the_clip():
+    model = adapter("ltx_image")
+    cond, x = model.encode([tiny.PROMPTS[0]] * 2, [[picture(0)], [picture(1)]]), noise_like(model, 1)
+    assert model.latent_shape()[1] == 2  # of three latent frames
+    clips = decoded(model, x.expand(2, *x.shape[1:]), cond, torch.tensor([0, 1]))
+    assert clips.shape[1] == 9
+    assert not torch.allclose(clips[0, 0], clips[1, 0], atol=1e-3)
+    with pytest.raises(ValueError, match=r"holds a part of the clip: decode\(latents, cond\) needs its conditions"):
+        model.decode(x)
 
 
 # ---- bad input
@@ -222,10 +283,33 @@ def test_some_prompts_with_and_some_without_a_picture_are_refused():
 def test_a_pipeline_whose_frames_have_their_own_timesteps_is_refused():
     made = tiny.make("wan_image")
     made.register_to_config(expand_timesteps=True)
-    made.transformer = tiny.make("wan").transformer
-    model = Generic(made, Config(path="tiny", height=16, width=16, call=tiny.PICTURED["wan_image"].call))
-    with pytest.raises(ModelError, match="feeds its network different timesteps within one sample"):
-        model.latent_shape()
+    with pytest.raises(ModelError, match=r"with expand_timesteps=True .*gives each frame a timestep of its own"):
+        Generic(made, Config(path="tiny", height=16, width=16, call=tiny.PICTURED["wan_image"].call))
+
+
+def test_a_model_that_puts_the_picture_back_after_every_step_is_refused():
+    made = tiny.make("hunyuan_video_image")
+    made.transformer.register_to_config(image_condition_type="token_replace")
+    with pytest.raises(ModelError, match=r"with image_condition_type='token_replace' .* cannot be trained: it puts"):
+        Generic(made, Config(path="tiny", height=16, width=16, call=tiny.PICTURED["hunyuan_video_image"].call))
+
+
+def test_a_size_that_no_picture_can_give_is_refused_with_the_one_that_it_gives():
+    message = r"height=16, model\.width=32 is no size of HunyuanVideo15ImageToVideoPipeline: it makes 12 x 20"
+    with pytest.raises(ModelError, match=message):
+        adapter("hunyuan_video_1_5_image", (16, 32)).latent_shape()
+
+
+def test_a_picture_that_a_pipeline_does_not_take_is_named_with_its_prompt():
+    model = adapter("flux_2_references")
+    with pytest.raises(ModelError, match=r"with the 1 picture\(s\) of the prompt 'b': ValueError: Image too small"):
+        model.encode(["a", "b"], [[picture(0, (64, 64))], [picture(0)]])
+
+
+def test_latents_that_the_loop_changes_before_its_step_are_refused():
+    model = adapter("ltx_image")
+    with pytest.raises(ModelError, match="changes the latents between prepare_latents"):
+        model.pictures.find_free(torch.zeros(1, 6), lambda places: 2 * places[:, 2:])
 
 
 def test_a_picture_of_the_call_is_the_prompt_records():

@@ -312,14 +312,14 @@ def real() -> sd3.Sd3:
     return sd3.skeleton(sd3.Config(path="any", dtype="float16", max_sequence_length=128, height=512, width=512), SD35)
 
 
+def counts(model: sd3.Sd3) -> dict[str, int]:
+    parts = {name: part for name, part in model.pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+
+
 def test_the_embedded_configuration_has_the_published_number_of_parameters(real):
-    counts = {
-        name: sum(p.numel() for p in part.parameters())
-        for name, part in real.pipeline.components.items()
-        if isinstance(part, torch.nn.Module)
-    }
     # Counted on the real weights by public code; assets/model_configs/sd35-medium/SOURCE.md names it.
-    assert counts == {
+    assert counts(real) == {
         "transformer": 2_243_171_520,
         "vae": 83_819_683,
         "text_encoder": 123_650_304,
@@ -329,6 +329,16 @@ def test_the_embedded_configuration_has_the_published_number_of_parameters(real)
     # The published checkpoint file also holds the table of position embeddings.
     assert sum(v.numel() for v in real.network.state_dict().values()) == 2_469_663_936
     assert len(real.network.state_dict()) == 909
+
+
+def test_the_large_model_has_the_published_size(real):
+    large = sd3.skeleton(real.config, SD35.parent / "sd35-large")
+    assert counts(large) == counts(real) | {"transformer": 8_056_627_520}
+    state = large.network.state_dict()
+    # total_size of the repository's weight index; two bytes a value.
+    assert 2 * sum(value.numel() for value in state.values()) == 16_292_561_536
+    assert len(large.dead_lora_modules()) == 1
+    assert set(large.dead_lora_modules()) <= {name for name, _ in large.network.named_modules()}
 
 
 def test_the_real_shape_takes_the_published_lora(real):

@@ -74,6 +74,15 @@ def test_values_beyond_the_range_are_clamped_and_nan_is_masked():
     assert [math.isnan(value) for value in sizes(images)] == [False, True, False]
 
 
-def test_a_video_is_refused():
-    with pytest.raises(ValueError, match=r"a picture must be \[3, H, W\], got \[4, 3, 8, 8\]"):
-        sizes(torch.zeros(1, 4, 3, 8, 8))
+def test_a_clip_is_the_mean_of_its_frames_and_masked_by_a_single_nan():
+    frames = ladder()
+    assert sizes(frames[None]) == [pytest.approx(sum(sizes(frames)) / 3)]
+    clips = torch.stack([frames, frames.flip(0)])
+    assert sizes(clips)[0] == pytest.approx(sizes(clips)[1])
+    clips[1, 0, 2, 5, 5] = math.nan
+    assert [math.isnan(value) for value in sizes(clips)] == [False, True]
+
+
+def test_what_is_no_picture_is_refused():
+    with pytest.raises(ValueError, match=r"a picture must be \[3, H, W\], got \[4, 8, 8\]"):
+        sizes(torch.zeros(1, 4, 8, 8))

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms.flow_grpo import Config
-from flowrl.config import OptimConfig
-from flowrl.distributed import World
-from flowrl.learner import Learner, Rollout
 from flowrl.metrics import Sums
-from flowrl.optim import Optimizer
+from flowrl.models._experts import Experts
 from flowrl.plan import MixWindow, StepPlan, deterministic, flash, mix_window, random_window, window
 from flowrl.rollout import Evaluations, Noise, Policy, run
 from flowrl.samplers import ddim, flow_sde
 from flowrl.schedules import Schedule, shifted_linspace
 from flowrl.solvers import History, solve
 from flowrl.types import Edges, SampleId, Samples
-from tests.toys import SHAPE, Session, ToyAdapter, roll_out
+from tests.toys import SHAPE, Session, ToyAdapter, learner_of, roll_out, rollout_of
 
 
 def ids(prompts: int, group: int) -> list[SampleId]:
@@ -456,14 +452,7 @@ def test_training_is_counted_per_sample_without_the_parity_gate(recompute, forwa
     config = Config(sde_steps=[1, 3], old_log_prob=recompute)
     session, counts = roll_out(ToyAdapter(), config), []
     rewards = torch.arange(6.0).reshape(1, 2, 3)
-    options = SimpleNamespace(
-        rollout=SimpleNamespace(group_size=3, batch_size=4),
-        optim=SimpleNamespace(updates_per_iteration=2, batch_size=4, learning_rate=0.0),
-        seed=0,
-    )
-    optimizer = Optimizer(session.weights, OptimConfig(learning_rate=1e-9), 4)
-    learner = Learner(options, session.algorithm, session.networks, optimizer, World(0, 1, torch.device("cpu")))
-    rollout = Rollout(session.plan, session.samples, session.edges, session.cond, session.rows, rewards, {}, 0.0)
+    learner, rollout = learner_of(session), rollout_of(session, rewards)
     for gate in (torch.float32, None):
         sums = Sums()
         learner.update(1, rollout, session.algorithm.advantages(rewards, torch.ones(1)), sums, gate=gate)
@@ -482,3 +471,11 @@ def test_evaluations_are_counted_by_the_first_argument_however_it_is_passed():
     network(hidden_states=torch.zeros(4, 2), timestep=torch.zeros(1))
     network(hidden_states=[torch.zeros(2, 2)] * 5, timestep=torch.zeros(1))
     assert counter.rows == 12
+
+
+def test_evaluations_of_every_expert_are_counted():
+    experts = Experts({"transformer": torch.nn.Linear(2, 2), "transformer_2": torch.nn.Linear(2, 2)})
+    counter = Evaluations(experts)
+    experts["transformer"](torch.zeros(3, 2))
+    experts["transformer_2"](torch.zeros(4, 2))
+    assert counter.rows == 7

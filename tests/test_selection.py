@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.advantages import AdvantageConfig, advantages
-from flowrl.learner import Learner
 from flowrl.selection import SelectConfig, best_and_worst, most_varied
 from tests import toys
 
@@ -92,20 +90,16 @@ def test_more_than_the_group_or_an_odd_number_is_refused_with_the_choices():
         best_and_worst(r[0], everyone(r[0]), 3)
 
 
-def test_only_kept_samples_reach_an_update_each_with_its_own_columns(monkeypatch):
+def test_only_kept_samples_reach_an_update_each_with_its_own_columns():
     session = toys.roll_out(toys.ToyAdapter(), prompts=2, group=4)
     r = torch.rand(2, 2, 4, generator=torch.Generator().manual_seed(0))
     config = AdvantageConfig(name="separate", std="group", select=SelectConfig(keep=2))
     credit = advantages(r, torch.ones(2), config)
-    settings_ = SimpleNamespace(
-        rollout=SimpleNamespace(group_size=4), optim=SimpleNamespace(updates_per_iteration=2), seed=0
-    )
-    learner = Learner(settings_, session.algorithm, session.networks, None, SimpleNamespace(rank=0))
-    seen = []
-    monkeypatch.setattr(learner, "_one_update", lambda rollout, advantage, share, sums: seen.append((advantage, share)))
-    learner.update(1, session, credit, SimpleNamespace(add=lambda *args: None))
-    trained = torch.cat([share for _, share in seen])
+    replay = toys.replay_of(session, r, credit, batch_size=3)
+    trained = torch.cat(replay.shares)
     assert sorted(set(session.edges.sample[trained].tolist())) == credit.kept.flatten().nonzero().flatten().tolist()
-    assert len(trained) == 4 * len(session.plan.train)
-    for advantage, share in seen:
-        assert torch.equal(advantage[share], credit.values.flatten(0, 1)[session.edges.sample[share]])
+    assert len(trained) == 4 * len(session.plan.train) == sum(replay.sizes)
+    for number, share in enumerate(replay.shares):
+        for batch, _ in replay.batches(number):
+            sample = session.edges.sample[share[batch.place]]
+            assert torch.equal(batch.advantage, credit.values.flatten(0, 1)[sample])

@@ -20,10 +20,10 @@ from flowrl.samplers.base import StepDistribution
 from flowrl.selection import SelectConfig
 from flowrl.spatial import SpatialConfig, mapper, spread
 from tests.test_spatial import pictures, tiny_dinov2
-from tests.toys import Session, ToyAdapter, draw_advantages, learner_of, nudge, roll_out, rollout_of
+from tests.toys import Session, ToyAdapter, algorithms, draw_advantages, learner_of, nudge, roll_out, rollout_of
 
 METHODS = ("dance_grpo", "flow_grpo", "flow_grpo_fast", "mix_grpo", "mix_grpo_flash")
-OTHERS = tuple(name for name in registry.names("algorithms") if name not in METHODS)
+OTHERS = tuple(name for name in algorithms("edges") if name not in METHODS)
 BY_POSITION, BY_SAMPLE = SpatialConfig(ratio="position"), SpatialConfig(ratio="sample")
 CLIP = 0.02
 

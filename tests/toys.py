@@ -6,33 +6,45 @@ Two prompts never have the same embedding, and every parameter reaches the outpu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from flowrl import rng
-from flowrl.algorithms.base import Algorithm, Networks
+from flowrl import registry, rng
+from flowrl.advantages import Advantages
+from flowrl.algorithms.base import Algorithm, Networks, SampleAlgorithm
 from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import build as build_grpo
 from flowrl.buffer import microbatches
 from flowrl.config import OptimConfig
-from flowrl.distributed import World
-from flowrl.learner import Learner, Rollout
+from flowrl.distributed import World, shard
+from flowrl.learner import Learner
+from flowrl.matching import Outputs
+from flowrl.metrics import Sums
 from flowrl.models.base import guided
 from flowrl.models.weights import Weights
+from flowrl.noising import Noising
 from flowrl.optim import Optimizer
 from flowrl.plan import StepPlan
-from flowrl.process import FlowProcess, PredictionType, Process, VPProcess
+from flowrl.process import FlowProcess, PredictionType, Process, VPProcess, expand
+from flowrl.replay import Replay
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule, flow_match_euler
-from flowrl.types import Condition, Edges, Microbatch, SampleId, Samples, Step
+from flowrl.types import Condition, Edges, LossOutput, Microbatch, NoisedBatch, Rollout, SampleId, Samples, Step
 
 SHAPE = (2, 4, 4)
 WIDTH = 3
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def algorithms(needs: str) -> tuple[str, ...]:
+    """Names of the methods in the folder that train on "edges" or on "samples"."""
+    modules = {name: registry.load("algorithms", name) for name in registry.names("algorithms")}
+    return tuple(name for name, module in modules.items() if module.build(module.Config()).needs == needs)
 
 
 class ToyNetwork(nn.Module):
@@ -184,17 +196,11 @@ def roll_out(
     rows = torch.tensor([i.slot for i in ids])
     cond = adapter.encode([f"prompt {slot}" for slot in range(prompts)])
     noise = Noise(0, "rollout", iteration, adapter.latent_shape(), shared_start)
-    samples, edges = run(
-        policy,
-        plan,
-        noise,
-        ids,
-        cond,
-        rows,
-        batch_size=batch_size,
-        form=algorithm.log_prob_form(sampler),
-        columns=tuple(columns) or algorithm.columns,
-    )
+    recorded = {}
+    if algorithm.needs == "edges":
+        recorded = {"form": algorithm.log_prob_form(sampler), "columns": tuple(columns) or algorithm.columns}
+    with weights.using(algorithm.behaviour):
+        samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=batch_size, **recorded)
     networks = Networks(policy, weights)
     return Session(
         adapter, weights, algorithm, policy, networks, plan, noise, ids, samples, edges, cond, rows, batch_size
@@ -218,21 +224,109 @@ def bitwise(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def learner_of(session: Session, *, updates: int = 2, batch_size: int = 4, seed: int = 0) -> Learner:
-    """A learner on one process; of the run's configuration it has what a learner reads."""
+def options_of(session: Session, updates: int, batch_size: int, seed: int = 0) -> SimpleNamespace:
+    """What a learner and its data read of a run's configuration."""
     group = max(i.sample for i in session.ids) + 1
-    options = SimpleNamespace(
+    return SimpleNamespace(
         rollout=SimpleNamespace(group_size=group, batch_size=session.batch_size),
         optim=SimpleNamespace(updates_per_iteration=updates, batch_size=batch_size, learning_rate=1e-3),
         seed=seed,
     )
+
+
+def learner_of(session: Session, *, updates: int = 2, batch_size: int = 4, seed: int = 0) -> Learner:
+    """A learner on one process."""
+    options = options_of(session, updates, batch_size, seed)
     optimizer = Optimizer(session.weights, OptimConfig(learning_rate=1e-3), 100)
-    return Learner(options, session.algorithm, session.networks, optimizer, World(0, 1, torch.device("cpu")))
+    schedule = session.adapter.schedule(len(session.plan))
+    return Learner(options, session.algorithm, session.networks, optimizer, ALONE, schedule)
+
+
+def replay_of(
+    session: Session, rewards: Tensor, credit: Advantages | None = None, *, updates: int = 2, batch_size: int = 4
+) -> Replay:
+    """The edges of the session, in shares; rewards [R, P, G], credited by the algorithm unless given."""
+    credit = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
+    options, rollout = options_of(session, updates, batch_size), rollout_of(session, rewards)
+    return Replay(options, session.algorithm, session.networks, ALONE, rollout, credit, 1, Sums())
 
 
 def rollout_of(session: Session, rewards: Tensor) -> Rollout:
     """The session as the learner takes it; rewards [R, P, G]."""
     return Rollout(session.plan, session.samples, session.edges, session.cond, session.rows, rewards, {}, 0.0)
+
+
+# ---- methods on finished samples
+
+
+def noising_of(
+    session: Session,
+    rewards: Tensor,
+    credit: Advantages | None = None,
+    *,
+    updates: int = 1,
+    batch_size: int = 4,
+    rank: int = 0,
+    size: int = 1,
+) -> Noising:
+    """The terms of one of `size` processes; rewards [R, P, G], credited by the algorithm unless given."""
+    credit = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
+    rollout, options = rollout_of(session, rewards), options_of(session, updates, batch_size)
+    group = options.rollout.group_size
+    own = [slot * group + sample for slot, sample in shard(rewards.shape[1], group, rank, size)]
+    samples = Samples(rollout.samples.x0[own], tuple(session.ids[row] for row in own))
+    rollout = replace(rollout, samples=samples, rows=rollout.rows[own])
+    world, schedule = World(rank, size, torch.device("cpu")), session.adapter.schedule(len(session.plan))
+    parts = (session.algorithm, session.networks, world, rollout, credit, 1, schedule)
+    return Noising(options, *parts)
+
+
+def terms_gradient(session: Session, *parts: Noising, share: int = 0) -> dict[str, Tensor]:
+    """Of the mean loss over the terms of a share on all processes, by parameter name."""
+    session.adapter.network.zero_grad()
+    count = sum(part.sizes[share] for part in parts)
+    for part in parts:
+        for batch, _ in part.batches(share):
+            (session.algorithm.loss(batch, session.networks).loss / count).backward()
+    return {name: p.grad.clone() for name, p in session.adapter.network.named_parameters()}
+
+
+def outputs_of(
+    roles: dict[str, Tensor],
+    *,
+    clean: Tensor,
+    eps: Tensor,
+    sigma: Tensor,
+    advantage: Tensor | None = None,
+    sample: Tensor | None = None,
+    group: Tensor | None = None,
+    old: Tensor | None = None,
+    vp: bool = False,
+) -> Outputs:
+    """What networks say of M terms [M, ...], given by hand, in the precision that is given."""
+    adapter, count = ToyAdapter(vp=vp), len(sigma)
+    process, each = adapter.process, torch.arange(count)
+    batch = NoisedBatch(
+        clean=clean,
+        eps=eps,
+        sigma=sigma,
+        timestep=1000 * sigma,
+        cond=Condition({"prompt": torch.zeros(count, WIDTH)}),
+        advantage=torch.ones(count) if advantage is None else advantage,
+        sample=each if sample is None else sample,
+        group=torch.zeros_like(each) if group is None else group,
+        old=old,
+    )
+    alpha = process.alpha(sigma).to(clean)
+    noised = expand(alpha, clean) * clean + expand(sigma.to(clean), clean) * eps
+    target = eps if vp else eps - clean
+    return Outputs(adapter, batch, noised, target, roles)
+
+
+def loss_of(algorithm: SampleAlgorithm, outputs: Outputs) -> LossOutput:
+    """The method's loss of networks that say `outputs`."""
+    algorithm.outputs = lambda batch, networks: outputs
+    return algorithm.loss(outputs.batch, None)
 
 
 def nudge(network: nn.Module, size: float = 0.02, seed: int = 1) -> None:

@@ -225,6 +225,8 @@ class GrpoBase(Generic[C]):
     needs: Literal["edges"] = "edges"
     columns: tuple[str, ...] = ()
     feedback: tuple[str, ...] = ()
+    behaviour = "policy"
+    passes = 1
     level = "experimental"
 
     def __init__(self, config: C) -> None:
@@ -248,7 +250,13 @@ class GrpoBase(Generic[C]):
     def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor | None:
         return None
 
+    def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        return torch.zeros(rewards.shape[1], dtype=torch.bool)
+
     def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
+        return
+
+    def after_iteration(self, updates: int, weights: Weights) -> None:
         return
 
     def parity_tolerance(self, sampler: Sampler, dtype: torch.dtype) -> float:

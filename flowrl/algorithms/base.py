@@ -16,7 +16,8 @@ from flowrl.rollout import Policy
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
-from flowrl.types import LossOutput, Microbatch, SampleId
+from flowrl.times import Times
+from flowrl.types import LossOutput, Microbatch, NoisedBatch, SampleId
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +38,19 @@ class Networks:
 
 
 class Algorithm(Protocol):
-    """A method on edges.
+    """What every method declares.
 
-    `roles` are snapshots it needs ("reference", "anchor"); `columns` extras of the rollout; `feedback` the names of
-    its loss metrics whose means over all processes `after_update` is to be given; `spatial` how its advantages are
-    spread over a picture, None where a sample has one.
+    `needs`: trained steps of the rollout, or its finished samples alone. `roles` are snapshots it needs ("reference",
+    "anchor", "old"); `behaviour` the one that draws the samples; `passes` how often an iteration goes through its
+    data; `feedback` the names of its loss metrics whose means over all processes `after_update` is to be given.
     """
 
     config: Any
-    needs: Literal["edges"]
+    needs: Literal["edges", "samples"]
     roles: tuple[str, ...]
-    columns: tuple[str, ...]
+    behaviour: str
+    passes: int
     feedback: tuple[str, ...]
-    spatial: SpatialConfig | None
     level: str
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
@@ -63,6 +64,37 @@ class Algorithm(Protocol):
         """
         ...
 
+    def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        """Prompts of the iteration that are to be drawn no more, [P] bool."""
+        ...
+
+    def loss(self, batch: Any, networks: Networks) -> LossOutput:
+        """Sum over the microbatch; the trainer divides by the global number of edges or terms."""
+        ...
+
+    def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
+        """Called after each optimizer step, the `updates`-th of the run, with the means of `feedback`."""
+        ...
+
+    def after_iteration(self, updates: int, weights: Weights) -> None:
+        """Called after the last optimizer step of an iteration, the `updates`-th of the run."""
+        ...
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+class EdgeAlgorithm(Algorithm, Protocol):
+    """A method on the stochastic steps of a rollout and their log-probs.
+
+    `columns` are extras of the rollout; `spatial` how its advantages are spread over a picture, None where a sample
+    has one.
+    """
+
+    columns: tuple[str, ...]
+    spatial: SpatialConfig | None
+
     def log_prob_form(self, sampler: Sampler) -> LogProbForm:
         """Of the stored log-probs: the sampler's own, unless the method needs another."""
         ...
@@ -75,21 +107,29 @@ class Algorithm(Protocol):
         """Which edges of a rollout are trained, [E] bool in their order (sample, step); None: all."""
         ...
 
-    def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
-        """Called after each optimizer step, the `updates`-th of the run, with the means of `feedback`."""
-        ...
-
-    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
-        """Sum over the microbatch; the trainer divides by the global number of edges."""
-        ...
-
     def parity_tolerance(self, sampler: Sampler, dtype: torch.dtype) -> float:
         """Largest |log ratio| allowed when the rollout is replayed before the first update."""
         ...
 
-    def state_dict(self) -> dict: ...
 
-    def load_state_dict(self, state: dict) -> None: ...
+class SampleAlgorithm(Algorithm, Protocol):
+    """A method on finished samples, noised again.
+
+    `unit` is what one forward must hold whole: a term, all terms of a sample, or a prompt's samples at one time;
+    `shared_eps` gives a prompt's samples one noise at each time; `keeps_old` asks for `old` of the behaviour policy.
+    """
+
+    unit: Literal["term", "sample", "group"]
+    shared_eps: bool
+    keeps_old: bool
+
+    def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
+        """Training times of B samples, [B, T]."""
+        ...
+
+    def old(self, batch: NoisedBatch, networks: Networks) -> Tensor:
+        """What the loss compares with, [M] float64, of the weights that are in the network."""
+        ...
 
 
 def parity_tolerance(clip_range: float, dtype: torch.dtype) -> float:

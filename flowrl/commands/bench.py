@@ -69,6 +69,20 @@ def reentry(
         put_between(out, text)
 
 
+@app.command()
+def exploration(
+    config: Annotated[str, typer.Argument(help="YAML file with rollout.exploration.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
+    prompts: Annotated[int, typer.Option("--prompts", help="Pools drawn in full.", min=1)] = 8,
+    rounds: Annotated[int, typer.Option("--rounds", help="Timed pairs of rollouts.", min=1)] = 3,
+) -> None:
+    """Does the first look of two-stage exploration rank candidates as the full draw does, and what does it cost?"""
+    from flowrl.commands._exploration import report
+    from flowrl.config import load_config, resolve
+
+    print(report(resolve(load_config(config, overrides)), prompts, rounds))
+
+
 def reentry_cost(calls: int, batch: int, guidance_scale: float) -> dict[str, list[tuple[float, float]]]:
     """What for -> (native, generic) milliseconds of each pair of calls; both load the same folder.
 

@@ -93,14 +93,15 @@ def _two_processes() -> str:
 
 
 def _probe(plan, resolved) -> str:
-    import torch
-
-    from flowrl.prompts import load_prompts
+    from flowrl.assembly import PROBE_PX, both_prompts, probe_batch
     from flowrl.reward import score_once
 
-    prompts = load_prompts(resolved.run.data.prompts, "data.prompts")[:2]
+    prompts = both_prompts(resolved.run)[0][:2]
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
-    scores = score_once(plan.build(), torch.rand(len(prompts), 3, 64, 64), texts, metadata)
+    model = resolved.model.config
+    call = getattr(model, "call", {})
+    frames = getattr(model, "num_frames", call.get("num_frames", call.get("frames", 1)))
+    scores = score_once(plan.build(), probe_batch(len(prompts), PROBE_PX, PROBE_PX, frames), texts, metadata)
     return ", ".join(f"{name} {value.tolist()}" for name, value in scores.items())
 
 

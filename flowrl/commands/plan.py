@@ -56,10 +56,22 @@ def command(
     result = estimate(resolved, adapter, plan, prompts=len(texts))
     console.print(_memory_table(resolved, result, len(texts)))
     console.print(_phase_table(result))
+    largest = "largest: not known"
+    if result.peak is not None:
+        largest = f"largest: {result.peak.name}, {size(result.peak.peak)}"
+    for what, reason in result.unknown.items():
+        console.print(f"{what} cannot be measured without weights: {reason}", markup=False)
     console.print(
-        f"largest: {result.peak.name}, {size(result.peak.peak)}. Not in it: reward models, the backbone of saliency "
-        "maps, the CUDA context, library workspaces, fragmentation; add 10 to 20 %. Formulas: flowrl/memory.py."
+        f"{largest}. Not in it: reward models, the backbone of saliency maps, the CUDA context, library workspaces, "
+        "fragmentation; add 10 to 20 %. Formulas: flowrl/memory.py."
     )
+    if resolved.model.config.shard:
+        ways = " / ".join(map(str, PROCESSES[1:]))
+        spared = [size(result.spared(n, full=resolved.model.config.lora is None)) for n in PROCESSES[1:]]
+        console.print(
+            f"model.shard: each of {ways} processes has {' / '.join(spared)} less resident, "
+            "but for the blocks that are gathered at a moment"
+        )
     console.print(
         f"network per iteration: {operations(result.rollout_flop)} in the rollout, {operations(result.update_flop)} in "
         "the updates; divide by the processes and by what your device sustains."
@@ -85,6 +97,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     import torch
 
     from flowrl.config import ConfigError
+    from flowrl.memory import terms_per_sample
     from flowrl.plan import flow_timestep
     from flowrl.schedules import Schedule, shift_sigmas
 
@@ -92,7 +105,9 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     sigmas = shift_sigmas(torch.linspace(1, 0, steps + 1), getattr(algorithm.config, "shift", 1.0))
     schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, flow_timestep(sigmas[:-1]))
     try:
-        return algorithm.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
+        plan = algorithm.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
+        terms_per_sample(resolved, plan)
+        return plan
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
 
@@ -110,9 +125,17 @@ class Geometry:
     """Of the reference, and of recomputed log-probs."""
 
 
-def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0, share: float = 1.0) -> Geometry:
+def geometry(
+    run: RunConfig,
+    plan: StepPlan,
+    processes: int,
+    extra: int = 0,
+    share: float = 1.0,
+    terms: int | None = None,
+    passes: int = 1,
+) -> Geometry:
     """Counts for a number of processes; `extra` frozen forwards go with each forward of the update, which trains
-    `share` of the plan's edges.
+    `share` of the plan's edges, or of `terms` for each sample, in so many passes.
 
     The most there can be: samples of one start (`rollout.shared_noise`) share forwards.
     """
@@ -123,8 +146,8 @@ def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0, sha
         for rank in range(processes)
     ]
     samples, updates = max(parts), run.optim.updates_per_iteration
-    edges = math.ceil(samples * len(plan.train) * share / updates)
-    forwards = updates * math.ceil(edges / run.optim.batch_size)
+    edges = math.ceil(samples * (len(plan.train) if terms is None else terms) * share / updates)
+    forwards = passes * updates * math.ceil(edges / run.optim.batch_size)
     rollout = len(plan) * math.ceil(samples / run.rollout.batch_size)
     return Geometry(processes, samples, rollout, forwards, extra * forwards)
 
@@ -132,21 +155,22 @@ def geometry(run: RunConfig, plan: StepPlan, processes: int, extra: int = 0, sha
 def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
     from flowrl.models.base import branches
 
-    run = resolved.run
-    options = resolved.algorithm.config
+    run, algorithm = resolved.run, resolved.algorithm.build()
     # A method evaluates each of its roles once beside every forward of the update.
-    extra = len(resolved.algorithm.build().roles) + int(getattr(options, "old_log_prob", "") == "recompute")
-    from flowrl.memory import trained_share
+    extra = len(algorithm.roles) + int(getattr(algorithm.config, "old_log_prob", "") == "recompute")
+    from flowrl.memory import terms_per_sample, trained_share
 
-    share = trained_share(resolved, plan)
-    rows = [geometry(run, plan, processes, extra, share) for processes in PROCESSES]
+    share, trained = trained_share(resolved, plan), terms_per_sample(resolved, plan)
+    rows = [geometry(run, plan, processes, extra, share, trained, algorithm.passes) for processes in PROCESSES]
     table = _table("", *(f"{g.processes} process{'es' if g.processes > 1 else ''}" for g in rows))
-    updates, trained = run.optim.updates_per_iteration, len(plan.train)
+    updates, what = run.optim.updates_per_iteration, "steps" if algorithm.needs == "edges" else "times"
+    if algorithm.passes > 1:
+        what += f" in {algorithm.passes} passes"
     selected = "" if share == 1 else f", {share:.0%} of them trained"
     table.title = (
         f"{run.samples_per_iteration} samples per iteration = {run.rollout.prompts_per_iteration} prompts x "
         f"{run.rollout.group_size}; {updates} updates of {run.samples_per_iteration // updates} samples x {trained} "
-        f"steps{selected}; {run.iterations} iterations = {run.iterations * updates} updates"
+        f"{what}{selected}; {run.iterations} iterations = {run.iterations * updates * algorithm.passes} updates"
     )
     guided = " (CFG: each sample twice)" if branches(adapter, run.rollout.guidance_scale) > 1 else ""
     if run.rollout.shared_noise:
@@ -189,8 +213,11 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
     if lora is not None:
         what = f"LoRA rank {lora.rank}, alpha {lora.alpha:g}, {result.lora_modules} modules"
     table = _table("part", "values", "size", "where")
+    cached_texts = resolved.run.data.cache_text
     for name, count in result.parameters.items():
-        table.add_row(name, f"{count:,}", "", "")
+        held = "device, until texts are encoded" if name.startswith("text_encoder") and cached_texts else "device"
+        where = "host, leaf by leaf on the device" if name in result.offloaded else held
+        table.add_row(name, f"{count:,}", size(result.stored[name]), where)
     table.add_row(f"trained: {what}", f"{result.trained:,}", size(result.saved), "saved file")
     table.add_row("Adam's moments", f"{2 * result.trained:,}", size(result.moments), "device")
     for name, held in (("EMA", result.ema), ("snapshots", result.snapshots)):
@@ -206,7 +233,7 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
 def _phase_table(result: Estimate) -> Table:
     table = _table("phase", "resident", "transient", "peak on the device")
     for phase in result.phases:
-        table.add_row(phase.name, size(phase.resident), size(phase.transient), size(phase.peak))
+        table.add_row(phase.name, *(size(value) for value in (phase.resident, phase.transient, phase.peak)))
     return table
 
 
@@ -220,21 +247,25 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def size(count: float) -> str:
+def size(count: float | None) -> str:
     """Bytes for people.
 
     >>> size(3 * 2**29), size(1_683_456), size(10_752)
     ('1.50 GiB', '1.6 MiB', '10.5 KiB')
     """
+    if count is None:
+        return "not known"
     if count >= 2**30:
         return f"{count / 2**30:,.2f} GiB"
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-def operations(count: float) -> str:
+def operations(count: float | None) -> str:
     """Floating-point operations for people.
 
     >>> operations(5.18e16), operations(9.1e10)
     ('51.8 PFLOP', '0.091 TFLOP')
     """
+    if count is None:
+        return "not known"
     return f"{count / 1e15:.3g} PFLOP" if count >= 1e15 else f"{count / 1e12:.3g} TFLOP"

@@ -1,46 +1,127 @@
-"""`flowrl sample`: pictures from a model, or from a run's tuned weights."""
+"""`flowrl sample`: pictures or clips from a model, or from a run's tuned weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from flowrl.prompts import Prompt
+
+_FILES = (".jsonl", ".txt")
+_OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict")
 
 
 def command(
     model: Annotated[str, typer.Argument(help="Run folder, model folder, hub id or embedded asset.")],
-    prompts: Annotated[list[str], typer.Argument(help="Prompts.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the pictures.")] = Path("samples"),
-    count: Annotated[int, typer.Option("--count", help="Pictures per prompt.", min=1)] = 1,
+    prompts: Annotated[list[str], typer.Argument(help="Prompts, or files of them (.jsonl with pictures, .txt).")],
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", help="Picture to edit or to begin with, for every prompt; again for a second one."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = Path("samples"),
+    count: Annotated[int, typer.Option("--count", help="Samples per prompt.", min=1)] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Of the starting noise.")] = 0,
     steps: Annotated[int | None, typer.Option("--steps", help="Denoising steps; default: the pipeline's.")] = None,
-    guidance: Annotated[float | None, typer.Option("--guidance", help="CFG scale; default: the pipeline's.")] = None,
+    guidance: Annotated[
+        float | None, typer.Option("--guidance", help="Scale, in the pipeline's units; default: the pipeline's.")
+    ] = None,
+    options: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value arguments of the pipeline's call: num_frames=33.")
+    ] = None,
 ) -> None:
-    """Draw pictures with the pipeline's own call."""
+    """Draw with the pipeline's own call: a PNG for a picture, an animated WebP for a clip."""
     import torch
 
-    from flowrl.evaluate import save_png
+    from flowrl import media
+    from flowrl.config import ConfigError
     from flowrl.export import load_run_pipeline
     from flowrl.metrics import Progress
+    from flowrl.models._options import guidance_arguments
+    from flowrl.models._pictures import picture_arguments
+    from flowrl.prompts import open_picture
 
-    pipeline, defaults = load_run_pipeline(model)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pipeline.to(device)
+    records = _records(prompts, image or [])
+    pipeline, call = load_run_pipeline(model)
+    for record in records:
+        picture_arguments(pipeline, record.pictures)
+    pipeline.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     pipeline.set_progress_bar_config(disable=True)
-    call = dict(defaults)
     if steps is not None:
         call["num_inference_steps"] = steps
     if guidance is not None:
-        call["guidance_scale"] = guidance
+        call |= guidance_arguments(pipeline, guidance, call)
+    call |= _settings(pipeline, options or [])
     out.mkdir(parents=True, exist_ok=True)
-    bar = Progress(len(prompts) * count, "sampling", show=True)
-    for i, prompt in enumerate(prompts):
+    bar = Progress(len(records) * count, "sampling", show=True)
+    for i, record in enumerate(records):
+        pictures = picture_arguments(pipeline, [open_picture(file) for file in record.pictures])
         for k in range(count):
             generator = torch.Generator().manual_seed(seed + k)
-            image = pipeline(prompt, output_type="pt", generator=generator, **call).images[0]
-            file = out / f"{i:05d}-{k}.png"
-            save_png(image.float().cpu(), file)
+            arguments = {**call, **pictures, "output_type": "pt", "generator": generator, "return_dict": False}
+            try:
+                drawn = pipeline(prompt=record.text, **arguments)[0][0]
+            except ValueError as error:  # how pipelines refuse what they are called with
+                raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
+            file = media.write(drawn.float().cpu(), out / f"{i:05d}-{k}")
             bar.update(1)
             print(file)
     bar.close()
+
+
+def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:
+    """Arguments of the pipeline's call from key=value words.
+
+    Raises:
+        ConfigError: it takes no such argument, or the command decides it.
+    """
+    import inspect
+
+    from flowrl.config import ConfigError
+    from flowrl.registry import suggest
+    from flowrl.strict import apply_override
+
+    found: dict[str, Any] = {}
+    for word in words:
+        apply_override(found, word)
+    known = [name for name in inspect.signature(type(pipeline).__call__).parameters if name not in _OURS]
+    for name in found:
+        if name in _OURS:
+            raise ConfigError(f"--set {name}: the command line decides it")
+        if name not in known:
+            raise ConfigError(
+                f"--set {name}: {type(pipeline).__name__} takes no such argument; {suggest(name, known)}"
+                f"there are: {', '.join(known)}"
+            )
+    return found
+
+
+def _records(words: list[str], images: list[Path]) -> list[Prompt]:
+    """Prompts of the command line, with their pictures, which can be read.
+
+    Raises:
+        ConfigError: a file that is none, a picture that cannot be read, or pictures from two sides.
+    """
+    from flowrl.config import ConfigError
+    from flowrl.prompts import Prompt, open_picture
+    from flowrl.sources import load_prompts
+
+    for file in images:
+        try:
+            open_picture(file)
+        # Pillow reports a broken PNG as SyntaxError, a broken header as ValueError, anything else as OSError.
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ConfigError(f"--image {str(file)!r} cannot be read as a picture: {error}") from None
+    paths = tuple(str(file.resolve()) for file in images)
+    records: list[Any] = []
+    for word in words:
+        if Path(word).suffix not in _FILES:
+            records.append(Prompt(word, {}, paths))
+            continue
+        for record in load_prompts(word, "prompts"):
+            if paths and record.pictures:
+                raise ConfigError(f"--image beside {word!r}, whose records name their own pictures; leave it out")
+            records.append(Prompt(record.text, record.metadata, record.pictures or paths))
+    return records

@@ -1,4 +1,4 @@
-"""`flowrl score`: any reward on a folder of pictures."""
+"""`flowrl score`: any reward on a folder of pictures or clips."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import Annotated
 
 import typer
 
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif"}
 
 
 def command(
-    images: Annotated[Path, typer.Argument(help="Folder of pictures (.png, .jpg, .webp).")],
+    images: Annotated[Path, typer.Argument(help="Folder of pictures or clips (.png, .jpg, .webp, .gif).")],
     reward: Annotated[str, typer.Option("--reward", help="Name, dotted path, or your own .py file.")],
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="One line per picture, in file-name order.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="One line per file, in file-name order.")] = None,
     options: Annotated[list[str] | None, typer.Option("--set", help="key=value options of the reward.")] = None,
 ) -> None:
-    """One line of JSON per picture; NaN is null."""
+    """One line of JSON per picture or clip; NaN is null."""
     import json
 
-    from flowrl.config import ConfigError, reward_plan
+    from flowrl import media
+    from flowrl.components import reward_plan
+    from flowrl.config import ConfigError
     from flowrl.reward import score_once
     from flowrl.strict import apply_override
 
@@ -34,15 +36,6 @@ def command(
         apply_override(tree, word)
     entry = reward_plan(tree, "--reward").build()
     for file, text in zip(files, texts, strict=True):
-        scores = score_once(entry, _read(file)[None], [text], [{}])
+        scores = score_once(entry, media.read(file)[None], [text], [{}])
         values = {name: None if value.isnan() else float(value) for name, value in scores.items()}
         print(json.dumps({"image": file.name, "prompt": text} | values))
-
-
-def _read(file: Path):
-    import numpy as np
-    import torch
-    from PIL import Image
-
-    with Image.open(file) as picture:
-        return torch.from_numpy(np.asarray(picture.convert("RGB")).copy()).permute(2, 0, 1).float() / 255

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-from PIL import Image
 
+from flowrl import media
 from flowrl.gallery.results import Metric, paired, shared
 from flowrl.gallery.runs import Evaluation, Run
 
@@ -20,9 +20,10 @@ SELECTION_SEED = 0
 
 NUM_PAIRS = 24
 MAX_FILMS, MAX_FRAMES = 8, 9
-PIXELATED_BELOW_PX = 128
 PAIR_PX, FRAME_PX = 384, 192
 """Longest side of an embedded picture."""
+CLIP_PX, CLIP_FRAMES = 192, 16
+"""Longest side of an embedded clip, and how many frames it has at most, evenly spread."""
 
 Pair = tuple[int, int]
 """(prompt index, seed index)."""
@@ -32,7 +33,7 @@ def pictured(run: Run) -> np.ndarray:
     """[P, K] bool: where both pictures of a shared pair were saved."""
     found = shared(run)
     for p, k in np.argwhere(found):
-        found[p, k] = run.base.picture(p, k).is_file() and run.after.picture(p, k).is_file()
+        found[p, k] = run.base.picture(p, k) is not None and run.after.picture(p, k) is not None
     return found
 
 
@@ -98,7 +99,7 @@ def film(run: Run, metrics: list[Metric], page_folder: Path) -> dict[str, Any]:
         if len(rows) == MAX_FILMS:
             break
         same = [p < len(e.prompts) and e.prompts[p] == text and e.seeds[:1] == run.base.seeds[:1] for e in frames]
-        saved = [ok and e.picture(p, 0).is_file() for ok, e in zip(same, frames, strict=True)]
+        saved = [ok and e.picture(p, 0) is not None for ok, e in zip(same, frames, strict=True)]
         # Prompts further down have pictures of the base and tuned models alone: no film.
         if not any(ok and e.tag.startswith("iteration-") for ok, e in zip(saved, frames, strict=True)):
             continue
@@ -107,37 +108,43 @@ def film(run: Run, metrics: list[Metric], page_folder: Path) -> dict[str, Any]:
     return {"frames": [_frame_label(e) for e in frames], "rows": rows}
 
 
-def embed(path: Path, limit_px: int, page_folder: Path) -> dict[str, Any] | None:
-    """A picture for the page, or None where none was saved.
+def embed(path: Path | None, limit_px: int, page_folder: Path) -> dict[str, Any] | None:
+    """A picture or a clip for the page, or None where none was saved.
 
     Small pictures stay exact (PNG, enlarged without smoothing by the page); others become WebP of at most
-    `limit_px`, with a relative link to the file.
+    `limit_px`, with a relative link to the file. Clips are animated WebP of at most `CLIP_PX` and `CLIP_FRAMES`, which
+    play in the time of the file.
 
     Raises:
         ValueError: the file is no picture.
     """
-    if not path.is_file():
+    if path is None:
         return None
     try:
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
+        frames = media.read_frames(path)
     except OSError as error:
         raise ValueError(f"{path} is no picture ({error}); delete it and run flowrl eval again") from error
-    small = max(image.size) < PIXELATED_BELOW_PX
-    full_size = image.size
-    image.thumbnail((limit_px, limit_px))
+    clip, full_size = len(frames) > 1, frames[0].size
+    kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), CLIP_FRAMES)).round().astype(int)]
+    for frame in kept:
+        frame.thumbnail((min(limit_px, CLIP_PX),) * 2 if clip else (limit_px, limit_px))
+    small = max(full_size) < media.SMALL_PX
     buffer = io.BytesIO()
-    if small:
-        image.save(buffer, "PNG", optimize=True)
+    if clip:
+        frame_ms = round(media.FRAME_MS * len(frames) / len(kept))
+        media.write_clip(kept, buffer, quality=60, frame_ms=frame_ms)
+    elif small:
+        kept[0].save(buffer, "PNG", optimize=True)
     else:
-        image.save(buffer, "WEBP", quality=82)
+        kept[0].save(buffer, "WEBP", quality=82)
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
+    whole = kept[0].size == full_size and len(kept) == len(frames)
     return {
-        "src": f"data:image/{'png' if small else 'webp'};base64,{data}",
-        "width": image.width,
-        "height": image.height,
+        "src": f"data:image/{'png' if small and not clip else 'webp'};base64,{data}",
+        "width": kept[0].width,
+        "height": kept[0].height,
         "pixelated": small,
-        "link": None if image.size == full_size else quote(Path(os.path.relpath(path, page_folder)).as_posix()),
+        "link": None if whole else quote(Path(os.path.relpath(path, page_folder)).as_posix()),
     }
 
 

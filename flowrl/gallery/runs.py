@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from flowrl import media
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -30,8 +32,9 @@ class Evaluation:
     def label(self) -> str:
         return f"iteration {self.iteration}" if self.tag.startswith("iteration-") else self.tag
 
-    def picture(self, prompt: int, sample: int) -> Path:
-        return self.pictures / f"{prompt:05d}-{sample}.png"
+    def picture(self, prompt: int, sample: int) -> Path | None:
+        """File of a picture or a clip, if one was saved."""
+        return media.find(self.pictures / f"{prompt:05d}-{sample}")
 
     def mean(self, metric: str) -> float:
         """Mean over prompts of the mean over seeds; what could not be scored is left out."""

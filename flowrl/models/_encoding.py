@@ -13,7 +13,9 @@ pipelines do, with zeros on the right.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,6 +185,30 @@ def learn(encode: Callable[[list[str]], Calls]) -> Template:
             "pipeline puts a long instruction before them"
         )
     return template
+
+
+def one_by_one(encode: Callable[[list[str]], Calls]) -> Callable[[list[str]], Calls]:
+    """`encode` for a pipeline that takes one prompt only: the rows of several calls, padded to one length."""
+
+    def joined(parts: list[Any]) -> Any:
+        if torch.is_tensor(parts[0]) and all(part.ndim > 1 and len(part) == 1 for part in parts):
+            return torch.nn.utils.rnn.pad_sequence([part[0] for part in parts], batch_first=True)
+        if isinstance(parts[0], list | tuple):
+            return type(parts[0])(joined(list(each)) for each in zip(*parts, strict=True))
+        return parts[0]
+
+    return lambda prompts: joined([encode([prompt]) for prompt in prompts])
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """The probing prompts are made to be cut off; nobody needs to be warned of it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _learn_rows(template: Template, place: Place, rows: list[Tensor], one: Any, other: Any) -> None:

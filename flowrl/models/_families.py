@@ -42,6 +42,9 @@ class Family:
     """Adapted modules whose output is never used; {last} is the last of `transformer_blocks`."""
     patch: int | None = None
     """Latent pixels a side that make one token; None: the network's patch_size."""
+    channel_axis: int = 1
+    """Axis of the latents [B, ...] that holds the channels: 2 for tokens [B, tokens, C], read row by row, frame by
+    frame, and for clips [B, F, C, h, w]."""
     per_step: str = ""
     """Why samples of different steps cannot share a forward."""
     decode_singly: str = ""
@@ -56,6 +59,20 @@ class Family:
     """The pipeline cannot be called without the first of them."""
     picture_each: bool = False
     """A call for several prompts wants one picture for each; otherwise it takes one for all."""
+    picture_list: bool = False
+    """The argument takes a list of any number of pictures, for all prompts."""
+    picture_methods: tuple[str, ...] = ()
+    """Methods of the pipeline, beside prepare_latents and encode_image, that make something of the pictures."""
+    sized_by_picture: bool = False
+    """The call has no size: the picture's own decides it, so pictures are cropped to model.height x model.width."""
+    holds: bool = False
+    """A part of the latents stays what the picture made it, and the scheduler steps the rest."""
+    singly: str = ""
+    """Why a call takes one prompt only."""
+    unfit: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Entry of the pipeline's or the network's configuration -> the value that is refused, and why."""
+    note: str = ""
+    """What a user should know, for docs/models.md."""
 
 
 _LAST_TEXT_QUERY = ("transformer_blocks.{last}.attn.add_q_proj",)
@@ -65,6 +82,11 @@ _SKIP_LAYERS = dict.fromkeys(
     _FEW_STEPS,
 )
 _NO_BINNING = {"use_resolution_binning": False}
+_NO_HEAD_AXIS = "its VAE's attention mask has no head axis and fails for a batch"
+_DYNAMIC_CFG = {"use_dynamic_cfg": "depends on the number of steps"}
+_DRAWN = "the picture's latents are one draw of its VAE's posterior, the same at every use"
+_REFERENCES = {"pictures": ("image",), "picture_list": True, "picture_methods": ("prepare_image_latents",)}
+_FIRST_FRAME = {"pictures": ("image",), "needs_picture": True}
 
 FAMILIES: dict[str, Family] = {
     "StableDiffusionPipeline": Family(),
@@ -72,28 +94,67 @@ FAMILIES: dict[str, Family] = {
     "StableDiffusion3Pipeline": Family(
         lora_targets=tuple(f"attn.{name}" for name in ATTENTION), dead=_LAST_TEXT_QUERY, refused=_SKIP_LAYERS
     ),
-    "FluxPipeline": Family(guidance="embedded", patch=2),
-    "FluxKontextPipeline": Family(guidance="embedded", patch=2, pictures=("image",)),
-    "Flux2Pipeline": Family(guidance="embedded", patch=2),
-    "Flux2KleinPipeline": Family(guidance="cfg", patch=2),
-    "ChromaPipeline": Family(guidance="cfg", patch=2),
-    "QwenImagePipeline": Family(guidance="true_cfg", patch=2, dead=_LAST_TEXT),
+    "FluxPipeline": Family(guidance="embedded", patch=2, channel_axis=2),
+    "FluxKontextPipeline": Family(guidance="embedded", patch=2, channel_axis=2, pictures=("image",)),
+    "Flux2Pipeline": Family(guidance="embedded", patch=2, channel_axis=2, **_REFERENCES),
+    "Flux2KleinPipeline": Family(guidance="cfg", patch=2, channel_axis=2, **_REFERENCES),
+    "ChromaPipeline": Family(guidance="cfg", patch=2, channel_axis=2),
+    "QwenImagePipeline": Family(guidance="true_cfg", patch=2, channel_axis=2, dead=_LAST_TEXT),
     "QwenImageEditPipeline": Family(
-        guidance="true_cfg", patch=2, dead=_LAST_TEXT, pictures=("image",), needs_picture=True, picture_each=True
+        guidance="true_cfg",
+        patch=2,
+        channel_axis=2,
+        dead=_LAST_TEXT,
+        pictures=("image",),
+        needs_picture=True,
+        picture_each=True,
+    ),
+    "QwenImageEditPlusPipeline": Family(
+        guidance="true_cfg",
+        patch=2,
+        channel_axis=2,
+        dead=_LAST_TEXT,
+        pictures=("image",),
+        needs_picture=True,
+        picture_list=True,
+        singly="its call refuses several",
     ),
     "SanaPipeline": Family(call=_NO_BINNING),
     "SanaVideoPipeline": Family(call=_NO_BINNING),
+    "SanaImageToVideoPipeline": Family(call=_NO_BINNING, holds=True, **_FIRST_FRAME),
     "PixArtSigmaPipeline": Family(call=_NO_BINNING),  # full weights only: its network takes no adapter
     "WanPipeline": Family(),
-    "WanImageToVideoPipeline": Family(pictures=("image", "last_image"), needs_picture=True),
+    "WanImageToVideoPipeline": Family(
+        pictures=("image", "last_image"),
+        needs_picture=True,
+        unfit={"expand_timesteps": (True, "gives each frame a timestep of its own, and decodes with the picture")},
+    ),
     "HunyuanVideoPipeline": Family(guidance="embedded"),
+    "HunyuanVideoImageToVideoPipeline": Family(
+        **_FIRST_FRAME,
+        picture_each=True,
+        unfit={"image_condition_type": ("token_replace", "puts the picture back after every step")},
+        note="its own call starts from the noise with 0.1 % of the picture, flowrl from the noise",
+    ),
     "HunyuanVideo15Pipeline": Family(
         guidance="guider",
         dead=_LAST_TEXT,
-        decode_singly="its VAE's attention mask has no head axis and fails for a batch",
+        decode_singly=_NO_HEAD_AXIS,
     ),
-    "LTXPipeline": Family(patch=1),
-    "CogVideoXPipeline": Family(refused={"use_dynamic_cfg": "depends on the number of steps"}),
+    "HunyuanVideo15ImageToVideoPipeline": Family(
+        guidance="guider",
+        dead=_LAST_TEXT,
+        decode_singly=_NO_HEAD_AXIS,
+        **_FIRST_FRAME,
+        picture_methods=("prepare_cond_latents_and_mask",),
+        sized_by_picture=True,
+    ),
+    "LTXPipeline": Family(patch=1, channel_axis=2),
+    "LTXImageToVideoPipeline": Family(patch=1, channel_axis=2, holds=True, **_FIRST_FRAME, note=_DRAWN),
+    "CogVideoXPipeline": Family(channel_axis=2, refused=_DYNAMIC_CFG),
+    "CogVideoXImageToVideoPipeline": Family(
+        channel_axis=2, refused=_DYNAMIC_CFG, **_FIRST_FRAME, picture_each=True, note=_DRAWN
+    ),
     "CogView4Pipeline": Family(),
     "ZImagePipeline": Family(free_at=0.0, patch=2),
     "Lumina2Pipeline": Family(refused={"cfg_trunc_ratio": _FEW_STEPS}),

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from flowrl.models._experts import Experts
-from flowrl.models.base import ModelConfig, ModelError, check_size, torch_dtype
+from flowrl.models._savings import place, switch_on
+from flowrl.models.base import ModelConfig, ModelError, check_size, lacks, torch_dtype
+from flowrl.models.weights import component_names
 from flowrl.process import FlowProcess, PredictionType, Process
 from flowrl.types import Condition
 
+Part = Callable[[str], dict[str, Any]]
+"""Name of a component -> its configuration, as a checkpoint has it in JSON."""
 NO_ENCODERS = "the text encoders were freed; encode every prompt before free_text_encoders()"
+
+
+def on_euler(part: Part) -> bool:
+    """Whether a checkpoint has the plain flow scheduler, whose grid the families make themselves."""
+    return part("scheduler").get("_class_name") == "FlowMatchEulerDiscreteScheduler"
 
 
 class Native:
@@ -25,11 +34,15 @@ class Native:
         network: what is trained, if it is not the pipeline's transformer alone.
     """
 
+    config: Any
+    """The family's own, set by it."""
     process: Process = FlowProcess()
     prediction_type: PredictionType = "velocity"
 
     def __init__(self, pipeline: Any, config: ModelConfig, network: nn.Module | None = None) -> None:
         self.pipeline = pipeline
+        self.config: Any = config
+        self._had_encoder = pipeline.text_encoder is not None
         self.network: nn.Module = pipeline.transformer if network is None else network
         self.device = torch.device("cpu")
         self._dtype = torch_dtype(config.dtype)
@@ -38,9 +51,7 @@ class Native:
             if part is not None and (name == "vae" or name.startswith("text_encoder")):
                 part.requires_grad_(False).eval()
         self.network.eval()
-        if config.gradient_checkpointing:
-            for part in self.network.values() if isinstance(self.network, Experts) else (self.network,):
-                part.enable_gradient_checkpointing()
+        switch_on(pipeline, component_names(self.network).values(), config)
 
     def _sides(
         self, config: ModelConfig, default: tuple[int, int], unit: int, largest: int | None = None
@@ -58,18 +69,32 @@ class Native:
 
     def _require_encoders(self) -> None:
         if self.pipeline.text_encoder is None:
-            raise ModelError(NO_ENCODERS)
+            kind = type(self.pipeline).__name__
+            raise ModelError(NO_ENCODERS if self._had_encoder else lacks(kind, "text_encoder"))
 
     def free_text_encoders(self) -> None:
         for name in [name for name in self.pipeline.components if name.startswith("text_encoder")]:
             setattr(self.pipeline, name, None)
         gc.collect()
 
+    def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        """Arguments with which the pipeline's own call draws one prompt as configured.
+
+        Where the configuration sets another shift, the pipeline is given a scheduler that has it.
+        """
+        return {
+            "num_inference_steps": steps,
+            "guidance_scale": guidance_scale,
+            "height": self.height,
+            "width": self.width,
+            "max_sequence_length": self.config.max_sequence_length,
+        }
+
     def batch_key(self, step_index: int) -> int:
         return 0
 
     def to(self, device: torch.device) -> None:
-        self.pipeline.to(device)
+        place(self.pipeline, self.config, device)
         self.device = device
         if self.unconditional is not None:
             self.unconditional = self.unconditional.to(device)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flowrl.models._families import Family, Guidance
-from flowrl.models.base import ModelConfig, ModelError
+from flowrl.models._families import Family, Guidance, family_of, guidance_of
+from flowrl.models.base import ModelConfig, ModelError, lacks
 from flowrl.registry import suggest
 
 _NETWORKS = ("transformer", "transformer_2", "unet")
@@ -42,6 +43,26 @@ def find_networks(pipeline: Any) -> dict[str, nn.Module]:
     return found
 
 
+def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the pipeline's own call that set its guidance to `scale`, beside those in `call`.
+
+    Raises:
+        ModelError: it takes none.
+    """
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    network = next(iter(find_networks(pipeline).values()))
+    kind = guidance_of(family_of(pipeline), pipeline, parameters, network)
+    if kind in ("cfg", "embedded"):
+        return {"guidance_scale": scale}
+    if kind == "true_cfg":
+        # Without a negative prompt there is nothing to guide away from, and the scale is not looked at.
+        return {"true_cfg_scale": scale, "negative_prompt": call.get("negative_prompt", "")}
+    if kind == "guider":
+        pipeline.guider.guidance_scale = scale
+        return {}
+    raise ModelError(f"{type(pipeline).__name__} takes no guidance scale; leave --guidance out")
+
+
 def check_components(pipeline: Any) -> None:
     """Raise ModelError where a part is null that the pipeline's class does not call optional."""
     optional = set(getattr(pipeline, "_optional_components", ()))
@@ -49,10 +70,18 @@ def check_components(pipeline: Any) -> None:
     needed = {"vae", "scheduler", "text_encoder", "tokenizer"}
     for name, part in pipeline.components.items():
         if part is None and name in needed - optional:
-            raise ModelError(
-                f"{type(pipeline).__name__} needs its component {name!r}, which this model leaves out (null in "
-                "model_index.json); give a complete pipeline folder"
-            )
+            raise ModelError(lacks(type(pipeline).__name__, name))
+
+
+def check_fit(pipeline: Any, family: Family, networks: Mapping[str, nn.Module]) -> None:
+    """Raise ModelError where the model is of a kind that its family says cannot be entered."""
+    for entry, (value, reason) in family.unfit.items():
+        for holder in (pipeline, *networks.values()):
+            if dict(holder.config).get(entry) == value:
+                raise ModelError(
+                    f"{type(pipeline).__name__} with {entry}={value!r} (in its configuration) cannot be trained: "
+                    f"it {reason}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +99,7 @@ class Size:
         Raises:
             ModelError: there is no default, or a side is no multiple of the unit.
         """
-        scales = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor")
-        names = (*scales, "vae_scale_factor")
-        scale = next((int(value) for name in names if (value := getattr(pipeline, name, None))), 1)
+        scale = _scale(pipeline)
         patch = family.patch or getattr(network.config, "patch_size", None) or 1
         patch = int(patch[-1]) if isinstance(patch, list | tuple) else int(patch)
         sides = []
@@ -85,6 +112,33 @@ class Size:
                 raise ModelError(f"model.{name}={side} must be a multiple of {scale * patch}; use {near}")
             sides.append(side)
         return Size(sides[0], sides[1], scale * patch)
+
+    def places(self, tokens: int, num_frames: int) -> tuple[int, ...]:
+        """(h, w), or (T, h, w) of clips, of packed tokens.
+
+        Raises:
+            ModelError: they are not as many as there are places.
+        """
+        rows, columns = self.height // self.unit, self.width // self.unit
+        if tokens % (rows * columns) or (num_frames == 1 and tokens != rows * columns):
+            raise ModelError(f"{tokens} tokens are not a grid of {rows} x {columns}")
+        return (rows, columns) if num_frames == 1 else (tokens // (rows * columns), rows, columns)
+
+    def require(self, latents: Tensor, pipeline: Any) -> None:
+        """Raise ModelError unless latents [..., h, w], made of a picture of this size, are of this size too."""
+        scale = _scale(pipeline)
+        height, width = (int(side) * scale for side in latents.shape[-2:])
+        if (height, width) != (self.height, self.width):
+            raise ModelError(
+                f"model.height={self.height}, model.width={self.width} is no size of {type(pipeline).__name__}: "
+                f"it makes {height} x {width} of such a picture; use those"
+            )
+
+
+def _scale(pipeline: Any) -> int:
+    """Pixels a side of one latent pixel."""
+    scales = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor")
+    return next((int(value) for name in (*scales, "vae_scale_factor") if (value := getattr(pipeline, name, None))), 1)
 
 
 def _default_side(
@@ -101,6 +155,18 @@ def _default_side(
     if isinstance(sample, list | tuple):
         sample = sample[place - 2]
     return int(sample) * scale if sample else None
+
+
+def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, network: nn.Module) -> int:
+    """Frames of what the pipeline decodes to; 1 for pictures. `given` are the user's arguments of its call."""
+    name = next((name for name in ("num_frames", "frames") if name in parameters), None)
+    if name is None:
+        return 1
+    asked = given.get(name) or parameters[name].default or getattr(network.config, "sample_frames", None) or 1
+    scales = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+    step = next((int(value) for scale in scales if (value := getattr(pipeline, scale, None))), 1)
+    # The pipelines round down to whole latent frames behind the first.
+    return (int(asked) - 1) // step * step + 1
 
 
 class Call:

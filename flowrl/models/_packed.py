@@ -20,6 +20,11 @@ def token_grid(height: int, width: int, vae_scale_factor: int) -> tuple[int, int
     return height // unit, width // unit
 
 
+def statically_shifted(scheduler: Any, shift: float) -> Any:
+    """A scheduler that makes of the pipeline's even sigmas what `grid_schedule` makes with `shift`."""
+    return type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift, shift_terminal=None)
+
+
 def grid_schedule(scheduler: Any, num_inference_steps: int, tokens: int, shift: float | None) -> Schedule:
     """linspace(1, 1 / K, K), shifted; timesteps are 1000 sigma.
 

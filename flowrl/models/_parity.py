@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.models._pictures import blank
+from flowrl.models._pictures import ANY, blank
+from flowrl.models._reentry import Prepared
 from flowrl.models.base import LoraSettings
 from flowrl.models.generic import Generic
 from flowrl.models.weights import Weights
@@ -36,12 +38,19 @@ def found(model: Generic) -> Iterator[tuple[str, str]]:
     yield "networks", ", ".join(f"{name} ({type(part).__name__})" for name, part in model.networks.items())
     yield "network's timestep", f"{slope:g} t + {offset:g} for the scheduler's t"
     mixed = "may share a forward" if model.batch_key(1) == 0 else "are predicted step by step"
-    yield "samples at different timesteps", mixed
+    yield "samples at different timesteps", "are predicted one by one" if model.family.singly else mixed
     yield "picture", f"{model.height} x {model.width}, sides in multiples of {model.size.unit}"
-    yield "latents", "x".join(str(n) for n in model.latent_shape())
-    cond = encoded(model, PROMPTS[:1])
-    shapes = [tuple(value[0].shape) for value in cond.tensors.values()]
-    yield "embedding of a prompt", ", ".join("x".join(map(str, shape)) for shape in shapes)
+    held = "; what else the pipeline has there is the picture's" if model.family.holds else ""
+    yield "latents", "x".join(str(n) for n in model.latent_shape()) + held
+    rows = encoded(model, PROMPTS[:1]).tensors
+    yield "embedding of a prompt", _shapes(rows[name] for name in rows if not name.startswith("pictures."))
+    least, most = model.picture_limits
+    if most:
+        several = f"{least} or more" if most == ANY else f"{least} to {most}"
+        yield "pictures with a prompt", str(least) if least == most else several
+    if least:
+        own = [rows[name] for name in rows if name.startswith("pictures.")]
+        yield "kept of them", _shapes(own)
     yield f"sigmas of {STEPS} steps", ", ".join(f"{s:.4g}" for s in model.schedule(STEPS).sigmas.tolist())
     yield "LoRA targets", ", ".join(model.lora_targets) or "none: give model.lora.targets"
 
@@ -65,7 +74,8 @@ def checks(model: Generic, guidance_scale: float) -> Iterator[tuple[str, float]]
     single = type(model.pipeline.scheduler).__name__ in ("FlowMatchEulerDiscreteScheduler", "DDIMScheduler")
     if single or "CogVideoXDDIM" in type(model.pipeline.scheduler).__name__:
         yield f"{STEPS} steps against the pipeline's own call", _difference(mine, latents)
-    yield "decoding against the pipeline's own", _difference(model.decode(latents), pictures)
+    mine = model.decode(latents, cond.index(torch.tensor([0])))
+    yield "decoding against the pipeline's own", _difference(mine, pictures)
 
 
 def untrained(model: Generic, guidance_scale: float) -> tuple[int, list[str]]:
@@ -104,11 +114,8 @@ def own_call(model: Generic, x: Tensor, guidance_scale: float) -> tuple[Tensor, 
         return result
 
     def preparing(*args: Any, **kwargs: Any) -> Any:
-        given = prepare(*args, **kwargs)
-        if torch.is_tensor(given):
-            return x.to(given.dtype)
-        place = next(i for i, part in enumerate(given) if torch.is_tensor(part))
-        return tuple(x.to(part.dtype) if i == place else part for i, part in enumerate(given))
+        own = Prepared.of(prepare(*args, **kwargs))
+        return replace(own, free=model.pictures.free).around(x, keep_dtype=False)
 
     options = model.call.arguments(1, guidance_scale, list(PROMPTS[:1]), STEPS, "pt")
     options |= model.pictures.arguments(pictures_of(model, 0), 1)
@@ -130,6 +137,12 @@ def pictures_of(model: Generic, number: int) -> list[Any]:
     """Of one colour, another for each prompt."""
     least, _ = model.picture_limits
     return [blank((model.width, model.height), 40 + 80 * number)] * least
+
+
+def _shapes(entries: Iterable[Tensor | list[Tensor]]) -> str:
+    """Of the first row of each; single numbers are left out."""
+    shapes = [tuple(entry[0].shape) for entry in entries]
+    return ", ".join("x".join(map(str, shape)) for shape in shapes if shape)
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -1,12 +1,14 @@
 """The pictures that a pipeline takes beside its prompt: encoded once, kept as rows of a Condition, handed back.
 
-What a pipeline makes of them comes from `encode_prompt` (models/_encoding.py keeps it), `prepare_latents` and
-`encode_image`. Of what `prepare_latents` returns beside the latents, a part is
+What a pipeline makes of them comes from `encode_prompt` (models/_encoding.py keeps it), `prepare_latents`,
+`encode_image` and the methods that its family names. Of what those return, a part is
 
     rows      one row per sample: stored in the Condition
+    single    made of the picture, and repeated by the pipeline for the whole batch: stored, and parts the batch
     constant  the same for all samples whose pictures have the same sizes: kept here
 
-Each entry of the pipeline still gets a blank picture of the right size, since its own code looks at the size.
+Where a family holds a part of the latents (a first frame), their rows are stored too, with what the scheduler steps set
+to zero. Each entry of the pipeline still gets a blank picture of the right size, since its own code looks at the size.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowrl.models._families import Family
+from flowrl.models._families import Family, family_of
+from flowrl.models._options import Size, find_networks
 from flowrl.models._reentry import Prepared, Visit
 from flowrl.models.base import ModelError
 from flowrl.types import Condition
@@ -29,7 +32,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Sizes = tuple[tuple[int, int], ...]
-LAYOUT, CONTENT = "pictures.layout", "pictures.content"
+Place = tuple[str, int, int]
+"""(method, number of its call, number of the part)."""
+LAYOUT, CONTENT, HELD = "pictures.layout", "pictures.content", "pictures.held"
+PREPARE, EMBED = "prepare_latents", "encode_image"
+ANY = 1000  # a list of pictures has no limit of its own
 
 
 @cache
@@ -49,19 +56,56 @@ def content(pictures: Sequence[Image]) -> int:
     return int.from_bytes(digest.digest()[:8], "big") >> 2
 
 
+def picture_arguments(pipeline: Any, pictures: Sequence[Any]) -> dict[str, Any]:
+    """Arguments with which the pipeline's own call takes the pictures of one prompt.
+
+    Raises:
+        ModelError: it wants more of them, or fewer.
+    """
+    network = next(iter(find_networks(pipeline).values()))
+    taken = Pictures(family_of(pipeline), pipeline, network.config, None)
+    taken.require(len(pictures))
+    return taken.arguments(pictures, 1)
+
+
+def picture_methods(family: Family) -> tuple[str, ...]:
+    """Of the pipeline, beside `prepare_latents`: their results are kept here."""
+    return (EMBED, *family.picture_methods) if family.pictures else ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What pipelines make of pictures of the same sizes, without what belongs to a sample."""
+
+    sizes: Sizes
+    prepared: Prepared
+    """Its latents are None."""
+    shapes: dict[tuple[str, int], bool]
+    """(method, number of its call) -> whether it returns a single value."""
+    constants: dict[Place, Any]
+
+
 @dataclass
 class Pictures:
     """How one pipeline's pictures are stored and handed back."""
 
     family: Family
-    kind: str
-    """Name of the pipeline's class."""
+    pipeline: Any
     config: Any
     """The network's."""
-    rows: set[int] | None = None
-    """Places of `prepare_latents` with one row per sample; None: not learned yet."""
-    layouts: list[tuple[Sizes, Prepared]] = field(default_factory=list)
-    """Sizes of pictures -> what the constant parts are there."""
+    size: Size | None
+    """Of what is made; None where nothing is entered."""
+    rows: set[Place] | None = None
+    """Parts with one row per sample; None: not learned yet."""
+    single: set[Place] = field(default_factory=set)
+    layouts: list[Layout] = field(default_factory=list)
+    free: Tensor | None = None
+    """Where the scheduler's latents lie among a sample's, for a family that holds the others."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the pipeline's class."""
+        return type(self.pipeline).__name__
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -70,7 +114,7 @@ class Pictures:
             # Such a Wan embeds one picture; with a table of positions always two, the first and the last frame.
             count = 1 if self.config.pos_embed_seq_len is None else 2
             return count, count
-        return int(self.family.needs_picture), len(self.family.pictures)
+        return int(self.family.needs_picture), ANY if self.family.picture_list else len(self.family.pictures)
 
     def require(self, count: int) -> None:
         """Raise ModelError unless a prompt may have that many pictures."""
@@ -84,10 +128,34 @@ class Pictures:
             raise ModelError(f"{count} picture(s) with a prompt, but {self.kind} {takes}")
 
     def arguments(self, pictures: Sequence[Image], batch: int) -> dict[str, Any]:
-        """Arguments of the call: one picture for all prompts, or the same one for each."""
+        """Arguments of the call: the pictures for all prompts, or the same one for each."""
+        if self.family.picture_list:
+            return {self.family.pictures[0]: list(pictures)} if pictures else {}
         each = self.family.picture_each and batch > 1
         named = zip(self.family.pictures, pictures, strict=False)
         return {name: [picture] * batch if each else picture for name, picture in named}
+
+    def fitted(self, pictures: Sequence[Image]) -> Sequence[Image]:
+        """Cropped to the size of the clip where theirs would decide it."""
+        if not self.family.sized_by_picture:
+            return pictures
+        resize, size = self.pipeline.video_processor.resize, self.size
+        assert size is not None
+        return [resize(picture, height=size.height, width=size.width, resize_mode="crop") for picture in pictures]
+
+    def find_free(self, latents: Tensor, stepped: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
+        """Shape of what the scheduler steps; where it lies among latents [1, ...] is found by handing in their places.
+
+        Raises:
+            ModelError: it is more than a choice of them in some order.
+        """
+        places = torch.arange(latents.numel(), dtype=torch.float32, device=latents.device)
+        given = stepped(places.view_as(latents))
+        found = given.flatten().long().clamp(0, len(places) - 1)
+        if len(found.unique()) < len(found) or not torch.equal(places[found], given.flatten().float()):
+            raise ModelError(f"{self.kind} changes the latents between prepare_latents() and scheduler.step()")
+        self.free = found
+        return tuple(given.shape[1:])
 
     def learn(self, enter: Callable[[int], Visit]) -> None:
         """Find the rows: enter(batch) calls the pipeline with the same picture for every prompt.
@@ -97,18 +165,30 @@ class Pictures:
         """
         if self.rows is not None:
             return
-        one, two = enter(1).prepared, enter(2).prepared
-        assert one is not None
-        assert two is not None
-        found = set()
-        for i, (a, b) in enumerate(zip(one.parts, two.parts, strict=True)):
-            if i == (one.place or 0):
-                continue
-            if torch.is_tensor(a) and torch.is_tensor(b) and a.ndim and len(a) == 1 and len(b) == 2:
-                found.add(i)
+        one = self._parts(enter(1))
+        # Where a call takes one prompt only, whatever has one row has one per sample.
+        two = None if self.family.singly else self._parts(enter(2))
+        rows, single = set(), set()
+        for place, a in one.items():
+            b = a if two is None else two[place]
+            if torch.is_tensor(a) and torch.is_tensor(b) and a.ndim and len(a) == 1 and (two is None or len(b) == 2):
+                rows.add(place)
             elif not _same(a, b):
-                raise ModelError(f"{self.kind}: prepare_latents() returns a part {i} that depends on the batch")
-        self.rows = found
+                raise ModelError(f"{self.kind}: {place[0]}() returns a part {place[2]} that depends on the batch")
+            elif place[0] == EMBED:
+                single.add(place)
+        self.rows, self.single = rows, single
+
+    def _parts(self, visit: Visit) -> dict[Place, Any]:
+        """Everything that was made of the pictures, but the latents."""
+        prepared = visit.prepared
+        assert prepared is not None
+        found = {(PREPARE, 0, i): part for i, part in enumerate(prepared.parts) if i != (prepared.place or 0)}
+        for method in picture_methods(self.family):
+            for k, value in enumerate(visit.returned.get(method, ())):
+                parts = value if isinstance(value, tuple) else (value,)
+                found |= {(method, k, i): part for i, part in enumerate(parts)}
+        return found
 
     def entries(self, visit: Visit, pictures: Sequence[Image]) -> dict[str, Tensor | list[Tensor]]:
         """Rows of a Condition for one prompt, from a call with its pictures.
@@ -116,34 +196,43 @@ class Pictures:
         Raises:
             ModelError: a part depends on the pictures and has not one row per sample.
         """
-        prepared = visit.prepared
-        assert prepared is not None
+        assert visit.prepared is not None
         assert self.rows is not None
-        sizes = tuple(picture.size for picture in pictures)
+        parts, latents = self._parts(visit), visit.prepared.latents
         entries: dict[str, Tensor | list[Tensor]] = {
-            LAYOUT: torch.tensor([self._layout(sizes, prepared)]),
+            LAYOUT: torch.tensor([self._layout(visit, parts, tuple(picture.size for picture in pictures))]),
             CONTENT: torch.tensor([content(pictures)]),
         }
-        for i in sorted(self.rows):
-            entries[f"pictures.latents.{i}"] = [prepared.parts[i][0].clone()]
-        for k, value in enumerate(visit.seen):
-            entries[f"pictures.embeds.{k}"] = [value.clone()]
-        return {name: _on(value, prepared.latents.device) for name, value in entries.items()}
+        for place in sorted(self.rows | self.single):
+            part = parts[place]
+            entries[_name(place)] = [(part[0] if place in self.rows else part).clone()]
+        if self.family.holds:
+            held = latents[0].flatten().clone()
+            if self.free is not None:
+                held[self.free] = 0.0
+            entries[HELD] = [held.view_as(latents[0])]
+        return {name: _on(value, latents.device) for name, value in entries.items()}
 
-    def _layout(self, sizes: Sizes, prepared: Prepared) -> int:
+    def _layout(self, visit: Visit, parts: dict[Place, Any], sizes: Sizes) -> int:
         assert self.rows is not None
-        for number, (known, kept) in enumerate(self.layouts):
-            if known == sizes:
-                for i, part in enumerate(kept.parts):
-                    if part is not None and not _same(part, prepared.parts[i]):
+        assert visit.prepared is not None
+        constants = {place: part for place, part in parts.items() if place not in self.rows | self.single}
+        for number, known in enumerate(self.layouts):
+            if known.sizes == sizes:
+                for place, part in known.constants.items():
+                    if not _same(part, constants.get(place)):
                         raise ModelError(
-                            f"{self.kind}: prepare_latents() returns a part {i} that depends on the picture and has "
+                            f"{self.kind}: {place[0]}() returns a part {place[2]} that depends on the picture and has "
                             "not one row per sample"
                         )
                 return number
-        mine = {*self.rows, prepared.place or 0}
-        parts = tuple(None if i in mine else part for i, part in enumerate(prepared.parts))
-        self.layouts.append((sizes, Prepared(parts, prepared.place, prepared.dtype)))
+        prepared = Prepared((None,) * len(visit.prepared.parts), visit.prepared.place, visit.prepared.dtype)
+        shapes = {
+            (method, k): not isinstance(value, tuple)
+            for method in picture_methods(self.family)
+            for k, value in enumerate(visit.returned.get(method, ()))
+        }
+        self.layouts.append(Layout(sizes, prepared, shapes, constants))
         return len(self.layouts) - 1
 
     def key(self, cond: Condition, row: int) -> tuple:
@@ -151,28 +240,43 @@ class Pictures:
         since pipelines repeat one embedding for the whole batch."""
         if LAYOUT not in cond.tensors:
             return ()
-        embedded = any(name.startswith("pictures.embeds.") for name in cond.tensors)
-        return (int(cond[LAYOUT][row]), int(cond[CONTENT][row]) if embedded else None)
+        return (int(cond[LAYOUT][row]), int(cond[CONTENT][row]) if self.single else None)
 
     def rebuild(self, cond: Condition) -> dict[str, Any]:
         """Options of `Generic._enter` for rows of one key."""
         if LAYOUT not in cond.tensors:
             return {}
-        sizes, kept = self.layouts[int(cond[LAYOUT][0])]
-        parts = list(kept.parts)
-        for i in sorted(self.rows or ()):
-            parts[i] = torch.stack(cond[f"pictures.latents.{i}"])
-        names = sorted(name for name in cond.tensors if name.startswith("pictures.embeds."))
+        kept = self.layouts[int(cond[LAYOUT][0])]
+        parts = dict(kept.constants)
+        for place in self.rows or ():
+            parts[place] = torch.stack(cond[_name(place)])
+        for place in self.single:
+            parts[place] = cond[_name(place)][0]
+        answers: dict[str, list[Any]] = {}
+        for (method, k), alone in kept.shapes.items():
+            value = tuple(part for place, part in sorted(parts.items()) if place[:2] == (method, k))
+            answers.setdefault(method, []).append(value[0] if alone else value)
         return {
-            "prepared": Prepared(tuple(parts), kept.place, kept.dtype),
-            "seen": [cond[name][0] for name in names],
-            "pictures": [blank(size) for size in sizes],
+            "prepared": self._prepared(kept.prepared, parts, cond),
+            "answers": answers,
+            "pictures": [blank(size) for size in kept.sizes],
         }
 
+    def _prepared(self, kept: Prepared, parts: dict[Place, Any], cond: Condition) -> Prepared:
+        own = [parts.get((PREPARE, 0, i)) for i in range(len(kept.parts))]
+        if self.family.holds:
+            own[kept.place or 0] = torch.stack(cond[HELD])
+        return Prepared(tuple(own), kept.place, kept.dtype, self.free)
+
     def to(self, device: torch.device) -> None:
-        for number, (sizes, kept) in enumerate(self.layouts):
-            parts = tuple(part.to(device) if torch.is_tensor(part) else part for part in kept.parts)
-            self.layouts[number] = (sizes, Prepared(parts, kept.place, kept.dtype))
+        self.free = None if self.free is None else self.free.to(device)
+        for number, kept in enumerate(self.layouts):
+            moved = {k: part.to(device) if torch.is_tensor(part) else part for k, part in kept.constants.items()}
+            self.layouts[number] = Layout(kept.sizes, kept.prepared, kept.shapes, moved)
+
+
+def _name(place: Place) -> str:
+    return "pictures." + ".".join(map(str, place))
 
 
 def _on(value: Tensor | list[Tensor], device: torch.device) -> Tensor | list[Tensor]:

@@ -1,13 +1,13 @@
 """A pipeline's own `__call__`, entered again at one place: its scheduler, text encoding and first latents are answered.
 
-`Reentry.enter` runs `type(pipeline).__call__` without its `torch.no_grad` and with three parts of the pipeline
+`Reentry.enter` runs `type(pipeline).__call__` without its `torch.no_grad` and with these parts of the pipeline
 replaced for the time of that call:
 
     scheduler        an instance of a subclass of its own class. Pinned, `set_timesteps` keeps the timesteps that
                      it is given (one to predict, none to decode) and `step` ends the call with the prediction
     encode_prompt    hands cached values back
     prepare_latents  hands given latents back, in the place of the noise it would draw
-    encode_image     hands cached values back, where the pipeline takes pictures (models/_pictures.py)
+    encode_image, and what else makes something of pictures: hands cached values back (models/_pictures.py)
 
 So packing, guidance, renormalisation and sign are the pipeline's, and nothing has to be known of its arguments.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,8 @@ class Prepared:
     place: int | None
     """Of the latents among the parts; None where they are all it returns."""
     dtype: torch.dtype
+    free: Tensor | None = None
+    """Where the scheduler's latents lie in a sample of these, in its order; None: they are these."""
 
     @staticmethod
     def of(value: Any) -> Prepared:
@@ -57,6 +59,9 @@ class Prepared:
     def around(self, given: Tensor, keep_dtype: bool) -> Any:
         """The same with other latents, cast to the dtype of the loop."""
         latents = given if keep_dtype else given.to(self.dtype)
+        if self.free is not None:
+            whole = self.latents.to(latents.dtype).flatten(1)
+            latents = whole.index_copy(1, self.free, latents.flatten(1)).view_as(self.latents)
         if self.place is None:
             return latents
         return tuple(latents if i == self.place else part for i, part in enumerate(self.parts))
@@ -66,14 +71,12 @@ class Prepared:
 class Visit:
     """What one call of the pipeline showed."""
 
-    encoded: list[Any] = field(default_factory=list)
-    """What `encode_prompt` returned, call by call."""
-    seen: list[Any] = field(default_factory=list)
-    """What `encode_image` returned, call by call."""
+    returned: dict[str, list[Any]] = field(default_factory=dict)
+    """Method that was answered or let work -> what it returned by itself, call by call."""
     prepared: Prepared | None = None
     """What `prepare_latents` returned, where it was let work."""
     latents: Tensor | None = None
-    """First latents of the loop, [B, ...]."""
+    """First latents of the loop, or those that it handed to `scheduler.step`, [B, ...]."""
     network: str = ""
     """Component that the loop called first, where the call was stopped there."""
     inputs: dict[str, Any] = field(default_factory=dict)
@@ -118,19 +121,28 @@ def _hooked_class(base: type) -> type:
 
     # SDXL's Euler scheduler would scale the latents that it is given.
     members = {"set_timesteps": set_timesteps, "step": step, "init_noise_sigma": 1.0}
-    return type(f"Hooked{base.__name__}", (base,), members)
+    return type(base.__name__, (base,), members)
 
 
 class Reentry:
     """A pipeline and its denoising networks by component name.
 
+    Args:
+        pipeline: any diffusers pipeline.
+        networks: its denoisers.
+        answered: methods that make something of prompts and pictures, as far as it has them.
+        holds: tokens of timestep 0 keep it, whatever the timestep of their sample is.
+
     Raises:
         ModelError: the pipeline's class has not the parts that a re-entry answers.
     """
 
-    def __init__(self, pipeline: Any, networks: dict[str, nn.Module]) -> None:
+    def __init__(
+        self, pipeline: Any, networks: dict[str, nn.Module], answered: Sequence[str] = (), *, holds: bool = False
+    ) -> None:
         kind = type(pipeline)
-        self.pipeline, self.networks = pipeline, networks
+        self.pipeline, self.networks, self.holds = pipeline, networks, holds
+        self.answered = [name for name in ("encode_prompt", *answered) if callable(getattr(pipeline, name, None))]
         self._call: Callable[..., Any] = getattr(kind.__call__, "__wrapped__", kind.__call__)
         self.parameters = inspect.signature(kind.__call__).parameters
         self._signatures = {name: inspect.signature(network.forward) for name, network in networks.items()}
@@ -158,35 +170,33 @@ class Reentry:
         self,
         options: dict[str, Any],
         *,
-        encoded: Sequence[Any] | None = None,
+        answers: Mapping[str, Sequence[Any]] | None = None,
         latents: Tensor | None = None,
         timesteps: Tensor | None = None,
         times: Tensor | None = None,
         stop_at_network: bool = False,
         keep_dtype: bool = False,
         prepared: Prepared | None = None,
-        seen: Sequence[Any] | None = None,
     ) -> Visit:
         """One call of the pipeline.
 
         Args:
             options: arguments of the call.
-            encoded: what `encode_prompt` shall return, call by call; None lets it work.
+            answers: method -> what it shall return, call by call; the others are let work.
             latents: what `prepare_latents` shall return, [B, ...]; None lets it draw.
             timesteps: the grid, [k]; None is the pipeline's own.
             times: the network's own timesteps of the samples, [B], in place of the pinned one.
             stop_at_network: end where the loop first calls a network.
             keep_dtype: do not cast `latents` to the dtype of the loop.
             prepared: what `prepare_latents` shall return beside `latents`: where it depends on pictures.
-            seen: what `encode_image` shall return, call by call; None leaves it as it is, and records it.
         """
         visit = Visit()
         scheduler = hooked(self.pipeline.scheduler, timesteps, visit)
-        encode = self._answer("encode_prompt", visit.encoded, encoded)
         prepare = functools.partial(self._prepare, visit, latents, keep_dtype, prepared)
-        parts = {"scheduler": scheduler, "encode_prompt": encode, "prepare_latents": prepare}
-        if callable(getattr(self.pipeline, "encode_image", None)):
-            parts["encode_image"] = self._answer("encode_image", visit.seen, seen)
+        parts = {"scheduler": scheduler, "prepare_latents": prepare}
+        for name in self.answered:
+            record = visit.returned.setdefault(name, [])
+            parts[name] = self._answer(name, record, (answers or {}).get(name))
         with ExitStack() as stack:
             stack.enter_context(_replaced(self.pipeline, parts))
             for name, network in self.networks.items():
@@ -252,6 +262,8 @@ class Reentry:
         value = times.repeat(rows // len(times))
         if old.ndim > 1:
             value = value.reshape(-1, *[1] * (old.ndim - 1)).expand(old.shape)
+        if self.holds:
+            value = torch.where(old == 0, old, value)
         if key in kwargs:
             return args, {**kwargs, key: value}
         place = list(self._signatures[name].parameters).index(key)

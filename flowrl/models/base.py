@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from flowrl.models._memory import MemorySettings, require_frozen, require_own_type
 from flowrl.process import PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
@@ -71,13 +72,24 @@ class ModelConfig:
     """Picture width in pixels; null takes the pipeline's default."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    shard: bool = False
+    """FSDP2: split the denoiser's weights over the processes; native adapters only. One process keeps them whole."""
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    """What else saves memory on the device (docs/memory.md)."""
+    attention: str | None = None
+    """Attention backend of the denoiser, by diffusers' name; null leaves the network's own."""
+
+    def __post_init__(self) -> None:
+        require_frozen(self.memory, self.lora)
+        require_own_type(self.memory, self.shard)
 
 
 class ModelAdapter(Protocol):
     """One model family behind the loop.
 
-    Latents are [B, C, h, w] or [B, C, T, h, w]. Packed ones [B, tokens, C] declare two things more: `channel_axis = 2`
-    and `grid()`, the (h, w) that their tokens are read from, row by row. See `channel_axis` and `packed_grid` below.
+    One that makes clips declares `num_frames`, how many `decode` gives (1: pictures), so that rewards can be tried.
+    Latents are [B, C, h, w] or [B, C, T, h, w]. Where the channels stand elsewhere it declares `channel_axis`; packed
+    ones [B, tokens, C] have 2, and `grid()`, the (h, w) or (T, h, w) that the tokens are read from, row by row.
     """
 
     process: Process
@@ -119,7 +131,11 @@ class ModelAdapter(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents."""
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents.
+
+        Where a part of the clip is given (a first frame) and not among the latents, the adapter says
+        `decodes_with_cond = True` and is called with their conditions too; see `decoded` below.
+        """
         ...
 
     def to(self, device: torch.device) -> None: ...
@@ -183,33 +199,45 @@ def guided(
     return combine(negative, positive, guidance_scale)
 
 
+def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tensor) -> Tensor:
+    """Pictures of clean latents [B, ...]; `rows` [B] are their conditions in `cond`, for adapters that want them."""
+    if getattr(adapter, "decodes_with_cond", False):
+        decode: Any = adapter.decode
+        return decode(latents, cond.index(rows))
+    return adapter.decode(latents)
+
+
 def channel_axis(adapter: ModelAdapter) -> int:
-    """Axis of its latents [B, ...] that holds the channels: 1 unless it says otherwise, 2 where they are packed."""
+    """Axis of its latents [B, ...] that holds the channels: 1 unless it says otherwise."""
     return getattr(adapter, "channel_axis", 1)
 
 
 def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:
-    """(h, w) that the tokens of packed latents are read from, row by row; None for latents [B, C, *pos].
+    """(h, w), or (T, h, w) of clips, that the tokens of packed latents are read from; None for latents with positions.
 
     Raises:
         ModelError: the latents are packed, and the adapter does not say where each token lies in the picture.
     """
     own = getattr(adapter, "grid", None)
-    if own is not None:
-        return own()
+    grid = None if own is None else own()
     shape = adapter.latent_shape()
-    if channel_axis(adapter) == 1 and len(shape) > 2:
-        return None
+    if grid is not None or len(shape) > 2:
+        return grid
     raise ModelError(
-        f"algorithm.spatial: this adapter's latents are packed to {shape}, and it does not say where each token lies "
-        "in the picture; use the family's own adapter (model.name: flux or qwen_image), or set algorithm.spatial=null"
+        f"algorithm.spatial: this model's latents are packed to {shape}, and of its class it is not known where each "
+        "token lies in the picture (docs/models.md); set algorithm.spatial=null"
     )
 
 
 def branches(adapter: ModelAdapter, guidance_scale: float) -> int:
     """Samples that go through the network for each guided one: 2 under CFG unless the adapter says otherwise."""
     own = getattr(adapter, "branches", None)
-    return 1 + (guidance_scale > 1) if own is None else own(guidance_scale)
+    return 1 + (guidance_scale > unguided(adapter)) if own is None else own(guidance_scale)
+
+
+def unguided(adapter: ModelAdapter) -> float:
+    """The scale up to which CFG does nothing: 1 unless the adapter says otherwise."""
+    return getattr(adapter, "unguided", 1.0)
 
 
 def require_channels(pipeline: Any, expected: int) -> None:
@@ -264,59 +292,35 @@ def resolve_path(path: str) -> str:
     return path
 
 
-def _quiet_loading() -> None:
-    """Loading takes seconds: the libraries' own bars would drown the run's messages."""
-    import diffusers
-    import transformers
-
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def load_pipeline(pipeline_class: type, vae_class: type, config: ModelConfig, **components: object) -> Any:
-    """The configured pipeline, by `from_pretrained` or `from_single_file`, with the configured VAE.
-
-    Components that the folder declares as null are passed as None. The VAE decodes in float32: pictures are scored,
-    and half precision shifts the scores.
-    """
-    _quiet_loading()
-    path, dtype = resolve_path(config.path), torch_dtype(config.dtype)
-    options: dict[str, object] = {"dtype": dtype, **null_components(path), **components}
-    if config.vae is not None:
-        with loading("model.vae", config.vae):
-            options["vae"] = vae_class.from_pretrained(config.vae, dtype=dtype)
-    with loading("model.path", config.path):
-        if path.endswith(".safetensors"):
-            if config.revision or config.variant:
-                raise ModelError("model.revision and model.variant belong to a hub id, not to a single file")
-            pipeline = pipeline_class.from_single_file(path, **options)
-        else:
-            pipeline = pipeline_class.from_pretrained(path, revision=config.revision, variant=config.variant, **options)
-    pipeline.set_progress_bar_config(disable=True)
-    if isinstance(getattr(pipeline, "vae", None), nn.Module):
-        pipeline.vae.float()
-    return pipeline
+def lacks(kind: str, component: str) -> str:
+    """Why a pipeline with a null component is refused."""
+    return (
+        f"{kind} needs its component {component!r}, which this model leaves out (null in model_index.json); give a "
+        "complete pipeline folder"
+    )
 
 
 def require_folder(path: str) -> None:
-    """Raise ModelError where a local folder is no whole pipeline; hub ids and single files pass."""
+    """Raise ModelError where a local path is no whole pipeline; hub ids and single files pass."""
     folder = Path(resolve_path(path))
-    if not folder.is_dir():
+    if not folder.exists() or folder.suffix == ".safetensors":
         return
     index = folder / "model_index.json"
-    if index.is_file():
-        parts = json.loads(index.read_text(encoding="utf-8"))
-        listed = [name for name, value in parts.items() if isinstance(value, list) and len(value) == 2 and value[0]]
-        missing = [name for name in listed if not (folder / name).is_dir()]
-        if missing:
-            raise ModelError(
-                f"model.path={path!r}: its model_index.json names {missing[0]!r}, but there is no folder "
-                f"{missing[0]!r}; copy the whole pipeline"
-            )
-    else:
+    if not index.is_file():
         raise ModelError(
             f"model.path={path!r} is no pipeline folder: it has no model_index.json; give the folder that "
             "save_pretrained() of a pipeline wrote, or a hub id"
+        )
+    try:
+        parts = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"model.path={path!r}: its model_index.json cannot be read: {error}") from None
+    listed = [name for name, value in parts.items() if isinstance(value, list) and len(value) == 2 and value[0]]
+    missing = [name for name in listed if not (folder / name).is_dir()]
+    if missing:
+        raise ModelError(
+            f"model.path={path!r}: its model_index.json names {missing[0]!r}, but there is no folder "
+            f"{missing[0]!r}; copy the whole pipeline"
         )
 
 

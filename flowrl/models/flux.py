@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flowrl.models._native import Native
-from flowrl.models._packed import grid_schedule, token_grid
+from flowrl.models._loading import load_pipeline, meta_pipeline
+from flowrl.models._native import Native, Part, on_euler
+from flowrl.models._packed import grid_schedule, statically_shifted, token_grid
 from flowrl.models.base import (
     ModelConfig,
     autocast,
     guided,
-    load_pipeline,
-    null_components,
     require_channels,
-    require_folder,
     torch_dtype,
 )
 from flowrl.schedules import Schedule
@@ -49,6 +47,7 @@ LORA_TARGETS = (
 )
 
 LEVEL = "tested"
+PIPELINE = "FluxPipeline"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +63,7 @@ class Config(ModelConfig):
     """What true CFG guides away from."""
 
     def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
         if not 1 <= self.max_sequence_length <= 512:
             raise ValueError(f"max_sequence_length={self.max_sequence_length} must be in 1..512")
         if self.shift is not None and self.shift <= 0:
@@ -80,7 +80,6 @@ class Flux(Native):
 
     def __init__(self, pipeline: Any, config: Config) -> None:
         Native.__init__(self, pipeline, config)
-        self.config = config
         require_channels(pipeline, 4 * pipeline.vae.config.latent_channels)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height, self.width = self._sides(config, (default, default), 2 * pipeline.vae_scale_factor)
@@ -123,6 +122,14 @@ class Flux(Native):
         """Forwards per sample: the embedded value needs no second one."""
         return 1 + (self.config.true_cfg_scale > 1)
 
+    def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        call = super().own_call(steps, guidance_scale)
+        if self.config.true_cfg_scale > 1:
+            call |= {"true_cfg_scale": self.config.true_cfg_scale, "negative_prompt": self.config.negative_prompt}
+        if self.config.shift is not None:
+            self.pipeline.scheduler = statically_shifted(self.pipeline.scheduler, self.config.shift)
+        return call
+
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         def forward(x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
             return self._forward(x, timestep, cond, guidance_scale)
@@ -155,10 +162,15 @@ class Flux(Native):
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
 
+def takes(part: Part) -> bool:
+    """Whether a checkpoint of the class is one for text alone, on the family's grid."""
+    packed = 4 * part("vae").get("latent_channels", 4)
+    return on_euler(part) and part("transformer").get("in_channels", 64) == packed
+
+
 def build(config: Config) -> Flux:
     from diffusers import AutoencoderKL, FluxPipeline
 
-    require_folder(config.path)
     return Flux(load_pipeline(FluxPipeline, AutoencoderKL, config), config)
 
 
@@ -167,23 +179,6 @@ def skeleton(config: Config, folder: Path) -> Flux:
 
     It has no tokenizers and no weights; `config.path` and `config.vae` are not read.
     """
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-    from transformers import CLIPTextModel, T5EncoderModel
+    from diffusers import FluxPipeline
 
-    dtype, absent = torch_dtype(config.dtype), null_components(str(folder))
-    encoders: dict[str, Any] = {}
-    with torch.device("meta"):
-        transformer = FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(folder / "transformer"))
-        vae = AutoencoderKL.from_config(AutoencoderKL.load_config(folder / "vae"))
-        for name, kind in (("text_encoder", CLIPTextModel), ("text_encoder_2", T5EncoderModel)):
-            made = None if name in absent else kind(kind.config_class.from_pretrained(folder / name))
-            encoders[name] = made if made is None else made.to(dtype)
-    pipeline = FluxPipeline(
-        transformer=nn.Module.to(transformer, dtype),
-        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
-        vae=vae,
-        tokenizer=None,
-        tokenizer_2=None,
-        **encoders,
-    )
-    return Flux(pipeline, config)
+    return Flux(meta_pipeline(folder, torch_dtype(config.dtype), kind=FluxPipeline), config)

@@ -10,25 +10,25 @@ frames.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flowrl.models._encoding import SHORT, Template, learn
-from flowrl.models._experts import Experts
-from flowrl.models._families import FAMILIES, dead_modules, family_of, guidance_of
-from flowrl.models._grids import path_of, plain, rising, schedule_of
+from flowrl.models._encoding import SHORT, Template, hushed, learn, one_by_one
+from flowrl.models._entrance import PROBE_STEPS, Entrance
+from flowrl.models._families import FAMILIES
+from flowrl.models._grids import rising, schedule_of
+from flowrl.models._loading import load_pipeline
+from flowrl.models._memory import require_native
 from flowrl.models._native import NO_ENCODERS
-from flowrl.models._options import Call, Size, check_components, find_networks
-from flowrl.models._pictures import Pictures, blank
-from flowrl.models._reentry import Reentry, Visit
-from flowrl.models.base import ModelConfig, ModelError, autocast, load_pipeline, require_folder, torch_dtype
-from flowrl.process import PredictionType, Process
+from flowrl.models._pictures import blank
+from flowrl.models._reentry import Visit
+from flowrl.models._savings import place
+from flowrl.models.base import ModelConfig, ModelError, autocast, torch_dtype
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LEVEL = "tested"
-PROBE_STEPS = 4  # Mochi's grid needs an even number; nothing else depends on it
 PROBE_GUIDANCE = 4.0  # above every pipeline's threshold, so that both prompts are encoded
 
 
@@ -45,56 +44,19 @@ class Config(ModelConfig):
     call: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's own call, such as num_frames or max_sequence_length."""
 
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require_native(self.shard)
 
-class Generic:
+
+class Generic(Entrance):
     """Adapter around a pipeline; `pipeline` holds every part, `network` what is trained."""
 
     def __init__(self, pipeline: Any, config: Config) -> None:
-        self.pipeline, self.config = pipeline, config
-        self.family, self.networks = family_of(pipeline), find_networks(pipeline)
-        check_components(pipeline)
-        self.path = path_of(pipeline.scheduler)
-        pipeline.scheduler = plain(pipeline.scheduler, self.path)
-        self.process: Process = self.path.process
-        self.prediction_type: PredictionType = self.path.prediction_type
-        parts = list(self.networks.values())
-        self.network: nn.Module = parts[0] if len(parts) == 1 else Experts(self.networks)
-        self.reentry = Reentry(pipeline, self.networks)
-        self.guidance = guidance_of(self.family, pipeline, self.reentry.parameters, parts[0])
-        self.size = Size.of(pipeline, config, self.family, self.reentry.parameters, parts[0])
-        self.height, self.width = self.size.height, self.size.width
-        self.call = Call(pipeline, config, self.family, self.guidance, self.size, self.reentry.parameters)
-        self.pictures = Pictures(self.family, self.name, parts[0].config)
-        self.lora_targets = self._lora_targets()
+        Entrance.__init__(self, pipeline, config)
         self.device, self._dtype = torch.device("cpu"), torch_dtype(config.dtype)
         self._template: Template | None = None
         self._freed = False
-        self._freeze(parts)
-
-    def _freeze(self, networks: list[nn.Module]) -> None:
-        for part in self.pipeline.components.values():
-            if isinstance(part, nn.Module):
-                part.eval()
-                if not any(part is network for network in networks):
-                    part.requires_grad_(False)
-        if getattr(self.pipeline, "safety_checker", None) is not None:
-            # It would blacken what the rewards are to see.
-            self.pipeline.safety_checker = None
-        if self.config.gradient_checkpointing:
-            for network in networks:
-                network.enable_gradient_checkpointing()
-
-    def _lora_targets(self) -> tuple[str, ...]:
-        names = [name for name, part in self.network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
-        return tuple(t for t in self.family.lora_targets if any(name.endswith(f".{t}") for name in names))
-
-    def dead_lora_modules(self) -> tuple[str, ...]:
-        prefixes = {name: f"{name}." if len(self.networks) > 1 else "" for name in self.networks}
-        return tuple(
-            module
-            for name, network in self.networks.items()
-            for module in dead_modules(self.family, network, prefixes[name])
-        )
 
     # ---- what the pipeline shows when it is entered
 
@@ -105,18 +67,20 @@ class Generic:
             return self._template
         if self._freed:
             raise ModelError(NO_ENCODERS)
-        with self._explained(), _hushed():
-            template = learn(self._probe_calls)
+        with self._explained(), hushed():
+            template = learn(one_by_one(self._probe_calls) if self.family.singly else self._probe_calls)
             self._template = template
             self._probe = self._encode([SHORT], self._probe_pictures([SHORT]))
             visit = self._enter(1, PROBE_GUIDANCE, **self._answers(self._probe), stop_at_network=True)
         if visit.latents is None or visit.timesteps is None or len(visit.latents) != 1:
             raise ModelError(f"{self.name}: its loop does not start from the latents of prepare_latents()")
         self._shape, self._loop_dtype = tuple(visit.latents.shape[1:]), visit.latents.dtype
-        if self.family.pictures:
-            # Its decoding would need the picture too.
-            self._require_one_time(visit)
         self._grid_dtype = visit.timesteps.dtype
+        if self.family.sized_by_picture:
+            self.size.require(visit.latents, self.pipeline)
+        if self.family.holds:
+            time = float(visit.timesteps[1])
+            self._shape = self.pictures.find_free(visit.latents, lambda places: self._stepped(places, time))
         self._sign = -1 if self.path.is_flow and visit.sigmas is not None and rising(visit.sigmas) else 1
         self._times: dict[float, tuple[str, Tensor]] = {}
         self._entered = False
@@ -125,32 +89,20 @@ class Generic:
             self._mixable = self._mixing_is_exact()
         return template
 
-    @property
-    def name(self) -> str:
-        """Of the pipeline's class."""
-        return type(self.pipeline).__name__
-
-    @contextmanager
-    def _explained(self):
-        """Turn what an unknown pipeline can raise into the reason why it is refused."""
-        try:
-            yield
-        except (ModelError, torch.OutOfMemoryError):
-            raise
-        except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError, StopIteration) as error:
-            reason = (str(error).splitlines() or [""])[0]
-            raise ModelError(f"{self.name} cannot be used as configured: {type(error).__name__}: {reason}") from error
-
-    def _enter(self, batch: int, guidance_scale: float, *, steps: int = PROBE_STEPS, **options: Any) -> Visit:
-        output_type = options.pop("output_type", "latent")
-        arguments = self.call.arguments(batch, guidance_scale, options.pop("prompts", None), steps, output_type)
-        arguments |= self.pictures.arguments(options.pop("pictures", ()), batch)
-        return self.reentry.enter(arguments, **options)
+    def _stepped(self, latents: Tensor, timestep: float) -> Tensor:
+        """What the scheduler is handed when the loop is entered with these latents [1, ...] of the probe."""
+        options = {"timesteps": self._pin([timestep]), "latents": latents, "keep_dtype": True}
+        with autocast(self.device, self._dtype):
+            stepped = self._enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options).latents
+        assert stepped is not None
+        return stepped
 
     def _answers(self, cond: Condition) -> dict[str, Any]:
         """Options of `_enter` that hand back what was encoded, for rows that may share a forward."""
         assert self._template is not None
-        return {"encoded": self._template.rebuild(cond), **self.pictures.rebuild(cond)}
+        options = self.pictures.rebuild(cond)
+        answers = {"encode_prompt": self._template.rebuild(cond), **options.pop("answers", {})}
+        return {"answers": answers, **options}
 
     def _probe_pictures(self, prompts: Sequence[str]) -> list[Image]:
         """Of two colours for the two probing prompts: what depends on the picture must differ between them."""
@@ -165,11 +117,21 @@ class Generic:
             options = {self.family.pictures[0]: [self._probe_pictures([prompt])[0] for prompt in prompts]}
         arguments = self.call.arguments(len(prompts), PROBE_GUIDANCE, prompts, PROBE_STEPS, "latent")
         arguments |= options or self.pictures.arguments(pictures, len(prompts))
-        return tuple(self.reentry.enter(arguments, stop_at_network=True).encoded)
+        return tuple(self.reentry.enter(arguments, stop_at_network=True).returned["encode_prompt"])
 
     def latent_shape(self) -> tuple[int, ...]:
         self._learned()
         return self._shape
+
+    @property
+    def channel_axis(self) -> int:
+        """Of latents [B, ...]."""
+        return self.family.channel_axis
+
+    def grid(self) -> tuple[int, ...] | None:
+        """(h, w), or (T, h, w) of clips, that packed tokens are read from, row by row; None for other latents."""
+        shape = self.latent_shape()
+        return self.size.places(shape[0], self.num_frames) if len(shape) == 2 and self.channel_axis == 2 else None
 
     def schedule(self, num_inference_steps: int) -> Schedule:
         self._learned()
@@ -194,12 +156,15 @@ class Generic:
         for one in pictures or [()] * len(prompts):
             self.pictures.require(len(one))
         template = self._learned()
-        with self._explained():
-            if pictures is None:
+        if pictures is None and not self.family.singly:
+            with self._explained():
                 return Condition.collate([self._encode(batch, ()) for batch in template.batches(list(prompts))])
-            # One by one: a pipeline looks at the size of the first picture of a batch only, or takes one for all.
-            both = zip(prompts, pictures, strict=True)
-            return Condition.collate([self._encode([prompt], own) for prompt, own in both])
+        # One by one: a pipeline looks at the size of the first picture of a batch only, or takes one for all.
+        rows = []
+        for prompt, own in zip(prompts, pictures or [()] * len(prompts), strict=True):
+            with self._explained(f"with the {len(own)} picture(s) of the prompt {prompt[:60]!r}"):
+                rows.append(self._encode([prompt], self.pictures.fitted(own)))
+        return Condition.collate(rows)
 
     def _encode(self, prompts: list[str], pictures: Sequence[Image]) -> Condition:
         """Rows of prompts that may be encoded together; with pictures it is one prompt."""
@@ -210,7 +175,7 @@ class Generic:
             return self._enter(batch, PROBE_GUIDANCE, prompts=texts, pictures=pictures, stop_at_network=True)
 
         visit = enter(len(prompts))
-        cond = self._template.condition(visit.encoded, len(prompts))
+        cond = self._template.condition(visit.returned["encode_prompt"], len(prompts))
         if not pictures:
             return cond
         self.pictures.learn(enter)
@@ -245,6 +210,8 @@ class Generic:
     def _groups(self, values: list[float], cond: Condition) -> list[list[int]]:
         """Rows that may share a forward: of one expert, of one length where padding would be seen."""
         assert self._template is not None
+        if self.family.singly:
+            return [[row] for row in range(len(values))]
         found: dict[Any, list[int]] = {}
         for row, value in enumerate(values):
             expert = self._time(value)[0] if len(self.networks) > 1 else None
@@ -297,6 +264,8 @@ class Generic:
     def _require_one_time(self, visit: Visit) -> Tensor:
         """What the network was fed as its timestep."""
         fed = torch.as_tensor(visit.inputs[self.reentry.time_argument(visit.network)], device=self.device).flatten()
+        if self.family.holds:
+            fed = fed[fed != 0]  # what is held is clean
         if not bool((fed == fed[0]).all()):
             raise ModelError(f"{self.name} feeds its network different timesteps within one sample")
         return fed[0]
@@ -323,30 +292,54 @@ class Generic:
         slope = (float(high) - float(low)) / 500.0
         return slope, float(low) - 200.0 * slope
 
+    @property
+    def unguided(self) -> float:
+        """The scale up to which the pipeline's CFG does nothing."""
+        return self.family.free_at
+
+    def branches(self, guidance_scale: float) -> int:
+        """Forwards per sample: a scale that the network takes needs no second one, true CFG beside it does."""
+        if self.guidance in ("embedded", "none"):
+            return 1 + (self.call.fixed.get("true_cfg_scale", 1) > 1)
+        return 1 + (guidance_scale > self.unguided)
+
     def batch_key(self, step_index: int) -> int:
         self._learned()
         return 0 if self._mixable and len(self.networks) == 1 else step_index
 
     # ---- pictures
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1]: the pipeline's call without its loop."""
-        self._learned()
-        parts = latents.split(1 if self.family.decode_singly else len(latents))
-        return torch.cat([self._decode(part) for part in parts])
+    @property
+    def decodes_with_cond(self) -> bool:
+        """A part of the clip is not among the latents: `decode` wants the conditions too."""
+        return self.family.holds
 
-    def _decode(self, latents: Tensor) -> Tensor:
-        cond = self._probe.index(torch.zeros(len(latents), dtype=torch.int64))
+    @torch.no_grad()
+    def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1]: the pipeline's call without its loop.
+
+        `cond` has B rows; only a pipeline that holds a part of the clip needs it.
+        """
+        self._learned()
+        if self.family.holds and cond is None:
+            raise ValueError(f"{self.name} holds a part of the clip: decode(latents, cond) needs its conditions")
+        alone = self.family.holds or self.family.singly or self.family.decode_singly
+        rows = torch.arange(len(latents)).split(1 if alone else len(latents))
+        blank_rows = self._probe.index(torch.zeros(len(latents), dtype=torch.int64))
+        cond = cond if self.family.holds and cond is not None else blank_rows
+        return torch.cat([self._decode(latents[part.to(latents.device)], cond.index(part)) for part in rows])
+
+    def _decode(self, latents: Tensor, cond: Condition) -> Tensor:
         options = {**self._answers(cond), "timesteps": self._pin([]), "output_type": "pt"}
         visit = self._enter(len(latents), PROBE_GUIDANCE, latents=latents.float(), keep_dtype=True, **options)
         output = visit.output[0] if isinstance(visit.output, tuple) else visit.output
         if not torch.is_tensor(output) or len(output) != len(latents):
             raise ModelError(f"{self.name} decodes to {type(output).__name__}, not to one picture or clip per sample")
-        return output.float().clamp(0, 1)
+        pictures = output.float().clamp(0, 1)
+        return pictures[:, 0] if pictures.ndim == 5 and self.num_frames == 1 else pictures
 
     def to(self, device: torch.device) -> None:
-        self.pipeline.to(device)
+        place(self.pipeline, self.config, device)
         self.device = device
         self.reentry.forget()
         self.pictures.to(device)
@@ -359,16 +352,11 @@ class Generic:
 def build(config: Config) -> Generic:
     from diffusers import AutoModel, DiffusionPipeline
 
-    require_folder(config.path)
     return Generic(load_pipeline(DiffusionPipeline, AutoModel, config), config)
 
 
-@contextmanager
-def _hushed():
-    """The probing prompts are made to be cut off; nobody needs to be warned of it."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+def skeleton(config: Config, folder: Path) -> Generic:
+    """The adapter on the meta device, from a pipeline folder's JSON files: models/_outline.py."""
+    from flowrl.models._outline import Outline
+
+    return Outline(config, folder)

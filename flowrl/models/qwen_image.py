@@ -16,17 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.models._native import Native
-from flowrl.models._packed import grid_schedule, token_grid
+from flowrl.models._loading import load_pipeline, meta_pipeline
+from flowrl.models._native import Native, Part, on_euler
+from flowrl.models._packed import grid_schedule, statically_shifted, token_grid
 from flowrl.models.base import (
     ModelConfig,
     autocast,
     classifier_free,
     guided,
-    load_pipeline,
-    null_components,
     require_channels,
-    require_folder,
     torch_dtype,
 )
 from flowrl.schedules import Schedule
@@ -49,6 +47,7 @@ LORA_TARGETS = (
 )
 
 LEVEL = "tested"
+PIPELINE = "QwenImagePipeline"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +61,7 @@ class Config(ModelConfig):
     """What guidance leads away from."""
 
     def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
         if not 1 <= self.max_sequence_length <= 1024:
             raise ValueError(f"max_sequence_length={self.max_sequence_length} must be in 1..1024")
         if self.shift is not None and self.shift <= 0:
@@ -85,7 +85,6 @@ class QwenImage(Native):
 
     def __init__(self, pipeline: Any, config: Config) -> None:
         Native.__init__(self, pipeline, config)
-        self.config = config
         require_channels(pipeline, 4 * pipeline.vae.config.z_dim)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height, self.width = self._sides(config, (default, default), 2 * pipeline.vae_scale_factor)
@@ -128,6 +127,15 @@ class QwenImage(Native):
         tokens, _ = self.latent_shape()
         return grid_schedule(self.pipeline.scheduler, num_inference_steps, tokens, self.config.shift)
 
+    def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        call = super().own_call(steps, guidance_scale)
+        call["true_cfg_scale"] = call.pop("guidance_scale")
+        if guidance_scale > 1:
+            call["negative_prompt"] = self.config.negative_prompt
+        if self.config.shift is not None:
+            self.pipeline.scheduler = statically_shifted(self.pipeline.scheduler, self.config.shift)
+        return call
+
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         # Two forwards: on one doubled batch the negative prompt would be padded to the longest of the others.
         return guided(
@@ -169,10 +177,15 @@ class QwenImage(Native):
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
 
+def takes(part: Part) -> bool:
+    """Whether a checkpoint of the class is one for text alone, on the family's grid."""
+    packed = 4 * part("vae").get("z_dim", 16)
+    return on_euler(part) and part("transformer").get("in_channels", 64) == packed
+
+
 def build(config: Config) -> QwenImage:
     from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 
-    require_folder(config.path)
     return QwenImage(load_pipeline(QwenImagePipeline, AutoencoderKLQwenImage, config), config)
 
 
@@ -181,26 +194,6 @@ def skeleton(config: Config, folder: Path) -> QwenImage:
 
     It has no tokenizer and no weights; `config.path` and `config.vae` are not read.
     """
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImagePipeline,
-        QwenImageTransformer2DModel,
-    )
-    from transformers import Qwen2_5_VLForConditionalGeneration as TextEncoder
+    from diffusers import QwenImagePipeline
 
-    dtype, encoder = torch_dtype(config.dtype), None
-    with torch.device("meta"):
-        values = QwenImageTransformer2DModel.load_config(folder / "transformer")
-        transformer = QwenImageTransformer2DModel.from_config(values)
-        vae = AutoencoderKLQwenImage.from_config(AutoencoderKLQwenImage.load_config(folder / "vae"))
-        if "text_encoder" not in null_components(str(folder)):
-            encoder = TextEncoder(TextEncoder.config_class.from_pretrained(folder / "text_encoder")).to(dtype)
-    pipeline = QwenImagePipeline(
-        transformer=nn.Module.to(transformer, dtype),
-        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
-        vae=vae,
-        tokenizer=None,
-        text_encoder=encoder,
-    )
-    return QwenImage(pipeline, config)
+    return QwenImage(meta_pipeline(folder, torch_dtype(config.dtype), kind=QwenImagePipeline), config)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flowrl.models._native import Native
+from flowrl.models._loading import load_pipeline, meta_pipeline
+from flowrl.models._native import Native, Part, on_euler
 from flowrl.models.base import (
     ModelConfig,
+    ModelError,
     autocast,
     guided,
-    load_pipeline,
-    null_components,
     torch_dtype,
 )
 from flowrl.schedules import Schedule
@@ -40,6 +40,7 @@ LORA_TARGETS = (
 )
 
 LEVEL = "tested"
+PIPELINE = "StableDiffusion3Pipeline"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,6 @@ class Sd3(Native):
 
     def __init__(self, pipeline: Any, config: Config) -> None:
         Native.__init__(self, pipeline, config)
-        self.config = config
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         # Whole patches, and no longer than the table of position embeddings.
         unit = pipeline.vae_scale_factor * pipeline.patch_size
@@ -101,6 +101,12 @@ class Sd3(Native):
         from diffusers import FlowMatchEulerDiscreteScheduler
         from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 
+        if not isinstance(self.pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
+            kind = type(self.pipeline.scheduler).__name__
+            raise ModelError(
+                f"{kind} is not the family's FlowMatchEulerDiscreteScheduler; load the pipeline with that one, or use "
+                "model.name=generic"
+            )
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.pipeline.scheduler.config)
         options = {}
         if scheduler.config.get("use_dynamic_shifting"):
@@ -137,6 +143,11 @@ class Sd3(Native):
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
 
+def takes(part: Part) -> bool:
+    """Whether a checkpoint of the class is one for text alone, on the family's grid."""
+    return on_euler(part) and part("transformer").get("in_channels", 16) == part("vae").get("latent_channels", 4)
+
+
 def build(config: Config) -> Sd3:
     from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 
@@ -149,33 +160,9 @@ def skeleton(config: Config, folder: Path) -> Sd3:
 
     It has no tokenizers and no weights; `config.path` and `config.vae` are not read.
     """
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
-    )
-    from transformers import CLIPTextModelWithProjection, T5EncoderModel
+    from diffusers import StableDiffusion3Pipeline
 
-    dtype = torch_dtype(config.dtype)
-    absent = {"text_encoder_3"} if not config.load_t5 else set()
-    absent |= set(null_components(str(folder)))
-    encoders: dict[str, Any] = {}
-    with torch.device("meta"):
-        transformer = SD3Transformer2DModel.from_config(SD3Transformer2DModel.load_config(folder / "transformer"))
-        vae = AutoencoderKL.from_config(AutoencoderKL.load_config(folder / "vae"))
-        for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
-            kind = T5EncoderModel if name == "text_encoder_3" else CLIPTextModelWithProjection
-            made = None if name in absent else kind(kind.config_class.from_pretrained(folder / name))
-            encoders[name] = made if made is None else made.to(dtype)
-    pipeline = StableDiffusion3Pipeline(
-        transformer=nn.Module.to(transformer, dtype),
-        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
-        vae=vae,
-        tokenizer=None,
-        tokenizer_2=None,
-        tokenizer_3=None,
-        **encoders,
-    )
-    pipeline.tokenizer_max_length = encoders["text_encoder"].config.max_position_embeddings
+    absent = () if config.load_t5 else ("text_encoder_3",)
+    pipeline = meta_pipeline(folder, torch_dtype(config.dtype), kind=StableDiffusion3Pipeline, absent=absent)
+    pipeline.tokenizer_max_length = pipeline.text_encoder.config.max_position_embeddings
     return Sd3(pipeline, config)

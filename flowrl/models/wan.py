@@ -19,18 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flowrl.models._experts import Experts
 from flowrl.models._grids import path_of, schedule_of
-from flowrl.models._native import Native
+from flowrl.models._loading import load_pipeline, meta_pipeline
+from flowrl.models._native import Native, Part
 from flowrl.models.base import (
     ModelConfig,
     ModelError,
     autocast,
     guided,
-    load_pipeline,
-    null_components,
     require_channels,
-    require_folder,
     torch_dtype,
 )
+from flowrl.models.weights import component_names
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 
@@ -38,6 +37,7 @@ from flowrl.types import Condition
 LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")
 
 LEVEL = "tested"
+PIPELINE = "WanPipeline"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +54,7 @@ class Config(ModelConfig):
     """What guidance leads away from."""
 
     def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
         if not 1 <= self.max_sequence_length <= 512:
             raise ValueError(f"max_sequence_length={self.max_sequence_length} must be in 1..512")
         if self.shift is not None and self.shift <= 0:
@@ -68,23 +69,27 @@ class Wan(Native):
     lora_targets = LORA_TARGETS
 
     def __init__(self, pipeline: Any, config: Config) -> None:
-        self.experts = {"transformer": pipeline.transformer}
+        experts = {"transformer": pipeline.transformer}
         # In units of the timestep: the first expert has those from here on.
         self.boundary = 0.0
         if pipeline.config.boundary_ratio is not None:
-            self.experts["transformer_2"] = pipeline.transformer_2
+            experts["transformer_2"] = pipeline.transformer_2
             self.boundary = pipeline.config.boundary_ratio * pipeline.scheduler.config.num_train_timesteps
         elif config.guidance_scale_2 is not None:
             raise ModelError(f"model.guidance_scale_2={config.guidance_scale_2}: this model has no second expert")
-        if any(part is None for part in self.experts.values()):
+        if any(part is None for part in experts.values()):
             raise ModelError("this Wan model leaves out one of its transformers; give a complete pipeline folder")
         require_channels(pipeline, pipeline.vae.config.z_dim)
-        Native.__init__(self, pipeline, config, Experts(self.experts) if len(self.experts) > 1 else None)
-        self.config = config
+        Native.__init__(self, pipeline, config, Experts(experts) if len(experts) > 1 else None)
         unit = pipeline.vae_scale_factor_spatial * pipeline.transformer.config.patch_size[-1]
         self.height, self.width = self._sides(config, (480, 832), unit)
         self.num_frames = config.num_frames
         self._check_frames()
+
+    @property
+    def experts(self) -> dict[str, nn.Module]:
+        """The denoisers by their names in the pipeline: read off `network`, which a cheaper copy may stand in for."""
+        return component_names(self.network)
 
     def _check_frames(self) -> None:
         """Whole latent frames behind the first."""
@@ -123,15 +128,29 @@ class Wan(Native):
 
     def schedule(self, num_inference_steps: int) -> Schedule:
         """The scheduler's grid; its multistep solver (UniPC) is not used."""
-        kind, values, shift = type(self.pipeline.scheduler), self.pipeline.scheduler.config, {}
-        if self.config.shift is not None:
-            shift = {"flow_shift" if "flow_shift" in values else "shift": self.config.shift}
-        scheduler = kind.from_config(values, **shift)
+        scheduler = self._scheduler()
         path = path_of(scheduler)
         if not path.is_flow:
+            kind = type(scheduler)
             raise ModelError(f"{kind.__name__} is set up for a noise process, Wan is a flow: set use_flow_sigmas")
         scheduler.set_timesteps(num_inference_steps)
         return schedule_of(path, scheduler, scheduler.timesteps, scheduler.sigmas)
+
+    def _scheduler(self) -> Any:
+        """A fresh one of the pipeline's, with the configured shift."""
+        kind, values, shift = type(self.pipeline.scheduler), self.pipeline.scheduler.config, {}
+        if self.config.shift is not None:
+            shift = {"flow_shift" if "flow_shift" in values else "shift": self.config.shift}
+        return kind.from_config(values, **shift)
+
+    def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        call = super().own_call(steps, guidance_scale) | {"num_frames": self.num_frames}
+        if guidance_scale > 1:
+            call["negative_prompt"] = self.config.negative_prompt
+            if self.config.guidance_scale_2 is not None:
+                call["guidance_scale_2"] = self.config.guidance_scale_2
+        self.pipeline.scheduler = self._scheduler()
+        return call
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         """Samples of both experts in one batch make two forwards, one each."""
@@ -185,10 +204,14 @@ class Wan(Native):
         return frames[:, 0] if self.num_frames == 1 else frames
 
 
+def takes(part: Part) -> bool:
+    """Whether a checkpoint of the class is one for text alone; any scheduler of a flow gives the grid."""
+    return part("transformer").get("in_channels", 16) == part("vae").get("z_dim", 16)
+
+
 def build(config: Config) -> Wan:
     from diffusers import AutoencoderKLWan, WanPipeline
 
-    require_folder(config.path)
     return Wan(load_pipeline(WanPipeline, AutoencoderKLWan, config), config)
 
 
@@ -197,28 +220,6 @@ def skeleton(config: Config, folder: Path) -> Wan:
 
     It has no tokenizer and no weights; `config.path` and `config.vae` are not read.
     """
-    import diffusers
-    from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
-    from transformers import UMT5EncoderModel
+    from diffusers import WanPipeline
 
-    dtype, absent = torch_dtype(config.dtype), set(null_components(str(folder)))
-    index = WanPipeline.load_config(folder)
-    parts: dict[str, Any] = {"text_encoder": None, "transformer": None, "transformer_2": None}
-    with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(folder / "vae"))
-        for name in ("transformer", "transformer_2"):
-            if name in index and name not in absent:
-                made = WanTransformer3DModel.from_config(WanTransformer3DModel.load_config(folder / name))
-                parts[name] = nn.Module.to(made, dtype)
-        if "text_encoder" not in absent:
-            kind = UMT5EncoderModel.config_class
-            parts["text_encoder"] = UMT5EncoderModel(kind.from_pretrained(folder / "text_encoder")).to(dtype)
-    pipeline = WanPipeline(
-        scheduler=getattr(diffusers, index["scheduler"][1]).from_pretrained(folder / "scheduler"),
-        vae=vae,
-        tokenizer=None,
-        boundary_ratio=index.get("boundary_ratio"),
-        expand_timesteps=index.get("expand_timesteps", False),
-        **parts,
-    )
-    return Wan(pipeline, config)
+    return Wan(meta_pipeline(folder, torch_dtype(config.dtype), kind=WanPipeline), config)

@@ -56,6 +56,11 @@ def read_lora(file: Path, component: str = "transformer") -> tuple[dict[str, Ten
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}, settings
 
 
+def held(tensor: Tensor) -> Tensor:
+    """This process's rows of a tensor that `fully_shard` has split, in the same memory; any other tensor itself."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+
+
 class Weights:
     """The trainable parameters of a denoiser.
 
@@ -69,17 +74,26 @@ class Weights:
     def __init__(self, network: nn.Module, lora: LoraSettings | None, targets: tuple[str, ...], seed: int) -> None:
         self.network, self.lora = network, lora
         self.components = component_names(network)
+        # `fully_shard` renames the classes of the modules it splits.
+        self._classes: dict[str, Any] = {name: type(part) for name, part in self.components.items()}
         self.copies: dict[str, dict[str, Tensor]] = {}
         if lora is None:
             network.requires_grad_(True).float()
         else:
             network.requires_grad_(False)
             self._attach(lora, list(lora.targets or targets), seed)
-        self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        self.bind()
         if not self.parameters:
             raise ModelError("no trainable parameter: the adapter binds to no module")
         for parameter in self.parameters.values():
             parameter.data = parameter.data.float()
+
+    def bind(self) -> None:
+        """Take the trainable parameters from the network; once more when it was split, which makes them anew."""
+        self.parameters = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+        # What this process has of each: the parameter itself, or its rows where the trained weights are split.
+        self.values = {name: held(p) for name, p in self.parameters.items()}
+        self.split = any(self.values[name] is not p for name, p in self.parameters.items())
 
     def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> None:
         from peft import LoraConfig
@@ -106,7 +120,8 @@ class Weights:
                 self.network.add_adapter(config, adapter_name=ADAPTER)
             except ValueError as error:
                 raise ModelError(
-                    f"model.lora.targets={targets} binds to no module of {type(self.network).__name__}: {error}"
+                    f"model.lora.targets={targets} binds to no module of {type(self.network).__name__}; give "
+                    f"suffixes of its modules' names, or null for the family's own list ({error})"
                 ) from error
         adapted = [name.partition(".lora_A.")[0] for name, _ in self.network.named_parameters() if ".lora_A." in name]
         for target in targets:
@@ -122,7 +137,14 @@ class Weights:
         """Keep the present values under `role`; for LoRA, 'reference' needs no copy."""
         if role == "reference" and self.lora is not None:
             return
-        self.copies[role] = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.copies[role] = {name: value.detach().clone() for name, value in self.values.items()}
+
+    def follow(self, role: str, decay: float) -> None:
+        """role <- decay * role + (1 - decay) * policy."""
+        copies = self.copies[role]
+        torch._foreach_lerp_(
+            [copies[name] for name in self.values], [p.detach() for p in self.values.values()], 1 - decay
+        )
 
     @contextmanager
     def using(self, role: str) -> Iterator[None]:
@@ -136,20 +158,36 @@ class Weights:
             finally:
                 self.network.enable_adapters()
         elif role in self.copies:
-            kept = {name: p.data for name, p in self.parameters.items()}
-            for name, p in self.parameters.items():
-                p.data = self.copies[role][name]
+            kept = self._exchange(self.copies[role])
             try:
                 yield
             finally:
-                for name, p in self.parameters.items():
-                    p.data = kept[name]
+                self._exchange(kept)
         else:
             raise ValueError(f"role={role!r} is unknown; there are: policy, {', '.join(sorted(self.copies)) or 'none'}")
 
+    def _exchange(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put values into the network; returns those it had."""
+        if self.split:
+            # What is gathered for a forward is read from this very memory.
+            had = {name: value.clone() for name, value in self.values.items()}
+            for name, value in self.values.items():
+                value.copy_(values[name])
+            if value.device.type != "cpu":
+                torch.accelerator.synchronize()  # a backward pass gathers on a stream that waits for no other
+            return had
+        had = {name: p.data for name, p in self.parameters.items()}
+        for name, p in self.parameters.items():
+            p.data = values[name]
+        return had
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of `values`, in their order; None where the backward pass left none."""
+        return [None if p.grad is None else held(p.grad) for p in self.parameters.values()]
+
     def state(self) -> dict[str, Tensor]:
-        """Every role as flat names, for a checkpoint."""
-        tensors = {f"policy/{name}": p.detach() for name, p in self.parameters.items()}
+        """Every role as flat names, for a checkpoint: what this process has of it."""
+        tensors = {f"policy/{name}": value.detach() for name, value in self.values.items()}
         for role, copy in self.copies.items():
             tensors |= {f"{role}/{name}": value for name, value in copy.items()}
         return tensors
@@ -163,18 +201,18 @@ class Weights:
         for role, values in roles.items():
             self._check(values, role)
             if role == "policy":
-                for name, p in self.parameters.items():
-                    p.data.copy_(values[name])
+                for name, value in self.values.items():
+                    value.data.copy_(values[name])
             else:
-                self.copies[role] = {name: values[name].to(p.device).clone() for name, p in self.parameters.items()}
+                self.copies[role] = {name: values[name].to(v.device).clone() for name, v in self.values.items()}
 
     def _check(self, values: dict[str, Tensor], role: str) -> None:
-        for name, p in self.parameters.items():
-            if name not in values or values[name].shape != p.shape:
+        for name, value in self.values.items():
+            if name not in values or values[name].shape != value.shape:
                 found = tuple(values[name].shape) if name in values else "nothing"
                 raise ModelError(
                     f"the checkpoint's {role} weights do not fit this model: "
-                    f"{name} is {tuple(p.shape)} here, {found} there"
+                    f"{name} is {tuple(value.shape)} here, {found} there"
                 )
 
     def load_lora(self, path: str) -> None:
@@ -205,6 +243,23 @@ class Weights:
             raise ModelError(f"model.init_lora={path!r} cannot be used: {str(error).splitlines()[0]}") from error
         if not fits:
             raise ModelError(f"model.init_lora={path!r} does not fit model.lora: rank and targets must be the same")
+
+    def whole(self, name: str, *, keep: bool) -> Any:
+        """The component with all its weights in host memory where `keep`, else None.
+
+        The processes of a split network call it together, and gather it tensor by tensor.
+        """
+        network, kind, tensors = self.components[name], self._classes[name], {}
+        for key, value in network.state_dict().items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            if keep:
+                tensors[key] = full.detach().cpu()
+        if not keep:
+            return None
+        with torch.device("meta"):
+            twin = kind.from_config(network.config)
+        twin.load_state_dict(tensors, assign=True)
+        return twin
 
     def save(self, folder: Path, pipeline_class: type) -> None:
         """What a plain pipeline loads: `load_lora_weights(folder)`, or the folders of the denoisers for full weights.

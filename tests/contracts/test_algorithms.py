@@ -3,24 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
 from flowrl import registry
+from flowrl.advantages import Advantages
+from flowrl.algorithms._matching import MatchingConfig
+from flowrl.metrics import Sums
 from flowrl.samplers import flow_sde
-from tests.toys import ToyAdapter, draw_advantages, flow_schedule, nudge, roll_out
+from flowrl.times import TimesConfig
+from flowrl.types import SampleId
+from tests.toys import (
+    ToyAdapter,
+    algorithms,
+    draw_advantages,
+    flow_schedule,
+    learner_of,
+    loss_of,
+    noising_of,
+    nudge,
+    outputs_of,
+    roll_out,
+    rollout_of,
+    terms_gradient,
+    vp_schedule,
+)
 
 NAMES = registry.names("algorithms")
+EDGES, SAMPLES = algorithms("edges"), algorithms("samples")
+SPREAD = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])  # rewards [R, P, G]
+# Grids of a noise process are known at their own nodes only.
+ON_GRID = TimesConfig(name="discrete_wo_init", count=4)
+ALL = torch.ones(2, 3, dtype=torch.bool)
+EVERYTHING = Advantages(values=torch.zeros(2, 3, 1), valid=ALL, dead=~ALL[:, 0], kept=ALL)
 
 
-def build(name: str):
+def build(name: str, **options):
     module = registry.load("algorithms", name)
-    return module.build(module.Config())
+    return module.build(module.Config(**options))
+
+
+def samples_session(name: str, vp: bool):
+    options = {"times": ON_GRID} if vp else {}
+    return roll_out(ToyAdapter(vp=vp), algorithm=build(name, **options), num_steps=10)
 
 
 def test_there_are_algorithms_and_helpers_are_none():
-    assert "flow_grpo" in NAMES
+    assert "flow_grpo" in EDGES
+    assert "awm" in SAMPLES
+    assert sorted(EDGES + SAMPLES) == sorted(NAMES)
     assert not [name for name in NAMES if name.startswith("_")]
 
 
@@ -33,13 +66,13 @@ def test_a_file_has_a_frozen_config_with_defaults_a_build_a_level_and_its_source
     assert not hasattr(config, "__dict__"), "the options are not slotted"
     assert module.LEVEL in ("tested", "verified", "experimental")
     assert module.build(config).level == module.LEVEL
-    assert module.build(config).spatial is None
+    assert getattr(module.build(config), "spatial", None) is None
     assert "Source: " in module.__doc__
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.advantages = None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EDGES)
 @pytest.mark.parametrize(("num_steps", "shift"), [(4, 1.0), (6, 3.0), (10, 3.0), (25, 5.0)])
 def test_the_plan_is_valid_on_any_grid_repeatable_and_trains_no_last_step(name, num_steps, shift):
     """DESIGN section 4; StepPlan itself refuses a trained step without noise and an empty one cannot be made."""
@@ -58,7 +91,33 @@ def test_the_plan_is_valid_on_any_grid_repeatable_and_trains_no_last_step(name, 
         assert (again.train, again.noise_level, again.solver) == (plan.train, plan.noise_level, plan.solver)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("grid", [flow_schedule(10), flow_schedule(25, 5.0), vp_schedule(10)], ids=["10", "25", "vp"])
+def test_a_plan_without_edges_is_repeatable_trains_nothing_and_walks_any_grid(name, grid):
+    sampler, algorithm = flow_sde.build(flow_sde.Config()), build(name)
+    algorithm.config.check(sampler, len(grid))
+    plan, again = (algorithm.plan(grid, sampler, iteration, 3) for iteration in (1, 2))
+    assert plan.train == ()
+    assert not any(plan.stochastic)
+    assert len(plan) == len(grid)
+    assert (plan.noise_level, plan.solver) == (again.noise_level, again.solver)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_times_are_repeatable_and_as_many_as_announced(name):
+    """What the batch geometry is checked against before a model is loaded."""
+    algorithm, ids = build(name), [SampleId(slot, sample) for slot in range(2) for sample in range(3)]
+    for num_steps in (10, 25):
+        found = algorithm.times(flow_schedule(num_steps), ids, 4, 7)
+        assert found.sigma.shape == found.timestep.shape == (6, algorithm.config.times.terms(num_steps))
+        assert bool(((found.sigma > 0) & (found.sigma <= 1)).all())
+        assert torch.equal(algorithm.times(flow_schedule(num_steps), ids[2:4], 4, 7).sigma, found.sigma[2:4])
+        if algorithm.unit == "group":  # or its forwards would not hold whole groups of one time
+            by_prompt = found.sigma.reshape(2, 3, -1)
+            assert torch.equal(by_prompt, by_prompt[:, :1].expand_as(by_prompt))
+
+
+@pytest.mark.parametrize("name", EDGES)
 @pytest.mark.parametrize("moved", [False, True])
 def test_the_loss_is_finite_and_its_gradient_reaches_every_weight(name, moved):
     session = roll_out(ToyAdapter(), algorithm=build(name))
@@ -78,7 +137,129 @@ def test_the_loss_is_finite_and_its_gradient_reaches_every_weight(name, moved):
         assert float(gradient.abs().max()) > 0, weight
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("vp", [False, True], ids=["flow", "vp"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_loss_on_samples_is_finite_and_its_gradient_reaches_every_weight(name, vp, moved):
+    """Written against `Process`: velocities on a flow, noise on VP."""
+    session = samples_session(name, vp)
+    if moved:
+        nudge(session.adapter.network, 1e-3)
+    part = noising_of(session, SPREAD, updates=2, batch_size=9)
+    part.prepare()
+    for number in (0, 1):
+        for batch, _ in part.batches(number):
+            output = session.algorithm.loss(batch, session.networks)
+            assert bool(output.loss.isfinite())
+            assert output.loss.shape == ()
+            assert not output.per_step
+            assert {"policy/loss", "matching/error"} <= set(output.metrics)
+            assert set(session.algorithm.feedback) <= set(output.metrics)
+            for metric, value in output.metrics.items():
+                assert bool(value.isfinite()), metric
+                assert value.shape == (), metric
+                assert not value.requires_grad, metric
+    for weight, gradient in terms_gradient(session, part).items():
+        assert bool(gradient.isfinite().all()), weight
+        assert float(gradient.abs().max()) > 0, weight
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("vp", [False, True], ids=["flow", "vp"])
+def test_a_step_against_the_gradient_fits_the_better_samples_better_than_the_worse(name, vp):
+    """The sign, whatever the loss: along its descent the errors of good samples fall against those of bad ones."""
+    session = samples_session(name, vp)
+    part = noising_of(session, SPREAD, batch_size=18)
+    gradient = terms_gradient(session, part)
+    scale = sum(float(g.square().sum()) for g in gradient.values()) ** 0.5
+    best = {0, 4}  # the best of each prompt
+
+    def margin() -> float:
+        """Mean error of the others, less that of the best."""
+        errors: dict[bool, list[float]] = {True: [], False: []}
+        everything = noising_of(session, SPREAD, EVERYTHING, batch_size=18)
+        with torch.no_grad():
+            for batch, _ in everything.batches(0):
+                found = session.algorithm.outputs(batch, session.networks).error()
+                for sample, error in zip(batch.sample.tolist(), found.tolist(), strict=True):
+                    errors[sample in best].append(error)
+        return sum(errors[False]) / len(errors[False]) - sum(errors[True]) / len(errors[True])
+
+    before = margin()
+    with torch.no_grad():
+        for weight, p in session.adapter.network.named_parameters():
+            p -= 1e-2 / scale * gradient[weight]
+    assert margin() > before
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_gaussian_of_one_dimension_moves_towards_the_reward(name):
+    """forward_process 1.8.6, for every method: data N(m, 1/4) as a network, reward x0; only m is trained."""
+    # Errors of one dimension are of order 1, where those of an image differ by 1e-3: so is the margin's temperature.
+    algorithm = build(name, **({"beta": 1.0} if name == "dgpo" else {}))
+    generator = torch.Generator().manual_seed(0)
+    sigma, count, mean = torch.full((64,), 0.6), 64, torch.zeros(1, requires_grad=True)
+
+    def network(m: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The exact velocity for data N(m, 1/4)."""
+        x0 = m + 0.4 * 0.25 / (0.16 * 0.25 + 0.36) * (x - 0.4 * m)
+        return (x - x0) / 0.6
+
+    for _ in range(25):
+        clean = mean.detach() + 0.5 * torch.randn(count, 1, generator=generator)
+        eps = torch.randn(count, 1, generator=generator)
+        x = 0.4 * clean + 0.6 * eps
+        credit = algorithm.advantages(clean.reshape(1, 1, count), torch.ones(1))
+        kept = credit.kept[0]
+        start = {"reference": torch.zeros(1)}
+        roles = {role: network(start.get(role, mean.detach()), x)[kept] for role in algorithm.roles}
+        outputs = outputs_of(
+            {"policy": network(mean, x)[kept]} | roles,
+            clean=clean[kept],
+            eps=eps[kept],
+            sigma=sigma[kept],
+            advantage=credit.values[0, kept, 0],
+        )
+        (gradient,) = torch.autograd.grad(loss_of(algorithm, outputs).loss, mean)
+        with torch.no_grad():
+            mean -= 0.05 * gradient.sign()
+    assert float(mean.detach()) > 0.5
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_an_iteration_on_samples_moves_the_policy_and_leaves_the_reference(name):
+    session = samples_session(name, False)
+    before = {role: {k: v.clone() for k, v in copy.items()} for role, copy in session.weights.copies.items()}
+    start = [p.detach().clone() for p in session.adapter.network.parameters()]
+    sums, credit = Sums(), session.algorithm.advantages(SPREAD, torch.ones(1))
+    learner_of(session, updates=1, batch_size=9).update(1, rollout_of(session, SPREAD), credit, sums)
+    assert all(not torch.equal(a, b) for a, b in zip(start, session.adapter.network.parameters(), strict=True))
+    for role, copy in before.items():
+        moved = any(not torch.equal(value, session.weights.copies[role][k]) for k, value in copy.items())
+        assert moved == (role in session.algorithm.lags), role
+    assert sums.means()["grad/norm"] > 0
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_its_page_tells_every_option_and_the_glossary_every_metric(name):
+    """What all of them share stands on one page; an option that a method sets otherwise stands on its own too."""
+    module, root = registry.load("algorithms", name), Path(__file__).resolve().parents[2]
+    page, shared, glossary = (
+        (root / "docs" / file).read_text(encoding="utf-8")
+        for file in (f"algorithms/{name}.md", "algorithms/forward_process.md", "metrics.md")
+    )
+    common = {field.name: getattr(MatchingConfig(), field.name) for field in dataclasses.fields(MatchingConfig)}
+    for field in dataclasses.fields(module.Config):
+        own = field.name not in common or getattr(module.Config(), field.name) != common[field.name]
+        assert f"`algorithm.{field.name}`" in (page if own else shared), field.name
+    session = samples_session(name, False)
+    (batch, _), *_ = noising_of(session, SPREAD, batch_size=9).batches(0)
+    for metric in session.algorithm.loss(batch, session.networks).metrics:
+        role = metric.removeprefix("matching/to_")
+        assert f"`{metric}`" in glossary or (role != metric and f"`{role}`" in glossary), metric
+
+
+@pytest.mark.parametrize("name", EDGES)
 def test_before_the_first_update_the_log_ratio_is_bitwise_zero_at_the_rollouts_batches(name):
     """grpo_family 1.5.2 and 6.6.2, in the log ratio that the method itself uses."""
     session = roll_out(ToyAdapter(key_per_step=True), algorithm=build(name))
@@ -100,6 +281,11 @@ def test_the_state_survives_a_checkpoint_and_a_foreign_one_is_refused(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_no_prompt_is_retired_unless_that_is_asked_for(name):
+    assert build(name).retired(torch.ones(1, 3, 4), torch.ones(1)).tolist() == [False] * 3
+
+
+@pytest.mark.parametrize("name", EDGES)
 def test_kept_edges_are_a_mask_over_the_rollouts_edges(name):
     session = roll_out(ToyAdapter(), algorithm=build(name))
     mask = session.algorithm.kept_edges(session.ids, session.plan, 1, 0)

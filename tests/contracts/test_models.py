@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.models._families import FAMILIES
-from flowrl.models.base import LoraSettings, ModelError
+from flowrl.models.base import LoraSettings, ModelError, branches, channel_axis, packed_grid
 from flowrl.models.generic import Config, Generic
 from flowrl.models.weights import Weights
 from flowrl.plan import deterministic
-from flowrl.rollout import Noise, Policy, run
+from flowrl.rollout import Evaluations, Noise, Policy, run
+from flowrl.samplers.base import StepDistribution
 from flowrl.samplers.ode import Ode
+from flowrl.spatial import SpatialConfig, mapper
 from flowrl.types import SampleId
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
@@ -156,6 +158,19 @@ def test_prompt_guidance_and_timestep_reach_the_prediction(name):
 
 
 @pytest.mark.parametrize("name", EVERY)
+def test_guidance_costs_as_many_forwards_as_the_adapter_says(name):
+    model, free = adapter(name), tiny.CASES[name].free
+    x, cond, t = noise_like(model, 1), model.encode(tiny.PROMPTS[:1]), model.schedule(4).timesteps[1:2]
+    counter = Evaluations(model.network)
+    with torch.no_grad():
+        model.predict(x, t, cond, GUIDED)  # the first looks at the pipeline too
+        for scale in (free, GUIDED):
+            before = counter.rows
+            model.predict(x, t, cond, scale)
+            assert counter.rows - before == branches(model, scale)
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_a_replay_is_bitwise_the_rollout_also_without_text_encoders(name):
     model = adapter(name)
     x, cond, scale = noise_like(model), model.encode(tiny.PROMPTS), GUIDED
@@ -250,3 +265,44 @@ def test_a_network_that_takes_no_lora_is_refused_and_trains_its_full_weights():
     timestep, cond = model.schedule(4).timesteps[1].repeat(2), model.encode(tiny.PROMPTS)
     model.predict(noise_like(model), timestep, cond, GUIDED).square().sum().backward()
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in weights.parameters.values())
+
+
+# ---- where a position of the latents lies
+
+
+CHANNELS_LAST = ("flux", "qwen_image", "ltx", "chroma", "flux_2", "flux_2_klein", "cogvideox")
+
+
+@pytest.mark.parametrize("name", [case for case in EVERY if case.values[0] in CHANNELS_LAST])
+def test_a_position_of_the_latents_is_the_place_of_the_picture_that_it_moves(name):
+    model = adapter(name, tiny.CASES[name].sizes[1])
+    assert channel_axis(model) == 2
+    places = packed_grid(model) or tuple(n for axis, n in enumerate(model.latent_shape(), 1) if axis != 2)
+    clean = torch.zeros(1, *model.latent_shape()).movedim(2, -1)
+    before = model.decode(clean.movedim(-1, 2))[0]
+    maps = mapper(SpatialConfig(), model.latent_shape(), grid=packed_grid(model), channel_axis=2)(before[None])
+    law = StepDistribution(torch.zeros(1, *model.latent_shape()), torch.ones(1), channel_axis=2)
+    assert law.log_prob(torch.ones_like(law.mean), "position").shape == maps.shape
+    for cell in (tuple(0 for _ in places), tuple(n - 1 for n in places), (0, *(n - 1 for n in places[1:]))):
+        moved = clean.reshape(*places, -1).clone()
+        moved[cell] = 3.0
+        after = model.decode(moved.reshape(clean.shape).movedim(-1, 2))[0]
+        change = (after - before).abs().mean(dim=-3).reshape(-1, *before.shape[-2:]).mean(dim=0)
+        rows = torch.nn.functional.adaptive_avg_pool2d(change[None], places[-2:])[0]
+        found = divmod(int(rows.argmax()), places[-1])
+        # A random decoder smears by a cell.
+        assert max(abs(a - b) for a, b in zip(found, cell[-2:], strict=True)) <= 1, (cell, found)
+
+
+def test_a_class_that_is_not_known_keeps_no_map_of_its_tokens(monkeypatch):
+    # A copy: put back into the table itself, the class would come last, and docs/models.md has its order.
+    others = {kind: family for kind, family in FAMILIES.items() if kind != "ChromaPipeline"}
+    for module in ("_families", "generic"):
+        monkeypatch.setattr(f"flowrl.models.{module}.FAMILIES", others)
+    with pytest.raises(ModelError, match=r"algorithm\.spatial: this model's latents are packed .*spatial=null"):
+        packed_grid(adapter("chroma"))
+
+
+def test_pictures_of_a_model_of_clips_have_maps_of_one_frame():
+    maps = mapper(SpatialConfig(), (4, 1, 8, 8))(torch.rand(2, 3, 32, 32))
+    assert maps.shape == (2, 1, 8, 8)

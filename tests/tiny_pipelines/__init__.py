@@ -21,18 +21,25 @@ from tests.tiny_pipelines.packed_images import (
     flux_kontext,
     qwen_image,
     qwen_image_edit,
+    qwen_image_edit_plus,
 )
 from tests.tiny_pipelines.stubs import TOKENS, Encoder, Looking, Output, Seeing, clip, ddim, flow, t5, vae, words
 from tests.tiny_pipelines.unets import stable_diffusion, stable_diffusion_xl
 from tests.tiny_pipelines.videos import (
     cogvideox,
+    cogvideox_image,
     hunyuan_video,
     hunyuan_video_1_5,
+    hunyuan_video_1_5_image,
+    hunyuan_video_image,
     ltx,
+    ltx_image,
     mochi,
     sana_video,
+    sana_video_image,
     wan,
     wan_2_2,
+    wan_2_2_image,
     wan_image,
 )
 
@@ -72,14 +79,21 @@ __all__ = [
     "flux_kontext",
     "qwen_image",
     "qwen_image_edit",
+    "qwen_image_edit_plus",
     # videos
     "cogvideox",
+    "cogvideox_image",
     "hunyuan_video",
     "hunyuan_video_1_5",
+    "hunyuan_video_1_5_image",
+    "hunyuan_video_image",
     "ltx",
+    "ltx_image",
     "mochi",
     "sana_video",
+    "sana_video_image",
     "wan",
     "wan_2_2",
+    "wan_2_2_image",
     "wan_image",
 ]

@@ -27,9 +27,28 @@ class Case:
     free: float = 1.0
     """Guidance scale without guidance."""
     batches: tuple[int, ...] = (1, 2)
+    own: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the pipeline's own call, which the table of families gives the adapter."""
+    scale: str | None = "guidance_scale"
+    """Its argument for guidance; None: the guider's."""
+    pictures: int = 0
+    """With each prompt."""
+    listed: bool = False
+    """They are a list under one argument."""
+    enlarged: int = 0
+    """Pixels by which their sides must be longer than in other cases."""
+
+    def guided(self, pipe: Any, scale: float) -> dict[str, Any]:
+        """Arguments of the pipeline's own call at that guidance, for one prompt."""
+        if self.scale is None:
+            pipe.guider.guidance_scale = scale
+            return {}
+        negative = {"negative_prompt": ""} if self.scale == "true_cfg_scale" and scale > 1 else {}
+        return {self.scale: scale, **negative}
 
 
 _TOKENS = {"max_sequence_length": TOKENS}
+_LAYERS = {**_TOKENS, "text_encoder_out_layers": [1, 2]}
 _CLIP = {"num_frames": 9, **_TOKENS}
 CASES: dict[str, Case] = {
     "sd": Case(unets.stable_diffusion, fast=True),
@@ -57,8 +76,8 @@ CASES: dict[str, Case] = {
     "cogvideox": Case(videos.cogvideox, _CLIP, ((16, 16), (32, 16))),
     "cogview_4": Case(image_transformers.cogview_4, {"max_sequence_length": 16}, ((16, 16), (32, 16))),
     "aura_flow": Case(image_transformers.aura_flow, _TOKENS, ((16, 16), (24, 16))),
-    "flux_2": Case(packed_images.flux_2, {**_TOKENS, "text_encoder_out_layers": [1, 2]}),
-    "flux_2_klein": Case(packed_images.flux_2_klein, {**_TOKENS, "text_encoder_out_layers": [1, 2]}),
+    "flux_2": Case(packed_images.flux_2, _LAYERS),
+    "flux_2_klein": Case(packed_images.flux_2_klein, _LAYERS),
     "pixart_sigma": Case(image_transformers.pixart_sigma, _TOKENS),
     "sana_video": Case(
         videos.sana_video,
@@ -67,13 +86,59 @@ CASES: dict[str, Case] = {
     ),
 }
 
+_LISTED = {"batches": (1,), "pictures": 2, "listed": True}
+_FRAME = {"batches": (1,), "pictures": 1}
+_WIDE = ((16, 16), (32, 16))
 PICTURED: dict[str, Case] = {
-    "flux_kontext": Case(packed_images.flux_kontext, {**_TOKENS, "_auto_resize": False}, fast=True, batches=(1,)),
-    "qwen_image_edit": Case(packed_images.qwen_image_edit, _TOKENS, fast=True, batches=(1,)),
+    "flux_kontext": Case(
+        packed_images.flux_kontext,
+        {**_TOKENS, "_auto_resize": False},
+        fast=True,
+        own={"max_area": None},
+        **_FRAME,
+    ),
+    # Pictures of at least 64 pixels a side.
+    "flux_2_references": Case(packed_images.flux_2, _LAYERS, fast=True, enlarged=56, **_LISTED),
+    "flux_2_klein_references": Case(packed_images.flux_2_klein, _LAYERS, enlarged=56, **_LISTED),
+    "qwen_image_edit": Case(packed_images.qwen_image_edit, _TOKENS, fast=True, scale="true_cfg_scale", **_FRAME),
+    "qwen_image_edit_plus": Case(
+        packed_images.qwen_image_edit_plus, _TOKENS, fast=True, scale="true_cfg_scale", **_LISTED
+    ),
     # Its network takes whatever follows the 512 tokens of text for the picture.
-    "wan_image": Case(videos.wan_image, {"num_frames": 5}, ((16, 16), (32, 16)), fast=True, batches=(1,)),
+    "wan_image": Case(videos.wan_image, {"num_frames": 5}, _WIDE, fast=True, **_FRAME),
+    "wan_2_2_image": Case(videos.wan_2_2_image, {"num_frames": 5, **_TOKENS}, _WIDE, **_FRAME),
+    "ltx_image": Case(videos.ltx_image, {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True, **_FRAME),
+    "hunyuan_video_image": Case(
+        videos.hunyuan_video_image,
+        {
+            "num_frames": 9,
+            # Longer than a probing prompt: a batch with a longer one fails in the pipeline itself.
+            "max_sequence_length": 200,
+            "prompt_template": {
+                "template": "<|end_header_id|> <image> <|end_header_id|> {} left right on <|end_header_id|>",
+                "crop_start": 3,
+                "image_emb_start": 1,
+                "image_emb_end": 5,
+                "image_emb_len": 4,
+            },
+        },
+        _WIDE,
+        scale="true_cfg_scale",
+        **_FRAME,
+    ),
+    "hunyuan_video_1_5_image": Case(
+        videos.hunyuan_video_1_5_image, {"num_frames": 5}, ((16, 16), (24, 8)), scale=None, **_FRAME
+    ),
+    "cogvideox_image": Case(videos.cogvideox_image, _CLIP, _WIDE, **_FRAME),
+    "sana_video_image": Case(
+        videos.sana_video_image,
+        {"frames": 9, "complex_human_instruction": [], "max_sequence_length": 16},
+        ((32, 32), (64, 32)),
+        own={"use_resolution_binning": False},
+        **_FRAME,
+    ),
 }
-"""Those that take a picture with each prompt; the pipeline's own call takes the same one for a whole batch."""
+"""Those that are called with pictures; the pipelines' own calls take the same ones for a whole batch."""
 
 
 def make(name: str, seed: int = 0) -> Any:

@@ -106,12 +106,21 @@ def qwen_image_edit() -> Any:
     from diffusers import QwenImageEditPipeline
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 
-    def dimensions(_: int, ratio: float) -> tuple[int, int, None]:
-        # The pipeline's own gives its picture a megapixel.
-        return max(round(4 * ratio**0.5), 1) * 4, max(round(4 / ratio**0.5), 1) * 4, None
-
-    pipeline_qwenimage_edit.calculate_dimensions = dimensions
+    pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: (*_small(ratio), None)
     return _qwen(QwenImageEditPipeline, Seeing, processor=Looking())
+
+
+def qwen_image_edit_plus() -> Any:
+    from diffusers import QwenImageEditPlusPipeline
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+
+    pipeline_qwenimage_edit_plus.calculate_dimensions = lambda area, ratio: _small(ratio)
+    return _qwen(QwenImageEditPlusPipeline, Seeing, processor=Looking())
+
+
+def _small(ratio: float) -> tuple[int, int]:
+    """(width, height) about 16 x 16; the pipelines' own give a picture up to a megapixel."""
+    return max(round(4 * ratio**0.5), 1) * 4, max(round(4 / ratio**0.5), 1) * 4
 
 
 def _flux2(klein: bool) -> Any:

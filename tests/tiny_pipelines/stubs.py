@@ -55,33 +55,37 @@ class Encoder(nn.Module):
 
 
 class Seeing(Encoder):
-    """An encoder that also sees the mean colour of a picture."""
+    """An encoder that also sees the mean colour of a prompt's pictures, [B or 1, 3] or pixels [B or 1, 3, H, W]."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.look = nn.Linear(3, width)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **rest: Any) -> Output:
-        seen = self.look(rest["pixel_values"])[:, None]
+        seen = self.look(
+            rest["pixel_values"].flatten(2).mean(2) if rest["pixel_values"].ndim > 2 else rest["pixel_values"]
+        )
         text = super().forward(input_ids, attention_mask)
-        return Output(hidden_states=tuple(state + seen for state in text["hidden_states"]))
+        return Output(hidden_states=tuple(state + seen[:, None] for state in text["hidden_states"]))
 
 
 class Looking:
-    """Processor for `Seeing`: one picture for each text, as Qwen's wants it."""
+    """Processor for `Seeing`: one picture for each text, as Qwen's wants it, or several for one text."""
 
     def __call__(self, text: list[str], images: Any, **_: Any) -> Any:
         pictures = images if isinstance(images, list) else [images]
-        if len(pictures) != len(text):
+        if len(text) > 1 and len(pictures) != len(text):
             raise ValueError(f"{len(text)} texts with {len(pictures)} pictures")
         made = words()(text, padding=True, return_tensors="pt")
         colours = [torch.tensor(list(picture.getdata())).float().mean(0) / 255 for picture in pictures]
+        if len(text) == 1:
+            colours = [sum(colour / (1 + place) for place, colour in enumerate(colours))]  # their order counts
         made["pixel_values"] = torch.stack(colours)
         return made
 
 
 @cache
-def words(side: str = "right") -> Any:
+def words(side: str = "right", special: tuple[str, ...] = ()) -> Any:
     """Word tokenizer with a chat template that adds a full stop."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -95,6 +99,7 @@ def words(side: str = "right") -> Any:
         tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
     )
     tokenizer.padding_side = side
+    tokenizer.add_tokens(list(special), special_tokens=True)
     text = "{{ m['content'] if m['content'] is string else m['content'][0]['text'] }}"
     tokenizer.chat_template = "{% for m in messages %}" + text + " .{% endfor %}"
     return tokenizer

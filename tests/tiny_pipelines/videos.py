@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.tiny_pipelines.stubs import TOKENS, Encoder, clip, flow, t5, words
+from tests.tiny_pipelines.stubs import TOKENS, Encoder, Seeing, clip, flow, t5, words
 
 
 def _wan_network(**options: Any) -> Any:
@@ -60,26 +60,60 @@ def wan_2_2() -> Any:
     return wan(experts=True, scheduler=flow())
 
 
-def wan_image() -> Any:
+_VISION = {
+    "image_size": 8,
+    "patch_size": 4,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+def _small_pictures() -> Any:
+    from transformers import CLIPImageProcessor
+
+    return CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+
+
+def _wan_image(**parts: Any) -> Any:
     from diffusers import WanImageToVideoPipeline
-    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     encoder, tokenizer = t5()
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return WanImageToVideoPipeline(
-        tokenizer=tokenizer,
-        text_encoder=encoder,
-        image_encoder=CLIPVisionModel(CLIPVisionConfig(image_size=8, patch_size=4, **sizes)),
-        image_processor=CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
-        vae=_wan_vae(),
-        scheduler=flow(),
+    return WanImageToVideoPipeline(tokenizer=tokenizer, text_encoder=encoder, vae=_wan_vae(), scheduler=flow(), **parts)
+
+
+def wan_image() -> Any:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    return _wan_image(
+        image_encoder=CLIPVisionModel(CLIPVisionConfig(**_VISION)),
+        image_processor=_small_pictures(),
         # 16 channels of latents, 16 of the first frame's, 4 of the mask.
         transformer=_wan_network(in_channels=36, image_dim=16, added_kv_proj_dim=24),
     )
 
 
+def wan_2_2_image() -> Any:
+    return _wan_image(
+        transformer=_wan_network(in_channels=36), transformer_2=_wan_network(in_channels=36), boundary_ratio=0.8
+    )
+
+
 def ltx() -> Any:
-    from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
+    from diffusers import LTXPipeline
+
+    return _ltx(LTXPipeline)
+
+
+def ltx_image() -> Any:
+    from diffusers import LTXImageToVideoPipeline
+
+    return _ltx(LTXImageToVideoPipeline)
+
+
+def _ltx(kind: Any) -> Any:
+    from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 
     encoder, tokenizer = t5()
     made = AutoencoderKLLTXVideo(
@@ -99,7 +133,7 @@ def ltx() -> Any:
         decoder_causal=False,
     )
     made.use_framewise_encoding = made.use_framewise_decoding = False
-    return LTXPipeline(
+    return kind(
         scheduler=flow(use_dynamic_shifting=True, shift_terminal=0.1, base_shift=0.95, max_shift=2.05),
         vae=made,
         text_encoder=encoder,
@@ -142,12 +176,35 @@ def mochi() -> Any:
 
 
 def hunyuan_video() -> Any:
-    from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
+    from diffusers import HunyuanVideoPipeline
+
+    return _hunyuan_video(HunyuanVideoPipeline, {"in_channels": 4}, text_encoder=Encoder(16), tokenizer=words())
+
+
+def hunyuan_video_image() -> Any:
+    from diffusers import HunyuanVideoImageToVideoPipeline
+
+    tokenizer = words(special=("<image>", "<|end_header_id|>"))
+    encoder = Seeing(16)
+    encoder.config.image_token_index = tokenizer.convert_tokens_to_ids("<image>")
+    encoder.config.pad_token_id = tokenizer.pad_token_id
+    # 4 channels of latents, 4 of the first frame's, 1 of the mask.
+    network = {"in_channels": 9, "image_condition_type": "latent_concat", "guidance_embeds": False}
+    return _hunyuan_video(
+        HunyuanVideoImageToVideoPipeline,
+        network,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        image_processor=_small_pictures(),
+    )
+
+
+def _hunyuan_video(kind: Any, network: dict[str, Any], **parts: Any) -> Any:
+    from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 
     second, tokenizer_2 = clip(positions=77)
-    return HunyuanVideoPipeline(
-        text_encoder=Encoder(16),
-        tokenizer=words(),
+    return kind(
+        **parts,
         text_encoder_2=second,
         tokenizer_2=tokenizer_2,
         vae=AutoencoderKLHunyuanVideo(
@@ -155,7 +212,6 @@ def hunyuan_video() -> Any:
         ),
         scheduler=flow(shift=7.0),
         transformer=HunyuanVideoTransformer3DModel(
-            in_channels=4,
             out_channels=4,
             num_attention_heads=2,
             attention_head_dim=10,
@@ -166,20 +222,35 @@ def hunyuan_video() -> Any:
             text_embed_dim=16,
             pooled_projection_dim=32,
             rope_axes_dim=(2, 4, 4),
+            **network,
         ),
     )
 
 
 def hunyuan_video_1_5() -> Any:
-    from diffusers import (
-        AutoencoderKLHunyuanVideo15,
-        ClassifierFreeGuidance,
-        HunyuanVideo15Pipeline,
-        HunyuanVideo15Transformer3DModel,
+    from diffusers import HunyuanVideo15Pipeline
+
+    return _hunyuan_video_1_5(HunyuanVideo15Pipeline, {"task_type": "t2v", "image_embed_dim": 12})
+
+
+def hunyuan_video_1_5_image() -> Any:
+    from diffusers import HunyuanVideo15ImageToVideoPipeline
+    from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
+
+    return _hunyuan_video_1_5(
+        HunyuanVideo15ImageToVideoPipeline,
+        {"task_type": "i2v", "image_embed_dim": 16},
+        image_encoder=SiglipVisionModel(SiglipVisionConfig(**_VISION)),
+        feature_extractor=SiglipImageProcessor(size={"height": 8, "width": 8}),
     )
 
+
+def _hunyuan_video_1_5(kind: Any, network: dict[str, Any], **parts: Any) -> Any:
+    from diffusers import AutoencoderKLHunyuanVideo15, ClassifierFreeGuidance, HunyuanVideo15Transformer3DModel
+
     second, tokenizer_2 = t5()
-    made = HunyuanVideo15Pipeline(
+    made = kind(
+        **parts,
         text_encoder=Encoder(16),
         tokenizer=words(),
         text_encoder_2=second,
@@ -204,10 +275,9 @@ def hunyuan_video_1_5() -> Any:
             num_refiner_layers=1,
             text_embed_dim=16,
             text_embed_2_dim=32,
-            image_embed_dim=12,
             rope_axes_dim=(4, 6, 6),
             target_size=16,
-            task_type="t2v",
+            **network,
         ),
     )
     made.tokenizer_max_length = made.tokenizer_2_max_length = made.vision_num_semantic_tokens = TOKENS
@@ -216,10 +286,22 @@ def hunyuan_video_1_5() -> Any:
 
 
 def cogvideox() -> Any:
-    from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
+    from diffusers import CogVideoXPipeline
+
+    return _cogvideox(CogVideoXPipeline, in_channels=4)
+
+
+def cogvideox_image() -> Any:
+    from diffusers import CogVideoXImageToVideoPipeline
+
+    return _cogvideox(CogVideoXImageToVideoPipeline, in_channels=8)
+
+
+def _cogvideox(kind: Any, in_channels: int) -> Any:
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 
     encoder, tokenizer = t5()
-    return CogVideoXPipeline(
+    return kind(
         tokenizer=tokenizer,
         text_encoder=encoder,
         vae=AutoencoderKLCogVideoX(
@@ -235,7 +317,7 @@ def cogvideox() -> Any:
         transformer=CogVideoXTransformer3DModel(
             num_attention_heads=4,
             attention_head_dim=16,
-            in_channels=4,
+            in_channels=in_channels,
             out_channels=4,
             time_embed_dim=4,
             text_embed_dim=32,
@@ -250,9 +332,21 @@ def cogvideox() -> Any:
 
 
 def sana_video() -> Any:
-    from diffusers import SanaVideoPipeline, SanaVideoTransformer3DModel
+    from diffusers import SanaVideoPipeline
 
-    return SanaVideoPipeline(
+    return _sana_video(SanaVideoPipeline)
+
+
+def sana_video_image() -> Any:
+    from diffusers import SanaImageToVideoPipeline
+
+    return _sana_video(SanaImageToVideoPipeline)
+
+
+def _sana_video(kind: Any) -> Any:
+    from diffusers import SanaVideoTransformer3DModel
+
+    return kind(
         tokenizer=words(),
         text_encoder=Encoder(8),
         vae=_wan_vae(),

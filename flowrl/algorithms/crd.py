@@ -1,0 +1,124 @@
+"""CRD: centred reward distillation: within a prompt, implicit rewards are fitted to the given ones.
+
+    1. sample x0 with the lagging network `sampling`, no CFG
+    2. r = clip(A / (2 A_max) + 1/2, 0, 1);  R = l_old / w_old - l / w, w = mean |v - v*| without gradient
+    3. both centred within the prompt, which removes log Z(c): with all weights alike, or in two pools
+    4. loss = A_max / beta (beta R' - r')^2 + kappa (m + (1 - m) r) mean (v - v_ref)^2, v_ref under CFG
+    5. after the iteration `old` and `sampling` follow the policy, each at its own pace
+
+Centred per prompt, as the paper asks; Flow-Factory's port takes one mean over all prompts of a batch, and its two
+pools test r > 0 where they mean A > 0.
+
+Source: arXiv 2603.14128; X-GenGroup/Flow-Factory:trainers/crd.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, referred
+from flowrl.algorithms.base import Networks
+from flowrl.objectives import centred, group_sum, implicit_reward, optimality
+from flowrl.times import TimesConfig
+from flowrl.types import LossOutput, NoisedBatch
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(MatchingConfig):
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
+    beta: float = 1.0
+    """Scale of the implicit reward against the given one."""
+    fit: Literal["mse", "bce"] = "mse"
+    """Squared difference, or cross-entropy with the sigmoid of the centred reward."""
+    adaptive: bool = True
+    """Divide errors by their mean absolute error."""
+    pools: float | None = None
+    """Null: centre by the plain mean. 0: by the mean of the good and that of the bad samples, losses averaged.
+    Above 0: by softmax means at this temperature, of r and of -r."""
+    old: LagConfig = field(default_factory=lambda: LagConfig(start=0.25, slope=0.005, limit=0.999))
+    sampling: LagConfig = field(default_factory=lambda: LagConfig(flat=75, slope=0.0075, limit=0.999))
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.1))
+    """kappa, the pull to the untouched network."""
+    least_pull: float = 1e-3
+    """m: share of the pull that samples of no reward get; 1 pulls on all alike."""
+    reference_guidance: float = 4.5
+    """CFG of the untouched network; where guidance is an input of the network, it gets the policy's value."""
+
+    def __post_init__(self) -> None:
+        MatchingConfig.__post_init__(self)
+        if self.beta <= 0:
+            raise ValueError(f"beta={self.beta} must be positive")
+        if not 0 <= self.least_pull <= 1:
+            raise ValueError(f"least_pull={self.least_pull} must lie in [0, 1]")
+        if self.pools is not None and self.pools != 0 and not self.pools >= 0.01:  # exponentials of 1 / pools
+            raise ValueError(f"pools={self.pools} must be 0 or at least 0.01, or null for the plain mean")
+        if self.advantages.clip is None:
+            raise ValueError("advantages.clip=null: optimality is the advantage within its bound; give one")
+
+
+class Crd(MatchingBase[Config]):
+    level = LEVEL
+    unit = "group"
+    shared_times = "group"
+    behaviour = "sampling"
+
+    def __init__(self, config: Config) -> None:
+        MatchingBase.__init__(self, config)
+        self.roles = (*self.roles, "old", "sampling")
+        self.lags = {"old": config.old, "sampling": config.sampling}
+
+    def guidance(self, networks: Networks) -> dict[str, float]:
+        found = MatchingBase.guidance(self, networks)
+        del found["sampling"]  # it draws the samples, and that is all
+        return referred(found, networks, self.config.reference_guidance)
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs, config = self.outputs(batch, networks), self.config
+        assert config.advantages.clip is not None
+        given = optimality(batch.advantage, config.advantages.clip).double()
+        implied = implicit_reward(
+            outputs.by_role["policy"], outputs.by_role["old"], outputs.target, adaptive=config.adaptive
+        )
+        parts = [
+            fit(config.beta * centred(implied, batch.group, weight), centred(given, batch.group, weight), config.fit)
+            for weight in pool_weights(given, batch.advantage, batch.group, config.pools)
+        ]
+        loss = torch.stack(parts).mean(dim=0) * (config.advantages.clip / config.beta)
+        metrics = {"policy/optimality": given, "policy/implicit_reward": implied}
+        share = config.least_pull + (1 - config.least_pull) * given
+        return self.finished(loss, outputs, metrics, share)
+
+
+def fit(implied: Tensor, given: Tensor, how: Literal["mse", "bce"]) -> Tensor:
+    """Loss of centred rewards, [M]."""
+    if how == "mse":
+        return (implied - given).square()
+    return binary_cross_entropy_with_logits(implied, given.sigmoid(), reduction="none")
+
+
+def pool_weights(given: Tensor, advantage: Tensor, group: Tensor, pools: float | None) -> list[Tensor]:
+    """Weights by which a group is centred, each [M] and of sum 1 over the group; an empty pool is the whole group."""
+    everyone = torch.ones_like(given)
+    if pools is None:
+        masses = [everyone]
+    elif pools == 0:
+        masses = [(advantage > 0).to(given), (advantage < 0).to(given)]
+    else:
+        masses = [(given / pools).exp(), (-given / pools).exp()]
+    totals = [group_sum(mass, group) for mass in masses]
+    whole = everyone / group_sum(everyone, group)
+    return [
+        torch.where(total > 0, mass / total.clamp(min=1e-300), whole)
+        for mass, total in zip(masses, totals, strict=True)
+    ]
+
+
+def build(config: Config) -> Crd:
+    return Crd(config)

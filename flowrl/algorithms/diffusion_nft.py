@@ -1,0 +1,142 @@
+"""DiffusionNFT: reinforcement on the forward process, with an implicit positive and an implicit negative policy.
+
+    1. sample x0 with the lagging network `old` by any solver, no CFG
+    2. r = clip(A / (2 A_max) + 1/2, 0, 1), the probability that a sample is a good one
+    3. v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v; their clean predictions x+, x-
+    4. loss = A_max / beta (r L+ + (1 - r) L-) + kl mean (v - v_ref)^2, L = mean (x+- - x0)^2 / w, w = mean |x+- - x0|
+    5. after the iteration: old <- d old + (1 - d) policy; d grows with the optimizer steps
+
+At v = v_old the loss does not depend on r, only its gradient does: a flat loss curve is no fault.
+`filter` (Edit-R1) leaves out groups without spread or nearly solved, and can retire prompts that are both.
+
+Source: arXiv 2509.16117; NVlabs/DiffusionNFT:scripts/train_nft_sd3.py. arXiv 2510.16888; PKU-YuanGroup/UniWorld-V2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor
+
+from flowrl.advantages import Advantages, advantages, aggregate
+from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig
+from flowrl.algorithms.base import Networks
+from flowrl.objectives import negative_aware_loss, optimality
+from flowrl.times import TimesConfig
+from flowrl.types import LossOutput, NoisedBatch
+
+LEVEL = "tested"
+
+AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+
+# The released decay types of `old`.
+OLD_SCHEDULES = {
+    "none": LagConfig(slope=0.0, limit=0.0),
+    "ramp": LagConfig(slope=0.001, limit=0.5),
+    "late": LagConfig(flat=75, slope=0.0075, limit=0.999),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterConfig:
+    """Which groups are trained, by mean and std of their weighted raw rewards."""
+
+    least_std: float = 0.05
+    """Groups with less are left out."""
+    most_mean: float = 0.9
+    """Groups with more are left out."""
+    retire: bool = False
+    """Prompts of groups with less std and more mean are not drawn again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(MatchingConfig):
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
+    mix: float = 1.0
+    """beta: how far the implicit policies lie from `old`, in units of the policy's own distance."""
+    adaptive: bool = True
+    """Divide each branch by its mean absolute error; false leaves its time weight plain."""
+    mode: AdvantageMode = "all"
+    """Which advantages count: all, one sign only, 1 for the positive ones, or the sign alone."""
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-4))
+    old: Literal["none", "ramp", "late"] | LagConfig = "ramp"
+    """How `old` lags: not at all (released type 0), min(0.001 steps, 0.5) (type 1), from step 75 on (type 2)."""
+    filter: FilterConfig | None = None
+
+    def __post_init__(self) -> None:
+        MatchingConfig.__post_init__(self)
+        if not self.mix > 0:
+            raise ValueError(f"mix={self.mix} must be positive")
+        if self.advantages.clip is None:
+            raise ValueError("advantages.clip=null: optimality is the advantage within its bound; give one")
+
+    @property
+    def lag(self) -> LagConfig:
+        return OLD_SCHEDULES[self.old] if isinstance(self.old, str) else self.old
+
+
+class DiffusionNft(MatchingBase[Config]):
+    level = LEVEL
+    behaviour = "old"
+
+    def __init__(self, config: Config) -> None:
+        MatchingBase.__init__(self, config)
+        self.roles, self.lags = (*self.roles, "old"), {"old": config.lag}
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        credit = advantages(rewards, weights, self.config.advantages)
+        credit = replace(credit, values=by_mode(credit.values, self.config.mode))
+        if self.config.filter is None:
+            return credit
+        std, mean = group_moments(rewards, weights)
+        useful = (std > self.config.filter.least_std) & (mean < self.config.filter.most_mean)
+        return replace(credit, kept=credit.kept & useful[:, None])
+
+    def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        rule = self.config.filter
+        if rule is None or not rule.retire:
+            return MatchingBase.retired(self, rewards, weights)
+        std, mean = group_moments(rewards, weights)
+        # A group that was scored in part only may owe its small spread to what is missing.
+        scored = aggregate(rewards, weights).isfinite().all(dim=1)
+        return scored & (std < rule.least_std) & (mean > rule.most_mean)
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs, bound = self.outputs(batch, networks), self.config.advantages.clip
+        assert bound is not None
+        good = optimality(batch.advantage, bound)
+        loss = bound * negative_aware_loss(
+            outputs.clean("policy"),
+            outputs.clean("old"),
+            batch.clean,
+            good,
+            self.config.mix,
+            adaptive=self.config.adaptive,
+        )
+        return self.finished(loss, outputs, {"policy/optimality": good})
+
+
+def by_mode(values: Tensor, mode: AdvantageMode) -> Tensor:
+    """The advantages that a mode leaves of `values`, same shape."""
+    if mode == "positive_only":
+        return values.clamp(min=0)
+    if mode == "negative_only":
+        return values.clamp(max=0)
+    if mode == "one_only":
+        return (values > 0).to(values)
+    return values.sign() if mode == "binary" else values
+
+
+def group_moments(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(std, mean) of the weighted rewards [R, P, G] of each group, over its valid samples; [P] float64 each."""
+    total = aggregate(rewards, weights)
+    valid = total.isfinite()
+    count = valid.sum(dim=1).clamp(min=1)
+    mean = total.nan_to_num(0.0).sum(dim=1) / count
+    square = ((total - mean[:, None]).nan_to_num(0.0) ** 2).sum(dim=1) / count
+    return square.sqrt(), mean
+
+
+def build(config: Config) -> DiffusionNft:
+    return DiffusionNft(config)

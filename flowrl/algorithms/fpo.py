@@ -1,0 +1,76 @@
+"""FPO: PPO with the ratio of matching errors, over several passes through the same samples.
+
+    1. sample x0 with the policy; for every sample T pairs (sigma, eps), kept with their error l_old
+    2. ratio exp(mean over the pairs of l_old - l), or one ratio per pair, the exponent within +-3
+    3. PPO's clip, the same pairs in every pass
+
+Errors are means over dims, so on images the clip range is of the order of 1e-4; the published 0.05 is for actions
+of a few dims.
+
+Source: arXiv 2507.21053; akanazawa/fpo:playground/src/flow_policy/fpo.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from flowrl.algorithms._matching import MatchingBase, MatchingConfig
+from flowrl.algorithms.base import Networks
+from flowrl.matching import Outputs
+from flowrl.objectives import clipped_ratio_loss, group_mean
+from flowrl.times import TimesConfig
+from flowrl.types import LossOutput, NoisedBatch
+
+LEVEL = "experimental"
+_BOUND = 3.0  # of a log ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(MatchingConfig):
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="uniform", count=8, low=0.0, shift=1.0))
+    passes: int = 2
+    clip_range: float = 1e-4
+    """Bound on |ratio - 1|, in units of a mean over dims."""
+    ratio: Literal["sample", "term"] = "sample"
+    """Average the pairs of a sample, then exponentiate; or one ratio per pair, finer and biased upwards."""
+    supervise: Literal["eps", "velocity"] = "eps"
+    """Error of the noise that the network implies, (1 - sigma)^2 l on a flow, or of its output, l."""
+
+    def __post_init__(self) -> None:
+        MatchingConfig.__post_init__(self)
+        if self.clip_range <= 0:
+            raise ValueError(f"clip_range={self.clip_range} must be positive")
+
+
+class Fpo(MatchingBase[Config]):
+    level = LEVEL
+    keeps_old = True
+
+    def __init__(self, config: Config) -> None:
+        MatchingBase.__init__(self, config)
+        self.unit = "sample" if config.ratio == "sample" else "term"
+
+    def compared(self, outputs: Outputs) -> Tensor:
+        """The error of each pair, [M] float64."""
+        if self.config.supervise == "velocity":
+            return outputs.error()
+        return outputs.eps_error("policy")
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs = self.outputs(batch, networks)
+        error = self.compared(outputs)
+        old = error.detach() if batch.old is None else batch.old
+        log_ratio = (old - error).clamp(-_BOUND, _BOUND)
+        if self.config.ratio == "sample":
+            log_ratio = group_mean(old - error, batch.sample).clamp(-_BOUND, _BOUND)
+        clip = (self.config.clip_range, self.config.clip_range)
+        loss, clipped = clipped_ratio_loss(log_ratio, batch.advantage.double(), clip)
+        metrics = {"policy/clip_fraction": clipped.double(), "policy/ratio_mean": log_ratio.detach().exp()}
+        return self.finished(loss, outputs, metrics)
+
+
+def build(config: Config) -> Fpo:
+    return Fpo(config)

@@ -1,0 +1,76 @@
+"""RAFT: fine-tuning on the best samples of each prompt.
+
+    1. sample x0 with the policy
+    2. keep the k best of a prompt; `ties` keeps all that equal the k-th
+    3. loss = mean (v - v*)^2 over those kept + kl mean (v - v_ref)^2
+
+The mean is over kept samples. (Released code averages zeros in, which scales the learning rate by k / G.)
+
+Source: arXiv 2304.06767; yifan123/flow_grpo:scripts/train_sd3_sft.py (`ties`, k = 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import Advantages, aggregate
+from flowrl.algorithms._matching import MatchingBase, MatchingConfig
+from flowrl.algorithms.base import Networks
+from flowrl.algorithms.rwr import imitate, imitation, refuse_advantages
+from flowrl.types import LossOutput, NoisedBatch
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(MatchingConfig):
+    best: int = 1
+    """k."""
+    ties: bool = False
+    """Keep every sample as good as the k-th; else the first of them."""
+    skip_equal: bool = True
+    """Leave out prompts whose samples are all equal: none of them is best."""
+
+    def __post_init__(self) -> None:
+        MatchingConfig.__post_init__(self)
+        if self.best < 1:
+            raise ValueError(f"best={self.best} must be at least 1")
+        refuse_advantages(self)
+
+    def check_group(self, group_size: int) -> None:
+        """Raise ValueError where a group has no more samples than are kept."""
+        if self.best >= group_size:
+            raise ValueError(f"best={self.best} keeps every sample of a group of {group_size}; lower it")
+
+
+class Raft(MatchingBase[Config]):
+    level = LEVEL
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        total, config = aggregate(rewards, weights), self.config
+        credit = imitation(best_of(total, config.best, ties=config.ties), total)
+        if not config.skip_equal:
+            return credit
+        low, high = total.nan_to_num(torch.inf).amin(dim=1), total.nan_to_num(-torch.inf).amax(dim=1)
+        return Advantages(credit.values, credit.valid, ~(high > low), credit.kept & (high > low)[:, None])
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        return imitate(self, batch, networks)
+
+
+def best_of(total: Tensor, count: int, *, ties: bool) -> Tensor:
+    """1 for the `count` best of each row of total [P, G], else 0; NaN is never among them. [P, G] float64."""
+    filled = total.nan_to_num(-torch.inf)
+    order = filled.argsort(dim=1, descending=True, stable=True)
+    chosen = torch.zeros_like(filled).scatter(1, order[:, :count], 1.0)
+    if ties:
+        worst = filled.gather(1, order[:, count - 1 : count])
+        chosen = (filled >= worst).to(filled)
+    return torch.where(total.isfinite(), chosen, 0.0)
+
+
+def build(config: Config) -> Raft:
+    return Raft(config)

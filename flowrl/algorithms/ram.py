@@ -1,0 +1,60 @@
+"""RAM: reinforce adjoint matching: regression to the untouched network, moved by the advantage.
+
+    1. sample x0 with the lagging network `old`
+    2. target = v_ref + m A (v* - v_old), without gradient
+    3. loss = mean (v - target)^2, at times of density proportional to sigma
+    4. after the iteration old <- d old + (1 - d) policy, d = min(0.01 steps, 0.9)
+
+1 / m is the strength of the implied KL to the untouched network: with A = 0 the loss is pure regression to it.
+
+Source: arXiv 2605.10759.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms._matching import LagConfig, MatchingBase, MatchingConfig
+from flowrl.algorithms.base import Networks
+from flowrl.matching import regressed
+from flowrl.objectives import matched_target
+from flowrl.times import TimesConfig
+from flowrl.types import LossOutput, NoisedBatch
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(MatchingConfig):
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="power", count=8))
+    advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(clip=None))
+    strength: float = 100.0
+    """m; published: 100 for GenEval and OCR, 1000 for PickScore."""
+    old: LagConfig = field(default_factory=lambda: LagConfig(slope=0.01, limit=0.9))
+
+    def __post_init__(self) -> None:
+        MatchingConfig.__post_init__(self)
+        if self.strength <= 0:
+            raise ValueError(f"strength={self.strength} must be positive")
+        if self.kl.coef > 0:
+            raise ValueError(f"kl.coef={self.kl.coef}: RAM's target is anchored already; lower strength instead")
+
+
+class Ram(MatchingBase[Config]):
+    level = LEVEL
+    behaviour = "old"
+
+    def __init__(self, config: Config) -> None:
+        MatchingBase.__init__(self, config)
+        self.roles, self.lags = ("reference", "old"), {"old": config.old}
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs = self.outputs(batch, networks)
+        roles = outputs.by_role
+        target = matched_target(roles["reference"], roles["old"], outputs.target, batch.advantage, self.config.strength)
+        return self.finished(regressed(outputs, target), outputs)
+
+
+def build(config: Config) -> Ram:
+    return Ram(config)

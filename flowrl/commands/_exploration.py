@@ -1,0 +1,104 @@
+"""`flowrl bench exploration`: does a first look rank candidates as the full draw does, and what does it cost?"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+
+def report(resolved: Any, prompts: int, rounds: int) -> str:
+    """The result as Markdown.
+
+    Args:
+        resolved: a run with rollout.exploration.
+        prompts: whose pools are drawn in full.
+        rounds: pairs of rollouts, with and without exploration, that are timed.
+    """
+    import torch
+
+    from flowrl.exploration import fidelity
+
+    collector = _collector(resolved, prompts)
+    config, options = collector.config, collector.options
+    numbers = collector.parts.source.draw(1)
+    asked = [collector.parts.source.prompts[k] for k in numbers]
+    noise = collector.noise(1)
+    first, full = collector.look(1, asked, noise), collector.truth(1, asked, noise)
+    group = config.rollout.group_size
+    sizes = sorted({max(2, group // 4 * 2), group, min(2 * group, options.pool)})
+    lines = [
+        f"{len(asked)} prompts x {options.pool} candidates: {options.num_inference_steps or 'all'} of "
+        f"{config.rollout.num_inference_steps} steps, network {options.network}; reward "
+        f"{', '.join(plan.name for plan in resolved.rewards)}",
+        "",
+        "| kept | Kendall | Spearman | hit rate | true rank of its best | of its worst, from below | perfect |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for keep in sizes:
+        found = fidelity(first, full, keep)
+        lines.append(
+            f"| {keep} | {found.kendall:.3f} | {found.spearman:.3f} | {found.hit_rate:.3f} | {found.top_rank:.1f} | "
+            f"{found.bottom_rank:.1f} | {(keep // 2 + 1) / 2:g} |"
+        )
+    spread = _std(full), _std(full.gather(1, _chosen(collector, first, group)))
+    plain, explored = _timed(collector, rounds)
+    ratio = [b / a for a, b in zip(plain, explored, strict=True)]
+    lines += [
+        "",
+        f"std of the rewards of a prompt: {spread[0]:.3f} over the pool, {spread[1]:.3f} over the {group} chosen",
+        f"rollout with exploration over the plain one: {statistics.median(ratio):.2f} times "
+        f"({min(ratio):.2f} to {max(ratio):.2f}; {rounds} pairs, {torch.get_num_threads()} thread(s))",
+    ]
+    return "\n".join(lines)
+
+
+def _collector(resolved: Any, prompts: int) -> Any:
+    from flowrl.config import ConfigError
+    from flowrl.distributed import join
+    from flowrl.runs import RunFolder
+    from flowrl.trainer import Trainer
+
+    if resolved.run.rollout.exploration is None:
+        raise ConfigError("rollout.exploration=null: there is nothing to measure; set rollout.exploration.pool=N")
+    rollout = dataclasses.replace(resolved.run.rollout, prompts_per_iteration=prompts)
+    run = dataclasses.replace(resolved.run, rollout=rollout)
+    trainer = Trainer(dataclasses.replace(resolved, run=run))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.world, trainer.folder, trainer.start = join(), RunFolder(Path(folder)), 0
+        trainer._load()
+    return trainer.collector
+
+
+def _chosen(collector: Any, scores: Tensor, group: int) -> Tensor:
+    from flowrl.exploration import choose
+
+    return choose(scores, group, collector.options.select, (collector.config.seed, 1))
+
+
+def _std(rewards: Tensor) -> float:
+    return float(rewards.double().std(dim=1, correction=0).nanmean())
+
+
+def _timed(collector: Any, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of plain and of exploring rollouts, in turn, each on the same prompts; one pair to warm up."""
+    from flowrl.metrics import Sums, Timer
+
+    collector.fidelity = {}  # no check among what is timed
+
+    def once(iteration: int, explores: bool) -> float:
+        collector.explores = explores
+        started = time.perf_counter()
+        collector.collect(iteration, Timer(), Sums())
+        return time.perf_counter() - started
+
+    both: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds + 1):
+        for explores in (True, False) if number % 2 else (False, True):
+            both[explores].append(once(number + 1, explores))
+    return both[0][1:], both[1][1:]

@@ -1,0 +1,84 @@
+"""Pictures and clips as files: a picture is a PNG, a clip an animated WebP, which every browser plays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+SUFFIXES = (".png", ".webp")
+"""Of what `write` makes."""
+SMALL_PX = 128
+"""Below this side pictures and clips are kept to the last bit wherever they are shown or saved."""
+FRAME_MS = 62
+"""How long a frame is shown: 16 a second, Wan's rate. Only the player sees it."""
+_QUALITY = 90
+
+
+def write(sample: Tensor, stem: Path) -> Path:
+    """Save a picture [3, H, W] or a clip [F, 3, H, W] in [0, 1], rounded to 8 bits, beside the name `stem`.
+
+    Scoring the file repeats the logged score: for pictures and small clips. Clips of `SMALL_PX` and more are saved with
+    loss, a tenth as large. Returns the file.
+    """
+    from PIL import Image as Pillow
+
+    frames = sample if sample.ndim == 4 else sample[None]
+    pixels = (frames * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    images = [Pillow.fromarray(frame) for frame in pixels]
+    if len(images) == 1:
+        file = stem.with_name(f"{stem.name}.png")
+        images[0].save(file)
+    else:
+        file = stem.with_name(f"{stem.name}.webp")
+        write_clip(images, file, quality=_QUALITY)
+    return file
+
+
+def write_clip(images: Sequence[Image], file: object, *, quality: int, frame_ms: int = FRAME_MS) -> None:
+    """Frames of one size as an animated WebP, to a path or a binary file; small ones without loss."""
+    settings = {"lossless": True} if max(images[0].size) < SMALL_PX else {"quality": quality}
+    options = {"save_all": True, "append_images": images[1:], "duration": frame_ms, "loop": 0}
+    images[0].save(file, "WEBP", **options, **settings)
+
+
+def find(stem: Path) -> Path | None:
+    """The file that `write` made for that name."""
+    return next((f for suffix in SUFFIXES if (f := stem.with_name(stem.name + suffix)).is_file()), None)
+
+
+def read_frames(file: Path) -> list[Image]:
+    """RGB frames, one for a picture. WebP joins equal neighbours: those of `write` are taken apart again, but where all
+    are equal it keeps one.
+
+    Raises:
+        OSError: no picture.
+    """
+    from PIL import Image as Pillow
+
+    frames, times = [], []
+    with Pillow.open(file) as opened:
+        for number in range(getattr(opened, "n_frames", 1)):
+            opened.seek(number)
+            frames.append(opened.convert("RGB"))
+            times.append(opened.info.get("duration") or 0)
+    if any(not time or time % FRAME_MS for time in times):
+        return frames
+    return [frame for frame, time in zip(frames, times, strict=True) for _ in range(round(time / FRAME_MS))]
+
+
+def read(file: Path) -> Tensor:
+    """A picture [3, H, W] or a clip [F, 3, H, W], float32 in [0, 1].
+
+    Raises:
+        OSError: no picture.
+    """
+    import numpy as np
+    import torch
+
+    frames = [torch.from_numpy(np.array(frame)).permute(2, 0, 1).float() / 255 for frame in read_frames(file)]
+    return frames[0] if len(frames) == 1 else torch.stack(frames)

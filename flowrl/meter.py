@@ -1,0 +1,88 @@
+"""Bytes and operations of some work on tensors: real ones, or fake ones that have shapes and no values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_ATEN = torch.ops.aten
+_FLOP = {
+    **flop_registry,
+    # torch counts attention on a GPU only.
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
+}
+
+
+class Meter(TorchDispatchMode):
+    """Bytes of the storages made inside the block: `now` still alive, `peak` the most at any moment; and `flop`.
+
+    torch's own FlopCounterMode keeps activations alive under gradient checkpointing, so it cannot run beside this.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.flop = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = _FLOP.get(func._overloadpacket)
+        if formula is not None:
+            self.flop += formula(*args, **kwargs, out_val=result)
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in given or key in self._alive:
+                continue  # a view, or written in place
+            self._alive.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, key, size)
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.now -= size
+
+
+@contextmanager
+def faked(*modules: nn.Module) -> Iterator[None]:
+    """Fake tensors inside the block; the meta parameters of `modules` become fake ones on the CPU."""
+    # Small tables and constants that are no part of a module come as they are.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for part in (sub for module in modules for sub in module.modules()):
+            for name, p in part._parameters.items():
+                if p is not None:
+                    part._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
+            for name, b in part._buffers.items():
+                if b is not None:
+                    part._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
+            for name, t in vars(part).items():
+                if isinstance(t, torch.Tensor):  # tables that are no buffers, as Qwen-Image's rotary ones
+                    setattr(part, name, torch.empty(t.shape, dtype=t.dtype))
+        yield
+
+
+def measured(work: Callable[[], Any], *, grad: bool) -> tuple[int, float]:
+    """(peak bytes, operations) of some work."""
+    with torch.set_grad_enabled(grad), Meter() as meter:
+        work()
+    return meter.peak, float(meter.flop)

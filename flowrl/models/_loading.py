@@ -1,0 +1,136 @@
+"""A pipeline by its path: with its weights, or on the meta device from its JSON files alone."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowrl.models._savings import check_available, quantization
+from flowrl.models.base import (
+    ModelConfig,
+    ModelError,
+    lacks,
+    loading,
+    null_components,
+    require_folder,
+    resolve_path,
+    torch_dtype,
+)
+
+
+def _quiet_loading() -> None:
+    """Loading takes seconds: the libraries' own bars would drown the run's messages."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def load_pipeline(pipeline_class: Any, vae_class: Any, config: ModelConfig, **components: object) -> Any:
+    """The configured pipeline, by `from_pretrained` or `from_single_file`, with the configured VAE.
+
+    Components that the folder declares as null are passed as None. The VAE decodes in float32: pictures are scored,
+    and half precision shifts the scores.
+    """
+    require_folder(config.path)
+    _require_class(config.path, pipeline_class)
+    _quiet_loading()
+    check_available(config)
+    path, dtype = resolve_path(config.path), torch_dtype(config.dtype)
+    options: dict[str, object] = {"dtype": dtype, **null_components(path), **components}
+    if config.vae is not None:
+        with loading("model.vae", config.vae):
+            options["vae"] = vae_class.from_pretrained(config.vae, dtype=dtype)
+    with loading("model.path", config.path):
+        options |= quantization(pipeline_class, path, config)
+        if path.endswith(".safetensors"):
+            if config.revision or config.variant:
+                raise ModelError("model.revision and model.variant belong to a hub id, not to a single file")
+            pipeline = pipeline_class.from_single_file(path, **options)
+        else:
+            pipeline = pipeline_class.from_pretrained(path, revision=config.revision, variant=config.variant, **options)
+    for name in ("vae", "scheduler"):
+        if getattr(pipeline, name, None) is None and name in pipeline.components:
+            raise ModelError(lacks(type(pipeline).__name__, name))
+    pipeline.set_progress_bar_config(disable=True)
+    if isinstance(getattr(pipeline, "vae", None), nn.Module):
+        pipeline.vae.float()
+    return pipeline
+
+
+def _require_class(path: str, pipeline_class: type) -> None:
+    """Raise ModelError where a local folder is of another class than a native adapter is for."""
+    index = Path(resolve_path(path)) / "model_index.json"
+    if not index.is_file() or pipeline_class.__name__ == "DiffusionPipeline":
+        return
+    found = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
+    if found != pipeline_class.__name__:
+        raise ModelError(
+            f"model.path={path!r} is a {found}, and this adapter is for {pipeline_class.__name__}; leave model.name "
+            "out, and the class decides"
+        )
+
+
+def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: Any = None, absent: Collection[str] = ()) -> Any:
+    """A folder's pipeline on the meta device: every network by its configuration, no weights, no tokenizers.
+
+    Args:
+        folder: with model_index.json and the parts' JSON files.
+        dtype: of every network but the VAE, which is float32 as in a run.
+        kind: the pipeline's class, where it is not the one that the folder names.
+        absent: components to leave out.
+
+    Raises:
+        ModelError: a class that is neither diffusers' nor transformers'.
+    """
+    import diffusers
+    import transformers
+
+    index = diffusers.DiffusionPipeline.load_config(folder)
+    kind = kind or _class(diffusers, index["_class_name"])
+    accepted = inspect.signature(kind.__init__).parameters
+    parts: dict[str, Any] = {}
+    for name, value in index.items():
+        if name not in accepted:
+            continue
+        if not isinstance(value, list):
+            parts[name] = value  # an option of the pipeline, such as boundary_ratio
+            continue
+        library, class_name = value
+        if library is None or name in absent:
+            parts[name] = None
+            continue
+        made = _class(diffusers if library == "diffusers" else transformers, class_name)
+        parts[name] = _part(made, folder / name, torch.float32 if name == "vae" else dtype)
+    pipeline = kind(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _class(library: Any, name: str) -> Any:
+    found = getattr(library, name, None)
+    if found is None:
+        raise ModelError(f"{library.__name__} has no class {name!r}: this pipeline brings its own code")
+    return found
+
+
+def _part(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
+    from diffusers import ModelMixin, SchedulerMixin
+    from transformers import PreTrainedModel
+
+    if issubclass(kind, SchedulerMixin):
+        return kind.from_pretrained(folder)
+    with torch.device("meta"):
+        if issubclass(kind, ModelMixin):
+            # Past ModelMixin.to, which warns of parts that stay in float32.
+            return nn.Module.to(kind.from_config(kind.load_config(folder)), dtype)
+        if issubclass(kind, PreTrainedModel):
+            return kind(kind.config_class.from_pretrained(folder)).to(dtype)
+    return None  # tokenizers and processors

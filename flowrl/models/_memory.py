@@ -1,0 +1,72 @@
+"""`model.memory`: what a run saves on the device through the libraries' own switches. Applied in models/_savings.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+OFFLOADED = ("text_encoders", "vae")
+_DENOISER = ("denoiser", "network", "transformer", "transformer_2", "unet")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySettings:
+    """Each option alone; none changes a run that leaves it out."""
+
+    vae_slicing: bool = False
+    """Decode the pictures of a batch one by one: the same pictures."""
+    vae_tiling: bool = False
+    """Decode a large picture in overlapping tiles: nearly the same picture, blended where tiles meet."""
+    layerwise_casting: Literal["float8_e4m3fn", "float8_e5m2"] | None = None
+    """Store the denoiser's frozen linear weights in 8 bits, without scales; each is cast up while it works."""
+    quantize: Literal["int8", "nf4"] | None = None
+    """Load the denoiser's frozen linear weights in 8 bits (torchao, a scale per row) or 4 (bitsandbytes, per 64)."""
+    group_offload: list[str] = field(default_factory=list)
+    """Of text_encoders, vae: kept in host memory, on the device leaf by leaf while they work. Not the denoiser."""
+
+    def __post_init__(self) -> None:
+        if self.layerwise_casting is not None and self.quantize is not None:
+            raise ValueError(
+                f"layerwise_casting={self.layerwise_casting} and quantize={self.quantize} both store the same "
+                "weights; keep one of them"
+            )
+        for part in self.group_offload:
+            if part in _DENOISER:
+                raise ValueError(
+                    f"group_offload has {part!r}: its weights would leave the device after each forward, while the "
+                    "backward pass and the optimizer still need them there; use gradient_checkpointing, "
+                    f"layerwise_casting or quantize, and offload only {' and '.join(OFFLOADED)}"
+                )
+            if part not in OFFLOADED:
+                raise ValueError(f"group_offload has {part!r}; there are: {', '.join(OFFLOADED)}")
+
+
+def require_frozen(settings: MemorySettings, lora: object | None) -> None:
+    """Raise ValueError where weights that are to be trained would be stored in few bits."""
+    for name in ("layerwise_casting", "quantize"):
+        value = getattr(settings, name)
+        if value is not None and lora is None:
+            raise ValueError(
+                f"memory.{name}={value} needs lora: full fine-tuning trains these weights, and steps smaller than "
+                "their spacing would be lost; set model.lora, or leave it out"
+            )
+
+
+def require_own_type(settings: MemorySettings, shard: bool) -> None:
+    """Raise ValueError where weights that are split over processes would change their type in each layer."""
+    for name in ("layerwise_casting", "quantize"):
+        value = getattr(settings, name)
+        if shard and value is not None:
+            raise ValueError(
+                f"shard=true with memory.{name}={value}: FSDP2 gathers weights as they are stored, and these change "
+                "their type in each layer; leave one of the two out"
+            )
+
+
+def require_native(shard: bool) -> None:
+    """Raise ValueError where the weights of a pipeline's own call would be split over processes."""
+    if shard:
+        raise ValueError(
+            "shard=true: the pipeline's own call is not made in step on every process; use the family's native "
+            "adapter (model.name: sd3, flux, qwen_image or wan), or set shard=false"
+        )

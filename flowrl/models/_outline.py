@@ -1,0 +1,200 @@
+"""The generic adapter without weights: what a pipeline's JSON files, and its own code, say of shapes, steps and memory.
+
+The pipeline's call is entered as with weights (models/_reentry.py), up to the first call of its network: with stand-ins
+for its text encoders, whose outputs have the right shapes and depend on the tokens, and for tokenizers that are not
+in the folder. The network and the VAE lie on the meta device and work on fake tensors only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.models._encoding import LONG
+from flowrl.models._loading import meta_pipeline
+from flowrl.models.base import ModelError, torch_dtype
+from flowrl.models.generic import PROBE_STEPS, Config, Generic
+from flowrl.schedules import Schedule
+from flowrl.types import Condition
+
+LONGEST = 256
+"""Tokens of a prompt where the pipeline sets no length."""
+
+
+class Unmeasurable(Exception):
+    """Work that fake tensors cannot do; the message says why."""
+
+
+class Outline(Generic):
+    """Shapes, schedule, LoRA targets and, on fake tensors, `predict` and `decode`; no prompt can be encoded.
+
+    Raises:
+        ModelError: the pipeline's own code needs more than its configuration.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        pipeline = meta_pipeline(folder, torch_dtype(config.dtype))
+        self.text_tokens: dict[str, int] = {}
+        self._folder = folder
+        with self._standing_in(pipeline):
+            Generic.__init__(self, pipeline, config)
+            try:
+                self._learned()
+                # Where prompts keep their own lengths, a plan is of long ones.
+                self._encoded = self._encode([LONG], self._probe_pictures([LONG]))
+                self._middle = float(Generic.schedule(self, PROBE_STEPS).timesteps[1])
+            except NotImplementedError as error:
+                raise ModelError(f"{self.name}: {str(error).splitlines()[0]}") from error
+
+    @contextmanager
+    def _standing_in(self, pipeline: Any) -> Iterator[None]:
+        """Stand-ins for text encoders and tokenizers; behind the pipeline's own record of its components."""
+        before = {name: part for name, part in vars(pipeline).items() if name.startswith(("text_encoder", "tokenizer"))}
+        encoders = {name: part for name, part in before.items() if isinstance(part, nn.Module)}
+        made: dict[str, Any] = {name: StandIn(part, name, self.text_tokens) for name, part in encoders.items()}
+        for name in before.keys() - encoders.keys():
+            encoder = encoders.get(name.replace("tokenizer", "text_encoder"))
+            if name.startswith("tokenizer") and encoder is not None:
+                made[name] = tokenizer(self._folder / name, encoder.config)
+        pipeline.__dict__.update(made)
+        if hasattr(pipeline, "tokenizer_max_length") and "tokenizer" in made:
+            pipeline.tokenizer_max_length = made["tokenizer"].model_max_length
+        try:
+            yield
+        finally:
+            pipeline.__dict__.update(before)
+
+    def schedule(self, num_inference_steps: int) -> Schedule:
+        with self._standing_in(self.pipeline):
+            return Generic.schedule(self, num_inference_steps)
+
+    def _mixing_is_exact(self) -> bool:
+        return True  # asked of networks with weights only; a plan counts forwards of whole batches
+
+    def blank_condition(self, batch: int) -> Condition:
+        """Embeddings of `batch` prompts without values."""
+        return Condition(
+            {
+                name: [torch.empty_like(value[0]) for _ in range(batch)]
+                if isinstance(value, list)
+                else value.new_empty(batch, *value.shape[1:])
+                for name, value in self._encoded.tensors.items()
+            }
+        )
+
+    def condition_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one prompt's embeddings."""
+        return {name: tuple(value[0].shape) for name, value in self._encoded.tensors.items()}
+
+    def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
+        """At a timestep in the middle of the grid, whatever `timestep` is: fake tensors have no values."""
+        self._entered = True
+        with self._measurable():
+            return self._forward(x, [self._middle] * len(x), cond, guidance_scale)
+
+    def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+        held = self.blank_condition(len(latents)) if self.decodes_with_cond else None
+        with self._measurable():
+            return Generic.decode(self, latents, held)
+
+    @contextmanager
+    def _measurable(self) -> Iterator[None]:
+        self.reentry.forget()
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise Unmeasurable(f"{self.name} on tensors without values: {type(error).__name__}: {reason}") from error
+
+
+class Answer(dict):
+    """Entries by name, as attributes, and by position, as transformers' outputs have them."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return list(self.values())[key] if isinstance(key, int | slice) else super().__getitem__(key)
+
+    def to(self, *_: Any, **__: Any) -> Answer:
+        return self
+
+
+class StandIn(nn.Module):
+    """A text encoder's outputs by shape, from its configuration; equal tokens give equal rows.
+
+    Args:
+        encoder: on the meta device.
+        name: of the component.
+        seen: is told the most tokens that it was given.
+    """
+
+    def __init__(self, encoder: nn.Module, name: str, seen: dict[str, int]) -> None:
+        super().__init__()
+        self.config, self.dtype, self.device = encoder.config, encoder.dtype, torch.device("cpu")
+        self._kind, self._name, self._seen = type(encoder).__name__, name, seen
+        text = getattr(self.config, "text_config", self.config)
+        self._width = next(getattr(text, key) for key in ("hidden_size", "d_model") if hasattr(text, key))
+        self._layers = next(getattr(text, key) for key in ("num_hidden_layers", "num_layers") if hasattr(text, key))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Answer:
+        batch, tokens = input_ids.shape
+        self._seen[self._name] = max(self._seen.get(self._name, 0), tokens)
+        values = (input_ids.to(self.dtype) + 1)[..., None] / 512
+        state = values.expand(batch, tokens, self._width)
+        pooled = values.mean(1).expand(batch, getattr(self.config, "projection_dim", None) or self._width)
+        states = {"last_hidden_state": state, "pooler_output": pooled, "hidden_states": (state,) * (self._layers + 1)}
+        if self._kind.endswith("WithProjection"):
+            return Answer({"text_embeds": pooled} | states)
+        return Answer(states)
+
+
+def tokenizer(folder: Path, encoder: Any) -> Any:
+    """The folder's own tokenizer, or a stand-in where it holds none; `encoder` is its encoder's configuration."""
+    if folder.is_dir():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    positions = getattr(getattr(encoder, "text_config", encoder), "max_position_embeddings", None) or LONGEST
+    return Tokens(positions if positions < 1000 else LONGEST)
+
+
+class Tokens:
+    """A token for four letters of a word at most; padded and cut as the pipeline asks."""
+
+    padding_side, bos_token_id, eos_token_id, pad_token_id = "right", 1, 2, 0
+    pad_token, eos_token = "<pad>", "</s>"
+
+    def __init__(self, model_max_length: int) -> None:
+        self.model_max_length = model_max_length
+        self.added_tokens_encoder: dict[str, int] = {}
+
+    def __call__(self, text: Any, *_: Any, padding: Any = False, max_length: int | None = None, **rest: Any) -> Answer:
+        texts = [text] if isinstance(text, str) else list(text)
+        rows = [[3 + sum(map(ord, piece)) % 500 for piece in self.tokenize(one)] + [2] for one in texts]
+        limit = max_length or self.model_max_length
+        rows = [row[:limit] for row in rows] if rest.get("truncation") else rows
+        length = limit if padding == "max_length" else max(map(len, rows))
+        ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+        return Answer(input_ids=ids, attention_mask=(ids != 0).long())
+
+    def tokenize(self, text: str) -> list[str]:
+        return re.findall(r"\S{1,4}", text)
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        return str(messages)
+
+    def batch_decode(self, ids: Tensor, **_: Any) -> list[str]:
+        return [""] * len(ids)
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return ""

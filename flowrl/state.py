@@ -1,0 +1,123 @@
+"""A run's state: into a checkpoint and back, and beside it the weights as a plain pipeline loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl import checkpoint
+from flowrl.checkpoint import Checkpoint, Rows
+from flowrl.distributed import Elsewhere
+from flowrl.metrics import log
+from flowrl.runs import versions
+from flowrl.sharding import rows
+
+if TYPE_CHECKING:
+    from flowrl.trainer import Trainer
+
+
+def save(trainer: Trainer, iteration: int) -> None:
+    """Checkpoint the end of an iteration, with the weights as a plain pipeline loads them.
+
+    Raises:
+        CheckpointError: on every process, if it could not be written on one.
+    """
+    if trainer.saved == iteration:
+        return
+    world, weights = trainer.world, trainer.weights
+    moments, counters = trainer.optimizer.state()
+    tensors = {f"weights/{k}": v for k, v in weights.state().items()}
+    tensors |= {f"optim/{k}": v for k, v in moments.items()}
+    state = {
+        "optimizer": counters,
+        "algorithm": trainer.algorithm.state_dict(),
+        "source": trainer.source.state_dict(),
+        "collector": trainer.collector.state_dict(),
+        "seconds": trainer.seconds,
+        "processes": world.size,
+        "versions": versions(),
+        "config": trainer.resolved.tree(),
+    }
+    own = rows(weights)
+    places = {name: own[_parameter(name)] for name, value in tensors.items() if own and value.ndim}
+    saved, keep = Checkpoint(iteration, tensors, state, places), trainer.config.checkpoint.keep
+    try:
+        if own:
+            checkpoint.save(trainer.folder.checkpoints, saved, keep, world)
+            _save_whole(trainer)
+        else:
+            world.together(lambda: _save_alone(trainer, saved, keep) if world.main else None)
+    except (OSError, Elsewhere) as error:
+        raise checkpoint.CheckpointError(str(error)) from error
+    trainer.saved = iteration
+
+
+def _save_alone(trainer: Trainer, saved: Checkpoint, keep: int) -> None:
+    checkpoint.save(trainer.folder.checkpoints, saved, keep)
+    with trainer.weights.using(trainer.optimizer.role):
+        trainer.weights.save(trainer.folder.path / "adapter", type(trainer.adapter.pipeline))
+
+
+def _save_whole(trainer: Trainer) -> None:
+    """The folders of the denoisers, as `Weights.save` writes them, from the rows of all processes."""
+    world, weights, folder = trainer.world, trainer.weights, trainer.folder.path / "adapter"
+    with weights.using(trainer.optimizer.role):
+        for name in weights.components:
+            network = weights.whole(name, keep=world.main)
+            world.together(lambda n=network, name=name: n.save_pretrained(folder / name) if world.main else None)
+
+
+def load(trainer: Trainer, folder: Path, iteration: int) -> dict[str, Any]:
+    """Put a checkpoint's tensors, counters and method back, whatever number of processes wrote it; its plain data.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or changed.
+        ModelError: it is of another model.
+    """
+    own, world = rows(trainer.weights), trainer.world
+
+    def wanted(name: str) -> Rows | None:
+        return own.get(_parameter(name))
+
+    # Every process reads the rows it needs; the hashes of large files are shared out.
+    part = slice(world.rank, None, world.size) if own else slice(None)
+    found: list[Checkpoint] = []
+    trainer.agree(lambda: found.append(checkpoint.load(folder, iteration, wanted, part)))
+    split: dict[str, dict[str, Any]] = {"weights": {}, "optim": {}}
+    for name, value in found[0].tensors.items():
+        section, _, rest = name.partition("/")
+        split[section][rest] = value
+    trainer.weights.load_state(split["weights"])
+    trainer.optimizer.load_state(split["optim"], found[0].state["optimizer"])
+    trainer.algorithm.load_state_dict(found[0].state["algorithm"])
+    trainer.source.load_state_dict(found[0].state["source"])
+    trainer.collector.load_state_dict(found[0].state["collector"])
+    trainer.iteration = iteration
+    return found[0].state
+
+
+def _parameter(name: str) -> str:
+    """That a tensor belongs to: weights/ROLE/PARAMETER or optim/PARAMETER/MOMENT.
+
+    >>> _parameter("weights/ema/proj.weight"), _parameter("optim/proj.weight/exp_avg")
+    ('proj.weight', 'proj.weight')
+    """
+    section, first, second = name.split("/")
+    return second if section == "weights" else first
+
+
+def restore(trainer: Trainer, iteration: int) -> None:
+    """Go on from the run's own checkpoint."""
+    state, world = load(trainer, trainer.folder.checkpoints, iteration), trainer.world
+    trainer.seconds_before, trainer.saved = state["seconds"], iteration
+    if world.main:
+        trainer.folder.forget_after(iteration)
+    world.barrier()
+    log.info("resumed after iteration %d", iteration)
+    if state["processes"] != world.size:
+        log.warning(
+            "%d processes before, %d now: the result is right but not bitwise the same", state["processes"], world.size
+        )
+    changed = {k: v for k, v in state["versions"].items() if versions().get(k) != v}
+    if changed:
+        log.warning("other versions than before (%s): the result may differ in the last digits", changed)

@@ -1,0 +1,92 @@
+"""A video model through the real loop: clips are rewarded, saved, shown, drawn and scored."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from flowrl import media
+from flowrl.models import generic
+from tests import tiny_pipelines as tiny
+from tests.e2e.conftest import train
+from tests.e2e.test_bad_input import command
+
+MOTION = """
+def score(videos, prompts, metadata):
+    assert videos.shape[1:] == (5, 3, 16, 16), videos.shape
+    return videos.diff(dim=1).abs().mean(dim=(1, 2, 3, 4))
+"""
+WAN = f"{{path: ./wan, height: 16, width: 16, num_frames: 5, max_sequence_length: {tiny.TOKENS}, "
+RUN = (
+    f"model={WAN}lora: {{rank: 2, alpha: 4}}}}",
+    "rewards=[{path: motion.py}]",
+    "data.eval_prompts=shapes:heldout",
+    "data.max_eval_prompts=2",
+    "eval={num_inference_steps: 2, batch_size: 2}",
+    "rollout.group_size=2",
+    "rollout.batch_size=2",
+    "optim.batch_size=2",
+)
+
+
+@pytest.fixture
+def clips(place: Path) -> Path:
+    tiny.make("wan").save_pretrained(place / "wan")
+    (place / "motion.py").write_text(MOTION)
+    return place
+
+
+def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
+    summary = train("iterations=1", *RUN)
+    assert summary["status"] == "finished"
+    saved = sorted(Path("runs/run/eval").glob("*/*"))
+    assert [file.name for file in saved] == ["00000-0.webp", "00001-0.webp"] * 2
+    assert media.read(saved[0]).shape == (5, 3, 16, 16)
+    record = json.loads(Path("runs/run/eval/base.json").read_text())
+    # What was scored is what was saved, to the 8 bits of a file.
+    frames = media.read(saved[0])
+    assert float(frames.diff(dim=0).abs().mean()) == pytest.approx(record["scores"]["motion"][0][0], abs=1 / 255)
+
+    page = Path("runs/run/gallery/index.html").read_text()
+    embedded = re.findall(r"data:image/webp;base64,([^\"]+)", page)
+    shown = [Image.open(io.BytesIO(base64.b64decode(data))) for data in embedded]
+    assert len(shown) >= 4
+    assert {image.n_frames for image in shown} == {5}
+    assert "no picture saved" not in page
+
+    # The run's weights draw clips, and any reward scores the files.
+    code, printed = command(monkeypatch, capsys, "sample", "runs/run", "a red circle", "--out", "drawn")
+    assert code == 0, printed
+    assert media.read(Path("drawn/00000-0.webp")).shape == (5, 3, 16, 16)
+    code, printed = command(monkeypatch, capsys, "score", "drawn", "--reward", "motion.py")
+    assert code == 0
+    assert json.loads(printed)["motion"] > 0
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("{name: shapes}", ["'shapes' fails on a probe batch of clips [2, 5, 3, 16, 16]", "nothing was trained"]),
+        ("{path: brightness.py}", ["returned shape (2, 16)", "it was given clips [2, 5, 3, 16, 16]"]),
+    ],
+)
+def test_a_reward_for_pictures_is_refused_for_clips_before_training(clips, monkeypatch, capsys, reward, words):
+    code, printed = command(monkeypatch, capsys, "train", "run.yaml", *RUN, f"rewards=[{reward}]")
+    assert code == 2, printed
+    for word in words:
+        assert word in printed
+    assert not list(Path("runs/run/eval").glob("*"))
+
+
+def test_one_frame_is_a_picture_for_every_adapter(clips: Path):
+    call = {"num_frames": 1, "max_sequence_length": tiny.TOKENS}
+    model = generic.build(generic.Config(path="wan", height=16, width=16, call=call))
+    assert model.num_frames == 1
+    assert model.decode(torch.zeros(2, *model.latent_shape())).shape == (2, 3, 16, 16)

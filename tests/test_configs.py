@@ -1,0 +1,100 @@
+"""Every recipe of a real model, on the meta device: targets exist, the geometry is valid, the plan prints offline."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import Any
+
+import pytest
+import yaml
+
+from flowrl import memory
+from flowrl.commands.plan import PROCESSES, command, geometry, step_plan, transition_std
+from flowrl.config import ConfigError, Resolved
+from flowrl.models._classes import choose
+from flowrl.models.base import branches
+from tests.recipes import FOLDER, RECIPES, adapter, at, recipe
+
+# The issue's list: model -> methods.
+ASKED = {
+    "flux": {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard"},
+    "qwen_image": {"flow_grpo_fast"},
+    "sd35_large": {"flow_grpo"},
+    "wan": {"flow_grpo", "sage_grpo"},
+}
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("a plan must not open a connection")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def test_there_is_a_recipe_for_every_model_and_method_asked_for():
+    for model, methods in ASKED.items():
+        assert methods <= {name.partition("/")[2].partition("-")[0] for name in RECIPES if name.startswith(f"{model}/")}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_how_it_is_run_and_what_departs(name):
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="ascii")
+    assert max(map(len, text.splitlines())) <= 120
+    assert "departs" in text.lower()
+    assert "not run here" in " ".join(text.lower().replace("#", " ").split())
+    keys = re.findall(r"([A-Za-z_]+):", yaml.safe_dump(yaml.safe_load(text)))
+    assert not {key for key in keys if re.search("gpu|process|world|device|nproc", key)}
+    assert f"torchrun --nproc-per-node gpu -m flowrl train configs/{name}.yaml" in text
+    assert f"flowrl plan configs/{name}.yaml" in text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_geometry_is_valid_and_its_names_are_those_of_the_file(name):
+    run = recipe(name)
+    tree, (method, reward) = run.tree(), name.partition("/")[2].split("-")
+    assert run.algorithm.name == method
+    assert [plan.name for plan in run.rewards] == [reward]
+    # The same forwards in rollout and training: half precision depends on the batch.
+    assert at(tree, "rollout.batch_size") == at(tree, "optim.batch_size")
+    assert choose(run.model.config.path).name == run.model.name  # its name could be left out
+    plan = step_plan(run, None)
+    for processes in PROCESSES:
+        counts = geometry(run.run, plan, processes)
+        assert counts.samples * processes >= run.run.samples_per_iteration
+        assert counts.update_forwards > 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_lora_targets_exist_and_its_trained_steps_are_the_noisy_ones(name):
+    run = recipe(name)
+    model = adapter(run)
+    modules = [module for module, _ in model.network.named_modules()]
+    lora = run.model.config.lora
+    for target in (lora and lora.targets) or model.lora_targets:
+        assert any(module.endswith(f".{target}") for module in modules), target
+    assert set(model.dead_lora_modules()) <= set(modules)
+    plan = step_plan(run, model)
+    stds = transition_std(run, model, plan)
+    assert plan.train
+    assert all((std > 0) == (k in plan.train) for k, std in enumerate(stds))
+    assert step_plan(run, None).train == plan.train
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_plan_prints_without_a_network(offline, capsys, monkeypatch, name):
+    def stop(resolved: Resolved, adapter: Any, plan: Any, **options: Any) -> None:
+        # The measurement itself has its tests, and takes seconds.
+        raise ConfigError("measured elsewhere")
+
+    model = adapter(recipe(name))
+    monkeypatch.setattr(memory, "skeleton", lambda resolved: model)
+    monkeypatch.setattr(memory, "estimate", stop)
+    with pytest.raises(ConfigError, match="measured elsewhere"):
+        command(str(FOLDER / f"{name}.yaml"), [])
+    text = capsys.readouterr().out
+    assert "sde, trained" in text
+    doubled = branches(model, recipe(name).run.rollout.guidance_scale) > 1
+    assert ("CFG: each sample twice" in text) == doubled

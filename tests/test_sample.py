@@ -1,0 +1,138 @@
+"""`flowrl sample`: runs draw as they were evaluated; pictures beside the prompt; clips."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.testing import assert_close
+
+from flowrl import media
+from flowrl.models.base import ModelError
+from flowrl.models.generic import Config, Generic
+from tests import native, tiny_sd3
+from tests import tiny_pipelines as tiny
+from tests.e2e.test_bad_input import command
+
+SIZE = (16, 16)
+# family, tiny pipeline, options of the adapter: each of them shows in the pipeline's own call.
+RUNS: list[tuple[str, str, dict[str, Any]]] = [
+    ("flux", "flux", {}),
+    ("flux", "flux", {"shift": 2.0, "true_cfg_scale": 2.0, "negative_prompt": "blue"}),
+    ("qwen_image", "qwen_image", {"shift": 2.0, "negative_prompt": "blue"}),
+    ("wan", "wan", {"num_frames": 5, "shift": 5.0, "negative_prompt": "blue"}),
+    ("wan", "wan_2_2", {"num_frames": 5, "guidance_scale_2": 2.0}),
+]
+
+
+def same_pictures(model: Any, guidance_scale: float) -> None:
+    """The pipeline's own call with the arguments that the adapter gives draws what an evaluation draws."""
+    noise, x0 = native.drawn(model, 1, guidance_scale, 3)
+    expected = model.decode(x0)
+    call = model.own_call(3, guidance_scale) | {"latents": noise, "output_type": "pt", "return_dict": False}
+    pictures = model.pipeline(prompt=native.PROMPTS[0], **call)[0]
+    assert_close(pictures.reshape(expected.shape), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "case", "options"), RUNS)
+def test_a_native_run_is_drawn_as_it_was_evaluated(family, case, options):
+    same_pictures(native.adapter(family, tiny.make(case), SIZE, **options), 3.0)
+
+
+def test_an_sd3_run_is_drawn_as_it_was_evaluated():
+    same_pictures(tiny_sd3.adapter(tiny_sd3.pipeline(shift=3.0)), 3.0)
+
+
+def test_a_generic_run_is_drawn_as_it_was_evaluated():
+    call = {"max_sequence_length": tiny.TOKENS}
+    same_pictures(Generic(tiny.make("qwen_image"), Config(path="tiny", height=16, width=16, call=call)), 3.0)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+    """`flowrl sample` of a tiny pipeline saved as `model`: (exit code, what it printed)."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (20, 12), (200, 30, 30)).save("red.png")
+    Image.new("RGB", (20, 12), (30, 30, 200)).save("blue.png")
+
+    def run(case: str, *words: str, tokens: int = tiny.TOKENS) -> tuple[int, str]:
+        tiny.make(case).save_pretrained("model")
+        small = ("height=16", "width=16", f"max_sequence_length={tokens}")
+        settings = [word for setting in small for word in ("--set", setting)]
+        return command(monkeypatch, capsys, "sample", "model", "--steps", "2", *settings, *words)
+
+    return run
+
+
+def test_a_text_file_and_a_prompt_are_drawn_as_pictures(draw):
+    Path("prompts.txt").write_text("a red circle\ntwo blue squares\n")
+    code, printed = draw("flux", "prompts.txt", "a circle", "--count", "2")
+    assert code == 0, printed
+    assert len(list(Path("samples").glob("*.png"))) == 6
+    assert media.read(Path("samples/00002-1.png")).shape == (3, 16, 16)
+
+
+def test_a_record_of_prompts_gives_each_its_picture(draw):
+    lines = [{"prompt": "a", "image": "red.png"}, {"prompt": "a", "images": ["blue.png"]}]
+    Path("edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, printed = draw("flux_kontext", "edits.jsonl", "--set", "_auto_resize=false", "--set", "max_area=256")
+    assert code == 0, printed
+    red, blue = (media.read(Path(f"samples/0000{k}-0.png")) for k in (0, 1))
+    assert not torch.allclose(red, blue)
+
+
+def test_a_clip_begins_with_the_picture_of_the_option(draw):
+    code, printed = draw("wan_image", "a", "--image", "red.png", "--set", "num_frames=5", tokens=512)
+    assert code == 0, printed
+    assert media.read(Path("samples/00000-0.webp")).shape == (5, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "reason"),
+    [
+        ("qwen_image_edit", ["a"], "QwenImageEditPipeline needs 1 picture(s) with each prompt"),
+        ("flux", ["a", "--image", "red.png"], "1 picture(s) with a prompt, but FluxPipeline takes none"),
+        ("flux", ["a", "--image", "gone.png"], "--image 'gone.png' cannot be read as a picture"),
+        ("flux", ["gone.jsonl"], "prompts='gone.jsonl': there is no such file"),
+        (
+            "flux",
+            ["a", "--set", "heigth=8"],
+            "--set heigth: FluxPipeline takes no such argument; did you mean 'height'?",
+        ),
+        ("flux", ["a", "--set", "prompt=b"], "--set prompt: the command line decides it"),
+        ("wan", ["a", "--set", "width=20"], "WanPipeline: `height` and `width` have to be divisible by 16"),
+        ("flux_kontext", ["own.jsonl", "--image", "red.png"], "whose records name their own pictures"),
+    ],
+)
+def test_pictures_that_do_not_fit_are_refused_with_the_reason(draw, case, words, reason):
+    Path("own.jsonl").write_text(json.dumps({"prompt": "a", "image": "blue.png"}))
+    code, printed = draw(case, *words)
+    assert code == 2, printed
+    assert reason in printed
+    assert not list(Path("samples").glob("*"))
+
+
+def test_guidance_is_set_in_the_pipelines_own_units():
+    from flowrl.models._options import guidance_arguments
+
+    scales = {name: guidance_arguments(tiny.make(name), 2.0, {}) for name in ("sd3", "flux", "qwen_image")}
+    assert scales["sd3"] == scales["flux"] == {"guidance_scale": 2.0}
+    assert scales["qwen_image"] == {"true_cfg_scale": 2.0, "negative_prompt": ""}
+    guider = tiny.make("hunyuan_video_1_5")
+    assert guidance_arguments(guider, 2.0, {}) == {}
+    assert guider.guider.guidance_scale == 2.0
+
+
+def test_a_pipeline_without_guidance_says_so(monkeypatch):
+    from flowrl.models import _options
+
+    monkeypatch.setattr(_options, "guidance_of", lambda *_: "none")
+    with pytest.raises(ModelError, match="FluxPipeline takes no guidance scale; leave --guidance out"):
+        _options.guidance_arguments(tiny.make("flux"), 2.0, {})
