@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
 
@@ -64,7 +63,7 @@ class Learner:
             gate: dtype of the network if the parity gate is to be passed first, else None.
         """
         work: Replay | Noising
-        parts = (self.config, self.algorithm, self.networks, self.world, rollout, credit, iteration)
+        parts = (self.config, self.algorithm, self.networks, self.world, self.evaluations, rollout, credit, iteration)
         before = self.evaluations.rows
         if self.algorithm.needs == "edges":
             work = Replay(*parts, sums, sharded=self.sharded)
@@ -86,9 +85,8 @@ class Learner:
         tail = torch.zeros(len(names) + 1, device=self.world.device)
         tail[-1] = work.sizes[number]
         for batch, counts in work.batches(number):
-            with nullcontext() if counts else self.evaluations.uncounted():
-                output = self.algorithm.loss(batch, self.networks)
-                (output.loss * (scale if counts else 0.0)).backward()
+            output = self.algorithm.loss(batch, self.networks)
+            (output.loss * (scale if counts else 0.0)).backward()
             if not counts:
                 continue
             sums.add_loss(output, len(batch), batch.step.index.cpu() if isinstance(batch, Microbatch) else None)

@@ -17,6 +17,7 @@ from flowrl.buffer import update_chunks
 from flowrl.config import RunConfig
 from flowrl.distributed import World
 from flowrl.rng import normal, permutation
+from flowrl.rollout import Evaluations
 from flowrl.schedules import Schedule
 from flowrl.types import NoisedBatch, Rollout
 
@@ -33,6 +34,7 @@ class Noising:
         algorithm: SampleAlgorithm,
         networks: Networks,
         world: World,
+        evaluations: Evaluations,
         rollout: Rollout,
         credit: Advantages,
         iteration: int,
@@ -42,6 +44,7 @@ class Noising:
     ) -> None:
         self.config, self.algorithm, self.networks, self.world = config, algorithm, networks, world
         self.rollout, self.iteration, self.sharded = rollout, iteration, sharded
+        self.evaluations = evaluations
         self.identity = rollout.identity
         self.credit = credit.values.flatten(0, 1).squeeze(1)[self.identity]
         self.times = algorithm.times(schedule, rollout.samples.ids, iteration, config.seed)
@@ -99,11 +102,13 @@ class Noising:
         return ((self._batch(terms), counts) for terms, counts in self._in_step(self.shares[number]))
 
     def _in_step(self, share: list[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-        """Terms of each forward; of a sharded network as many on every process, some of them for nothing."""
+        """Terms of each forward; of a sharded network as many on every process, some of them for nothing, uncounted."""
         own = list(self._forwards(share))
         most = max(self.world.gather(len(own))) if self.sharded else len(own)
         yield from ((terms, True) for terms in own)
-        yield from [(torch.zeros(1, dtype=torch.int64), False)] * (most - len(own))
+        for _ in range(most - len(own)):
+            with self.evaluations.uncounted():
+                yield torch.zeros(1, dtype=torch.int64), False
 
     def _forwards(self, share: list[Tensor]) -> Iterator[Tensor]:
         """Terms [n] of each forward: whole units, at most `optim.batch_size` terms."""

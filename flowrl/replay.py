@@ -15,6 +15,7 @@ from flowrl.config import RunConfig
 from flowrl.distributed import World
 from flowrl.metrics import Sums, log
 from flowrl.rng import permutation
+from flowrl.rollout import Evaluations
 from flowrl.sharding import longest
 from flowrl.spatial import spread
 from flowrl.types import Microbatch, Rollout
@@ -33,6 +34,7 @@ class Replay:
         algorithm: EdgeAlgorithm,
         networks: Networks,
         world: World,
+        evaluations: Evaluations,
         rollout: Rollout,
         credit: Advantages,
         iteration: int,
@@ -42,6 +44,7 @@ class Replay:
     ) -> None:
         self.config, self.algorithm, self.networks, self.world = config, algorithm, networks, world
         self.rollout, self.adapter, self.sharded = rollout, networks.policy.adapter, sharded
+        self.evaluations = evaluations
         self.recompute = getattr(algorithm.config, "old_log_prob", "rollout") == "recompute"
         identity = rollout.identity
         self.advantage = self._advantages(credit, identity, sums)[rollout.edges.sample]  # [E, R', *pos]
@@ -81,7 +84,7 @@ class Replay:
     def _in_step(self, order: Tensor) -> Iterator[tuple[Microbatch, bool]]:
         """Forwards of the edges `order` [n]: those of a sharded network come by the same keys on every process.
 
-        Where another one has more of a key, an edge of this process is repeated for nothing.
+        Where another one has more of a key, an edge of this process is repeated for nothing, uncounted.
         """
         real = self._batches(order)
         if not self.sharded:
@@ -96,7 +99,8 @@ class Replay:
                 yield next(real), True
             spare = (keys == key).nonzero()[0]
             for _ in range(most - mine):
-                yield next(self._batches(spare, torch.zeros_like(self.advantage))), False
+                with self.evaluations.uncounted():
+                    yield next(self._batches(spare, torch.zeros_like(self.advantage))), False
 
     def _batches(self, order: Tensor, advantage: Tensor | None = None) -> Iterator[Microbatch]:
         rollout = self.rollout

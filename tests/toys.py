@@ -30,7 +30,7 @@ from flowrl.optim import Optimizer
 from flowrl.plan import StepPlan
 from flowrl.process import FlowProcess, PredictionType, Process, VPProcess, expand
 from flowrl.replay import Replay
-from flowrl.rollout import Noise, Policy, run
+from flowrl.rollout import Evaluations, Noise, Policy, run
 from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule, flow_match_euler
@@ -248,7 +248,8 @@ def replay_of(
     """The edges of the session, in shares; rewards [R, P, G], credited by the algorithm unless given."""
     credit = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
     options, rollout = options_of(session, updates, batch_size), rollout_of(session, rewards)
-    return Replay(options, session.algorithm, session.networks, ALONE, rollout, credit, 1, Sums())
+    counter = Evaluations(session.adapter.network)
+    return Replay(options, session.algorithm, session.networks, ALONE, counter, rollout, credit, 1, Sums())
 
 
 def rollout_of(session: Session, rewards: Tensor) -> Rollout:
@@ -277,8 +278,8 @@ def noising_of(
     samples = Samples(rollout.samples.x0[own], tuple(session.ids[row] for row in own))
     rollout = replace(rollout, samples=samples, rows=rollout.rows[own])
     world, schedule = World(rank, size, torch.device("cpu")), session.adapter.schedule(len(session.plan))
-    parts = (session.algorithm, session.networks, world, rollout, credit, 1, schedule)
-    return Noising(options, *parts)
+    parts = (session.algorithm, session.networks, world, Evaluations(session.adapter.network), rollout, credit, 1)
+    return Noising(options, *parts, schedule)
 
 
 def terms_gradient(session: Session, *parts: Noising, share: int = 0) -> dict[str, Tensor]:
