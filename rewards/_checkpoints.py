@@ -53,7 +53,7 @@ def read(path: Path, *, reward: str) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise RewardError(f"reward {reward!r} cannot read the weights {path}: {error}") from error
     if not (isinstance(tensors, Mapping) and all(isinstance(value, Tensor) for value in tensors.values())):

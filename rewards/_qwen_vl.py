@@ -240,7 +240,6 @@ def load(
             f"{', '.join(marks)} has {len(tokenizer)}; take the base that the model was trained from"
         )
     config.text_config.vocab_size = len(tokenizer)
-    config.text_config.pad_token_id = tokenizer.pad_token_id
     backbone = _checkpoints.hollow(lambda: Qwen2VLModel(config))
     rated = _checkpoints.hollow(lambda: head(config.text_config.hidden_size))
     in_head = {n.removeprefix("rm_head."): t.float() for n, t in tensors.items() if n.startswith("rm_head.")}

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.functional import resize
 
 from flowrl.reward import Card, Reward, RewardError
 from rewards import _checkpoints, _lora, _qwen_vl
@@ -226,6 +224,9 @@ def load(config: Config, folder: Path, settings: Settings) -> _qwen_vl.Regressor
 
 def sampled(clip: Tensor, rate: float, settings: Settings) -> Tensor | None:
     """[n, 3, h, w] uint8: the frames of a clip [F, 3, H, W] that are looked at; None where one is not finite."""
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.functional import resize
+
     chosen = frame_indices(len(clip), rate, fps=settings.fps, num_frames=settings.num_frames)
     frames = [to_uint8(clip[index]) for index in chosen]
     if any(frame is None for frame in frames):

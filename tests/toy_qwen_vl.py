@@ -32,7 +32,7 @@ def save_base(folder: Path, texts: Iterable[str]) -> str:
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=1500, special_tokens=SPECIAL, initial_alphabet=alphabet)
     words.train_from_iterator(list(texts), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<|endoftext|>", eos_token="<|im_end|>")
     tokenizer.chat_template = CHAT
@@ -90,13 +90,9 @@ def published(model: Any) -> dict[str, torch.Tensor]:
 
 
 def read(model: Any, tokenizer: Any, text: str, *, kind: str, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """Last hidden states [L, D] and ids of a text, as the released code runs them: embeddings merged by hand, no positions.
+    """Ids [L] and last hidden states [L, D] of a chat text, as the released code runs it: no positions are given.
 
-    Args:
-        text: the chat text with one place for the picture.
-        kind: "image" or "video".
-        pixels: patches of transformers' own processor.
-        grid: its grid, [1, 3].
+    `pixels` and `grid` [1, 3] are from transformers' own processor; `kind` is "image" or "video".
     """
     place = f"<|{kind}_pad|>"
     ids = tokenizer(text.replace(place, place * int(grid.prod() // 4)), return_tensors="pt").input_ids
