@@ -107,6 +107,8 @@ def read_settings(path: Path) -> Settings:
         for key, (value, wanted) in needed.items():
             if value != wanted:
                 raise RewardError(f"reward 'video_align': {path}: {key} is {value!r}, only {wanted!r} can be scored")
+        if data["fps"] is None and data["num_frames"] is None:
+            raise RewardError(f"reward 'video_align': {path}: data_config has neither fps nor num_frames to sample by")
         if model["output_dim"] not in (1, len(DIMENSIONS)):
             raise RewardError(
                 f"reward 'video_align': {path}: model_config.output_dim={model['output_dim']} is not 1 or 3"

@@ -289,6 +289,7 @@ def test_captions_and_pictures_that_cannot_be_asked_about_are_refused(reward):
         ({"data_config.sample_type": "multi_pts"}, "sample_type is 'multi_pts', only 'uniform'"),
         ({"data_config.eval_dim": "VQ"}, "eval_dim is"),
         ({"model_config.use_special_tokens": False}, "use_special_tokens is False"),
+        ({"data_config.fps": None}, "has neither fps nor num_frames"),
         ({"model_config.output_dim": 4}, "output_dim=4 is not 1 or 3"),
     ],
 )
