@@ -36,6 +36,8 @@ def published_weights() -> dict[str, torch.Tensor]:
     weights[f"{eye}.pos_embed"] = torch.randn(1, SIDE**2 + 1, WIDTH, generator=generator)
     linear(f"{eye}.patch_embed.proj", WIDTH, 3 * PATCH**2)
     weights[f"{eye}.patch_embed.proj.weight"] = weights[f"{eye}.patch_embed.proj.weight"].view(WIDTH, 3, PATCH, PATCH)
+    # Small enough that the first norm's epsilon matters.
+    weights |= {name: value * 0.03 for name, value in weights.items()}
     for n in range(LAYERS):
         block = f"{eye}.blocks.{n}"
         norm(f"{block}.norm1", WIDTH)
