@@ -43,6 +43,19 @@ _MAX_OBJECTS = 16
 _POSITION_MARGIN, _POSITION_SHARE = 0.1, 0.5
 
 LEVEL = "experimental"
+CARD = Card(
+    outputs=tuple(f"geneval_{name}" for name in REPORTED),
+    # One object asked for and the most that are counted found.
+    low=2.0 - _MAX_OBJECTS,
+    high=1.0,
+    modality="image",
+    resolution="the whole picture, resized by the detector; colours on 224 x 224 crops",
+    requires=("include",),
+    memory_gib=2.0,
+    level=LEVEL,
+    licence="MIT (GenEval, Mask2Former and CLIP)",
+    source="arXiv:2310.11513",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,51 +210,30 @@ def exact(sight: Sight, include: Sequence[Clause]) -> dict[str, float]:
     }
 
 
-def _outputs(mode: str) -> tuple[str, ...]:
-    """The score that is trained on first."""
-    return tuple(f"geneval_{name}" for name in dict.fromkeys((mode, *REPORTED)))
-
-
-CARD = Card(
-    outputs=_outputs("partial"),
-    # One object asked for and the most that are counted found.
-    low=2.0 - _MAX_OBJECTS,
-    high=1.0,
-    modality="image",
-    resolution="the detector's own; colours at 224 x 224 from each object's box",
-    requires=("include",),
-    memory_gib=2.0,
-    level=LEVEL,
-    licence="MIT (GenEval, Mask2Former and CLIP)",
-    source="arXiv:2310.11513",
-)
-
-
 def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collection[str] | None = None) -> Reward:
     """The reward on any detector and colour classifier; `labels` are the classes that the detector knows."""
+    names = tuple(dict.fromkeys((config.mode, *REPORTED)))
 
     def one(picture: Tensor, record: Mapping[str, Any]) -> dict[str, float]:
         include, exclude = read_clauses(record, "include"), read_clauses(record, "exclude")
         _require_known(labels, (*include, *exclude))
         pixels = to_uint8(picture)
         if pixels is None:
-            return dict.fromkeys((*REPORTED, config.mode), math.nan)
+            return dict.fromkeys(names, math.nan)
         confidence = config.counting_confidence if record.get("tag") == "counting" else config.confidence
         try:
             found = detector(pixels)
         except DetectionError as error:
             log.warning("reward 'geneval': a picture is not scored: %s", error)
-            return dict.fromkeys((*REPORTED, config.mode), math.nan)
+            return dict.fromkeys(names, math.nan)
         sight = Sight(pixels, found, confidence, namer)
         return exact(sight, include) | {"official": float(official(sight, include, exclude))}
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         rows = [one(picture, record) for picture, record in zip(images, metadata, strict=True)]
-        names = [name.removeprefix("geneval_") for name in card.outputs]
         return {f"geneval_{name}": torch.tensor([row[name] for row in rows]) for name in names}
 
-    card = replace(CARD, outputs=_outputs(config.mode))
-    return Reward(score=score, card=card)
+    return Reward(score, replace(CARD, outputs=tuple(f"geneval_{name}" for name in names)))
 
 
 def _require_known(labels: Collection[str] | None, clauses: Sequence[Clause]) -> None:

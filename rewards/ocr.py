@@ -30,6 +30,17 @@ Reader = Callable[[Sequence[np.ndarray]], list[str]]
 _QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
 
 LEVEL = "experimental"
+CARD = Card(
+    outputs=("ocr",),
+    low=0.0,
+    high=1.0,
+    modality="any",
+    resolution="the whole picture, resized by RapidOCR",
+    memory_gib=0.1,
+    level=LEVEL,
+    licence="Apache-2.0 (RapidOCR and PP-OCRv4)",
+    source="yifan123/flow_grpo:flow_grpo/ocr.py",
+)
 _FRAME_INTERVAL = 4
 
 
@@ -51,18 +62,6 @@ class Config:
             raise ValueError(f"detection_side={self.detection_side} must be at least 32, one cell of the detector")
         if self.workers < 0:
             raise ValueError(f"workers={self.workers} must be 0, to read in this process, or a number of processes")
-
-
-CARD = Card(
-    outputs=("ocr",),
-    low=0.0,
-    high=1.0,
-    modality="any",
-    memory_gib=0.1,
-    level=LEVEL,
-    licence="Apache-2.0 (RapidOCR and PP-OCRv4)",
-    source="yifan123/flow_grpo:flow_grpo/ocr.py",
-)
 
 
 def target_text(prompt: str, metadata: dict) -> str:
@@ -141,4 +140,4 @@ def build(config: Config) -> Reward:
         rows = zip(samples, read, targets, strict=True)
         return torch.tensor([value(*row) for row in rows])
 
-    return Reward(score=score, card=CARD)
+    return Reward(score, CARD)
