@@ -238,13 +238,15 @@ def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collec
 
 def _require_known(labels: Collection[str] | None, clauses: Sequence[Clause]) -> None:
     """A class that the detector was never taught would be missing from every picture."""
-    unknown = sorted({clause.label for clause in clauses} - set(labels)) if labels is not None else []
-    if unknown:
-        raise RewardError(
-            f"reward 'geneval': the detector does not know the class {unknown[0]!r} of a prompt's record; it knows "
-            f"{len(set(labels or ()))} classes. Leave such prompts out, or "
-            "give another detector"
-        )
+    if labels is None:
+        return
+    for clause in clauses:
+        if clause.label not in labels:
+            raise RewardError(
+                f"reward 'geneval': the detector does not know the class {clause.label!r} of a prompt's record, only "
+                f"{len(labels)} others (such as {', '.join(sorted(labels)[:3])}); leave such prompts out or give "
+                "another detector"
+            )
 
 
 def build(config: Config) -> Reward:
