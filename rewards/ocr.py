@@ -29,7 +29,7 @@ Reader = Callable[[Sequence[np.ndarray]], list[str]]
 
 _QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
 
-LEVEL = "experimental"
+LEVEL = "tested"
 CARD = Card(
     outputs=("ocr",),
     low=0.0,
