@@ -10,9 +10,9 @@ other outputs, none is to be trained on alone. Frames f are 8-bit, as saved; |.|
     motion_strength      mean_i |f_i - f_i+1| / 255                    the rest of it to 1
     motion_smoothness    (255 - mean_i |f_i - (f_i-1 + f_i+1) / 2|) / 255 over odd i: VBench drops these frames and has
                          AMT-S draw them anew; here the mean of the neighbours stands for it, and needs no weights
-    motion_dynamics      the mean change of the 5 % of 32 x 32 cells that change most between frames an eighth of a
-                         second apart, less the change of the whole picture: no optical flow; flashes and noise of
-                         single pixels count little
+    motion_dynamics      the mean change of the 5 % of 32 x 32 cells (of 8 pixels at least) that change most between
+                         frames an eighth of a second apart, less the change of the whole picture: no optical flow;
+                         flashes and the noise of single pixels count little
     motion_consistency   with `backbone`: mean_i (max(0, cos(e_i, e_i-1)) + max(0, cos(e_i, e_0))) / 2 of embeddings e:
                          VBench's subject consistency with DINO ViT-B/16, its background consistency with CLIP B/32
     motion_degree        with `flow_weights`: 1 where VBench calls the clip dynamic by RAFT's optical flow, else 0; the
@@ -39,7 +39,7 @@ from rewards._embedders import Embed, network
 from rewards._flow import Magnitude, load_raft, moving_share
 from rewards._images import to_uint8
 
-_GRID, _SHARE, _FLOW_FPS = 32, 0.05, 8.0
+_GRID, _CELL, _SHARE, _FLOW_FPS = 32, 8, 0.05, 8.0
 
 LEVEL = "tested"
 CARD = Card(
@@ -47,7 +47,7 @@ CARD = Card(
     low=0.0,
     high=1.0,
     modality="video",
-    resolution="every pixel; cells of a 32 x 32 grid for the gate",
+    resolution="every pixel; cells of a grid for the gate",
     level=LEVEL,
     licence="Apache-2.0 (this project); a network's own",
     source="VBench, arXiv:2311.17982",
@@ -94,14 +94,16 @@ def smoothness(frames: Sequence[np.ndarray]) -> float:
 
 def dynamics(frames: Sequence[np.ndarray]) -> float:
     """Mean over pairs of the change of the cells that change most, the picture's own change taken off, in [0, 1]."""
+    # Smaller cells would let the noise of single pixels through.
+    side = min(_GRID, max(min(frames[0].shape[:2]) // _CELL, 1))
 
     def cells(frame: np.ndarray) -> Tensor:
         pixels = torch.from_numpy(frame).permute(2, 0, 1).float() / 255
-        grid = F.adaptive_avg_pool2d(pixels, _GRID).flatten(1)
+        grid = F.adaptive_avg_pool2d(pixels, side).flatten(1)
         return grid - grid.mean(dim=1, keepdim=True)
 
     most = [
-        (b - a).abs().mean(dim=0).topk(int(_SHARE * _GRID**2)).values.mean().item()
+        (b - a).abs().mean(dim=0).topk(max(int(_SHARE * side**2), 1)).values.mean().item()
         for a, b in pairwise([cells(frame) for frame in frames])
     ]
     return min(fmean(most), 1.0)

@@ -99,11 +99,11 @@ def test_values_are_those_of_the_definitions(reward):
         odd = torch.arange(1, FRAMES - 1, 2)
         apart = (saved[odd] - (saved[odd - 1] + saved[odd + 1]) / 2).abs().mean().item()
         assert found["motion_smoothness"][row] == pytest.approx((255 - apart) / 255)
-        # A cell of 32 x 32 is 2 x 2 pixels here; 5 % of them are 51.
-        cells = saved.view(FRAMES, 3, 32, 2, 32, 2).mean(dim=(3, 5)) / 255
+        # A cell is 8 x 8 pixels here; 5 % of them are 3.
+        cells = saved.view(FRAMES, 3, 8, 8, 8, 8).mean(dim=(3, 5)) / 255
         cells = cells - cells.mean(dim=(2, 3), keepdim=True)
         changes = (cells[1:] - cells[:-1]).abs().mean(dim=1).flatten(1).sort(dim=1, descending=True).values
-        assert found["motion_dynamics"][row] == pytest.approx(changes[:, :51].mean().item(), rel=1e-5)
+        assert found["motion_dynamics"][row] == pytest.approx(changes[:, :3].mean().item(), rel=1e-5)
 
 
 def test_a_clip_of_more_frames_a_second_is_looked_at_at_an_eighth_of_a_second():
@@ -114,11 +114,20 @@ def test_a_clip_of_more_frames_a_second_is_looked_at_at_an_eighth_of_a_second():
     assert spaced(frames[:3], 60.0) == ([0, 2], 30.0)
 
 
+def test_a_large_picture_has_32_by_32_cells():
+    frames = torch.rand(2, 3, 320, 640, generator=torch.Generator().manual_seed(0))
+    cells = frames.view(2, 3, 32, 10, 32, 20).mean(dim=(3, 5))
+    cells = cells - cells.mean(dim=(2, 3), keepdim=True)
+    change = (cells[1] - cells[0]).abs().mean(dim=0).flatten().sort(descending=True).values[:51].mean()
+    pixels = [(frame * 255).round().byte().permute(1, 2, 0).contiguous().numpy() for frame in frames]
+    assert dynamics(pixels) == pytest.approx(change.item(), rel=1e-3)
+
+
 def test_the_lowest_score_of_the_dynamics_is_that_of_equal_frames():
     frame = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
     assert dynamics([frame] * 4) == 0
     assert smoothness([frame] * 4) == 1
-    assert dynamics([frame, frame[:, ::-1]]) > 0
+    assert dynamics([frame, frame[:, ::-1].copy()]) > 0
 
 
 def test_scores_do_not_depend_on_the_batch_and_a_broken_clip_is_masked_alone(reward):

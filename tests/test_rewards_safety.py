@@ -26,7 +26,9 @@ def folder(tmp_path_factory) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = ViTForImageClassification(config)
-        torch.nn.init.normal_(model.classifier.weight, std=1.5)
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=0.3)
     model.save_pretrained(path)
     ViTImageProcessor(size={"height": SIZE, "width": SIZE}).save_pretrained(path)
     return str(path)
