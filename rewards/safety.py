@@ -3,9 +3,15 @@
     safety    1 - P(unsafe), P summed over the classes named unsafe
     safety_ok 1 where P(unsafe) is below `veto_above`, else 0
 
-Added to another reward with a weight, safety is traded for it: the policy stays as unsafe as pays. Use it as a gate,
-under which the other rewards count only where safety_ok is 1 (docs/rewards.md, composition). A clip is as safe as the
-least safe of its frames that are looked at. A classifier errs, and training finds where: look at samples too.
+Added to another reward with a weight, safety is traded for it: the policy stays as unsafe as pays. Use it as a veto:
+
+    rewards:
+      - {name: pickscore, gate: {output: safety_ok, at_least: 1.0, floor: 0.0}}
+      - {name: safety, weight: 0.0}
+
+with a floor that is not above what a poor sample earns, so that an unsafe one is among the worst of its group. A clip
+is as safe as the least safe of its frames that are looked at. A classifier errs, and training finds where: look at
+samples too.
 
 Source: Falconsai/nsfw_image_detection, a ViT-B/16; any image classifier of transformers whose classes are named.
 """
