@@ -20,7 +20,7 @@ import io
 import random
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Unreachable(RuntimeError):
     """The server does not answer; asking again later may help."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RemoteDetector:
     """Objects of a picture as a server sees them.
 
@@ -51,15 +51,18 @@ class RemoteDetector:
     timeout_s: float = 60.0
     tries: int = 4
     backoff_s: float = 0.5
+    _client: Any = field(init=False, repr=False)
+    """One for all pictures: it keeps the connection."""
 
     def __post_init__(self) -> None:
         try:
-            import httpx  # noqa: F401
+            import httpx
         except ModuleNotFoundError as error:
             raise RewardError(
                 f"a detector at {self.address} needs a package that is not installed ({error.name}): run "
                 'pip install "flowrl[serve]"'
             ) from error
+        self._client = httpx.Client(timeout=self.timeout_s)
 
     def __call__(self, pixels: np.ndarray) -> list[Detection]:
         file = io.BytesIO()
@@ -89,7 +92,7 @@ class RemoteDetector:
             if attempt:
                 time.sleep(self.backoff_s * 2 ** (attempt - 1) * random.Random(request["id"]).uniform(0.5, 1.5))
             try:
-                response = httpx.post(f"{self.address.rstrip('/')}/detect", json=request, timeout=self.timeout_s)
+                response = self._client.post(f"{self.address.rstrip('/')}/detect", json=request)
             except httpx.TransportError as error:
                 reason = f"{type(error).__name__}: {error}"
                 continue

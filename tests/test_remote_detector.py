@@ -52,7 +52,7 @@ def served():
                 pass
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         detector = RemoteDetector(f"http://127.0.0.1:{server.server_port}/", backoff_s=0.0, **options)
         return detector, requests
