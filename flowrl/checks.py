@@ -155,7 +155,7 @@ def _check_noise(resolved: Resolved) -> None:
         )
     for key in ("lora", "init_lora"):
         if getattr(model, key) is not None:
-            raise ConfigError(f"model.{key}: {name} trains the initial noise and no weight of the network; set it to null")
+            raise ConfigError(f"model.{key}: {name} trains the initial noise, no weight of the network; set it to null")
     if model.shard:
         raise ConfigError(f"model.shard=true: {name} does not split the frozen network; set it to false")
     if run.optim.weight_decay:

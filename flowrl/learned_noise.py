@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ class Calibration:
         sizes = (2 * values + text.shape[1], 256, 256, 256)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            hidden = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in zip(sizes, sizes[1:], strict=False)]
+            hidden = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(sizes)]
             self.network = nn.Sequential(*hidden, nn.Linear(sizes[-1], 1)).to(text.device)
         self.adam = torch.optim.AdamW(self.network.parameters(), lr=learning_rate)
 
@@ -158,7 +159,7 @@ class Calibration:
 
 
 def text_features(cond: Condition) -> Tensor:
-    """One vector a prompt, [P, F] float32: every floating entry of its condition, averaged over all but its last axis."""
+    """A vector for each prompt, [P, F] float32: its condition's floats, averaged over all but the last axis."""
     parts = []
     for entry in cond.tensors.values():
         rows = [row.float().reshape(-1, row.shape[-1]).mean(dim=0) for row in entry if row.is_floating_point()]

@@ -72,9 +72,9 @@ def _exact(values: Tensor) -> Tensor:
 def gaussian_log_prob(latents: Tensor, mean: Tensor, std: Tensor, form: NoiseForm) -> Tensor:
     """log N(latents; mean, std^2), all [M, ...] with D values a row, without its constant; [M] float64.
 
-        sum   the density itself
-        sqrt  sum / sqrt(D): after a move of the mean by d std in every value its std is d, whatever D is
-        mean  sum / D: that std is d / sqrt(D)
+    sum   the density itself
+    sqrt  sum / sqrt(D): after a move of the mean by d std in every value its std is d, whatever D is
+    mean  sum / D: that std is d / sqrt(D)
     """
     mean, std = mean.double(), std.double()
     values = (-((latents.double() - mean) / std).square() / 2 - std.log()).flatten(1)

@@ -41,9 +41,10 @@ class Networks:
 class Algorithm(Protocol):
     """What every method declares.
 
-    `needs`: trained steps of the rollout, its finished samples, or the noise that these began with. `roles` are snapshots it needs ("reference",
-    "anchor", "old"); `behaviour` the one that draws the samples; `passes` how often an iteration goes through its
-    data; `feedback` the names of its loss metrics whose means over all processes `after_update` is to be given.
+    `needs`: trained steps of the rollout, its finished samples, or the noise that these began with. `roles` are
+    snapshots it needs ("reference", "anchor", "old"); `behaviour` the one that draws the samples; `passes` how often an
+    iteration goes through its data; `feedback` the names of its loss metrics whose means over all processes
+    `after_update` is to be given.
     """
 
     config: Any

@@ -99,7 +99,7 @@ class Find:
         return Advantages(values=total.nan_to_num().float()[:, :, None], valid=valid, dead=none, kept=valid)
 
     def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
-        """(A [P, G], V's mean squared error), and then V's own steps; of the laws `numbers` [P] that drew the samples."""
+        """(A [P, G], V's mean squared error) of the laws `numbers` [P] that drew the samples; then V's own steps."""
         judge, total = weights.calibration, credit.values.squeeze(2)
         if judge is None:
             return total, None
