@@ -6,8 +6,8 @@
 
 A picture costs as many evaluations whoever draws it, so costs are counted in pictures. After n pictures a prompt, spent
 on training, FIND draws from its law at one picture each. For m pictures of a prompt both spend n + m: best-of-k has
-k = 1 + n / m draws from N(0, 1) for each of them and keeps the one with the best training reward (equal ones: any). Both
-are judged by the strict verifier, on the same prompts; intervals are paired, over prompts.
+k = 1 + n / m draws from N(0, 1) for each of them and keeps the one with the best training reward (equal ones: any).
+Both are judged by the strict verifier, on the same prompts; intervals are paired, over prompts.
 
 The third column asks for one picture and lets FIND choose too: of the n that it drew in training, the best by the
 training reward.
@@ -190,8 +190,8 @@ def table(numbers: dict[str, Any]) -> str:
     words = " ".join(numbers["overrides"])
     return "\n".join(
         [
-            f"{numbers['prompts']} prompts, seed {numbers['seed']}, {numbers['draws']} draws of FIND a prompt, a pool of "
-            f"{numbers['pool']} pictures of the base a prompt, whose mean is {base}; `python "
+            f"{numbers['prompts']} prompts, seed {numbers['seed']}, {numbers['draws']} draws of FIND a prompt, a pool "
+            f"of {numbers['pool']} pictures of the base a prompt, whose mean is {base}; `python "
             f"scripts/find_against_best_of_n.py{' ' + words if words else ''}`. Strict accuracy, points.",
             "",
             *lines,
