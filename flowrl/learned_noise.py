@@ -168,6 +168,7 @@ def text_features(cond: Condition) -> Tensor:
 
 
 _JUDGE = "value"
+_ROUNDING = 1e-5  # a law that was scaled before rests
 
 
 class NoiseWeights(Weights):
@@ -199,6 +200,17 @@ class NoiseWeights(Weights):
             for name, value in values.items():
                 if name.startswith("std."):
                     value.clamp_(min=least)
+
+    @torch.no_grad()
+    def keep_moment(self) -> None:
+        """Scale each law that has left it back to mean(mean^2 + std^2) = 1 over its values, the base's E z^2."""
+        noise = self.network
+        mean, std = (torch.stack([p.detach() for p in values]) for values in (noise.mean, noise.std))
+        moments = (mean.square() + std.square()).flatten(1).mean(dim=1).tolist()
+        for k, moment in enumerate(moments):
+            if abs(moment - 1) > _ROUNDING:
+                noise.mean[k].mul_(moment**-0.5)
+                noise.std[k].mul_(moment**-0.5)
 
     def state(self) -> dict[str, Tensor]:
         judge = {} if self.calibration is None else self.calibration.state()

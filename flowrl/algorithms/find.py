@@ -54,6 +54,8 @@ class Config:
     """False learns the means alone."""
     least_std: float = 1e-4
     """s is at least this after each step."""
+    keep_moment: bool = False
+    """After each step scale mu and s back to mean(mu^2 + s^2) = 1: z keeps the size that the network knows."""
     refresh: int = 1
     """Iterations for which one law draws; above 1 a copy of it is kept."""
     passes: int = 1
@@ -66,6 +68,8 @@ class Config:
             raise ValueError("advantages.name=separate: there is one loss for all rewards; use per_reward or gdpo")
         if self.baseline == "value" and self.advantages != _GROUP:
             raise ValueError("advantages is the rule of baseline=group; set that, or leave advantages out")
+        if self.keep_moment and not self.train_std:
+            raise ValueError("keep_moment=true needs train_std=true: a mean that grows leaves less for the std")
         if not 0 < self.least_std <= 1:
             raise ValueError(f"least_std={self.least_std} must lie in (0, 1]: every std begins at 1")
         for name in ("reward_scale", "clip_range", "refresh", "passes"):
@@ -142,6 +146,8 @@ class Find:
 
     def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
         learned(weights).bound_std(self.config.least_std)
+        if self.config.keep_moment:
+            learned(weights).keep_moment()
 
     def after_iteration(self, updates: int, weights: Weights) -> None:
         self.iterations += 1
