@@ -419,7 +419,7 @@ def test_a_plan_counts_the_laws_as_what_is_trained_and_no_forward_in_updates(mon
     assert code == 0, printed
     words = " ".join(printed.split())
     assert "trained: initial noise of 32 prompts 16,384" in words  # 32 prompts x 256 values x mean and std
-    assert "1 updates of 128 samples; 256 iterations = 256 updates" in words
+    assert "1 updates of 128 samples; 200 iterations = 800 updates" in words
     assert "update forwards of 128 0 0 0" in words
     assert "0 TFLOP in the updates" in words
 
