@@ -28,8 +28,18 @@ class Card:
     high: float = math.inf
     """Range of the raw values; a finite value outside it stops the run."""
     higher_is_better: bool = True
+    transform: tuple[float, float] = (1.0, 0.0)
+    """(scale, offset) of the training value where the entry of the configuration sets none."""
     modality: str = "image"
-    """"image", "video" or "edit"."""
+    """"image", "video" (clips only), "any" (pictures, and clips by their frames), or "edit" (source and result)."""
+    resolution: str = "any"
+    """What it sees of a picture, in words: "224 x 224, the centre square"."""
+    requires: tuple[str, ...] = ()
+    """Keys that every sample's metadata must have."""
+    memory_gib: float = 0.0
+    """What its weights take, about; 0 where it has none."""
+    version: str = "1"
+    """Of what it computes: raised whenever a score changes. A cache tells versions apart."""
     differentiable: bool = False
     """True where gradients reach the images: no inference mode, cache, PIL or network on the way."""
     needs_groups: bool = False
