@@ -93,7 +93,8 @@ class HttpJudge:
         listed = self._first_tokens(questions)
         rows = [_option_row(tokens, list(options)) for tokens in listed]
         # None of the options is listed: the answer is something else, and any number would be made up.
-        self.counters.add(failures=sum(r is None and t is not None for r, t in zip(rows, listed, strict=True)))
+        strange = [q for q, row, tokens in zip(questions, rows, listed, strict=True) if tokens is not None and not row]
+        self.counters.add(failures=len({question.key() for question in strange}))
         nan = [math.nan] * len(options)
         return torch.tensor([row or nan for row in rows], dtype=torch.float64).reshape(len(rows), len(options))
 
