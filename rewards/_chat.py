@@ -86,6 +86,8 @@ class HttpJudge:
         self.config, self.reward = config, reward
         self.counters = Counters(config.price_prompt, config.price_completion)
         self._key = _api_key(config, reward)
+        self._unreachable = False
+        """The last question found nobody listening, with all its tries: the next ones try once until one succeeds."""
         # Of its own: waits must not move the random numbers of the training.
         self._jitter = random.Random(os.getpid())
 
@@ -179,19 +181,23 @@ class HttpJudge:
             # Built only now: pictures of questions that wait are not held in base 64.
             request = {"model": self.config.model, "messages": _messages(question), **body, "extra_body": self._extra()}
             end = time.monotonic() + self.config.deadline_s
-            for attempt in range(self.config.retries + 1):
+            tries = 1 if self._unreachable else self.config.retries + 1
+            for attempt in range(tries):
                 self.counters.add(requests=1, retries=int(attempt > 0))
                 left = min(self.config.timeout_s, end - time.monotonic())
                 try:
                     # The client's own timeout starts anew with every byte.
                     async with asyncio.timeout(left):
-                        return self._choice(await client.chat.completions.create(**request, timeout=left))
+                        choice = self._choice(await client.chat.completions.create(**request, timeout=left))
+                    self._unreachable = False
+                    return choice
                 except Exception as error:  # sorted into: ask again, give up, or stop the run
-                    wait = self._wait(error, attempt)
+                    wait, unreachable = self._wait(error, attempt), _nobody_listens(error)
                     problem = self._redacted(f"{type(error).__name__}: {error}")
-                if wait is None or attempt == self.config.retries or time.monotonic() + wait >= end:
+                if wait is None or attempt + 1 == tries or time.monotonic() + wait >= end:
                     break
                 await asyncio.sleep(wait)
+            self._unreachable = unreachable
             errors.append(f"{problem} (after {attempt + 1} tries)")
             return None
 
@@ -236,6 +242,12 @@ class HttpJudge:
 
     def _redacted(self, text: str) -> str:
         return (text.replace(self._key, "***") if self._key else text)[:500]
+
+
+def _nobody_listens(error: Exception) -> bool:
+    import openai
+
+    return isinstance(error, openai.APIConnectionError) and not isinstance(error, openai.APITimeoutError)
 
 
 def _api_key(config: Http, reward: str) -> str | None:

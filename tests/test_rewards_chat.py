@@ -1,6 +1,7 @@
 """Judges behind a server: every way a reply can fail, against a server of the test; nothing failed is ever a 0."""
 
 import asyncio
+import dataclasses
 import logging
 import math
 import sys
@@ -262,6 +263,18 @@ def test_a_dead_server_is_nan_everywhere_and_the_scorer_stops(server, monkeypatc
     assert reward.score.counters.values()["failures"] == 4
     with pytest.raises(RewardError, match="4 of 4 samples could not be scored"):
         Scorer([WeightedReward("judge", reward)]).score(pictures(), ["a", "b", "c", "d"], [{}] * 4)
+
+
+def test_a_dead_server_is_tried_at_length_once_and_found_again(server):
+    """Else a run would wait out every question's retries before it stops."""
+    reward = judge(server, url=f"http://127.0.0.1:{free_port()}/v1", retries=2, concurrency=1)
+    assert scored(reward).isnan().all()
+    assert reward.score.counters.values()["requests"] == 3 + 1 + 1 + 1
+    behind = reward.score.judge
+    behind.config = dataclasses.replace(behind.config, base_url=server.url)
+    assert scored(reward).isfinite().all()
+    server.answer = lambda request: Reply(status=503) if request.number < 6 else YES
+    assert scored(reward).isfinite().all(), "retries are back"
 
 
 def test_a_request_the_server_refuses_is_not_repeated(server):
