@@ -102,8 +102,8 @@ class Config(Backend):
 def question(version: str, caption: str) -> str:
     """The text that goes with the picture.
 
-    >>> question("v2.0", "a cat")[-20:]
-    'Text Caption: [a cat]'[-20:]
+    >>> question("v2.0", "a cat").splitlines()[-1]
+    'Text Caption: [a cat]'
     """
     return PROMPTS[version].replace("{caption}", caption)
 
