@@ -91,6 +91,9 @@ class HttpJudge:
         # Of its own: waits must not move the random numbers of the training.
         self._jitter = random.Random(os.getpid())
 
+    def check_options(self, options: Mapping[str, tuple[str, ...]]) -> None:
+        """The server's tokens are not known before it has answered."""
+
     def option_logprobs(self, questions: Sequence[Question], options: Mapping[str, tuple[str, ...]]) -> Tensor:
         listed = self._first_tokens(questions)
         rows = [_option_row(tokens, list(options)) for tokens in listed]

@@ -115,6 +115,10 @@ class Judge(Protocol):
 
     counters: Counters
 
+    def check_options(self, options: Mapping[str, tuple[str, ...]]) -> None:
+        """Raise RewardError where the model is known to be unable to answer with one of the options."""
+        ...
+
     def option_logprobs(self, questions: Sequence[Question], options: Mapping[str, tuple[str, ...]]) -> Tensor:
         """Log-probability that the answer begins with an option, its forms summed: [B, options] float64.
 

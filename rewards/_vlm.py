@@ -90,6 +90,9 @@ class LocalJudge:
             )
         return found
 
+    def check_options(self, options: Mapping[str, tuple[str, ...]]) -> None:
+        self.token_ids(options)
+
     def option_logprobs(self, questions: Sequence[Question], options: Mapping[str, tuple[str, ...]]) -> Tensor:
         ids = self.token_ids(options)
 

@@ -30,7 +30,9 @@ from rewards import _rubrics
 from rewards._backends import Backend, Score, judged
 from rewards._images import to_uint8
 from rewards._judge import (
+    DIGITS,
     FIRST_SECOND,
+    YES_NO,
     Judge,
     Question,
     Writing,
@@ -162,4 +164,10 @@ def build(config: Config) -> Reward:
         )
     card = dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise")
     how = _pairwise if rubric.scale == "pairwise" else _by_probability
-    return judged("vlm_judge", card, config, DEFAULT, lambda judge: how(judge, rubric), text)
+    options = {"yes_no": YES_NO, "expectation": DIGITS, "pairwise": FIRST_SECOND}[rubric.scale]
+
+    def checked(judge: Judge) -> Score:
+        judge.check_options(options)
+        return how(judge, rubric)
+
+    return judged("vlm_judge", card, config, DEFAULT, checked, text)

@@ -25,6 +25,9 @@ class Scripted:
         self.counters, self.probabilities, self.words = Counters(), probabilities, words
         self.asked, self.writings = [], []
 
+    def check_options(self, options):
+        pass
+
     def option_logprobs(self, questions, options):
         self.asked += questions
         first = torch.tensor([self.probabilities(q) for q in questions], dtype=torch.float64)

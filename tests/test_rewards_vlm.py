@@ -252,6 +252,12 @@ def test_token_ids_come_from_the_tokenizer(llava):
         judge.token_ids({"a": ("Yes",), "b": ("Yes", "No")})
 
 
+def test_a_judge_that_cannot_give_the_answers_is_refused_when_it_is_built(llava, monkeypatch):
+    monkeypatch.setattr(vlm_judge, "YES_NO", {"yes": ("Certainly",), "no": ("No",)})
+    with pytest.raises(RewardError, match="no single token for the answer 'yes'"):
+        judge(llava)
+
+
 def test_a_sentencepiece_tokenizer_has_its_digits_and_words():
     """It cuts "3" into a space mark and the digit, though both are one token each."""
 
