@@ -1,5 +1,6 @@
 """Judges on this machine: tiny random vision-language models against straight-line computations on the same weights."""
 
+import functools
 import logging
 import math
 
@@ -52,11 +53,16 @@ def judge(folder: str, rubric: str = "alignment", **options):
     return vlm_judge.build(vlm_judge.Config(local=local(folder, **options), rubric=rubric))
 
 
-def straight_logits(folder: str, image: torch.Tensor, text: str, answer: str = "") -> tuple[torch.Tensor, dict]:
-    """Logits of one conversation, [L, V], from the processor and the model alone: no batch, no padding."""
+@functools.cache
+def by_itself(folder: str):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    return AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+
+
+def straight_logits(folder: str, image: torch.Tensor, text: str, answer: str = "") -> tuple[torch.Tensor, dict]:
+    """Logits of one conversation, [L, V], from the processor and the model alone: no batch, no padding."""
+    model, processor = by_itself(folder)
     pixels = (image * 255).round().byte().permute(1, 2, 0).numpy()
     mark = "<vision><|image_pad|></vision>" if "<|image_pad|>" in processor.chat_template else "<image>"
     written = f"user: {mark}{text}assistant:<no-thinking>{answer}"
