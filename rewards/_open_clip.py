@@ -6,7 +6,7 @@ Source: mlfoundations/open_clip:src/open_clip/factory.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -31,7 +31,8 @@ class OpenClip:
 
     model: Any
     tokenizer: Any
-    pixels: Pixels
+    pixels: Callable[[Any], Tensor]
+    """Pictures in [0, 1] -> [B, 3, size, size]: `Pixels`, or a reward's own."""
 
     @property
     def device(self) -> torch.device:
@@ -39,12 +40,9 @@ class OpenClip:
 
     def embed_images(self, images: Tensor | Sequence[Tensor]) -> Tensor:
         """Unit image embeddings, [B, D], of pictures in [0, 1]."""
-        return self.embed_pixels(self.pixels(images))
-
-    def embed_pixels(self, pixels: Tensor) -> Tensor:
-        """The same of prepared pixels, [B, 3, size, size]."""
+        pixels = self.pixels(images).to(self.device)
         with torch.autocast(self.device.type, enabled=False):
-            return F.normalize(self.model.encode_image(pixels.to(self.device)), dim=-1)
+            return F.normalize(self.model.encode_image(pixels), dim=-1)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit text embeddings, [B, D]; each distinct text is encoded once, cut at the model's length."""
@@ -69,11 +67,13 @@ class _Source:
 
 def is_source(model: str) -> bool:
     """Whether `model` is open_clip's: an embedded CLIP, a folder of its layout, an `hf-hub:` or a network's name."""
+    if model.startswith("hf-hub:") or asset_folder(model, CONFIG) or (Path(model).expanduser() / CONFIG).is_file():
+        return True
+    if "/" in model:
+        return False
     import open_clip
 
-    if model.startswith("hf-hub:") or model in open_clip.list_models():
-        return True
-    return asset_folder(model, CONFIG) is not None or (Path(model).expanduser() / CONFIG).is_file()
+    return model in open_clip.list_models()
 
 
 def load(
@@ -134,7 +134,7 @@ def _source(model: str, pretrained: str | None, quick_gelu: bool | None, who: st
     import open_clip
 
     folder = asset_folder(model, CONFIG) or Path(model).expanduser()
-    by_name = model.replace("/", "-") in open_clip.list_models()
+    by_name = model in open_clip.list_models()
     if pretrained is not None and not by_name:
         raise RewardError(
             f"{who}: pretrained={pretrained!r} goes with the name of a network of open_clip, such as ViT-H-14; "
@@ -166,24 +166,23 @@ def _named(model: str, pretrained: str, quick_gelu: bool | None, who: str) -> _S
     """A network by its name, with the activation that its weights were trained with."""
     import open_clip
 
-    name = model.replace("/", "-")
-    tag = open_clip.get_pretrained_cfg(name, pretrained)
+    tag = open_clip.get_pretrained_cfg(model, pretrained)
     if tag:
         # ViT-L-14 with the tag openai is GELU by its name and QuickGELU by its weights; open_clip only warns.
         known = bool(tag.get("quick_gelu", False))
         if quick_gelu is not None and quick_gelu != known:
             raise RewardError(
-                f"{who}: quick_gelu={quick_gelu}, but {name}'s weights {pretrained!r} were trained with {known}; leave "
-                "it out"
+                f"{who}: quick_gelu={quick_gelu}, but {model}'s weights {pretrained!r} were trained with {known}; "
+                "leave it out"
             )
-        return _Source(name, pretrained, known)
-    weights = _weights(pretrained, name, who)
-    if quick_gelu is None and not name.endswith("-quickgelu"):
+        return _Source(model, pretrained, known)
+    weights = _weights(pretrained, model, who)
+    if quick_gelu is None and not model.endswith("-quickgelu"):
         raise RewardError(
             f"{who}: weights that are no tag of open_clip do not say which activation they were trained with; set "
             "quick_gelu: true (those of OpenAI, DFN, MetaCLIP) or false (LAION, DataComp, PickScore, HPS)"
         )
-    return _Source(name, weights, quick_gelu)
+    return _Source(model, weights, quick_gelu)
 
 
 def _weights(pretrained: str, name: str, who: str) -> str:
