@@ -115,12 +115,13 @@ def untrained(name: str) -> tuple[Any, Any]:
 def _create(source: _Source, who: str, model: str) -> tuple[Any, Any]:
     import open_clip
 
-    options = {} if source.quick_gelu is None else {"quick_gelu": source.quick_gelu}
+    # Only the first of the two silences the warning about a tag.
+    forced = {True: {"force_quick_gelu": True}, False: {"quick_gelu": False}, None: {}}[source.quick_gelu]
     try:
         # Weights are drawn before they are loaded, from the global random state.
         with torch.random.fork_rng(devices=[]):
             network = open_clip.create_model(
-                source.name, source.weights, precision="fp32", require_pretrained=True, weights_only=True, **options
+                source.name, source.weights, precision="fp32", require_pretrained=True, weights_only=True, **forced
             )
         tokenizer = open_clip.get_tokenizer(source.name)
     except (RuntimeError, OSError, ValueError, KeyError) as error:
@@ -168,8 +169,9 @@ def _named(model: str, pretrained: str, quick_gelu: bool | None, who: str) -> _S
 
     tag = open_clip.get_pretrained_cfg(model, pretrained)
     if tag:
-        # ViT-L-14 with the tag openai is GELU by its name and QuickGELU by its weights; open_clip only warns.
-        known = bool(tag.get("quick_gelu", False))
+        # ViT-L-14 with the tag openai is GELU by its name and QuickGELU by its weights; open_clip only warns. Others,
+        # roberta-ViT-B-32 for one, are QuickGELU by their name and have tags that say nothing.
+        known = bool(tag.get("quick_gelu") or open_clip.get_model_config(model).get("quick_gelu"))
         if quick_gelu is not None and quick_gelu != known:
             raise RewardError(
                 f"{who}: quick_gelu={quick_gelu}, but {model}'s weights {pretrained!r} were trained with {known}; "
