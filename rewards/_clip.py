@@ -53,19 +53,20 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """The image tower alone."""
+    """An image tower alone: a CLIPModel without its text tower, or a SiglipVisionModel."""
 
     model: Any
     pixels: Pixels
+    width: int
+    """Of its embeddings."""
 
     def embed_images(self, images: Tensor | Sequence[Tensor]) -> Tensor:
         """Unit image embeddings, [B, D], of pictures in [0, 1]: CLIP's projected ones, SigLIP's pooled ones."""
         device = self.model.device
         pixels = self.pixels(images).to(device)
+        forward = getattr(self.model, "get_image_features", self.model)
         with torch.autocast(device.type, enabled=False):
-            output = self.model(pixel_values=pixels)
-        features = output.image_embeds if hasattr(output, "image_embeds") else output.pooler_output
-        return F.normalize(features, dim=-1)
+            return F.normalize(projected(forward(pixel_values=pixels)), dim=-1)
 
 
 def load(model: str, tokenizer: str, *, device: str | None, preprocess: Preprocess, reward: str) -> Clip:
@@ -93,15 +94,18 @@ def load_vision(model: str, tower: Tower, *, device: str | None, preprocess: Pre
     Raises:
         RewardError: the weights can neither be found nor downloaded, or are of another network.
     """
-    from transformers import CLIPVisionModelWithProjection, SiglipVisionModel
+    from transformers import CLIPModel, SiglipVisionModel
 
-    kind = CLIPVisionModelWithProjection if tower == "clip" else SiglipVisionModel
-    network = _network(kind, model, f"reward {reward!r}", device)
-    size = network.config.image_size
-    if tower == "clip":
-        return Vision(network, Pixels(size=size, preprocess=preprocess))
-    half = (0.5, 0.5, 0.5)
-    return Vision(network, Pixels(size=size, preprocess=preprocess, fit="squash", mean=half, std=half))
+    who = f"reward {reward!r}"
+    if tower == "siglip":
+        network, half = _network(SiglipVisionModel, model, who, device), (0.5, 0.5, 0.5)
+        pixels = Pixels(size=network.config.image_size, preprocess=preprocess, fit="squash", mean=half, std=half)
+        return Vision(network, pixels, network.config.hidden_size)
+    # Not CLIPVisionModelWithProjection: it takes the width from another place of the configuration than CLIPModel.
+    network = _network(CLIPModel, model, who, device)
+    network.text_model = network.text_projection = None
+    pixels = Pixels(size=network.config.vision_config.image_size, preprocess=preprocess)
+    return Vision(network, pixels, network.config.projection_dim)
 
 
 def _network(kind: Any, model: str, who: str, device: str | None) -> Any:
@@ -111,11 +115,11 @@ def _network(kind: Any, model: str, who: str, device: str | None) -> Any:
         raise RewardError(
             f"{who} cannot load {kind.__name__} {model!r}; give a folder or a hub id that can be reached: {error}"
         ) from error
-    # What a checkpoint lacks is drawn at random with no more than a warning.
-    if info["missing_keys"]:
+    # What a checkpoint lacks, or has in another shape, is drawn at random with no more than a warning.
+    wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if wrong:
         raise RewardError(
-            f"{who}: {model!r} is no {kind.__name__}: it lacks {len(info['missing_keys'])} of its weights, such as "
-            f"{min(info['missing_keys'])!r}"
+            f"{who}: {model!r} is no {kind.__name__}: it lacks {len(wrong)} of its weights, such as {wrong[0]!r}"
         )
     return network.eval().requires_grad_(False).to(place(device))
 

@@ -108,7 +108,7 @@ def untrained(name: str) -> tuple[Any, Any]:
     import open_clip
 
     with torch.random.fork_rng(devices=[]):
-        network = open_clip.create_model(name, load_weights=False, pretrained_text=False)
+        network = open_clip.CLIP(**open_clip.get_model_config(name))
     return network.float().eval().requires_grad_(False), open_clip.get_tokenizer(name)
 
 

@@ -268,7 +268,11 @@ def build(config: Config) -> Reward:
     vision = _clip.load_vision(
         backbone, known.tower, device=config.device, preprocess=config.preprocess, reward="aesthetic"
     )
-    _require_width(vision, known, backbone)
+    if vision.width != known.widths[0]:
+        raise RewardError(
+            f"reward 'aesthetic': backbone={backbone!r} embeds in {vision.width} numbers, the head takes "
+            f"{known.widths[0]}; use {known.backbone}"
+        )
     placed = head.to(vision.model.device)
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
@@ -290,13 +294,3 @@ def build(config: Config) -> Reward:
         source=known.where.removeprefix("the repository "),
     )
     return Reward(framewise(score, config.frames), card)
-
-
-def _require_width(vision: _clip.Vision, known: Published, backbone: str) -> None:
-    config = vision.model.config
-    width = config.projection_dim if known.tower == "clip" else config.hidden_size
-    if width != known.widths[0]:
-        raise RewardError(
-            f"reward 'aesthetic': backbone={backbone!r} embeds in {width} numbers, the head takes {known.widths[0]}; "
-            f"use {known.backbone}"
-        )

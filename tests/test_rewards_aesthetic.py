@@ -174,25 +174,23 @@ def test_heads_as_safetensors_and_files_that_are_not_there(heads, tmp_path):
 SIZE = 16
 
 
-def clip_tower(folder: Path) -> str:
-    return toy_clip.save(folder)
+def siglip(folder: Path) -> str:
+    """Both towers, as the published folder has them."""
+    from transformers import SiglipConfig, SiglipModel
 
-
-def siglip_tower(folder: Path) -> str:
-    from transformers import SiglipVisionConfig, SiglipVisionModel
-
-    config = SiglipVisionConfig(
-        hidden_size=SIZE, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
+    size = {"hidden_size": SIZE, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = SiglipConfig(
+        text_config=size | {"vocab_size": 20}, vision_config=size | {"image_size": 32, "patch_size": 8}
     )
-    toy_clip.drawn(lambda: SiglipVisionModel(config), 0).save_pretrained(folder)
+    toy_clip.drawn(lambda: SiglipModel(config), 0).save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory) -> dict[str, str]:
     return {
-        "clip": clip_tower(tmp_path_factory.mktemp("clip")),
-        "siglip": siglip_tower(tmp_path_factory.mktemp("siglip")),
+        "clip": toy_clip.save(tmp_path_factory.mktemp("clip")),
+        "siglip": siglip(tmp_path_factory.mktemp("siglip")),
     }
 
 
@@ -224,13 +222,13 @@ def scored(reward, images) -> torch.Tensor:
 
 def straight_line(version: str, tower: str, weights: dict, images: torch.Tensor) -> torch.Tensor:
     """One picture at a time: the library's own preprocessing, the tower, its norm, layer after layer."""
-    from transformers import CLIPModel, SiglipVisionModel
+    from transformers import CLIPModel, SiglipModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     square, result = {"height": 32, "width": 32}, []
     if version == "v2.5":
-        processor, model = SiglipImageProcessorPil(size=square), SiglipVisionModel.from_pretrained(tower).eval()
+        processor, model = SiglipImageProcessorPil(size=square), SiglipModel.from_pretrained(tower).eval()
     else:
         processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=square)
         model = CLIPModel.from_pretrained(tower).eval()
@@ -239,7 +237,7 @@ def straight_line(version: str, tower: str, weights: dict, images: torch.Tensor)
         pixels = torch.as_tensor(processor(images=[eight_bit], return_tensors="pt")["pixel_values"])
         with torch.no_grad():
             if version == "v2.5":
-                e = model(pixels).pooler_output[0]
+                e = model.vision_model(pixels).pooler_output[0]
             else:
                 e = model.vision_model(pixels).pooler_output[0] @ model.visual_projection.weight.T
         e = e / e.norm()
