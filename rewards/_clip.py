@@ -115,11 +115,11 @@ def _network(kind: Any, model: str, who: str, device: str | None) -> Any:
         raise RewardError(
             f"{who} cannot load {kind.__name__} {model!r}; give a folder or a hub id that can be reached: {error}"
         ) from error
-    # What a checkpoint lacks, or has in another shape, is drawn at random with no more than a warning.
-    wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if wrong:
+    # What a checkpoint lacks is drawn at random with no more than a warning.
+    if info["missing_keys"]:
         raise RewardError(
-            f"{who}: {model!r} is no {kind.__name__}: it lacks {len(wrong)} of its weights, such as {wrong[0]!r}"
+            f"{who}: {model!r} is no {kind.__name__}: it lacks {len(info['missing_keys'])} of its weights, such as "
+            f"{min(info['missing_keys'])!r}"
         )
     return network.eval().requires_grad_(False).to(place(device))
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _clip
+from rewards import _checkpoints, _clip
 from rewards._frames import framewise
 
 LEVEL = "experimental"
@@ -218,7 +218,7 @@ def load_head(config: Config) -> Head:
         RewardError: no such file, another layout, another version's values, or values of no published head.
     """
     path = _file(config.head or _HUB_COPY)
-    head = read_head(_tensors(path), config.version, str(path))
+    head = read_head(_checkpoints.read(path, reward="aesthetic"), config.version, str(path))
     if not config.published:
         return head
     version = recognise(head)
@@ -242,24 +242,8 @@ def _file(head: str) -> Path:
             f"reward 'aesthetic': head={head!r} is no file; give one that is here, or a hub id with the file, "
             "owner/name/file"
         )
-    from huggingface_hub import hf_hub_download
-
-    owner, name, file = head.split("/")
-    try:
-        return Path(hf_hub_download(f"{owner}/{name}", file))
-    except (OSError, ValueError) as error:
-        raise RewardError(
-            f"reward 'aesthetic' cannot load head={head!r} from the hub; give the file {PUBLISHED['v2'].file} of "
-            f"{PUBLISHED['v2'].where} as head: {error}"
-        ) from error
-
-
-def _tensors(path: Path) -> Mapping[str, Tensor]:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
+    repository, _, file = head.rpartition("/")
+    return _checkpoints.find(repository, file, reward="aesthetic")
 
 
 def build(config: Config) -> Reward:

@@ -14,7 +14,8 @@ Source: arXiv:2306.09341; tgxs002/HPSv2:hpsv2/src/open_clip/transform.py.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _clip, _open_clip
+from rewards import _checkpoints, _clip, _open_clip
 from rewards._frames import framewise
 from rewards._images import to_uint8
 from rewards._pixels import normalised, padded, resized_shape
@@ -97,13 +98,7 @@ def find_weights(config: Config) -> Path:
         RewardError: no such file, another release's, or another hash.
     """
     name = _FILES[config.version]
-    if config.weights is None:
-        path = _from_hub(name)
-    else:
-        given = Path(config.weights).expanduser()
-        path = given / name if given.is_dir() else given
-        if not path.is_file():
-            raise RewardError(f"reward 'hpsv2': weights={config.weights!r}: there is no file {str(path)!r}")
+    path = _checkpoints.find(config.weights or _HUB, name, reward="hpsv2")
     other = next((version for version, file in _FILES.items() if path.name == file and version != config.version), None)
     if other:
         raise RewardError(
@@ -120,31 +115,24 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(_HUB, name))
-    except (OSError, ValueError) as error:
-        raise RewardError(
-            f"reward 'hpsv2' cannot load {name} of {_HUB} from the hub; give the file as weights: {error}"
-        ) from error
-
-
 def _load(path: Path, device: str | None) -> tuple[Any, Any]:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        state = load_file(path)
-    else:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        state = state.get("state_dict", state)
+    state = _state(path)
     network, tokenizer = _open_clip.untrained(ARCHITECTURE)
     try:
         network.load_state_dict(state)
     except RuntimeError as error:
         raise RewardError(f"reward 'hpsv2': {str(path)!r} holds no {ARCHITECTURE} of open_clip: {error}") from error
     return network.to(_clip.place(device)), tokenizer
+
+
+def _state(path: Path) -> Mapping[str, Tensor]:
+    """Weights of a .safetensors, or under "state_dict" of the published file."""
+    if path.suffix == ".safetensors":
+        return _checkpoints.read(path, reward="hpsv2")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+        raise RewardError(f"reward 'hpsv2': {str(path)!r} is not laid out as {_FILES['v2.1']}: {error!r}") from error
 
 
 def build(config: Config) -> Reward:
