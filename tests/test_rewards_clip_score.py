@@ -236,6 +236,20 @@ def test_a_folder_says_how_its_pictures_are_resized(mode, tmp_path):
     assert (clip.pixels.fit, clip.pixels.mean, clip.pixels.size) == (_open_clip._FITS[mode], toy_clip.MEAN, 32)
 
 
+def test_a_residual_network_such_as_tiny_clips_is_scored(tmp_path):
+    tower = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 16, "head_width": 64, "patch_size": None}
+    folder = toy_clip.save_open_clip(tmp_path, embed_dim=64, vision_cfg=tower)
+    reward = build(Config(model=folder, device="cpu", preprocess="fast"))
+    together = scored(reward, pictures())
+    assert together.isfinite().all()
+    alone = torch.cat([scored(reward, pictures()[i : i + 1], PROMPTS[i : i + 1]) for i in range(5)])
+    # Normalisation by the batch would show here.
+    assert_close(together, alone, rtol=0, atol=1e-4)
+    clip = _open_clip.load(folder, None, quick_gelu=None, device="cpu", preprocess="fast", reward="clip_score")
+    norms = torch.cat([clip.embed_images(pictures()), clip.embed_texts(PROMPTS)]).norm(dim=1)
+    assert_close(norms, torch.ones(10))
+
+
 # ---- finding weights
 
 

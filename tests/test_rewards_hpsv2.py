@@ -218,7 +218,7 @@ def test_the_other_release_is_never_taken_silently(folder, tmp_path):
         find_weights(Config(weights=f"{folder}/HPS_v2_compressed.pt"))
     with pytest.raises(RewardError, match=r"set version: v2\.1, or give HPS_v2_compressed\.pt"):
         find_weights(Config(version="v2.0", weights=f"{folder}/HPS_v2.1_compressed.pt"))
-    with pytest.raises(RewardError, match=r"there is no file .*HPS_v2\.1_compressed\.pt"):
+    with pytest.raises(RewardError, match=r"the folder .* has no HPS_v2\.1_compressed\.pt"):
         find_weights(Config(weights=str(tmp_path)))
 
 
@@ -237,6 +237,9 @@ def test_safetensors_are_read_and_other_networks_refused(folder, reward, tmp_pat
     save_file(state, tmp_path / "hps.safetensors")
     converted = build(Config(weights=str(tmp_path / "hps.safetensors"), device="cpu"))
     assert torch.equal(scored(converted, pictures()), scored(reward, pictures()))
+    torch.save(state, tmp_path / "bare.pt")
+    with pytest.raises(RewardError, match=r"bare\.pt' is not laid out as HPS_v2\.1_compressed\.pt: KeyError"):
+        build(Config(weights=str(tmp_path / "bare.pt"), device="cpu"))
     del state["text_projection"]
     torch.save({"state_dict": state}, tmp_path / "half.pt")
     with pytest.raises(RewardError, match=r"(?s)half\.pt' holds no tiny-hps of open_clip.*text_projection"):
@@ -250,5 +253,5 @@ def test_weights_that_cannot_be_downloaded_are_named(monkeypatch):
         raise OSError(f"no network for {repository}/{name}")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(RewardError, match=r"cannot load HPS_v2\.1_compressed\.pt of xswu/HPSv2.*give the file"):
+    with pytest.raises(RewardError, match=r"'hpsv2' cannot load HPS_v2\.1_compressed\.pt of 'xswu/HPSv2'"):
         find_weights(Config())
