@@ -1,0 +1,280 @@
+"""How beautiful is the picture, its prompt left aside? LAION's aesthetic heads on CLIP, and version 2.5 on SigLIP.
+
+score = head(e / |e|) with the picture's embedding e. All three heads are affine: layers without activations between
+them. Versions are on scales of their own:
+- v1: one linear layer on CLIP ViT-L/14, as VBench uses it;
+- v2: five on the same, the one that DDPO and Flow-GRPO train on; 5 to 6 for present models, 6.5 and more where hacked;
+- v2.5: five on SigLIP so400m; 1 to 10, 5.5 and more being good. Its code and weights are AGPL-3: they are not part of
+  this package, give the file yourself.
+
+A clip has the mean over some of its frames.
+
+Source: LAION-AI/aesthetic-predictor; christophschuhmann/improved-aesthetic-predictor;
+discus0434/aesthetic-predictor-v2-5 (architecture only).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowrl.reward import Card, Reward, RewardError
+from rewards import _checkpoints, _clip
+from rewards._frames import framewise
+
+LEVEL = "experimental"
+Version = Literal["v1", "v2", "v2.5"]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published head: where it is from, how its file is laid out, and how to know it."""
+
+    backbone: str
+    tower: _clip.Tower
+    prefix: str
+    """Of its keys."""
+    layers: tuple[str, ...]
+    """Keys of its linear layers, in order, without prefix, `.weight` and `.bias`."""
+    widths: tuple[int, ...]
+    """Of its input and of every layer's output."""
+    file: str
+    where: str
+    sha256: str
+    fingerprint: tuple[float, ...]
+    """Its values at 0, ones / sqrt(d), the first unit vector, +-1 / sqrt(d) in turn; and the norm of its affine map."""
+    licence: str
+
+
+_CLIP, _FIVE = "openai/clip-vit-large-patch14", (1024, 128, 64, 16, 1)
+PUBLISHED: dict[Version, Published] = {
+    "v1": Published(
+        backbone=_CLIP,
+        tower="clip",
+        prefix="",
+        layers=("",),
+        widths=(768, 1),
+        file="sa_0_4_vit_l_14_linear.pth",
+        where="the repository LAION-AI/aesthetic-predictor",
+        sha256="2cd4e60f4f24ae3bcd57b847b13c1f3ba27edc28cc1a7f9ce74ee9f421243cba",
+        fingerprint=(3.529371738, 1.513129670, 5.402092218, 3.693055377, 28.444395846),
+        licence="MIT",
+    ),
+    "v2": Published(
+        backbone=_CLIP,
+        tower="clip",
+        prefix="layers.",
+        layers=("0", "2", "4", "6", "7"),
+        widths=(768, *_FIVE),
+        file="sac+logos+ava1-l14-linearMSE.pth",
+        where="the repository christophschuhmann/improved-aesthetic-predictor",
+        sha256="21dd590f3ccdc646f0d53120778b296013b096a035a2718c9cb0d511bff0f1e0",
+        fingerprint=(5.236645845, 4.883284854, 4.545052401, 5.310305383, 17.995624776),
+        licence="Apache-2.0",
+    ),
+    "v2.5": Published(
+        backbone="google/siglip-so400m-patch14-384",
+        tower="siglip",
+        prefix="scoring_head.",
+        layers=("0", "2", "4", "6", "8"),
+        widths=(1152, *_FIVE),
+        file="aesthetic_predictor_v2_5.pth",
+        where="the repository discus0434/aesthetic-predictor-v2-5 (AGPL-3)",
+        sha256="a6caf256b3dc434273c98dcb12f6bf17c5d4fc647d8df11f038386923dd06220",
+        fingerprint=(1.939038294, 3.618319845, 2.709308143, 2.672634210, 25.452311294),
+        licence="AGPL-3",
+    ),
+}
+_HUB_COPY = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
+_TOLERANCE = 1e-4
+
+
+def _bounds(value_at_zero: float, norm: float) -> dict[str, float]:
+    """An affine map of a unit vector stays within its norm of its value at 0."""
+    return {"low": value_at_zero - norm, "high": value_at_zero + norm}
+
+
+CARD = Card(
+    outputs=("aesthetic_v2",),
+    **_bounds(PUBLISHED["v2"].fingerprint[0], PUBLISHED["v2"].fingerprint[4]),
+    modality="any",
+    resolution="224 x 224, the centre square",
+    memory_gib=1.2,
+    version="v2",
+    level=LEVEL,
+    licence="Apache-2.0 (head), MIT (CLIP)",
+    source="christophschuhmann/improved-aesthetic-predictor",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    version: Version = "v2"
+    """Which head; their numbers are not comparable."""
+    head: str | None = None
+    """Its file (.pth, .safetensors), or a hub id with the file, owner/name/file; null: v2's copy on the hub."""
+    published: bool = True
+    """Refuse a head whose values are not those of the published one; false for a head of your own."""
+    backbone: str | None = None
+    """CLIP ViT-L/14 or SigLIP so400m, a folder or a hub id; null: the one that the head was trained on."""
+    preprocess: _clip.Preprocess = "exact"
+    """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
+    frames: int = 8
+    """How many evenly spread frames of a clip are scored."""
+    device: str | None = None
+    """Where the network runs; none takes the GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.frames < 1:
+            raise ValueError(f"frames={self.frames} must be at least 1")
+        if self.version != "v2" and self.head is None:
+            known = PUBLISHED[self.version]
+            raise ValueError(
+                f"version={self.version!r} needs head, the file {known.file} of {known.where}: no hub has a copy of it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Linear layers in a row: (weight [out, in], bias [out]) each, float32."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    def __call__(self, embeddings: Tensor) -> Tensor:
+        """Scores [B] of unit embeddings [B, D]."""
+        for weight, bias in self.layers:
+            embeddings = F.linear(embeddings, weight, bias)
+        return embeddings.squeeze(-1)
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """(w [D], b []), float64: the layers in one."""
+        width = self.layers[0][0].shape[1]
+        w, b = torch.eye(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
+        for weight, bias in self.layers:
+            matrix = weight.detach().double().cpu()
+            w, b = matrix @ w, matrix @ b + bias.detach().double().cpu()
+        return w[0], b[0]
+
+    def to(self, device: torch.device) -> Head:
+        return Head(tuple((weight.to(device), bias.to(device)) for weight, bias in self.layers))
+
+
+def fingerprint(head: Head) -> tuple[float, ...]:
+    """Values at 0, ones / sqrt(d), the first unit vector, +-1 / sqrt(d) in turn; and |w|. In float64."""
+    w, b = head.affine()
+    even, width = w[0::2].sum(), math.sqrt(len(w))
+    values = (b, b + w.sum() / width, b + w[0], b + (2 * even - w.sum()) / width, w.norm())
+    return tuple(float(value) for value in values)
+
+
+def recognise(head: Head) -> Version | None:
+    """The published head whose fingerprint this is, within 1e-4; None if it is none of them."""
+    found = fingerprint(head)
+    for version, known in PUBLISHED.items():
+        if all(abs(a - b) <= _TOLERANCE for a, b in zip(found, known.fingerprint, strict=True)):
+            return version
+    return None
+
+
+def read_head(weights: Mapping[str, Tensor], version: Version, file: str) -> Head:
+    """The head in a file's tensors.
+
+    Raises:
+        RewardError: other keys or other shapes than this version's.
+    """
+    if _layout(weights, PUBLISHED[version]):
+        other = next((v for v, known in PUBLISHED.items() if not _layout(weights, known)), None)
+        hint = f"it is laid out as {other}'s: set version: {other}" if other else _layout(weights, PUBLISHED[version])
+        raise RewardError(f"reward 'aesthetic': {file!r} is not laid out as the head of {version}; {hint}")
+    known = PUBLISHED[version]
+    names = [f"{known.prefix}{layer}.".lstrip(".") for layer in known.layers]
+    return Head(tuple((weights[f"{n}weight"].float(), weights[f"{n}bias"].float()) for n in names))
+
+
+def _layout(weights: Mapping[str, Tensor], known: Published) -> str:
+    """What keeps the tensors from being a head of this kind, or ""."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for layer, inside, outside in zip(known.layers, known.widths, known.widths[1:], strict=False):
+        name = f"{known.prefix}{layer}.".lstrip(".")
+        wanted |= {f"{name}weight": (outside, inside), f"{name}bias": (outside,)}
+    if set(weights) != set(wanted):
+        return f"it has the keys {sorted(weights)}, not {sorted(wanted)}"
+    wrong = [name for name, shape in wanted.items() if tuple(weights[name].shape) != shape]
+    return f"{wrong[0]!r} is {list(weights[wrong[0]].shape)}, not {list(wanted[wrong[0]])}" if wrong else ""
+
+
+def load_head(config: Config) -> Head:
+    """The head of the configuration, known by its values if it has to be a published one.
+
+    Raises:
+        RewardError: no such file, another layout, another version's values, or values of no published head.
+    """
+    path = _file(config.head or _HUB_COPY)
+    head = read_head(_checkpoints.read(path, reward="aesthetic"), config.version, str(path))
+    if not config.published:
+        return head
+    version = recognise(head)
+    if version != config.version:
+        known, found = PUBLISHED[config.version], hashlib.sha256(path.read_bytes()).hexdigest()
+        like = f"it is the head of {version}: set version: {version}" if version else "its values are those of none"
+        raise RewardError(
+            f"reward 'aesthetic': {str(path)!r} is not the published head of {config.version}; {like}. Its sha256 is "
+            f"{found}, that of {known.file} of {known.where} is {known.sha256}; for a head of your own, set "
+            "published: false"
+        )
+    return head
+
+
+def _file(head: str) -> Path:
+    local = Path(head).expanduser()
+    if local.is_file():
+        return local
+    if head.count("/") != 2 or head.startswith((".", "/", "~")):
+        raise RewardError(
+            f"reward 'aesthetic': head={head!r} is no file; give one that is here, or a hub id with the file, "
+            "owner/name/file"
+        )
+    repository, _, file = head.rpartition("/")
+    return _checkpoints.find(repository, file, reward="aesthetic")
+
+
+def build(config: Config) -> Reward:
+    known, head = PUBLISHED[config.version], load_head(config)
+    backbone = config.backbone or known.backbone
+    vision = _clip.load_vision(
+        backbone, known.tower, device=config.device, preprocess=config.preprocess, reward="aesthetic"
+    )
+    if vision.width != known.widths[0]:
+        raise RewardError(
+            f"reward 'aesthetic': backbone={backbone!r} embeds in {vision.width} numbers, the head takes "
+            f"{known.widths[0]}; use {known.backbone}"
+        )
+    placed = head.to(vision.model.device)
+
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        embeddings = vision.embed_images(images)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return placed(embeddings)
+
+    w, b = head.affine()
+    card = replace(
+        CARD,
+        outputs=(f"aesthetic_{config.version.replace('.', '_')}",),
+        **_bounds(float(b), float(w.norm())),
+        resolution=vision.pixels.resolution,
+        memory_gib=1.2 if known.tower == "clip" else 1.6,
+        version=config.version if config.published else f"{config.version}, own head {config.head}",
+        differentiable=config.preprocess == "fast",
+        licence=f"{known.licence if config.published else 'unknown'} (head), "
+        f"{'MIT (CLIP)' if known.tower == 'clip' else 'Apache-2.0 (SigLIP)'}",
+        source=known.where.removeprefix("the repository "),
+    )
+    return Reward(framewise(score, config.frames), card)

@@ -1,0 +1,157 @@
+"""HPS v2: how much people prefer the picture for its prompt, by a CLIP ViT-H/14 tuned on choices of people.
+
+raw = cos(image, text), about 0.20 to 0.37; tables print it times 100. The two releases are not comparable, so the
+output carries the version: `hpsv2_1` or `hpsv2_0`. The longest side is resized to 224 and the rest is black, so unlike
+other CLIPs this one sees the whole picture; the resizing is done on float tensors and may overshoot [0, 1]. Of the
+prompt it sees 77 tokens. A clip has the mean over some of its frames.
+
+The networks are of one kind and cannot be told apart by their weights' shapes: what tells them is the file's name, and
+`sha256` where you give it.
+
+Source: arXiv:2306.09341; tgxs002/HPSv2:hpsv2/src/open_clip/transform.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowrl.reward import Card, Reward, RewardError
+from rewards import _checkpoints, _clip, _open_clip
+from rewards._frames import framewise
+from rewards._images import to_uint8
+from rewards._pixels import normalised, padded, resized_shape
+
+LEVEL = "experimental"
+Version = Literal["v2.1", "v2.0"]
+ARCHITECTURE = "ViT-H-14"
+"""open_clip's name: GELU, not QuickGELU."""
+_HUB = "xswu/HPSv2"
+_FILES: dict[Version, str] = {"v2.1": "HPS_v2.1_compressed.pt", "v2.0": "HPS_v2_compressed.pt"}
+
+CARD = Card(
+    outputs=("hpsv2_1",),
+    low=-1.0,
+    high=1.0,
+    modality="any",
+    resolution="224 x 224, the whole picture between bars",
+    memory_gib=3.7,
+    version="HPS v2.1",
+    level=LEVEL,
+    licence="Apache-2.0 (code and weights)",
+    source="arXiv:2306.09341",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    version: Version = "v2.1"
+    """Which release; their numbers are not comparable."""
+    weights: str | None = None
+    """The release's file, a folder with it, or a .safetensors of its state_dict; null: that of the hub."""
+    sha256: str | None = None
+    """Of the file of weights; another one is refused."""
+    antialias: bool = True
+    """As today's torchvision resizes; false: as before its 0.17, when the published tables were made."""
+    preprocess: _clip.Preprocess = "exact"
+    """"exact": through 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
+    frames: int = 8
+    """How many evenly spread frames of a clip are scored."""
+    device: str | None = None
+    """Where the network runs; none takes the GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.frames < 1:
+            raise ValueError(f"frames={self.frames} must be at least 1")
+
+
+def prepared(picture: Tensor, size: int, *, preprocess: _clip.Preprocess = "fast", antialias: bool = True) -> Tensor:
+    """[3, size, size] of a picture [3, H, W] in [0, 1]: longest side to `size`, black bars, normalised.
+
+    NaN all over where the picture holds NaN or inf.
+    """
+    if picture.ndim != 3 or picture.shape[0] != 3:
+        raise ValueError(f"a picture must be [3, H, W], got {list(picture.shape)}")
+    if not picture.isfinite().all():
+        return torch.full((3, size, size), torch.nan, device=picture.device)
+    exact = preprocess == "exact"
+    pixels = torch.from_numpy(to_uint8(picture)).permute(2, 0, 1).float() / 255 if exact else picture.float()
+    shape = resized_shape(*pixels.shape[-2:], size, "pad")
+    if shape != tuple(pixels.shape[-2:]):
+        # No clamp: the published code has none on its float tensors.
+        pixels = F.interpolate(pixels[None], shape, mode="bicubic", antialias=antialias, align_corners=False)[0]
+    return normalised(padded(pixels, size))
+
+
+def find_weights(config: Config) -> Path:
+    """The file of weights, certain to be no other release's by its name, and by its hash if that is given.
+
+    Raises:
+        RewardError: no such file, another release's, or another hash.
+    """
+    name = _FILES[config.version]
+    path = _checkpoints.find(config.weights or _HUB, name, reward="hpsv2")
+    other = next((version for version, file in _FILES.items() if path.name == file and version != config.version), None)
+    if other:
+        raise RewardError(
+            f"reward 'hpsv2': {path.name} holds {other}, but version={config.version!r} is asked for; set "
+            f"version: {other}, or give {name}"
+        )
+    if config.sha256 is not None and (found := _sha256(path)) != config.sha256.lower():
+        raise RewardError(f"reward 'hpsv2': {str(path)!r} has sha256 {found}, not {config.sha256}")
+    return path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _load(path: Path, device: str | None) -> tuple[Any, Any]:
+    state = _state(path)
+    network, tokenizer = _open_clip.untrained(ARCHITECTURE)
+    try:
+        network.load_state_dict(state)
+    except RuntimeError as error:
+        raise RewardError(f"reward 'hpsv2': {str(path)!r} holds no {ARCHITECTURE} of open_clip: {error}") from error
+    return network.to(_clip.place(device)), tokenizer
+
+
+def _state(path: Path) -> Mapping[str, Tensor]:
+    """Weights of a .safetensors, or under "state_dict" of the published file."""
+    if path.suffix == ".safetensors":
+        return _checkpoints.read(path, reward="hpsv2")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+        raise RewardError(f"reward 'hpsv2': {str(path)!r} is not laid out as {_FILES['v2.1']}: {error!r}") from error
+
+
+def build(config: Config) -> Reward:
+    network, tokenizer = _load(find_weights(config), config.device)
+    size = network.visual.image_size[0]
+
+    def pixels(images: Tensor | Sequence[Tensor]) -> Tensor:
+        options = {"preprocess": config.preprocess, "antialias": config.antialias}
+        return torch.stack([prepared(picture, size, **options) for picture in images])
+
+    clip = _open_clip.OpenClip(network, tokenizer, pixels)
+
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        return (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
+
+    card = replace(
+        CARD,
+        outputs=(f"hpsv2_{config.version[-1]}",),
+        version=f"HPS {config.version}" + ("" if config.antialias else ", no antialias"),
+        differentiable=config.preprocess == "fast",
+    )
+    return Reward(framewise(score, config.frames), card)
