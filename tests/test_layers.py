@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("algorithms",),
     ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration"),
-    ("samplers", "solvers", "sa_solver", "plan", "times", "reward"),
+    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache"),
     ("process", "schedules", "advantages", "selection", "objectives"),
     ("types", "rng", "registry", "shapes"),
 )
