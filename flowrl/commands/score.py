@@ -212,8 +212,8 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
 
     if plan.card is not None and plan.card.requires and prompts is None:
         raise ConfigError(
-            f"the reward {plan.name!r} needs {', '.join(plan.card.requires)} for every sample; give records of a .jsonl "
-            "with --prompts"
+            f"the reward {plan.name!r} needs {', '.join(plan.card.requires)} for every sample; give records that have "
+            "them with --prompts"
         )
     entry = plan.build()
     given = material(entry.reward.card)
