@@ -68,7 +68,8 @@ def test_records_are_matched_by_file_name_and_lines_by_order(capsys, tmp_path, f
 
 def test_what_cannot_be_read_or_scored_is_null_and_never_a_number(capsys, tmp_path, folder):
     (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:40])
-    text = "def score(i, p, m):\n    if len(i) > 1 or float(i[0].mean()) > 0.5:\n        raise ValueError\n    return [1.0]\n"
+    body = "if len(i) > 1 or float(i[0].mean()) > 0.5:\n        raise ValueError\n    return [1.0]"
+    text = f"def score(i, p, m):\n    {body}\n"
     lines, told = run(capsys, folder, [mine(tmp_path, text)])
     assert [line["mine"] for line in lines] == [1.0, None, None]
     assert "2.png cannot be read" in told
