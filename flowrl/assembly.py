@@ -8,16 +8,18 @@ from pathlib import Path
 
 import torch
 
-from flowrl.algorithms.base import Algorithm, Networks
+from flowrl.algorithms.base import Algorithm, Networks, NoiseAlgorithm
 from flowrl.components import RewardPlan
 from flowrl.config import ConfigError, EvalConfig, Resolved, RunConfig
 from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
+from flowrl.initials import add_calibration, noise_weights, require_own_prompts
+from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.learner import Learner
 from flowrl.metrics import log
 from flowrl.models._savings import cast_frozen
-from flowrl.models.base import ModelAdapter, channel_axis, packed_grid, torch_dtype
-from flowrl.models.weights import Weights
+from flowrl.models.base import ModelAdapter, ModelConfig, channel_axis, packed_grid, torch_dtype
+from flowrl.models.weights import Weights, component_names
 from flowrl.optim import Optimizer
 from flowrl.prompts import Prompt, PromptSource, Texts, require_pictures
 from flowrl.reward import Card, RewardError, Scorer, WeightedReward, score_once
@@ -61,13 +63,15 @@ class Parts:
     """Where the advantages of a rollout's pictures count, for a method with `spatial`."""
     sharded: bool
     """The network is split over the processes, which then make every forward together."""
+    learned: LearnedNoise | None
+    """The law of the initial noise, for a method that learns it."""
 
     def introduction(self) -> str:
         """One line on what is about to run."""
         run, options = self.resolved.run, self.resolved.model.config
         line = (
             f"{run.name}: {self.resolved.algorithm.name} on {options.path}, {self.weights.count:,} trained values "
-            f"({'full weights' if options.lora is None else f'LoRA rank {options.lora.rank}'}), "
+            f"({self.weights.description}), "
             f"{len(self.source.prompts)} train and {len(self.held_out)} held-out prompts, {self.world.size} process(es)"
             f"{', which share the network' if self.sharded else ''}"
         )
@@ -87,6 +91,9 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     config, options = resolved.run, resolved.model.config
     _require_samples(config.samples_per_iteration, world)
     train, held_out = both_prompts(config)
+    algorithm: Algorithm = resolved.algorithm.build()
+    if algorithm.needs == "noise":
+        require_own_prompts(train, held_out)
     both = (*resolved.rewards, *resolved.eval_rewards)
     require_metadata(train, held_out, resolved, [plan.card for plan in both])
     entries = build_rewards(both)
@@ -98,15 +105,21 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     require_pictures(train, adapter, "data.prompts", train[0])
     require_pictures(held_out, adapter, "data.eval_prompts", train[0])
     dtype, sharded = torch_dtype(options.dtype), options.shard and world.size > 1
-    weights = _weights(resolved, adapter, world, dtype if sharded else None)
+    if algorithm.needs == "noise":
+        weights = _noise(algorithm, adapter, options, world, train)
+    else:
+        weights = _weights(resolved, adapter, world, dtype if sharded else None)
+    learned = weights.network if isinstance(weights, NoiseWeights) else None
     _probe(scorer, train[:2], adapter)
     _probe(watched, held_out[:2], adapter)
     texts = Texts(adapter, (*train, *held_out), cache=config.data.cache_text)
-    algorithm: Algorithm = resolved.algorithm.build()
+    if isinstance(weights, NoiseWeights):
+        add_calibration(algorithm, weights, texts, train, config.seed)
     for role in algorithm.roles:
         weights.snapshot(role)
     updates = config.iterations * config.optim.updates_per_iteration * algorithm.passes
-    optimizer = Optimizer(weights, config.optim, updates, loss_scaling=dtype == torch.float16, world=world)
+    scaled = dtype == torch.float16 and algorithm.needs != "noise"  # there no gradient goes through the network
+    optimizer = Optimizer(weights, config.optim, updates, loss_scaling=scaled, world=world)
     sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
     _require_plan(algorithm, sampler, schedule, adapter, config.seed)
@@ -133,9 +146,10 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         sampler=sampler,
         policy=policy,
         learner=Learner(config, algorithm, Networks(policy, weights), optimizer, world, schedule, sharded=sharded),
-        evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, tuple(held_out), sharded),
+        evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, tuple(held_out), sharded, learned),
         maps=maps,
         sharded=sharded,
+        learned=learned,
     )
 
 
@@ -154,6 +168,16 @@ def _weights(resolved: Resolved, adapter: ModelAdapter, world: World, split_at: 
     return weights
 
 
+def _noise(
+    algorithm: NoiseAlgorithm, adapter: ModelAdapter, options: ModelConfig, world: World, train: Sequence[Prompt]
+) -> NoiseWeights:
+    """The laws of the initial noise, with the adapter frozen on its device."""
+    adapter.network.requires_grad_(False)
+    cast_frozen(component_names(adapter.network).values(), options)
+    adapter.to(world.device)
+    return noise_weights(algorithm, train, adapter.latent_shape(), world.device)
+
+
 def _evaluator(
     options: EvalConfig,
     adapter: ModelAdapter,
@@ -163,6 +187,7 @@ def _evaluator(
     folder: Path,
     prompts: tuple[Prompt, ...],
     sharded: bool,
+    learned: LearnedNoise | None,
 ) -> Evaluator:
     return Evaluator(
         adapter=adapter,
@@ -176,6 +201,7 @@ def _evaluator(
         batch_size=options.batch_size,
         save_images=options.save_images,
         sharded=sharded,
+        learned=learned,
     )
 
 
@@ -183,7 +209,7 @@ def both_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """(training prompts, those of the evaluations): the training prompts again where none are set."""
     data = config.data
     columns = Columns(data.prompt_column, data.image_column, data.subset)
-    train = load_prompts(data.prompts, "data.prompts", columns)
+    train = load_prompts(data.prompts, "data.prompts", columns)[: data.max_prompts]
     held_out = train
     if data.eval_prompts is not None:
         held_out = load_prompts(data.eval_prompts, "data.eval_prompts", columns)

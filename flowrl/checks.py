@@ -25,9 +25,12 @@ def check(resolved: Resolved) -> None:
         _check_guidance(resolved)
         _check_steps(resolved)
         _check_method(resolved)
-    else:
+    elif resolved.algorithm.build().needs == "samples":
         _check_method(resolved)
         _check_samples(resolved)
+    else:
+        _check_method(resolved)
+        _check_noise(resolved)
 
 
 def _check_rewards(resolved: Resolved) -> None:
@@ -84,7 +87,7 @@ def _check_exploration(resolved: Resolved) -> None:
     options = run.rollout.exploration
     if options is None:
         return
-    if getattr(resolved.algorithm.build(), "needs", "edges") == "edges":
+    if getattr(resolved.algorithm.build(), "needs", "edges") != "samples":
         raise ConfigError(
             f"rollout.exploration: {resolved.algorithm.name} compares all samples of a prompt with their mean, which "
             "choosing the extremes would shift; use a method on finished samples, such as diffusion_nft, or set it to "
@@ -130,6 +133,30 @@ def _check_samples(resolved: Resolved) -> None:
         raise ConfigError(
             f"optim.batch_size={run.optim.batch_size}: a forward of {resolved.algorithm.name} must hold {what}, "
             f"{whole} rows; raise it to at least {whole} (model.gradient_checkpointing=true saves memory)"
+        )
+
+
+def _check_noise(resolved: Resolved) -> None:
+    """What has no meaning for a method on the initial noise, whose network is frozen."""
+    run, model, name = resolved.run, resolved.model.config, resolved.algorithm.name
+    if run.rollout.shared_noise:
+        raise ConfigError(
+            f"rollout.shared_noise=true: the samples of {name} differ by their initial noise alone; set it to false"
+        )
+    if run.rollout.sampler is not None:
+        raise ConfigError(
+            f"rollout.sampler={run.rollout.sampler}: with the noise of a sampler's steps the initial noise would not "
+            f"decide the picture, and {name} learns that alone; set it to null, and choose algorithm.solver"
+        )
+    for key in ("lora", "init_lora"):
+        if getattr(model, key) is not None:
+            raise ConfigError(f"model.{key}: {name} trains the initial noise, no weight of the network; set it to null")
+    if model.shard:
+        raise ConfigError(f"model.shard=true: {name} does not split the frozen network; set it to false")
+    if run.optim.weight_decay:
+        raise ConfigError(
+            f"optim.weight_decay={run.optim.weight_decay} would shrink the stds towards 0; set it to 0: "
+            "algorithm.prior_coef pulls to the base's noise"
         )
 
 

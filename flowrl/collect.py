@@ -15,6 +15,7 @@ from flowrl.advantages import aggregate
 from flowrl.assembly import Parts
 from flowrl.distributed import largest_shard, shard
 from flowrl.exploration import choose, fidelity
+from flowrl.initials import numbers_of
 from flowrl.metrics import Progress, Sums, Timer, log
 from flowrl.models.base import decoded
 from flowrl.plan import StepPlan
@@ -77,10 +78,13 @@ class Collector:
         prompts = [parts.source.prompts[k] for k in numbers]
         plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
         noise = self.noise(iteration)
-        found, maps, before = None, None, self.evaluations.rows
+        found, maps, laws, before = None, None, None, self.evaluations.rows
         looked: tuple[Tensor, Tensor] | None = None
         try:
             with parts.weights.using(parts.algorithm.behaviour):
+                if parts.learned is not None:
+                    laws = numbers_of(parts.learned, prompts)
+                    noise = dataclasses.replace(noise, laws=parts.learned.drawn_from(laws))
                 if self.explores:
                     looked = self._explore(iteration, prompts, noise, timer)
                     noise = dataclasses.replace(noise, chosen=looked[0])
@@ -103,7 +107,9 @@ class Collector:
         gone = parts.algorithm.retired(rewards, self.weights)
         parts.source.retire(iteration, [k for k, done in zip(numbers, gone.tolist(), strict=True) if done])
         spread = _group_spread(found.images, found.rows)
-        return Rollout(plan, found.samples, found.edges, found.cond, found.rows, rewards, raw, spread, maps)
+        initial = None if laws is None else noise.initial(found.ids)
+        drawn = (found.samples, found.edges, found.cond, found.rows)
+        return Rollout(plan, *drawn, rewards, raw, spread, maps, initial, laws)
 
     def noise(self, iteration: int) -> Noise:
         """Of an iteration's rollout."""
@@ -116,7 +122,7 @@ class Collector:
     def _recorded(self) -> dict[str, Any]:
         """What a rollout keeps of its steps, for a method on them."""
         algorithm: Any = self.parts.algorithm
-        if algorithm.needs == "samples":
+        if algorithm.needs != "edges":
             return {}
         return {"form": algorithm.log_prob_form(self.parts.sampler), "columns": algorithm.columns}
 

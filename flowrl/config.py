@@ -34,6 +34,8 @@ class DataConfig:
     or folder), or `shapes:train`."""
     eval_prompts: str | None = None
     """Held-out prompts, same forms; null evaluates on the training prompts and says so."""
+    max_prompts: int | None = None
+    """Use only the first so many training prompts."""
     max_eval_prompts: int | None = None
     """Use only the first so many held-out prompts."""
     prompt_column: str = "prompt"
@@ -46,7 +48,7 @@ class DataConfig:
     """Embed every prompt at the start and free the text encoders."""
 
     def __post_init__(self) -> None:
-        _positive(max_eval_prompts=self.max_eval_prompts)
+        _positive(max_prompts=self.max_prompts, max_eval_prompts=self.max_eval_prompts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

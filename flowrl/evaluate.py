@@ -14,6 +14,8 @@ import torch
 from flowrl import media
 from flowrl.checkpoint import write_atomically
 from flowrl.distributed import World
+from flowrl.initials import numbers_of
+from flowrl.learned_noise import LearnedNoise
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.plan import deterministic
 from flowrl.prompts import Prompt, Texts
@@ -90,6 +92,8 @@ class Evaluator:
     save_images: int | None
     sharded: bool = False
     """Every forward, and `stop`, is then a step of all processes together."""
+    learned: LearnedNoise | None = None
+    """Laws that the initial noise is drawn from; None: the standard one."""
 
     def __call__(
         self,
@@ -111,7 +115,8 @@ class Evaluator:
         prompts = self.prompts[:limit]
         policy = Policy(self.adapter, Ode(), guidance_scale)
         plan = deterministic(self.adapter.schedule(num_inference_steps))
-        noise = Noise(self.seed, "eval", None, self.adapter.latent_shape())
+        laws = None if self.learned is None else self.learned.drawn_from(numbers_of(self.learned, prompts))
+        noise = Noise(self.seed, "eval", None, self.adapter.latent_shape(), laws=laws)
         own: list[tuple[SampleId, dict[str, float]]] = []
         for slots, counts in self._rounds(len(prompts)):
             if stop():

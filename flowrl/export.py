@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flowrl.components import component
 from flowrl.config import ConfigError, load_tree
+from flowrl.learned_noise import FILE, LearnedNoise
 from flowrl.models.base import ModelError, loading, null_components, resolve_path, torch_dtype
 from flowrl.models.weights import component_names, lora_file, lora_places, read_lora
 
@@ -57,6 +58,11 @@ def export(run: Path, layout: Format, out: Path) -> Path:
     Raises:
         ConfigError: no run, nothing trained yet, or full weights asked for as a LoRA.
     """
+    if learned_noise(run) is not None:
+        raise ConfigError(
+            f"{str(run)!r} learned the initial noise of its prompts and no weights, so there is nothing to export: "
+            f"flowrl sample draws with it, and {run / 'adapter' / FILE} holds its means and stds"
+        )
     saved, model = _trained(run), _model(run)
     file = lora_file(saved)
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
@@ -150,13 +156,20 @@ def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
                 raise ModelError(f"{model!r} is a single file: its family is not known; give a folder or a hub id")
             return DiffusionPipeline.from_pretrained(path, dtype=dtype, **null_components(path)), {}
     tree = load_tree(folder / "config.yaml")
-    adapter = _with_update(_model(folder), _trained(folder), merge=False)
+    saved = _trained(folder) if learned_noise(folder) is None else None
+    adapter = _with_update(_model(folder), saved, merge=False)
     rollout, evaluation = tree["rollout"], tree["eval"]
     steps = evaluation["num_inference_steps"] or rollout["num_inference_steps"]
     guidance = evaluation["guidance_scale"]
     guidance = rollout["guidance_scale"] if guidance is None else guidance
     call = adapter.own_call(steps, guidance)
     return adapter.pipeline, call
+
+
+def learned_noise(run: Path) -> LearnedNoise | None:
+    """The laws of a run that learned its initial noise; None of any other run or model."""
+    file = run / "adapter" / FILE
+    return LearnedNoise.load(file) if file.is_file() else None
 
 
 def _model(run: Path) -> Any:
@@ -176,8 +189,8 @@ def _trained(run: Path) -> Path:
     return saved
 
 
-def _with_update(model: Any, saved: Path, *, merge: bool) -> Any:
-    """The run's adapter, all of one dtype, with its trained weights: as a LoRA, or added to the network's."""
+def _with_update(model: Any, saved: Path | None, *, merge: bool) -> Any:
+    """The run's adapter, all of one dtype, with its trained weights, if any: as a LoRA, or added to the network's."""
     config = model.config
     if merge and hasattr(config, "load_t5"):
         # A folder without T5 would not load without saying so; `text_encoder_3=None` leaves it out as in training.
@@ -187,6 +200,8 @@ def _with_update(model: Any, saved: Path, *, merge: bool) -> Any:
     pipeline = adapter.pipeline
     torch.nn.Module.to(pipeline.vae, dtype)
     components = component_names(adapter.network)
+    if saved is None:
+        return adapter
     if not lora_file(saved).is_file():
         for name, network in components.items():
             setattr(pipeline, name, type(network).from_pretrained(saved / name, dtype=dtype))

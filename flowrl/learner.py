@@ -10,6 +10,7 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Algorithm, Networks
 from flowrl.config import RunConfig
 from flowrl.distributed import World
+from flowrl.initials import Initials
 from flowrl.metrics import Sums
 from flowrl.noising import Noising
 from flowrl.optim import Optimizer
@@ -62,7 +63,7 @@ class Learner:
             sums: receives the metrics.
             gate: dtype of the network if the parity gate is to be passed first, else None.
         """
-        work: Replay | Noising
+        work: Replay | Noising | Initials
         parts = (self.config, self.algorithm, self.networks, self.world, self.evaluations, rollout, credit, iteration)
         before = self.evaluations.rows
         if self.algorithm.needs == "edges":
@@ -70,8 +71,10 @@ class Learner:
             if gate is not None:
                 work.pass_gate(gate)
                 before = self.evaluations.rows  # the gate is passed once a start: no cost of an iteration
-        else:
+        elif self.algorithm.needs == "samples":
             work = Noising(*parts, self.schedule, sharded=self.sharded)
+        else:
+            work = Initials(self.config, self.algorithm, self.networks, self.world, rollout, credit, iteration, sums)
         work.prepare()
         for _ in range(self.algorithm.passes):
             for number in range(len(work.shares)):
@@ -79,7 +82,7 @@ class Learner:
         self.algorithm.after_iteration(self.optimizer.updates, self.networks.weights)
         sums.add("nfe/train", self.evaluations.rows - before, len(rollout.rows))
 
-    def _one_update(self, work: Replay | Noising, number: int, sums: Sums) -> None:
+    def _one_update(self, work: Replay | Noising | Initials, number: int, sums: Sums) -> None:
         """One optimizer step on the share `number`."""
         scale, names = self.optimizer.scale, self.algorithm.feedback
         tail = torch.zeros(len(names) + 1, device=self.world.device)

@@ -38,6 +38,7 @@ from torch import nn
 from flowrl import fewbits
 from flowrl.config import Resolved, RunConfig
 from flowrl.distributed import shard
+from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.matching import training_guidance
 from flowrl.meter import faked, measured
 from flowrl.models._classes import config_folder
@@ -179,14 +180,15 @@ def trained_share(resolved: Resolved, plan: StepPlan) -> float:
     run, algorithm = resolved.run, resolved.algorithm.build()
     size, rule = run.rollout.group_size, getattr(algorithm.config, "advantages", None)
     samples = 1.0 if rule is None or rule.select is None else rule.select.keep / size
-    if algorithm.needs == "samples":
+    if algorithm.needs != "edges":
         return samples
     kept = algorithm.kept_edges([SampleId(0, k) for k in range(size)], plan, 1, run.seed)
     return samples if kept is None else samples * float(kept.float().mean())
 
 
 def terms_per_sample(resolved: Resolved, plan: StepPlan) -> int:
-    """Rows of one sample in a pass of the updates: its trained steps, or its times where a method noises it again.
+    """Rows of one sample in a pass of the updates: its trained steps, its times where a method noises it again, or
+    none where the network is frozen.
 
     Raises:
         ValueError: the grid does not have the times.
@@ -194,6 +196,8 @@ def terms_per_sample(resolved: Resolved, plan: StepPlan) -> int:
     algorithm = resolved.algorithm.build()
     if algorithm.needs == "edges":
         return len(plan.train)
+    if algorithm.needs == "noise":
+        return 0
     return algorithm.times(plan.schedule, [SampleId(0, 0)], 1, resolved.run.seed).sigma.shape[1]
 
 
@@ -230,7 +234,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     parts = {"denoiser": adapter.network, "vae": pipeline.vae} | encoders
     parameters = {name: count(part) for name, part in parts.items()}
     roles = [role for role in used if role != "reference" or config.lora is None]
-    weights = _weights(adapter, config)
+    weights = _weights(adapter, resolved, prompts)
     trained, away = weights.count, offloaded(pipeline, config)
     stored = {name: size(part) for name, part in parts.items()}
     stored["denoiser"] -= _FLOAT * trained if config.lora else 0
@@ -246,6 +250,8 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     at_work = max(run.rollout.prompts_per_iteration, run.eval.batch_size // run.eval.samples_per_prompt)
     loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
     loaded += 0 if run.data.cache_text else resident(encoders)
+    frozen = isinstance(weights, NoiseWeights)
+    loaded += _FLOAT * trained if frozen else 0
     terms = resolved.algorithm.build().passes * terms_per_sample(resolved, plan)
     samples, slots = len(own), len({slot for slot, _ in own})
     sampled, trained_on = forward_rows(run, plan, samples, slots, trained_share(resolved, plan), terms)
@@ -264,7 +270,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         moments=2 * _FLOAT * trained,
         ema=ema,
         snapshots=snapshots,
-        latents=samples * (nodes_per_sample(plan) + 1) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
+        latents=samples * (nodes_per_sample(plan) + 1 + frozen) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
         pictures=samples * 3 * getattr(adapter, "num_frames", 1) * adapter.height * adapter.width * _FLOAT,
         phases=(
             Phase("encode", base + resident(encoders), transient["encode"]),
@@ -276,12 +282,18 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     )
 
 
-def _weights(adapter: Any, config: Any) -> Weights:
+def _weights(adapter: Any, resolved: Resolved, prompts: int) -> Weights:
     """What is trained, with the frozen weights stored as the memory options say."""
+    config, algorithm = resolved.model.config, resolved.algorithm.build()
     networks = component_names(adapter.network).values()
     fewbits.quantise(networks, config)
     with torch.device("meta"):
-        weights = Weights(adapter.network, config.lora, adapter.lora_targets, seed=0)
+        if algorithm.needs == "noise":
+            adapter.network.requires_grad_(False)
+            noise = LearnedNoise([(str(k), ()) for k in range(prompts)], adapter.latent_shape())
+            weights: Weights = NoiseWeights(noise, train_std=algorithm.train_std)
+        else:
+            weights = Weights(adapter.network, config.lora, adapter.lora_targets, seed=0)
     cast_frozen(networks, config)
     fewbits.imitate_casting(networks, config)
     return weights
@@ -321,7 +333,9 @@ def _measure(
         decode = attempt("decode", lambda: _decode(adapter, batch))
         # One by one, a batch takes hardly more than a picture; otherwise bytes are proportional to it.
         pictures = attempt("decode", lambda: _decode(adapter, shown)) if config.memory.vae_slicing else decode
-        update = attempt("update", lambda: _loss(adapter, edges, in_training, reference).backward(), grad=True)
+        update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
+        if algorithm.needs != "noise":
+            update = attempt("update", lambda: _loss(adapter, edges, in_training, reference).backward(), grad=True)
         texts = [
             measured(lambda n=n, e=e: _encode(n, e, adapter), grad=False)[0] + leaf[n] for n, e in encoders.items()
         ]

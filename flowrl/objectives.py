@@ -20,6 +20,7 @@ from flowrl.process import expand
 _LEAST = 1e-5  # of self-normalising weights
 _OFFSET = 1e-10  # keeps the power of an error differentiable at 0
 
+NoiseForm = Literal["sum", "sqrt", "mean"]
 ErrorWeighting = Literal["uniform", "sigma", "sigma2", "huber", "ghuber"]
 
 
@@ -63,6 +64,27 @@ def mean_distance(left: Tensor, right: Tensor) -> Tensor:
 
 def _exact(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
+
+
+# ---- the law of the initial noise: FIND
+
+
+def gaussian_log_prob(latents: Tensor, mean: Tensor, std: Tensor, form: NoiseForm) -> Tensor:
+    """log N(latents; mean, std^2), all [M, ...] with D values a row, without its constant; [M] float64.
+
+    sum   the density itself
+    sqrt  sum / sqrt(D): after a move of the mean by d std in every value its std is d, whatever D is
+    mean  sum / D: that std is d / sqrt(D)
+    """
+    mean, std = mean.double(), std.double()
+    values = (-((latents.double() - mean) / std).square() / 2 - std.log()).flatten(1)
+    count = values.shape[1]
+    return values.sum(dim=1) / {"sum": 1, "sqrt": count**0.5, "mean": count}[form]
+
+
+def noise_prior(mean: Tensor, std: Tensor) -> Tensor:
+    """Mean over dims of mean^2 + (std - 1)^2, both [M, ...] -> [M] float64; 0 at the standard normal law."""
+    return (mean.double().square() + (std.double() - 1).square()).flatten(1).mean(dim=1)
 
 
 # ---- the matching error as a log-prob: AWM, FPO

@@ -101,10 +101,7 @@ class Optimizer:
             return StepReport(grad_norm=norm, learning_rate=rate, skipped=True)
         if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
             gradient = gradient * (self.config.max_grad_norm / norm)
-        offset = 0
-        for p in self.parameters:
-            p.grad = gradient[offset : offset + p.numel()].view_as(p)
-            offset += p.numel()
+        self._give(gradient)
         self.adam.param_groups[0]["lr"] = rate
         self.adam.step()
         self.zero_grad()
@@ -112,6 +109,13 @@ class Optimizer:
         self._grow(True)
         self._average()
         return StepReport(grad_norm=norm, learning_rate=rate, skipped=False)
+
+    def _give(self, gradient: Tensor) -> None:
+        """Each parameter its piece; of sparse weights those whose piece is 0 get none, which AdamW leaves alone."""
+        pieces = gradient.split([p.numel() for p in self.parameters])
+        given = torch.stack([piece.any() for piece in pieces]).tolist() if self.weights.sparse else [True] * len(pieces)
+        for p, piece, moves in zip(self.parameters, pieces, given, strict=True):
+            p.grad = piece.view_as(p) if moves else None
 
     def _grow(self, finite: bool) -> None:
         """Dynamic loss scale: halve on overflow, double after 2000 good steps."""
@@ -143,10 +147,11 @@ class Optimizer:
     def load_state(self, tensors: dict[str, Tensor], counters: dict) -> None:
         """Inverse of `state`."""
         self.adam.state.clear()
-        for name, p in self.weights.values.items():
-            found = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
-            if found:
+        for flat, value in tensors.items():
+            name, _, key = flat.rpartition("/")
+            p = self.weights.values.get(name)
+            if p is not None:
                 # Adam keeps its step counter on the CPU, the moments beside the parameter.
-                self.adam.state[p] = {k: v.clone() if k == "step" else v.to(p.device).clone() for k, v in found.items()}
+                self.adam.state[p][key] = value.clone() if key == "step" else value.to(p.device).clone()
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.scale, self._good_steps = counters["scale"], counters["good"]

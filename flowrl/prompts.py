@@ -131,20 +131,20 @@ class Texts:
         self.rows: dict[tuple[str, tuple[str, ...]], int] = {}
         self.table: Condition | None = None
         if cache:
-            unique = list(dict.fromkeys(_identity(prompt) for prompt in prompts))
+            unique = list(dict.fromkeys(identity(prompt) for prompt in prompts))
             parts = self._batches(unique)
             first = next(iter(parts))
             self.device = first.device
             self.table = Condition.collate([first.to("cpu"), *(part.to("cpu") for part in parts)])
-            self.rows = {identity: row for row, identity in enumerate(unique)}
+            self.rows = {key: row for row, key in enumerate(unique)}
             adapter.free_text_encoders()
 
     def lookup(self, prompts: Sequence[str | Prompt]) -> Condition:
         """Conditions of P prompts, in order; a text stands for a prompt without pictures."""
-        wanted = [_identity(prompt) for prompt in prompts]
+        wanted = [identity(prompt) for prompt in prompts]
         if self.table is None:
             return Condition.collate(list(self._batches(wanted)))
-        return self.table.index(torch.tensor([self.rows[identity] for identity in wanted])).to(self.device)
+        return self.table.index(torch.tensor([self.rows[key] for key in wanted])).to(self.device)
 
     def _batches(self, wanted: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[Condition]:
         for start in range(0, len(wanted), self.batch_size):
@@ -157,6 +157,6 @@ class Texts:
             yield encode(texts, [[open_picture(file) for file in files] for _, files in part])
 
 
-def _identity(prompt: str | Prompt) -> tuple[str, tuple[str, ...]]:
-    """What an embedding depends on: text and pictures."""
+def identity(prompt: str | Prompt) -> tuple[str, tuple[str, ...]]:
+    """What an embedding, and a learned law, depends on: text and pictures."""
     return (prompt, ()) if isinstance(prompt, str) else (prompt.text, prompt.pictures)

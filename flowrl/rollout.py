@@ -20,7 +20,7 @@ from flowrl.rng import normal
 from flowrl.sa_solver import sa_step
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
 from flowrl.solvers import History, solve
-from flowrl.types import Condition, Edges, Prediction, SampleId, Samples, Step
+from flowrl.types import Condition, Edges, Gaussians, Prediction, SampleId, Samples, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class Noise:
     """Keyed noise of one rollout: the same whatever the batch, the order or the number of processes.
 
     `iteration` None is evaluation. `shared_start` gives all samples of a prompt one initial noise. `chosen` [P, G] says
-    which of a pool's candidates each sample is, and so whose noise it has; None: sample k is candidate k.
+    which of a pool's candidates each sample is, and so whose noise it has; None: sample k is candidate k. `laws` has a
+    Gaussian for each slot, which the initial noise of its samples is drawn from; None: the standard one.
     """
 
     seed: int
@@ -91,6 +92,7 @@ class Noise:
     shape: tuple[int, ...]
     shared_start: bool = False
     chosen: Tensor | None = None
+    laws: Gaussians | None = None
 
     def _key(self, sample: SampleId) -> tuple[int, ...]:
         head = () if self.iteration is None else (self.iteration,)
@@ -100,7 +102,8 @@ class Noise:
     def initial(self, ids: Sequence[SampleId]) -> Tensor:
         """Starting noise, [B, ...] float32."""
         keys = [self._key(SampleId(i.slot, 0) if self.shared_start else i) for i in ids]
-        return normal(self.shape, self.seed, f"{self.purpose}/initial", keys)
+        eps = normal(self.shape, self.seed, f"{self.purpose}/initial", keys)
+        return eps if self.laws is None else self.laws.at(torch.tensor([i.slot for i in ids])).sample(eps)
 
     def starts(self, ids: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
         """Samples with distinct initial noise [N], and for each sample the one of them it starts with [B]."""

@@ -178,6 +178,10 @@ class Rollout:
     """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator."""
     maps: Tensor | None = None
     """Where in its picture each of this rank's samples counts, [B, *pos]; only for a method with `spatial`."""
+    initial: Tensor | None = None
+    """Latents that each of this rank's samples started from, [B, ...] float32; only where their law is learned."""
+    laws: Tensor | None = None
+    """Number of the law of each prompt of the iteration, [P] int64; only where it is learned."""
 
     @property
     def identity(self) -> Tensor:
@@ -241,6 +245,41 @@ class NoisedBatch:
 
     def __len__(self) -> int:
         return len(self.sigma)
+
+
+@dataclass(frozen=True, slots=True)
+class Gaussians:
+    """A Gaussian over the initial latents for each of P prompts, independent in every value."""
+
+    mean: Tensor
+    """[P, ...] float32."""
+    std: Tensor
+    """[P, ...] float32, positive."""
+
+    def at(self, rows: Tensor) -> Gaussians:
+        """Those of `rows` [M]."""
+        return Gaussians(self.mean[rows], self.std[rows])
+
+    def sample(self, eps: Tensor) -> Tensor:
+        """mean + std eps, one draw of each, [P, ...]; eps itself, bitwise, where mean is 0 and std 1."""
+        return self.mean + self.std * eps
+
+
+@dataclass(frozen=True, slots=True)
+class InitialBatch:
+    """Samples of a method on the initial noise: M of them, by what they started from."""
+
+    latents: Tensor
+    """Where each sample started, [M, ...] float32."""
+    law: Tensor
+    """Number of the law that drew it, [M] int64."""
+    advantage: Tensor
+    """[M]."""
+    old_log_prob: Tensor
+    """Under the law as it was then, [M] float64."""
+
+    def __len__(self) -> int:
+        return len(self.advantage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Finding objects and naming their colours, for rewards. A helper, not a reward.
 
-Sources: Mask2Former, arXiv:2112.01527, in transformers; the colour prompts are those of djghosh13/geneval.
+Sources: Mask2Former, arXiv:2112.01527, and DETR, arXiv:2005.12872, in transformers; the colour prompts are those of
+djghosh13/geneval.
 """
 
 from __future__ import annotations
@@ -35,9 +36,17 @@ class Detection:
     """[H, W] bool, or none where the detector gives boxes only."""
 
 
+class DetectionError(RuntimeError):
+    """This one picture could not be looked at."""
+
+
 class Detector(Protocol):
     def __call__(self, pixels: np.ndarray) -> Sequence[Detection]:
-        """Objects of a picture, [H, W, 3] uint8, in any order and of any confidence."""
+        """Objects of a picture, [H, W, 3] uint8, in any order and of any confidence.
+
+        Raises:
+            DetectionError: not with this picture; others may do.
+        """
         ...
 
 
@@ -55,6 +64,10 @@ class Mask2Former:
     processor: Any
     floor: float = 0.05
     """Detections below this confidence are dropped."""
+
+    @property
+    def labels(self) -> frozenset[str]:
+        return _labels(self.model)
 
     def __call__(self, pixels: np.ndarray) -> list[Detection]:
         device = self.model.device
@@ -86,24 +99,68 @@ class Mask2Former:
         return found
 
 
-def load_mask2former(model: str, *, device: str | None, reward: str) -> Mask2Former:
-    """A frozen float32 Mask2Former from a folder or the hub.
+@dataclass(frozen=True, slots=True)
+class BoxDetector:
+    """Object detection without masks (DETR and its kin), one picture at a time."""
+
+    model: Any
+    processor: Any
+    floor: float = 0.05
+    """Detections below this confidence are dropped."""
+
+    @property
+    def labels(self) -> frozenset[str]:
+        return _labels(self.model)
+
+    def __call__(self, pixels: np.ndarray) -> list[Detection]:
+        device, (height, width) = self.model.device, pixels.shape[:2]
+        inputs = self.processor(images=[pixels], return_tensors="pt").to(device)
+        with torch.autocast(device.type, enabled=False):
+            outputs = self.model(**inputs)
+        (seen,) = self.processor.post_process_object_detection(
+            outputs, threshold=self.floor, target_sizes=[(height, width)]
+        )
+        names, found = self.model.config.id2label, []
+        for confidence, index, corners in zip(*(seen[k].tolist() for k in ("scores", "labels", "boxes")), strict=True):
+            left, top, right, bottom = (
+                min(max(value, 0.0), side) for value, side in zip(corners, (width, height) * 2, strict=True)
+            )
+            if right > left and bottom > top:
+                label = names[index]
+                found.append(Detection(RENAMED.get(label, label), confidence, (left, top, right, bottom)))
+        return found
+
+
+def _labels(model: Any) -> frozenset[str]:
+    """Names of the classes, GenEval's where they differ from COCO's."""
+    return frozenset(RENAMED.get(name, name) for name in model.config.id2label.values())
+
+
+def load_detector(model: str, *, device: str | None, reward: str) -> Mask2Former | BoxDetector:
+    """A frozen float32 detector from a folder or the hub: with masks if it is a Mask2Former, else with boxes.
 
     Raises:
-        RewardError: the weights can neither be found nor downloaded.
+        RewardError: the weights can neither be found nor downloaded, or are of no detector.
     """
-    from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
+    from transformers import (
+        AutoConfig,
+        AutoImageProcessor,
+        AutoModelForObjectDetection,
+        Mask2FormerForUniversalSegmentation,
+    )
 
     try:
-        network = Mask2FormerForUniversalSegmentation.from_pretrained(model, dtype=torch.float32)
+        masks = AutoConfig.from_pretrained(model).model_type == "mask2former"
+        family = Mask2FormerForUniversalSegmentation if masks else AutoModelForObjectDetection
+        network = family.from_pretrained(model, dtype=torch.float32)
         processor = AutoImageProcessor.from_pretrained(model)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise RewardError(
-            f"reward {reward!r} cannot load the detector {model!r}; give a folder or a hub id that can be reached: "
-            f"{error}"
+            f"reward {reward!r} cannot load the detector {model!r}; give a folder or a hub id of a Mask2Former or an "
+            f"object detector that can be reached: {error}"
         ) from error
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return Mask2Former(network.eval().requires_grad_(False).to(place), processor)
+    network.eval().requires_grad_(False).to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return Mask2Former(network, processor) if masks else BoxDetector(network, processor)
 
 
 def box_of(mask: np.ndarray) -> tuple[float, float, float, float]:

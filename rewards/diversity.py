@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from flowrl.reward import Card, Reward, RewardError
-from rewards._clip import projected
-from rewards._images import to_uint8
+from flowrl.reward import Card, Reward
+from rewards._embedders import Embed, network
 
-_GRID, _WAVES, _CHUNK = 8, 256, 64
+_GRID, _WAVES = 8, 256
 
 LEVEL = "tested"
 CARD = Card(
@@ -44,9 +43,6 @@ CARD = Card(
     licence="Apache-2.0 (this project); a network's own",
     source="arXiv:2511.20647, adapted to pictures",
 )
-
-Embed = Callable[[Sequence[Tensor]], Tensor]
-"""n finite pictures [3, H, W] in [0, 1] -> [n, D] on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,35 +90,6 @@ def colour_waves(bandwidth: float) -> Embed:
     return embed
 
 
-def network(name: str, device: str | None) -> Embed:
-    """Image embeddings of a CLIP, or the class token of a DINOv2, in float32 behind the model's own preprocessing.
-
-    Raises:
-        RewardError: the weights can neither be found nor downloaded.
-    """
-    from transformers import AutoImageProcessor, AutoModel
-
-    try:
-        processor = AutoImageProcessor.from_pretrained(name)
-        model = AutoModel.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False)
-    except (OSError, ValueError) as error:
-        raise RewardError(
-            f"reward 'diversity' cannot load backbone={name!r}; give 'fixed', or a folder or hub id of a CLIP or "
-            f"DINOv2 that can be reached: {error}"
-        ) from error
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model.to(place)
-
-    def part(pictures: Sequence[Tensor]) -> Tensor:
-        pixels = processor(images=[to_uint8(p) for p in pictures], return_tensors="pt")["pixel_values"].to(place)
-        with torch.autocast(place.type, enabled=False):
-            if hasattr(model, "get_image_features"):
-                return projected(model.get_image_features(pixel_values=pixels)).cpu()
-            return model(pixel_values=pixels).last_hidden_state[:, 0].cpu()
-
-    return lambda pictures: torch.cat([part(pictures[i : i + _CHUNK]) for i in range(0, len(pictures), _CHUNK)])
-
-
 def groups_of(prompts: Sequence[str], metadata: Sequence[dict]) -> list[list[int]]:
     """Places of equal prompts with equal metadata, in the order of their first.
 
@@ -136,7 +103,10 @@ def groups_of(prompts: Sequence[str], metadata: Sequence[dict]) -> list[list[int
 
 
 def build(config: Config) -> Reward:
-    embed = colour_waves(config.bandwidth) if config.backbone == "fixed" else network(config.backbone, config.device)
+    if config.backbone == "fixed":
+        embed = colour_waves(config.bandwidth)
+    else:
+        embed = network(config.backbone, config.device, reward="diversity", instead="'fixed', or ")
 
     def embeddings(images: Tensor | Sequence[Tensor]) -> Tensor:
         """[B, D]; that of a clip is the mean over its frames. NaN where a pixel is not finite."""

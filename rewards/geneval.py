@@ -4,21 +4,23 @@ A detector finds the objects of a picture, a zero-shot classifier names their co
 the prompt's record: `{"prompt": ..., "tag": "position", "include": [{"class": "dog", "count": 1},
 {"class": "cat", "count": 1, "position": ["left of", 0]}]}`, one a line of a .jsonl prompt file.
 
-Three scores, all reported, one trained on:
-- partial: the mean over what is asked of how nearly it is met (what Flow-GRPO trains on); extra objects count
-  against it, and it can be negative;
+Scores, of which one is trained on and the first three are always reported:
+- partial: the mean over what is asked of how nearly it is met; extra objects count against it, and it can be negative;
 - strict: 1 where numbers are exact and colours and places right, else 0;
-- official: the benchmark's rule, which looks at the most confident objects only and so forgives extra ones.
+- official: the benchmark's rule, which looks at the most confident objects only and so forgives extra ones;
+- legacy: partial as the reward server of Flow-GRPO computes it: a violated position adds a full term.
 
-The detector is transformers' Mask2Former, not the benchmark's mmdet checkpoint: report results as GenEval-hf.
+The benchmark's prompts are `geneval.jsonl`. The detector is one of transformers, not the benchmark's mmdet
+checkpoint: report results as GenEval-hf; or it runs elsewhere, behind HTTP (docs/rewards/geneval.md).
 
-Source: arXiv:2310.11513; djghosh13/geneval; partial and strict: yifan123/reward-server:reward_server/gen_eval.py.
+Source: arXiv:2310.11513; djghosh13/geneval; the other scores: yifan123/reward-server:reward_server/gen_eval.py.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,10 +30,13 @@ from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
 from rewards import _clip
-from rewards._detectors import COLORS, ClipColors, ColorNamer, Detection, Detector, load_mask2former
+from rewards._detectors import COLORS, ClipColors, ColorNamer, Detection, DetectionError, Detector, load_detector
 from rewards._images import to_uint8
+from rewards._remote_detector import RemoteDetector
 
-MODES = ("partial", "strict", "official")
+log = logging.getLogger("flowrl")
+
+REPORTED = ("partial", "strict", "official")
 RELATIONS = ("left of", "right of", "above", "below")
 _MAX_OBJECTS = 16
 # An offset counts beyond a tenth of both sizes, and in an axis that holds more than half of it.
@@ -39,7 +44,7 @@ _POSITION_MARGIN, _POSITION_SHARE = 0.1, 0.5
 
 LEVEL = "experimental"
 CARD = Card(
-    outputs=tuple(f"geneval_{mode}" for mode in MODES),
+    outputs=tuple(f"geneval_{name}" for name in REPORTED),
     # One object asked for and the most that are counted found.
     low=2.0 - _MAX_OBJECTS,
     high=1.0,
@@ -55,16 +60,14 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    mode: Literal["partial", "strict", "official"] = "partial"
-    """Which of the three scores is trained on; the other two are reported."""
+    mode: Literal["partial", "strict", "official", "legacy"] = "partial"
+    """Which score is trained on; partial, strict and official are reported beside it."""
     confidence: float = 0.3
     """An object counts above this confidence."""
     counting_confidence: float = 0.9
     """The same for prompts tagged "counting"."""
-    legacy_position_bug: bool = False
-    """Partial only: a violated position also earns a full term, as in the reward server that Flow-GRPO used."""
     detector: str = "facebook/mask2former-swin-small-coco-instance"
-    """Mask2Former weights: a folder or a hub id."""
+    """Weights of a Mask2Former or of an object detector such as DETR, a folder or a hub id; or a server, http://..."""
     color_model: str = "openai/clip-vit-large-patch14"
     """CLIP weights and tokenizer that name colours: a folder or a hub id."""
     device: str | None = None
@@ -178,10 +181,11 @@ def official(sight: Sight, include: Sequence[Clause], exclude: Sequence[Clause])
     return all(group is not None for group in matched) and not seen
 
 
-def strict_and_partial(sight: Sight, include: Sequence[Clause], *, legacy_position_bug: bool) -> tuple[bool, float]:
-    """Exact fulfilment, and the mean term: one for each number, one for each colour or position that is asked for."""
+def exact(sight: Sight, include: Sequence[Clause]) -> dict[str, float]:
+    """strict, partial and legacy: a term for each number, and one for each colour or position that is asked for."""
     matched: list[list[Detection] | None] = []
     terms: list[float] = []
+    undeserved = 0
     for clause in include:
         objects = sight.objects(clause.label)
         good = len(objects) == clause.count
@@ -196,36 +200,60 @@ def strict_and_partial(sight: Sight, include: Sequence[Clause], *, legacy_positi
             targets = matched[clause.target]
             good = targets is not None and _all_related(clause.relation, objects, targets)
             terms.append(float(good))
-            if legacy_position_bug and targets is not None and not good:
-                terms.append(1.0)
+            # The server appends 1 after the 0 of a violated position.
+            undeserved += targets is not None and not good
         matched.append(objects if good else None)
-    return all(group is not None for group in matched), sum(terms) / len(terms)
+    return {
+        "strict": float(all(group is not None for group in matched)),
+        "partial": sum(terms) / len(terms),
+        "legacy": (sum(terms) + undeserved) / (len(terms) + undeserved),
+    }
 
 
-def scorer(config: Config, detector: Detector, namer: ColorNamer) -> Reward:
-    """The reward on any detector and colour classifier."""
+def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collection[str] | None = None) -> Reward:
+    """The reward on any detector and colour classifier; `labels` are the classes that the detector knows."""
+    names = tuple(dict.fromkeys((config.mode, *REPORTED)))
 
     def one(picture: Tensor, record: Mapping[str, Any]) -> dict[str, float]:
         include, exclude = read_clauses(record, "include"), read_clauses(record, "exclude")
+        _require_known(labels, (*include, *exclude))
         pixels = to_uint8(picture)
         if pixels is None:
-            return dict.fromkeys(MODES, math.nan)
+            return dict.fromkeys(names, math.nan)
         confidence = config.counting_confidence if record.get("tag") == "counting" else config.confidence
-        sight = Sight(pixels, detector(pixels), confidence, namer)
-        strict, partial = strict_and_partial(sight, include, legacy_position_bug=config.legacy_position_bug)
-        return {"partial": partial, "strict": float(strict), "official": float(official(sight, include, exclude))}
+        try:
+            found = detector(pixels)
+        except DetectionError as error:
+            log.warning("reward 'geneval': a picture is not scored: %s", error)
+            return dict.fromkeys(names, math.nan)
+        sight = Sight(pixels, found, confidence, namer)
+        return exact(sight, include) | {"official": float(official(sight, include, exclude))}
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         rows = [one(picture, record) for picture, record in zip(images, metadata, strict=True)]
-        return {f"geneval_{mode}": torch.tensor([row[mode] for row in rows]) for mode in MODES}
+        return {f"geneval_{name}": torch.tensor([row[name] for row in rows]) for name in names}
 
-    outputs = tuple(f"geneval_{mode}" for mode in sorted(MODES, key=lambda mode: mode != config.mode))
-    return Reward(score, replace(CARD, outputs=outputs))
+    return Reward(score, replace(CARD, outputs=tuple(f"geneval_{name}" for name in names)))
+
+
+def _require_known(labels: Collection[str] | None, clauses: Sequence[Clause]) -> None:
+    """A class that the detector was never taught would be missing from every picture."""
+    if labels is None:
+        return
+    for clause in clauses:
+        if clause.label not in labels:
+            raise RewardError(
+                f"reward 'geneval': the detector does not know the class {clause.label!r} of a prompt's record, only "
+                f"{len(labels)} others (such as {', '.join(sorted(labels)[:3])}); leave such prompts out or give "
+                "another detector"
+            )
 
 
 def build(config: Config) -> Reward:
-    detector = load_mask2former(config.detector, device=config.device, reward="geneval")
     clip = _clip.load(
         config.color_model, config.color_model, device=config.device, preprocess="exact", reward="geneval"
     )
-    return scorer(config, detector, ClipColors(clip))
+    if config.detector.startswith(("http://", "https://")):
+        return scorer(config, RemoteDetector(config.detector), ClipColors(clip))
+    detector = load_detector(config.detector, device=config.device, reward="geneval")
+    return scorer(config, detector, ClipColors(clip), detector.labels)

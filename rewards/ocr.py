@@ -4,6 +4,8 @@ raw = 1 - min(edit distance, len(target)) / len(target), spaces and case ignored
 part of what was read. Extra text goes unpunished then, which training exploits: watch a preference reward beside it.
 A clip [F, 3, H, W] has the mean over those of its frames 0, 4, 8, ... that are above 0, as Flow-GRPO scores them.
 
+On words drawn at 256 x 256 the reader is measured by `python -m tests.rendered_words` (docs/rewards/ocr.md).
+
 Source: yifan123/flow_grpo:flow_grpo/ocr.py; the reader is RapidOCR (PP-OCRv4), whose weights come with its package.
 """
 
@@ -20,13 +22,14 @@ from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
 from rewards._images import to_uint8
+from rewards._reader import Pool, engine
 
-Reader = Callable[[np.ndarray], str]
-"""[H, W, 3] uint8 RGB -> all the text read, in reading order; "" if there is none."""
+Reader = Callable[[Sequence[np.ndarray]], list[str]]
+"""Pictures [H, W, 3] uint8 RGB -> all the text read in each, in reading order; "" where there is none."""
 
 _QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
 
-LEVEL = "experimental"
+LEVEL = "tested"
 CARD = Card(
     outputs=("ocr",),
     low=0.0,
@@ -47,6 +50,18 @@ class Config:
     """Full score where the target is part of what was read (as Flow-GRPO does); false punishes every extra letter."""
     min_confidence: float = 0.5
     """Lines that the reader is less sure of are ignored; Flow-GRPO takes every line (0)."""
+    detection_side: int = 736
+    """Text is looked for with the shorter side at this many pixels or more; less is faster on small pictures."""
+    workers: int = 0
+    """Processes that read, an engine and a thread in each; 0 reads in this process, on one thread."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_confidence <= 1:
+            raise ValueError(f"min_confidence={self.min_confidence} must be from 0 to 1")
+        if self.detection_side < 32:
+            raise ValueError(f"detection_side={self.detection_side} must be at least 32, one cell of the detector")
+        if self.workers < 0:
+            raise ValueError(f"workers={self.workers} must be 0, to read in this process, or a number of processes")
 
 
 def target_text(prompt: str, metadata: dict) -> str:
@@ -70,70 +85,59 @@ def target_text(prompt: str, metadata: dict) -> str:
     return text
 
 
-def edit_distance(first: str, second: str) -> int:
-    """Levenshtein: the fewest insertions, deletions and replacements of a letter.
-
-    >>> edit_distance("kitten", "sitting")
-    3
-    """
-    row = list(range(len(second) + 1))
-    for i, a in enumerate(first, start=1):
-        diagonal, row[0] = row[0], i
-        for j, b in enumerate(second, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (a != b))
-    return row[-1]
-
-
 def similarity(recognised: str, target: str, *, allow_extra_text: bool) -> float:
     """1 for the target, 0 for nothing like it.
 
     >>> similarity("Hello Wrld", "Hello World", allow_extra_text=True)
     0.9
     """
+    from rapidfuzz.distance import Levenshtein
+
     read, wanted = ("".join(text.split()).lower() for text in (recognised, target))
     if allow_extra_text and wanted in read:
         return 1.0
-    return 1 - min(edit_distance(read, wanted), len(wanted)) / len(wanted)
+    return 1 - min(Levenshtein.distance(read, wanted), len(wanted)) / len(wanted)
 
 
-def load_reader(min_confidence: float) -> Reader:
-    """RapidOCR on the CPU; about 0.1 s a picture.
+def load_reader(config: Config) -> Reader:
+    """RapidOCR on the CPU.
 
     Raises:
-        RewardError: the package is not installed.
+        RewardError: a package is not installed.
     """
     try:
-        from rapidocr_onnxruntime import RapidOCR
+        # Looked for here, so that a missing one is named before anything is drawn.
+        import rapidfuzz  # noqa: F401
+        import rapidocr_onnxruntime  # noqa: F401
     except ModuleNotFoundError as error:
         raise RewardError(
             f"reward 'ocr' needs a package that is not installed ({error.name}): run pip install \"flowrl[ocr]\""
         ) from error
-    engine = RapidOCR(text_score=min_confidence)
-
-    def read(pixels: np.ndarray) -> str:
-        # OpenCV's order of channels.
-        lines, _ = engine(np.ascontiguousarray(pixels[:, :, ::-1]))
-        return "".join(text for _, text, _ in lines or ())
-
-    return read
+    if config.workers:
+        return Pool(config.min_confidence, config.detection_side, config.workers)
+    read = engine(config.min_confidence, config.detection_side)
+    return lambda pictures: [read(pixels) for pixels in pictures]
 
 
 def build(config: Config) -> Reward:
-    reader = load_reader(config.min_confidence)
+    reader = load_reader(config)
 
-    def one(picture: Tensor, target: str) -> float:
-        if picture.ndim == 4:
-            values = [one(frame, target) for frame in picture[::_FRAME_INTERVAL]]
-            read = [value for value in values if value != 0]  # NaN stays
-            return sum(read) / len(read) if read else 0.0
-        pixels = to_uint8(picture)
-        if pixels is None:
-            return math.nan
-        return similarity(reader(pixels), target, allow_extra_text=config.allow_extra_text)
+    def value(frames: Sequence[np.ndarray | None], texts: Sequence[str], target: str) -> float:
+        values = [
+            math.nan if pixels is None else similarity(text, target, allow_extra_text=config.allow_extra_text)
+            for pixels, text in zip(frames, texts, strict=True)
+        ]
+        read = [value for value in values if value != 0]  # NaN stays
+        return sum(read) / len(read) if read else 0.0
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         # All targets first: a prompt without one is the user's mistake, and found before the slow part.
         targets = [target_text(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
-        return torch.tensor([one(picture, target) for picture, target in zip(images, targets, strict=True)])
+        samples = [[to_uint8(f) for f in (x[::_FRAME_INTERVAL] if x.ndim == 4 else [x])] for x in images]
+        # One call for all, so that a pool has work for every worker.
+        texts = iter(reader([pixels for frames in samples for pixels in frames if pixels is not None]))
+        read = [["" if pixels is None else next(texts) for pixels in frames] for frames in samples]
+        rows = zip(samples, read, targets, strict=True)
+        return torch.tensor([value(*row) for row in rows])
 
     return Reward(score, CARD)

@@ -47,34 +47,30 @@ LEFT, RIGHT = [seen("dog", DOG), seen("cat", CAT)], [seen("dog", CAT), seen("cat
 
 
 @pytest.mark.parametrize(
-    ("record", "found", "partial", "strict", "official"),
+    ("record", "found", "legacy", "partial", "strict", "official"),
     [
-        (SINGLE, [seen("dog")], 1, 1, 1),
-        (SINGLE, [], 0, 0, 0),
-        (SINGLE, [seen("dog")] * 2, 0, 0, 1),
-        (SINGLE, [seen("dog")] * 3, -1, 0, 1),
-        (SINGLE, [seen("dog")] * 40, -14, 0, 1),
-        (COUNTING, [seen("dog")] * 4, 2 / 3, 0, 0),
-        (COUNTING, [seen("dog")] * 3, 1, 1, 1),
-        (COUNTING, [seen("dog")] * 2, 2 / 3, 0, 0),
-        (COLOR, [seen("dog", color="blue")], 0.5, 0, 0),
-        (COLOR, [seen("dog"), seen("dog")], 0, 0, 1),
-        (POSITION, LEFT, 1, 1, 1),
-        (POSITION, RIGHT, 2 / 3, 0, 0),
-        (POSITION, LEFT[:1], 1 / 3, 0, 0),
-        (POSITION, LEFT[1:], 1 / 3, 0, 0),
-        (ATTRIBUTES, [seen("dog", color="red"), seen("cat", color="white")], 0.75, 0, 0),
-        (ATTRIBUTES, [seen("dog", color="red"), seen("cat", color="blue")], 1, 1, 1),
+        (SINGLE, [seen("dog")], 1, 1, 1, 1),
+        (SINGLE, [], 0, 0, 0, 0),
+        (SINGLE, [seen("dog")] * 2, 0, 0, 0, 1),
+        (SINGLE, [seen("dog")] * 3, -1, -1, 0, 1),
+        (SINGLE, [seen("dog")] * 40, -14, -14, 0, 1),
+        (COUNTING, [seen("dog")] * 4, 2 / 3, 2 / 3, 0, 0),
+        (COUNTING, [seen("dog")] * 3, 1, 1, 1, 1),
+        (COUNTING, [seen("dog")] * 2, 2 / 3, 2 / 3, 0, 0),
+        (COLOR, [seen("dog", color="blue")], 0.5, 0.5, 0, 0),
+        (COLOR, [seen("dog"), seen("dog")], 0, 0, 0, 1),
+        (POSITION, LEFT, 1, 1, 1, 1),
+        (POSITION, RIGHT, 0.75, 2 / 3, 0, 0),
+        (POSITION, LEFT[:1], 1 / 3, 1 / 3, 0, 0),
+        (POSITION, LEFT[1:], 1 / 3, 1 / 3, 0, 0),
+        (ATTRIBUTES, [seen("dog", color="red"), seen("cat", color="white")], 0.75, 0.75, 0, 0),
+        (ATTRIBUTES, [seen("dog", color="red"), seen("cat", color="blue")], 1, 1, 1, 1),
     ],
 )
-def test_published_vectors(record, found, partial, strict, official):
-    assert judged(found, record) == {"partial": pytest.approx(partial), "strict": strict, "official": official}
-
-
-def test_the_legacy_mode_earns_a_full_term_for_a_violated_position_alone():
-    assert judged(RIGHT, POSITION, legacy_position_bug=True)["partial"] == pytest.approx(0.75)
-    assert judged(LEFT, POSITION, legacy_position_bug=True)["partial"] == 1
-    assert judged(LEFT[:1], POSITION, legacy_position_bug=True)["partial"] == pytest.approx(1 / 3)
+def test_published_vectors(record, found, legacy, partial, strict, official):
+    fixed = {"partial": pytest.approx(partial), "strict": strict, "official": official}
+    assert judged(found, record) == fixed
+    assert judged(found, record, mode="legacy") == fixed | {"legacy": pytest.approx(legacy)}
 
 
 def test_a_position_is_not_looked_at_where_the_number_or_the_colour_fails():
@@ -107,6 +103,26 @@ def test_the_mode_decides_which_score_is_trained_on_and_all_are_reported():
         card = scorer(Config(mode=mode), lambda pixels: [], lambda pixels, found: []).card
         assert card.outputs[0] == f"geneval_{mode}"
         assert sorted(card.outputs) == ["geneval_official", "geneval_partial", "geneval_strict"]
+    card = scorer(Config(mode="legacy"), lambda pixels: [], lambda pixels, found: []).card
+    assert card.outputs == ("geneval_legacy", "geneval_partial", "geneval_strict", "geneval_official")
+
+
+def test_a_class_that_the_detector_was_never_taught_stops_with_its_name():
+    reward = scorer(Config(), lambda pixels: [], lambda pixels, found: [], labels={"cat", "zebra"})
+    with pytest.raises(RewardError, match=r"does not know the class 'dog' .* 2 others \(such as cat, zebra\)"):
+        reward.score(PICTURE, [""], [SINGLE])
+
+
+def test_a_picture_that_the_detector_cannot_look_at_is_masked_and_no_other(caplog):
+    def detector(pixels):
+        if pixels.max() == 0:
+            raise _detectors.DetectionError("out of memory")
+        return [seen("dog")[0]]
+
+    reward = scorer(Config(), detector, lambda pixels, found: [])
+    values = reward.score(torch.cat([PICTURE, PICTURE + 1]), [""] * 2, [SINGLE] * 2)
+    assert [values["geneval_partial"].isnan().tolist(), values["geneval_official"][1].item()] == [[True, False], 1.0]
+    assert "out of memory" in caplog.text
 
 
 def test_a_relation_holds_for_swapped_boxes_the_other_way_round():
@@ -241,7 +257,7 @@ def detector(tmp_path_factory):
         Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
     size = {"shortest_edge": 64, "longest_edge": 128}
     Mask2FormerImageProcessor(size=size, size_divisor=32).save_pretrained(folder)
-    loaded = _detectors.load_mask2former(str(folder), device="cpu", reward="geneval")
+    loaded = _detectors.load_detector(str(folder), device="cpu", reward="geneval")
     return _detectors.Mask2Former(loaded.model, loaded.processor, floor=0.0)
 
 
@@ -282,6 +298,47 @@ def test_a_mask_lies_where_the_object_is_whatever_the_processor_resizes_to(detec
     assert found.mask[:, : width // 2 - 4].all()
 
 
+@pytest.fixture(scope="module")
+def boxes(tmp_path_factory):
+    """A tiny random DETR of two classes, saved and loaded like a real one."""
+    from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor, ResNetConfig
+
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], layer_type="basic", out_features=["stage4"]
+    )
+    config = DetrConfig(
+        backbone_config=backbone, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=7,
+        id2label={0: "dog", 1: "keyboard"}, label2id={"dog": 0, "keyboard": 1},
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("detr")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        DetrForObjectDetection(config).save_pretrained(folder)
+    DetrImageProcessor(size={"shortest_edge": 64, "longest_edge": 128}).save_pretrained(folder)
+    return _detectors.load_detector(str(folder), device="cpu", reward="geneval")
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (48, 60)])
+def test_boxes_of_a_detector_without_masks_are_in_pixels_of_the_picture(boxes, height, width):
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    found = boxes(pixels)
+    inputs = boxes.processor(images=[pixels], return_tensors="pt")
+    with torch.no_grad():
+        outputs = boxes.model(**inputs)
+    expected = []
+    for logits, (x, y, w, h) in zip(outputs.logits[0], outputs.pred_boxes[0].tolist(), strict=True):
+        probabilities = logits.softmax(dim=-1)[:-1].tolist()
+        index = probabilities.index(max(probabilities))
+        left, right = max((x - w / 2) * width, 0), min((x + w / 2) * width, width)
+        top, bottom = max((y - h / 2) * height, 0), min((y + h / 2) * height, height)
+        name = ("dog", "computer keyboard")[index]
+        expected.append((name, pytest.approx(probabilities[index]), pytest.approx((left, top, right, bottom))))
+    assert [(item.label, item.confidence, item.box) for item in found] == expected
+    assert boxes.labels == {"dog", "computer keyboard"}
+    assert all(item.mask is None for item in found)
+
+
 def test_the_whole_reward_runs_on_tiny_networks_and_no_score_depends_on_the_batch(detector, clip):
     images = torch.rand(3, 3, 48, 60, generator=torch.Generator().manual_seed(0))
     labels = [item.label for item in detector((images[0] * 255).round().byte().permute(1, 2, 0).numpy())]
@@ -296,4 +353,4 @@ def test_the_whole_reward_runs_on_tiny_networks_and_no_score_depends_on_the_batc
 
 def test_a_detector_that_cannot_be_found_is_named(tmp_path):
     with pytest.raises(RewardError, match=r"'geneval' cannot load the detector .*nowhere"):
-        _detectors.load_mask2former(str(tmp_path / "nowhere"), device="cpu", reward="geneval")
+        _detectors.load_detector(str(tmp_path / "nowhere"), device="cpu", reward="geneval")

@@ -51,6 +51,15 @@ def test_the_mode_turns_the_training_value_and_not_the_raw_one():
     assert training_values("compressibility") == sorted(training_values("compressibility"), reverse=True)
 
 
+def test_compressibility_on_flow_grpos_scale_is_minus_incompressibility_over_500():
+    def values(mode: str, scale: float) -> list[float]:
+        entry = WeightedReward("jpeg", build(Config(mode=mode)), scale=scale)
+        return Scorer([entry]).score(ladder(), [""] * 3, [{}] * 3).values[0].tolist()
+
+    expected = [-size / 500 for size in values("incompressibility", 1.0)]
+    assert values("compressibility", 1 / 500) == pytest.approx(expected)
+
+
 def test_a_lower_quality_makes_a_smaller_file():
     assert sizes(ladder()[2:], quality=30)[0] < 0.6 * sizes(ladder()[2:], quality=95)[0]
 

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import itertools
 import sys
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ import torch
 
 from flowrl.reward import RewardError
 from rewards import ocr
-from rewards.ocr import Config, edit_distance, similarity, target_text
+from rewards._images import to_uint8
+from rewards._reader import Pool, engine
+from rewards.ocr import Config, similarity, target_text
+from tests.rendered_words import render
 
 needs_rapidocr = pytest.mark.skipif(
     importlib.util.find_spec("rapidocr_onnxruntime") is None,
@@ -50,12 +54,13 @@ def recursive_distance(a: str, b: str) -> int:
     return min(change, recursive_distance(a[1:], b) + 1, recursive_distance(a, b[1:]) + 1)
 
 
-def test_edit_distance_equals_its_recursive_definition():
+def test_without_forgiveness_the_score_is_the_edit_distance_by_its_recursive_definition():
     rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("abc"), size=rng.integers(0, 8))) for _ in range(60)]
-    distances = [edit_distance(a, b) for a, b in itertools.pairwise(words)]
-    assert distances == [recursive_distance(a, b) for a, b in itertools.pairwise(words)]
-    assert max(distances) > 4
+    words = ["".join(rng.choice(list("abc"), size=rng.integers(1, 8))) for _ in range(60)]
+    pairs = list(itertools.pairwise(words))
+    found = [similarity(a, b, allow_extra_text=False) for a, b in pairs]
+    assert found == [pytest.approx(1 - min(recursive_distance(a, b), len(b)) / len(b)) for a, b in pairs]
+    assert len(set(found)) > 5
 
 
 def test_the_target_is_the_metadata_or_the_first_quoted_text():
@@ -74,7 +79,7 @@ def test_a_prompt_without_text_stops_with_the_remedy(prompt, metadata):
 def scripted(monkeypatch):
     """The reward with a reader that returns what the brightest channel value of the picture stands for."""
     texts = {0: "", 100: "Hello World", 200: "Hello Wrld"}
-    monkeypatch.setattr(ocr, "load_reader", lambda min_confidence: lambda pixels: texts[int(pixels.max())])
+    monkeypatch.setattr(ocr, "load_reader", lambda config: lambda pictures: [texts[int(p.max())] for p in pictures])
     return ocr.build(Config())
 
 
@@ -100,25 +105,86 @@ def test_an_unreadable_picture_scores_0_and_a_broken_one_nan(scripted):
     assert values[1].isnan()
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
+def test_a_clip_with_a_broken_frame_among_those_read_is_nan(scripted):
+    clips = torch.full((2, 8, 3, 2, 2), 100 / 255)
+    clips[0, 4], clips[1, 5] = torch.nan, torch.nan
+    values = scripted.score(clips, ['"Hello World"'] * 2, [{}] * 2)
+    assert values[0].isnan()
+    assert values[1] == 1, "a frame that is not looked at"
+
+
+def test_clips_and_pictures_of_different_sizes_keep_their_own_texts(scripted):
+    samples = [torch.full(shape, grey / 255) for shape, grey in (((3, 4, 5), 100), ((5, 3, 2, 2), 200), ((3, 9, 2), 0))]
+    forward = scripted.score(samples, ['"Hello World"'] * 3, [{}] * 3)
+    assert forward.tolist() == [1.0, pytest.approx(0.9), 0.0]
+    assert scripted.score(samples[::-1], ['"Hello World"'] * 3, [{}] * 3).tolist() == forward.tolist()[::-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"min_confidence": 1.5}, "min_confidence=1.5 must be from 0 to 1"),
+        ({"detection_side": 20}, "detection_side=20 must be at least 32"),
+        ({"workers": -1}, "workers=-1 must be 0"),
+    ],
+)
+def test_options_outside_of_their_range_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        Config(**options)
+
+
+@pytest.mark.parametrize("package", ["rapidocr_onnxruntime", "rapidfuzz"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(RewardError, match=r'pip install "flowrl\[ocr\]"'):
         ocr.build(Config())
 
 
-def written(text: str, size: int = 256) -> torch.Tensor:
-    from PIL import Image, ImageDraw, ImageFont
-
-    picture = Image.new("RGB", (size, size), "white")
-    ImageDraw.Draw(picture).text((20, 100), text, fill=(160, 0, 0), font=ImageFont.load_default(32))
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
+def tensors(numbers) -> tuple[torch.Tensor, list[str]]:
+    drawn = [render(number) for number in numbers]
+    pixels = torch.from_numpy(np.stack([picture for picture, _ in drawn]))
+    return pixels.permute(0, 3, 1, 2).float() / 255, [f'"{text}"' for _, text in drawn]
 
 
 @needs_rapidocr
-def test_rendered_text_is_read_and_a_blank_picture_scores_0():
-    reward = ocr.build(Config())
-    images = torch.stack([written("Hello World"), written("Hello World"), torch.ones(3, 256, 256)])
-    values = reward.score(images, ['"hello world"', '"Quick Jumps"', '"hello world"'], [{}] * 3)
-    assert values[0] == 1
-    assert values[1] < 0.5
-    assert values[2] == 0
+def test_rendered_words_are_read_and_no_other_text_is_seen_in_them():
+    reward = ocr.build(Config(allow_extra_text=False, detection_side=384))
+    images, prompts = tensors(range(20))
+    values = reward.score(images, prompts, [{}] * 20)
+    assert (values == 1).float().mean() >= 0.95
+    # The same pictures, other words; a blank picture; a batch of one in another order.
+    others = reward.score(images[:4], prompts[4:8], [{}] * 4)
+    assert others.max() < 0.5
+    alone = [reward.score(images[i : i + 1], prompts[i : i + 1], [{}]) for i in (3, 1)]
+    assert torch.cat(alone).tolist() == values[[3, 1]].tolist()
+    assert reward.score(torch.ones(1, 3, 256, 256), ['"word"'], [{}]).tolist() == [0.0]
+
+
+@needs_rapidocr
+@pytest.mark.slow
+@pytest.mark.parametrize("detection_side", [736, 384])
+def test_of_200_rendered_words_95_percent_are_read_exactly(detection_side):
+    read = engine(0.5, detection_side)
+    drawn = [render(number) for number in range(200)]
+    right = sum(similarity(read(pixels), text, allow_extra_text=False) == 1 for pixels, text in drawn)
+    assert right >= 190
+
+
+@needs_rapidocr
+@pytest.mark.slow
+def test_a_pool_reads_what_one_process_reads_and_starts_anew_after_a_worker_has_died():
+    images, prompts = tensors(range(4))
+    expected = ocr.build(Config(detection_side=384)).score(images, prompts, [{}] * 4)
+    pictures = [to_uint8(image) for image in images]
+    pool = Pool(0.5, 384, workers=2)
+    try:
+        texts = pool(pictures)
+        scores = [similarity(t, p.strip('"'), allow_extra_text=True) for t, p in zip(texts, prompts, strict=True)]
+        assert scores == pytest.approx(expected.tolist())
+        for process in list(pool._executor._processes.values()):
+            process.kill()
+        with pytest.raises(BrokenProcessPool):
+            pool(pictures)
+        assert pool(pictures) == texts
+    finally:
+        pool.close()

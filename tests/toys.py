@@ -42,7 +42,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 def algorithms(needs: str) -> tuple[str, ...]:
-    """Names of the methods in the folder that train on "edges" or on "samples"."""
+    """Names of the methods in the folder that train on "edges", on "samples" or on "noise"."""
     modules = {name: registry.load("algorithms", name) for name in registry.names("algorithms")}
     return tuple(name for name, module in modules.items() if module.build(module.Config()).needs == needs)
 

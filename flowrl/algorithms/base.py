@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import Advantages
+from flowrl.learned_noise import NoiseWeights, ValueConfig
 from flowrl.models.weights import Weights
 from flowrl.plan import StepPlan
 from flowrl.rollout import Policy
@@ -40,13 +41,14 @@ class Networks:
 class Algorithm(Protocol):
     """What every method declares.
 
-    `needs`: trained steps of the rollout, or its finished samples alone. `roles` are snapshots it needs ("reference",
-    "anchor", "old"); `behaviour` the one that draws the samples; `passes` how often an iteration goes through its
-    data; `feedback` the names of its loss metrics whose means over all processes `after_update` is to be given.
+    `needs`: trained steps of the rollout, its finished samples, or the noise that these began with. `roles` are
+    snapshots it needs ("reference", "anchor", "old"); `behaviour` the one that draws the samples; `passes` how often an
+    iteration goes through its data; `feedback` the names of its loss metrics whose means over all processes
+    `after_update` is to be given.
     """
 
     config: Any
-    needs: Literal["edges", "samples"]
+    needs: Literal["edges", "samples", "noise"]
     roles: tuple[str, ...]
     behaviour: str
     passes: int
@@ -129,6 +131,24 @@ class SampleAlgorithm(Algorithm, Protocol):
 
     def old(self, batch: NoisedBatch, networks: Networks) -> Tensor:
         """What the loss compares with, [M] float64, of the weights that are in the network."""
+        ...
+
+
+class NoiseAlgorithm(Algorithm, Protocol):
+    """A method on the initial noise, whose law it learns for each training prompt; the network is frozen.
+
+    `train_std` False learns the means alone; `value` are the options of V, None without one.
+    """
+
+    train_std: bool
+    value: ValueConfig | None
+
+    def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
+        """(advantages [P, G] by the laws `numbers` [P] that drew the samples, V's mean squared error)."""
+        ...
+
+    def log_prob(self, latents: Tensor, numbers: Tensor, weights: NoiseWeights) -> Tensor:
+        """Of latents [M, ...] under the laws `numbers` [M] as they are now, [M] float64."""
         ...
 
 

@@ -166,11 +166,12 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
     updates, what = run.optim.updates_per_iteration, "steps" if algorithm.needs == "edges" else "times"
     if algorithm.passes > 1:
         what += f" in {algorithm.passes} passes"
+    each = "" if algorithm.needs == "noise" else f" x {trained} {what}"
     selected = "" if share == 1 else f", {share:.0%} of them trained"
     table.title = (
         f"{run.samples_per_iteration} samples per iteration = {run.rollout.prompts_per_iteration} prompts x "
-        f"{run.rollout.group_size}; {updates} updates of {run.samples_per_iteration // updates} samples x {trained} "
-        f"{what}{selected}; {run.iterations} iterations = {run.iterations * updates * algorithm.passes} updates"
+        f"{run.rollout.group_size}; {updates} updates of {run.samples_per_iteration // updates} samples"
+        f"{each}{selected}; {run.iterations} iterations = {run.iterations * updates * algorithm.passes} updates"
     )
     guided = " (CFG: each sample twice)" if branches(adapter, run.rollout.guidance_scale) > 1 else ""
     if run.rollout.shared_noise:
@@ -213,6 +214,8 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
     if lora is not None:
         what = f"LoRA rank {lora.rank}, alpha {lora.alpha:g}, {result.lora_modules} modules"
     table = _table("part", "values", "size", "where")
+    if resolved.algorithm.build().needs == "noise":
+        what = f"initial noise of {texts} prompts"
     cached_texts = resolved.run.data.cache_text
     for name, count in result.parameters.items():
         held = "device, until texts are encoded" if name.startswith("text_encoder") and cached_texts else "device"

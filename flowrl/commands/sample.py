@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from flowrl.learned_noise import LearnedNoise
     from flowrl.prompts import Prompt
+    from flowrl.types import Gaussians
 
 _FILES = (".jsonl", ".txt")
 _OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict")
@@ -37,13 +39,15 @@ def command(
 
     from flowrl import media
     from flowrl.config import ConfigError
-    from flowrl.export import load_run_pipeline
+    from flowrl.export import learned_noise, load_run_pipeline
     from flowrl.metrics import Progress
     from flowrl.models._options import guidance_arguments
     from flowrl.models._pictures import picture_arguments
     from flowrl.prompts import open_picture
 
     records = _records(prompts, image or [])
+    noise = learned_noise(Path(model))
+    laws = None if noise is None else _laws(noise, records)
     pipeline, call = load_run_pipeline(model)
     for record in records:
         picture_arguments(pipeline, record.pictures)
@@ -61,6 +65,9 @@ def command(
         for k in range(count):
             generator = torch.Generator().manual_seed(seed + k)
             arguments = {**call, **pictures, "output_type": "pt", "generator": generator, "return_dict": False}
+            if laws is not None:
+                law = laws.at(torch.tensor([i]))
+                arguments["latents"] = law.sample(torch.randn(law.mean.shape, generator=generator))
             try:
                 drawn = pipeline(prompt=record.text, **arguments)[0][0]
             except ValueError as error:  # how pipelines refuse what they are called with
@@ -69,6 +76,25 @@ def command(
             bar.update(1)
             print(file)
     bar.close()
+
+
+def _laws(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
+    """The learned law of each prompt.
+
+    Raises:
+        ConfigError: one has none.
+    """
+    from flowrl.config import ConfigError
+    from flowrl.learned_noise import UnknownPrompt
+    from flowrl.prompts import identity
+
+    try:
+        return noise.drawn_from(noise.numbers([identity(record) for record in records]))
+    except UnknownPrompt as error:
+        raise ConfigError(
+            f"{error.args[0]!r}: this run learned the initial noise of its own {len(noise.prompts)} prompts, such as "
+            f"{noise.prompts[0][0]!r}, and this is none of them; for other prompts sample the model itself"
+        ) from None
 
 
 def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:

@@ -240,6 +240,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     rank = _get(config, "model", "lora", "rank")
     # An explicit null is full fine-tuning; a missing key says nothing.
     full = "full fine-tuning" if "lora" in (config.get("model") or {}) and rank is None else None
+    if any("noise/prior" in row for row in run.rows):
+        full = "learned initial noise, the network frozen"
     model = [_get(config, "model", "name"), _get(config, "model", "path"), f"LoRA rank {rank}" if rank else full]
     sampler = [_get(config, "rollout", "sampler", "name")]
     steps, guidance = _get(config, "rollout", "num_inference_steps"), _get(config, "rollout", "guidance_scale")

@@ -71,6 +71,9 @@ class Weights:
         seed: of the adapter's initial values.
     """
 
+    sparse = False
+    """Whether a parameter without gradient rests: no decay, and its moments as they were."""
+
     def __init__(self, network: nn.Module, lora: LoraSettings | None, targets: tuple[str, ...], seed: int) -> None:
         self.network, self.lora = network, lora
         self.components = component_names(network)
@@ -132,6 +135,11 @@ class Weights:
     def count(self) -> int:
         """Number of trained values."""
         return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def description(self) -> str:
+        """What is trained, in words."""
+        return "full weights" if self.lora is None else f"LoRA rank {self.lora.rank}"
 
     def snapshot(self, role: str) -> None:
         """Keep the present values under `role`; for LoRA, 'reference' needs no copy."""

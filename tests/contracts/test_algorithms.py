@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import torch
 from flowrl import registry
 from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import MatchingConfig
+from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.metrics import Sums
 from flowrl.samplers import flow_sde
 from flowrl.times import TimesConfig
-from flowrl.types import SampleId
+from flowrl.types import InitialBatch, SampleId
 from tests.toys import (
     ToyAdapter,
     algorithms,
@@ -32,7 +34,7 @@ from tests.toys import (
 )
 
 NAMES = registry.names("algorithms")
-EDGES, SAMPLES = algorithms("edges"), algorithms("samples")
+EDGES, SAMPLES, NOISE = algorithms("edges"), algorithms("samples"), algorithms("noise")
 SPREAD = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])  # rewards [R, P, G]
 # Grids of a noise process are known at their own nodes only.
 ON_GRID = TimesConfig(name="discrete_wo_init", count=4)
@@ -53,7 +55,8 @@ def samples_session(name: str, vp: bool):
 def test_there_are_algorithms_and_helpers_are_none():
     assert "flow_grpo" in EDGES
     assert "awm" in SAMPLES
-    assert sorted(EDGES + SAMPLES) == sorted(NAMES)
+    assert "find" in NOISE
+    assert sorted(EDGES + SAMPLES + NOISE) == sorted(NAMES)
     assert not [name for name in NAMES if name.startswith("_")]
 
 
@@ -91,11 +94,12 @@ def test_the_plan_is_valid_on_any_grid_repeatable_and_trains_no_last_step(name, 
         assert (again.train, again.noise_level, again.solver) == (plan.train, plan.noise_level, plan.solver)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", SAMPLES + NOISE)
 @pytest.mark.parametrize("grid", [flow_schedule(10), flow_schedule(25, 5.0), vp_schedule(10)], ids=["10", "25", "vp"])
 def test_a_plan_without_edges_is_repeatable_trains_nothing_and_walks_any_grid(name, grid):
     sampler, algorithm = flow_sde.build(flow_sde.Config()), build(name)
-    algorithm.config.check(sampler, len(grid))
+    if name in SAMPLES:
+        algorithm.config.check(sampler, len(grid))
     plan, again = (algorithm.plan(grid, sampler, iteration, 3) for iteration in (1, 2))
     assert plan.train == ()
     assert not any(plan.stochastic)
@@ -257,6 +261,27 @@ def test_its_page_tells_every_option_and_the_glossary_every_metric(name):
     for metric in session.algorithm.loss(batch, session.networks).metrics:
         role = metric.removeprefix("matching/to_")
         assert f"`{metric}`" in glossary or (role != metric and f"`{role}`" in glossary), metric
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_the_page_of_a_method_on_the_noise_tells_every_option_and_the_glossary_every_metric(name):
+    module, root = registry.load("algorithms", name), Path(__file__).resolve().parents[2]
+    page, glossary = ((root / "docs" / file).read_text() for file in (f"algorithms/{name}.md", "metrics.md"))
+    for field in dataclasses.fields(module.Config):
+        assert f"`algorithm.{field.name}`" in page, field.name
+    weights = NoiseWeights(LearnedNoise([("a", ())], (2, 3)))
+    latents, law = torch.randn(4, 2, 3), torch.zeros(4, dtype=torch.int64)
+    algorithm = build(name)
+    old = algorithm.log_prob(latents, law, weights).detach()
+    batch = InitialBatch(latents, law, torch.ones(4), old)
+    output = algorithm.loss(batch, SimpleNamespace(weights=weights))
+    for metric, value in output.metrics.items():
+        assert f"`{metric}`" in glossary, metric
+        assert value.shape == (), metric
+        assert bool(value.isfinite()), metric
+        assert not value.requires_grad, metric
+    output.loss.backward()
+    assert all(float(p.grad.abs().max()) > 0 for p in weights.parameters.values())
 
 
 @pytest.mark.parametrize("name", EDGES)

@@ -1,0 +1,167 @@
+"""FIND: the law of the initial noise is learned for each prompt; the network stays frozen.
+
+    1. z ~ N(mu, s^2), per prompt; x0 by a deterministic solver: z decides the picture, one decision an episode
+    2. A = r - V(mu, s, text), and 5 steps of V towards r; or r less the group's mean
+    3. rho = exp(log p(z; mu, s) - log p_old(z)), the law that drew z
+    4. loss = max(-k A rho, -k A clamp(rho, 1 - c, 1 + c)) + prior * mean[mu^2 + (s - 1)^2];  s >= 1e-4 after each step
+
+At first mu = 0 and s = 1: the base sampler's own noise. Only the prompts of an update move.
+
+Source: arXiv 2407.19453; vpx-ecnu/FIND:dist_train2.py, with what its loop leaves undone: docs/algorithms/find.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import AdvantageConfig, Advantages, advantages, aggregate
+from flowrl.algorithms.base import Networks
+from flowrl.learned_noise import NoiseWeights, ValueConfig, learned
+from flowrl.models.weights import Weights
+from flowrl.objectives import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
+from flowrl.plan import StepPlan, deterministic
+from flowrl.samplers.base import Sampler
+from flowrl.schedules import Schedule
+from flowrl.solvers import Solver
+from flowrl.types import InitialBatch, LossOutput
+
+LEVEL = "experimental"
+_GROUP = AdvantageConfig(std="none", clip=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    solver: Solver = "ode"
+    """How a rollout is solved; `sa` is refused."""
+    baseline: Literal["value", "group"] = "value"
+    """What a reward is compared with: V, or the other samples of its prompt (`advantages`)."""
+    value: ValueConfig = field(default_factory=ValueConfig)
+    advantages: AdvantageConfig = field(default_factory=lambda: _GROUP)
+    """Rule of `baseline: group`."""
+    reward_scale: float = 10.0
+    """k: times the advantage, against the prior."""
+    log_prob: NoiseForm = "sqrt"
+    """Sum over the latent's D values, over 1, sqrt(D) or D (`mean`, published)."""
+    clip_range: float = 0.2
+    """c, in the units of `log_prob`."""
+    prior_coef: float = 0.01
+    """Pull to N(0, 1)."""
+    train_std: bool = True
+    """False learns the means alone."""
+    least_std: float = 1e-4
+    """s is at least this after each step."""
+    keep_moment: bool = False
+    """After each step scale mu and s back to mean(mu^2 + s^2) = 1: z keeps the size that the network knows."""
+    refresh: int = 1
+    """Iterations for which one law draws; above 1 a copy of it is kept."""
+    passes: int = 1
+    """Times that an iteration goes through its samples."""
+
+    def __post_init__(self) -> None:
+        if self.solver == "sa":
+            raise ValueError("solver=sa adds noise on the way, so z would not decide the picture; use ode or a dpm one")
+        if self.advantages.name == "separate":
+            raise ValueError("advantages.name=separate: there is one loss for all rewards; use per_reward or gdpo")
+        if self.baseline == "value" and self.advantages != _GROUP:
+            raise ValueError("advantages is the rule of baseline=group; set that, or leave advantages out")
+        if self.keep_moment and not self.train_std:
+            raise ValueError("keep_moment=true needs train_std=true: a mean that grows leaves less for the std")
+        if not 0 < self.least_std <= 1:
+            raise ValueError(f"least_std={self.least_std} must lie in (0, 1]: every std begins at 1")
+        for name in ("reward_scale", "clip_range", "refresh", "passes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if not self.prior_coef >= 0:
+            raise ValueError(f"prior_coef={self.prior_coef} must not be negative")
+
+
+class Find:
+    needs: Literal["noise"] = "noise"
+    feedback: tuple[str, ...] = ()
+    level = LEVEL
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.passes, self.iterations = config, config.passes, 0
+        self.train_std, self.value = config.train_std, config.value if config.baseline == "value" else None
+        self.behaviour = "policy" if config.refresh == 1 else "old"
+        self.roles: tuple[str, ...] = () if config.refresh == 1 else ("old",)
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        return deterministic(schedule, self.config.solver)
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        """Where V is the baseline, rewards as they are: `calibrated` takes it away."""
+        if self.config.baseline == "group":
+            return advantages(rewards, weights, self.config.advantages)
+        total = aggregate(rewards, weights)
+        valid = total.isfinite()
+        none = torch.zeros(len(total), dtype=torch.bool)
+        return Advantages(values=total.nan_to_num().float()[:, :, None], valid=valid, dead=none, kept=valid)
+
+    def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
+        """(A [P, G], V's mean squared error) of the laws `numbers` [P] that drew the samples; then V's own steps."""
+        judge, total = weights.calibration, credit.values.squeeze(2)
+        if judge is None:
+            return total, None
+        assert self.value is not None
+        with torch.no_grad():
+            laws = weights.network.laws(numbers)
+            advantage = total - judge(laws, numbers).cpu()[:, None]
+        rewards = torch.where(credit.valid, total, torch.nan).to(laws.mean)
+        # Not before: fitted to these very rewards, it would take a part of their noise for its own.
+        judge.fit(laws, numbers, rewards, self.value.steps)
+        return advantage, float(advantage[credit.valid].square().mean())
+
+    def log_prob(self, latents: Tensor, numbers: Tensor, weights: NoiseWeights) -> Tensor:
+        """Of latents [M, ...] under the laws `numbers` [M] as they are now, [M] float64."""
+        laws = weights.network.laws(numbers)
+        return gaussian_log_prob(latents, laws.mean, laws.std, self.config.log_prob)
+
+    def loss(self, batch: InitialBatch, networks: Networks) -> LossOutput:
+        config, weights = self.config, learned(networks.weights)
+        laws = weights.network.laws(batch.law)
+        log_prob = gaussian_log_prob(batch.latents, laws.mean, laws.std, config.log_prob)
+        log_ratio = log_prob - batch.old_log_prob
+        credit = config.reward_scale * batch.advantage.to(log_ratio)
+        policy, clipped = clipped_ratio_loss(log_ratio, credit, (config.clip_range, config.clip_range))
+        prior = noise_prior(laws.mean, laws.std)
+        metrics = {
+            "policy/loss": policy,
+            "policy/ratio_mean": log_ratio.exp(),
+            "policy/clip_fraction": clipped.double(),
+            "policy/approx_kl": log_ratio.square() / 2,
+            "noise/prior": prior,
+            "noise/mean_square": laws.mean.square().flatten(1).mean(dim=1),
+            "noise/std": laws.std.flatten(1).mean(dim=1),
+        }
+        loss = (policy + config.prior_coef * prior).sum()
+        return LossOutput(loss=loss, metrics={name: value.detach().sum() for name, value in metrics.items()})
+
+    def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        return torch.zeros(rewards.shape[1], dtype=torch.bool)
+
+    def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
+        learned(weights).bound_std(self.config.least_std)
+        if self.config.keep_moment:
+            learned(weights).keep_moment()
+
+    def after_iteration(self, updates: int, weights: Weights) -> None:
+        self.iterations += 1
+        if self.roles and self.iterations % self.config.refresh == 0:
+            weights.snapshot("old")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iterations": self.iterations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"iterations"}:
+            raise ValueError(f"find keeps the number of iterations alone, the checkpoint has {sorted(state)}")
+        self.iterations = state["iterations"]
+
+
+def build(config: Config) -> Find:
+    return Find(config)

@@ -1,0 +1,54 @@
+"""Image embeddings of any CLIP or DINO of transformers, for rewards that compare pictures. A helper, not a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flowrl.reward import RewardError
+from rewards._clip import projected
+from rewards._images import to_uint8
+
+_CHUNK = 64
+
+Embed = Callable[[Sequence[Tensor]], Tensor]
+"""n finite pictures [3, H, W] in [0, 1] -> [n, D] on the CPU."""
+
+
+def network(name: str, device: str | None, *, reward: str, instead: str = "") -> Embed:
+    """Projected image embeddings of a CLIP, else the class token of a ViT such as DINO or DINOv2.
+
+    The network is float32 and frozen, behind its own preprocessing.
+
+    Args:
+        name: a folder or a hub id.
+        device: where it runs; none takes the GPU if there is one.
+        reward: whose it is, for the error.
+        instead: what else the user may give, for the error.
+
+    Raises:
+        RewardError: the weights can neither be found nor downloaded.
+    """
+    from transformers import AutoImageProcessor, AutoModel
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(name)
+        model = AutoModel.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False)
+    except (OSError, ValueError) as error:
+        raise RewardError(
+            f"reward {reward!r} cannot load backbone={name!r}; give {instead}a folder or hub id of a CLIP or "
+            f"DINOv2 that can be reached: {error}"
+        ) from error
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model.to(place)
+
+    def part(pictures: Sequence[Tensor]) -> Tensor:
+        pixels = processor(images=[to_uint8(p) for p in pictures], return_tensors="pt")["pixel_values"].to(place)
+        with torch.autocast(place.type, enabled=False):
+            if hasattr(model, "get_image_features"):
+                return projected(model.get_image_features(pixel_values=pixels)).cpu()
+            return model(pixel_values=pixels).last_hidden_state[:, 0].cpu()
+
+    return lambda pictures: torch.cat([part(pictures[i : i + _CHUNK]) for i in range(0, len(pictures), _CHUNK)])

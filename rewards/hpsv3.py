@@ -1,0 +1,123 @@
+"""HPSv3: how much people prefer the picture for its prompt, by a Qwen2-VL 7B tuned on 1.17 million comparisons.
+
+raw = mu, the first of two outputs of a small head at the token <|Reward|>; about -5 to 15 on the authors' pictures, and
+a messy picture can exceed that (MizzenAI/HPSv3#19). Trained on a tenth of it. A clip [F, 3, H, W] has the mean over
+its frames 0, 4, 8, ...
+
+The released code passes no positions to the language model, which then counts tokens one by one ("sequential"), in
+training as in scoring; Qwen2-VL's own positions in time, height and width ("mrope") are what some ports use.
+
+Source: arXiv:2508.03789; MizzenAI/HPSv3 (hpsv3 1.0.0).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from flowrl.reward import Card, Reward, RewardError
+from rewards import _checkpoints, _qwen_vl
+from rewards._images import to_uint8
+
+LEVEL = "experimental"
+MARK = "<|Reward|>"
+PIXELS = 256 * 28 * 28
+PROMPT = Path(__file__).parent / "prompts" / "hpsv3.txt"
+PROMPT_SHA256 = "ed13a1b1b6f42463518c1f55de40a864b97876aa12e6e2f367f0a0e44aa4196e"
+_FRAME_INTERVAL = 4
+
+CARD = Card(
+    outputs=("hpsv3",),
+    transform=(0.1, 0.0),
+    modality="any",
+    resolution="its own aspect in about 448 x 448 pixels",
+    memory_gib=16.0,
+    level=LEVEL,
+    licence="Apache-2.0 (weights), MIT (code and prompt)",
+    source="arXiv:2508.03789",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    model: str = "MizzenAI/HPSv3"
+    """HPSv3.safetensors: the file, its folder or a hub id (17 GB)."""
+    base: str = "Qwen/Qwen2-VL-7B-Instruct"
+    """Configuration and tokenizer: a folder or a hub id; its weights are not used."""
+    dtype: _qwen_vl.Dtype = "bfloat16"
+    """Of the backbone; the head is float32."""
+    positions: _qwen_vl.Positions = "sequential"
+    """"sequential": as released; "mrope": Qwen2-VL's own, with which scores differ."""
+    device: str | None = None
+    """Where the network runs; none takes the GPU if there is one."""
+
+
+def head(hidden_size: int) -> nn.Module:
+    """The published head: (mu, what stands for sigma) of a hidden state."""
+    return nn.Sequential(
+        nn.Linear(hidden_size, 1024),
+        nn.ReLU(),
+        nn.Dropout(0.05),
+        nn.Linear(1024, 16),
+        nn.ReLU(),
+        nn.Linear(16, 2),
+    )
+
+
+def load(config: Config) -> _qwen_vl.Regressor:
+    """The network with the published weights, frozen.
+
+    Raises:
+        RewardError: a file is missing or holds other weights.
+    """
+    path = _checkpoints.find(config.model, "HPSv3.safetensors", reward="hpsv3")
+    published = _checkpoints.read(path, reward="hpsv3")
+    return _qwen_vl.load(
+        {new: value for name, value in published.items() if (new := _qwen_vl.local_name(name)) is not None},
+        head,
+        base=config.base,
+        marks=(MARK,),
+        dtype=config.dtype,
+        positions=config.positions,
+        device=config.device,
+        reward="hpsv3",
+        source=path,
+    )
+
+
+def resized(picture: Tensor) -> Tensor | None:
+    """[1, 3, h, w] uint8 of a picture [3, H, W], by PIL's bicubic filter; None where it is not finite."""
+    values = to_uint8(picture)
+    if values is None:
+        return None
+    height, width = _qwen_vl.smart_resize(*values.shape[:2], min_pixels=PIXELS, max_pixels=PIXELS)
+    pixels = np.array(Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC))
+    return torch.from_numpy(pixels).permute(2, 0, 1)[None]
+
+
+def build(config: Config) -> Reward:
+    prompt = _qwen_vl.read_prompt(PROMPT, PROMPT_SHA256, reward="hpsv3")
+    model = load(config)
+
+    def one(picture: Tensor, tokens: list[int]) -> float:
+        if picture.ndim not in (3, 4):
+            raise RewardError(f"reward 'hpsv3' takes [3, H, W] or [F, 3, H, W], got {list(picture.shape)}")
+        if picture.ndim == 4:
+            values = [one(frame, tokens) for frame in picture[::_FRAME_INTERVAL]]
+            return sum(values) / len(values)
+        pixels = resized(picture)
+        return math.nan if pixels is None else float(model.outputs(tokens, pixels, "image")[0, 0])
+
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        # All texts first: one that the model cannot be asked is found before the slow part.
+        asked = [model.tokens(_qwen_vl.with_caption(prompt, caption), "image") for caption in prompts]
+        return torch.tensor([one(picture, tokens) for picture, tokens in zip(images, asked, strict=True)])
+
+    return Reward(score=score, card=CARD)

@@ -1,0 +1,219 @@
+"""FIND against best-of-n on its own prompts, at equal network evaluations.
+
+    python scripts/find_against_best_of_n.py                   train, then write docs/algorithms/find.{json,md}
+    python scripts/find_against_best_of_n.py --write           only write the table from the numbers
+    python scripts/find_against_best_of_n.py a.b=c ...         with overrides of configs/lab/find.yaml
+
+A picture costs as many evaluations whoever draws it, so costs are counted in pictures. After n pictures a prompt, spent
+on training, FIND draws from its law at one picture each. For m pictures of a prompt both spend n + m: best-of-k has
+k = 1 + n / m draws from N(0, 1) for each of them and keeps the one with the best training reward (equal ones: any).
+Both are judged by the strict verifier, on the same prompts; intervals are paired, over prompts.
+
+The third column asks for one picture and lets FIND choose too: of the n that it drew in training, the best by the
+training reward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowrl.config import load_config, resolve
+from flowrl.distributed import join
+from flowrl.evaluate import Evaluation, interval
+from flowrl.metrics import set_up_logging
+from flowrl.rng import derive
+from flowrl.runs import RunFolder
+from flowrl.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "configs" / "lab" / "find.yaml"
+NUMBERS, PAGE = ROOT / "docs" / "algorithms" / "find.json", ROOT / "docs" / "algorithms" / "find.md"
+JUDGE = "shapes_strict"
+WANTED = (1, 16, 64, 256, 1024)
+"""Pictures of a prompt that are asked for, m."""
+
+
+def best_of(values: np.ndarray, judged: np.ndarray, count: int) -> float:
+    """Expected judgement of the best by value among `count` of N pictures at random, without replacement.
+
+    Args:
+        values: what is chosen by, [N].
+        judged: the judge's score, [N].
+        count: 1 to N.
+
+    Equal values are chosen among at random. With N - a pictures left to choose `count` from, none of the a best is
+    among them with probability C(N - a, count) / C(N, count).
+    """
+    total = len(values)
+    if not 1 <= count <= total:
+        raise ValueError(f"best of {count} needs a pool of as many pictures, there are {total}")
+    expected, above, ways = 0.0, 0, math.comb(total, count)
+    for value in sorted(set(values.tolist()), reverse=True):
+        block = values == value
+        behind = above + int(block.sum())
+        chance = (math.comb(total - above, count) - math.comb(total - behind, count)) / ways
+        expected, above = expected + chance * float(judged[block].mean()), behind
+    return expected
+
+
+def best_of_share(values: np.ndarray, judged: np.ndarray, count: float) -> float:
+    """The same where `count` is a mean: some pictures get one draw more than others."""
+    low = math.floor(count)
+    if low == count:
+        return best_of(values, judged, low)
+    more = count - low
+    return (1 - more) * best_of(values, judged, low) + more * best_of(values, judged, low + 1)
+
+
+# ---- measuring
+
+
+def values_of(trainer: Trainer, found: Evaluation) -> tuple[np.ndarray, np.ndarray]:
+    """(training values, judgements) of an evaluation, both [P, S]."""
+    raw = {name: torch.from_numpy(table) for name, table in found.scores.items()}
+    total = sum(entry.weight * entry.training_value(raw) for entry in trainer.scorer.entries)
+    return torch.as_tensor(total).numpy(), found.scores[JUDGE]
+
+
+def drawn(trainer: Trainer, count: int, purpose: str, *, base: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(training values, judgements) of `count` pictures a prompt, [P, count], from the laws or from N(0, 1)."""
+    options: dict[str, Any] = {"learned": None} if base else {}
+    evaluator = replace(trainer.evaluator, seed=derive(0, purpose), samples_per_prompt=count, **options)
+    steps = trainer.config.rollout.num_inference_steps
+    with trainer.weights.using(trainer.optimizer.role):
+        found = evaluator(purpose, 0, guidance_scale=trainer.eval_guidance, num_inference_steps=steps, save=False)
+    return values_of(trainer, found)
+
+
+def measure(overrides: list[str], pool: int, draws: int) -> None:
+    """Train, and compare whenever every prompt has had 2^k groups of samples; each moment is written at once."""
+    resolved = resolve(load_config(RECIPE, overrides))
+    trainer, config = Trainer(resolved), resolved.run
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.world, trainer.folder, trainer.start = join(), RunFolder(Path(folder)), 0
+        trainer._load()
+        prompts = len(trainer.evaluator.prompts)
+        base = drawn(trainer, pool, "pool", base=True)
+        start = drawn(trainer, draws, "draws", base=True)[1].mean(axis=1)
+        seen: dict[int, list[tuple[float, float]]] = {row: [] for row in range(prompts)}
+        watch(trainer, seen)
+        points: list[dict[str, Any]] = []
+        numbers = {"overrides": overrides, "prompts": prompts, "pool": pool, "draws": draws, "seed": config.seed}
+        numbers |= {"base": interval(base[1].mean(axis=1)), "points": points}
+        for iteration in range(1, config.iterations + 1):
+            trainer._tell(trainer._iterate(iteration))
+            count = len(seen[0])
+            epochs = count // config.rollout.group_size
+            even = all(len(pairs) == count for pairs in seen.values())
+            if even and epochs & (epochs - 1) == 0 and count <= pool and count not in [p["n"] for p in points]:
+                own = drawn(trainer, draws, "draws", base=False)[1].mean(axis=1)
+                points.append({"n": count} | compared(own, start, base, seen))
+                NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def watch(trainer: Trainer, seen: dict[int, list[tuple[float, float]]]) -> None:
+    """Note (training value, judgement) of every picture of the rollouts, by the number of its law."""
+    collect = trainer.collector.collect
+
+    def noted(*args: Any) -> Any:
+        rollout = collect(*args)
+        weights = torch.tensor([entry.weight for entry in trainer.scorer.entries])
+        total = (rollout.rewards * weights[:, None, None]).sum(dim=0)
+        for slot, law in enumerate(rollout.laws.tolist()):
+            seen[law] += zip(total[slot].tolist(), rollout.raw[JUDGE][slot].tolist(), strict=True)
+        return rollout
+
+    trainer.collector.collect = noted
+
+
+def compared(
+    own: np.ndarray,
+    start: np.ndarray,
+    base: tuple[np.ndarray, np.ndarray],
+    seen: dict[int, list[tuple[float, float]]],
+) -> dict[str, Any]:
+    """Of one moment: FIND's score [P], its gain, and the paired differences to best-of-k."""
+    spent = len(seen[0])
+    kept = np.array([best_of(*np.array(pairs).T, len(pairs)) for _, pairs in sorted(seen.items())])
+    rivals = {}
+    for wanted in WANTED:
+        count = 1 + spent / wanted
+        if count > base[0].shape[1]:
+            count = float(base[0].shape[1])  # n + 1 of n: the last picture of the largest pool
+        rivals[wanted] = np.array([best_of_share(*pair, count) for pair in zip(*base, strict=True)])
+    same = np.array([best_of(*pair, spent) for pair in zip(*base, strict=True)])
+    return {
+        "find": interval(own),
+        "gain": interval(own - start),
+        "rivals": {str(m): interval(rival) for m, rival in rivals.items()},
+        "differences": {str(m): interval(own - rival) for m, rival in rivals.items()},
+        "kept": interval(kept),
+        "kept_difference": interval(kept - same),
+    }
+
+
+# ---- the page
+
+
+def percent(value: dict[str, float], sign: str = "+") -> str:
+    mean, low, high = (format(100 * value[key], f"{sign}.1f") for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
+
+
+def table(numbers: dict[str, Any]) -> str:
+    """A row for each n."""
+    titles = ["n", "FIND", "gain on the base", *(f"less best-of-k, m = {m}" for m in WANTED)]
+    titles.append("best of FIND's own n, less best-of-n")
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for point in numbers["points"]:
+        cells = [str(point["n"]), percent(point["find"], ""), percent(point["gain"])]
+        cells += [percent(point["differences"][str(m)]) for m in WANTED]
+        lines.append("| " + " | ".join([*cells, percent(point["kept_difference"])]) + " |")
+    base = percent(numbers["base"], "")
+    words = " ".join(numbers["overrides"])
+    return "\n".join(
+        [
+            f"{numbers['prompts']} prompts, seed {numbers['seed']}, {numbers['draws']} draws of FIND a prompt, a pool "
+            f"of {numbers['pool']} pictures of the base a prompt, whose mean is {base}; `python "
+            f"scripts/find_against_best_of_n.py{' ' + words if words else ''}`. Strict accuracy, points.",
+            "",
+            *lines,
+        ]
+    )
+
+
+def write_page(numbers: dict[str, Any]) -> None:
+    marked = f"<!-- best of n -->\n{table(numbers)}\n<!-- end of best of n -->"
+    pattern = r"<!-- best of n -->.*<!-- end of best of n -->"
+    text, found = re.subn(pattern, lambda _: marked, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert found == 1, f"{PAGE} lost its marks"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="a.b=c words")
+    parser.add_argument("--pool", type=int, default=512, help="pictures of the base a prompt; the largest n")
+    parser.add_argument("--draws", type=int, default=16, help="pictures that judge a law")
+    parser.add_argument("--write", action="store_true", help="only write the table")
+    args = parser.parse_args()
+    if not args.write:
+        set_up_logging(None, main=True)
+        measure(args.overrides, args.pool, args.draws)
+    numbers = json.loads(NUMBERS.read_text(encoding="utf-8"))
+    write_page(numbers)
+    print(table(numbers))
+
+
+if __name__ == "__main__":
+    main()
