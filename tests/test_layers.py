@@ -19,11 +19,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("trainer", "collect", "learner", "replay", "noising", "evaluate", "gallery", "checkpoint", "optim"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
-        "initials",
+        *("initials", "rewardcheck"),
     ),
     ("algorithms",),
     ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
-    ("samplers", "solvers", "sa_solver", "plan", "times", "reward"),
+    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache"),
     ("process", "schedules", "advantages", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )
