@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import shapes
-from flowrl.models.base import PACKAGE
+from flowrl.embedded import PACKAGE
 from flowrl.prompts import Prompt, open_picture
 from flowrl.registry import suggest
 from flowrl.strict import ConfigError

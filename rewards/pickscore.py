@@ -1,7 +1,7 @@
 """PickScore: how much people prefer the picture for its prompt, by a CLIP ViT-H/14 tuned on half a million choices.
 
 raw = exp(logit_scale) * cos(image, text); about 20 to 24 for present models. CLIP sees the centre square of the
-picture and the first 77 tokens of the prompt.
+picture and the first 77 tokens of the prompt. A clip has the mean over some of its frames.
 
 Source: arXiv:2305.01569; yuvalkirstain/PickScore.
 """
@@ -9,14 +9,26 @@ Source: arXiv:2305.01569; yuvalkirstain/PickScore.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from flowrl.reward import Card, Reward
 from rewards import _clip
+from rewards._frames import framewise
 
 LEVEL = "experimental"
+CARD = Card(
+    outputs=("pickscore",),
+    low=-100.0,
+    high=100.0,
+    modality="any",
+    resolution="224 x 224, the centre square",
+    memory_gib=3.7,
+    level=LEVEL,
+    licence="MIT (code and weights)",
+    source="arXiv:2305.01569",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +39,14 @@ class Config:
     """Tokenizer: a folder or a hub id."""
     preprocess: _clip.Preprocess = "exact"
     """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
+    frames: int = 8
+    """How many evenly spread frames of a clip are scored."""
     device: str | None = None
     """Where the network runs; none takes the GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.frames < 1:
+            raise ValueError(f"frames={self.frames} must be at least 1")
 
 
 def build(config: Config) -> Reward:
@@ -40,16 +58,6 @@ def build(config: Config) -> Reward:
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return scale * (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
 
-    return Reward(
-        score=score,
-        card=Card(
-            outputs=("pickscore",),
-            low=-float(scale),
-            high=float(scale),
-            modality="image",
-            differentiable=config.preprocess == "fast",
-            level=LEVEL,
-            licence="MIT (code and weights)",
-            source="arXiv:2305.01569",
-        ),
-    )
+    bounds = {"low": -float(scale), "high": float(scale)}
+    card = replace(CARD, differentiable=config.preprocess == "fast", resolution=clip.pixels.resolution, **bounds)
+    return Reward(framewise(score, config.frames), card)

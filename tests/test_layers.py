@@ -24,10 +24,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration"),
     ("samplers", "solvers", "sa_solver", "plan", "times", "reward"),
     ("process", "schedules", "advantages", "selection", "objectives"),
-    ("types", "rng", "registry", "shapes"),
+    ("types", "rng", "registry", "shapes", "embedded"),
 )
 TORCH_ONLY = ("process", "schedules", "advantages", "selection", "objectives")
-FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes"}
+FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes", "flowrl.embedded"}
 
 
 def level(part: str) -> int:

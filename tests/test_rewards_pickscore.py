@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
 from rewards import _clip
+from rewards._pixels import Pixels
 from rewards.pickscore import Config, build
 from tests import toy_clip
 
@@ -72,15 +73,16 @@ def test_exact_preprocessing_equals_that_of_transformers(height, width):
     processor = CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24})
     eight_bit = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     expected = torch.as_tensor(processor(images=[eight_bit], return_tensors="pt")["pixel_values"])[0]
-    assert_close(_clip.exact_pixels(image, 24), expected, rtol=0, atol=1e-5)
+    assert_close(Pixels(size=24)(image[None])[0], expected, rtol=0, atol=1e-5)
 
 
 def test_fast_preprocessing_is_close_to_the_exact_one():
-    smooth, hard = pictures(1, 91, 60)[0], (pictures(1, 61, 64)[0] > 0.5).float()
+    exact, fast = (Pixels(size=24, preprocess=way) for way in ("exact", "fast"))
+    smooth, hard = pictures(1, 91, 60), (pictures(1, 61, 64) > 0.5).float()
     # Eight bits are 1/255 apart, rounded twice; normalising divides by 0.26 at least.
-    assert_close(_clip.fast_pixels(smooth, 24), _clip.exact_pixels(smooth, 24), rtol=0, atol=2.5 / 255 / 0.26)
+    assert_close(fast(smooth), exact(smooth), rtol=0, atol=2.5 / 255 / 0.26)
     # At hard edges PIL also cuts the overshoot of the bicubic kernel off between its two passes.
-    assert_close(_clip.fast_pixels(hard, 24), _clip.exact_pixels(hard, 24), rtol=0, atol=0.03 / 0.26)
+    assert_close(fast(hard), exact(hard), rtol=0, atol=0.03 / 0.26)
 
 
 def test_a_score_depends_on_its_own_picture_and_prompt_alone(reward):
@@ -138,9 +140,18 @@ def test_the_card_bounds_the_score_by_the_temperature(reward):
     assert scores.failures == 0
 
 
+def test_a_clip_has_the_mean_of_its_frames(reward):
+    two = pictures(2)
+    clip = torch.stack([two[0], two[1]])
+    together = scored(reward, [clip, two[1]], ["a cat", "sea"])
+    frames = scored(reward, two, ["a cat", "a cat"])
+    assert frames.diff().abs() > 0.01
+    assert_close(together, torch.stack([frames.mean(), scored(reward, two[1:], ["sea"])[0]]), rtol=0, atol=1e-4)
+
+
 def test_weights_that_cannot_be_found_are_named(tmp_path, folder):
     missing = str(tmp_path / "nowhere")
-    with pytest.raises(RewardError, match=r"'pickscore' cannot load CLIP.*nowhere"):
+    with pytest.raises(RewardError, match=r"'pickscore' cannot load CLIPModel.*nowhere"):
         build(Config(model=missing, tokenizer=folder))
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import registry
-from flowrl.models.base import ModelError, asset_folder, asset_roots, loading, require_folder, resolve_path
+from flowrl.embedded import asset_roots
+from flowrl.models.base import ModelError, asset_folder, loading, require_folder, resolve_path
 
 GENERIC = "generic"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,13 +12,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from flowrl import embedded
 from flowrl.models._memory import MemorySettings, require_frozen, require_own_type
 from flowrl.process import PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class ModelError(ValueError):
@@ -260,15 +259,9 @@ def check_size(name: str, value: int, unit: int, largest: int | None = None) -> 
     raise ModelError(f"model.{name}={value} must be a multiple of {unit}{limits}; use {near}")
 
 
-def asset_roots() -> list[Path]:
-    """Where embedded assets are looked for, in order; FLOWRL_ASSETS comes first."""
-    roots = [PACKAGE / "assets", PACKAGE.parent / "assets"]
-    return [Path(os.environ["FLOWRL_ASSETS"]), *roots] if os.environ.get("FLOWRL_ASSETS") else roots
-
-
 def asset_folder(name: str) -> Path | None:
-    """Folder of an embedded asset, or None."""
-    return next((root / name for root in asset_roots() if (root / name / "model_index.json").is_file()), None)
+    """Folder of an embedded pipeline, or None."""
+    return embedded.asset_folder(name, "model_index.json")
 
 
 def resolve_path(path: str) -> str:

@@ -1,0 +1,124 @@
+"""Pictures as CLIP-like networks want them: a normalised square. A helper, not a reward.
+
+Source: openai/CLIP (shortest side by bicubic, centre crop); transformers' CLIPImageProcessor and SiglipImageProcessor;
+mlfoundations/open_clip:src/open_clip/transform.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from rewards._images import to_uint8
+
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+Preprocess = Literal["exact", "fast"]
+"""8-bit PIL as the published scores were made, or float tensors, through which gradients flow."""
+Fit = Literal["crop", "pad", "squash"]
+Interpolation = Literal["bicubic", "bilinear"]
+_PIL = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_SEEN = {"crop": "the centre square", "pad": "the whole picture between bars", "squash": "stretched to a square"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pixels:
+    """The way of one network from pictures in [0, 1] to its input.
+
+    "fast" differs from "exact" by rounding to 8 bits, and at hard edges by the kernel's overshoot between its passes.
+    """
+
+    size: int
+    preprocess: Preprocess = "exact"
+    fit: Fit = "crop"
+    """"crop": shortest side to `size`, then the centre; "pad": longest side, then bars; "squash": both sides."""
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+    interpolation: Interpolation = "bicubic"
+    fill: float = 0.0
+    """Grey of the bars, before normalisation."""
+    half_even_crop: bool = False
+    """Half a pixel of a crop's margin is rounded half to even, as torchvision does, not down, as transformers does."""
+
+    @property
+    def resolution(self) -> str:
+        """For the card."""
+        return f"{self.size} x {self.size}, {_SEEN[self.fit]}"
+
+    def __call__(self, images: Tensor | Sequence[Tensor]) -> Tensor:
+        """[B, 3, size, size]; NaN all over where a picture holds NaN or inf."""
+        return torch.stack([self._one(picture) for picture in images])
+
+    def _one(self, picture: Tensor) -> Tensor:
+        resize = self._exactly if self.preprocess == "exact" else self._fast
+        if picture.ndim != 3 or picture.shape[0] != 3:
+            raise ValueError(f"a picture must be [3, H, W], got {list(picture.shape)}")
+        # Tested first: a crop or a clamp could hide it.
+        if not picture.isfinite().all():
+            return torch.full((3, self.size, self.size), torch.nan, device=picture.device)
+        resized = resize(picture, resized_shape(*picture.shape[-2:], self.size, self.fit))
+        if self.fit == "crop":
+            resized = self._centre(resized)
+        elif self.fit == "pad":
+            resized = padded(resized, self.size, self.fill)
+        return normalised(resized, self.mean, self.std)
+
+    def _exactly(self, picture: Tensor, shape: tuple[int, int]) -> Tensor:
+        image = Image.fromarray(to_uint8(picture)).resize(shape[::-1], _PIL[self.interpolation])
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+    def _fast(self, picture: Tensor, shape: tuple[int, int]) -> Tensor:
+        resized = F.interpolate(picture[None].float(), shape, mode=self.interpolation, antialias=True)[0]
+        # PIL works on 8 bits and so cuts off the overshoot of the bicubic kernel.
+        return resized.clamp(0, 1)
+
+    def _centre(self, pixels: Tensor) -> Tensor:
+        margins = [side - self.size for side in pixels.shape[-2:]]
+        top, left = (round(m / 2) if self.half_even_crop else m // 2 for m in margins)
+        return pixels[..., top : top + self.size, left : left + self.size]
+
+
+def resized_shape(height: int, width: int, size: int, fit: Fit) -> tuple[int, int]:
+    """(height, width) before the crop or the bars.
+
+    The free side of a crop is rounded down, that of bars half to even, as the published code does.
+
+    >>> resized_shape(480, 832, 224, "crop"), resized_shape(480, 832, 224, "pad")
+    ((224, 388), (129, 224))
+    """
+    if fit == "squash":
+        return size, size
+    if fit == "crop":
+        longer = int(size * max(height, width) / min(height, width))
+        return (size, longer) if height <= width else (longer, size)
+    scale = size / max(height, width)
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def margins(height: int, width: int, size: int) -> tuple[int, int, int, int]:
+    """Bars around a picture that becomes a square of `size`: left, top, right, bottom; an odd pixel goes last.
+
+    >>> margins(149, 224, 224)
+    (0, 37, 0, 38)
+    """
+    left, top = (size - width) // 2, (size - height) // 2
+    return left, top, size - width - left, size - height - top
+
+
+def padded(pixels: Tensor, size: int, fill: float = 0.0) -> Tensor:
+    """[3, size, size] of [3, H, W] within it, between bars of `fill`."""
+    left, top, right, bottom = margins(*pixels.shape[-2:], size)
+    return F.pad(pixels, (left, right, top, bottom), value=fill)
+
+
+def normalised(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
+    """(pixels - mean) / std by channel, [3, H, W]."""
+    centre, width = (torch.tensor(values, device=pixels.device).view(3, 1, 1) for values in (mean, std))
+    return (pixels - centre) / width

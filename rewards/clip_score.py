@@ -1,0 +1,105 @@
+"""CLIP score: how well the picture fits its prompt, as the cosine of CLIP's embeddings of both.
+
+Three conventions are about, and the output's name says which it is:
+- `clip_cos`: the cosine;
+- `clip_s`: 2.5 max(cosine, 0), the CLIP-S of the paper;
+- `clip_percent`: 100 max(cosine, 0), as torchmetrics has it.
+
+Numbers of two networks are not comparable. CLIP sees what the card's resolution says of the picture, as a rule its
+centre square, and the first 77 tokens of the prompt. A clip has the mean over some of its frames.
+
+`model: tiny-clip` is the CLIP that comes with the package, trained on the shapes world; with `preprocess: fast`,
+gradients reach the picture.
+
+Source: arXiv:2104.08718; mlfoundations/open_clip; openai/CLIP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from flowrl.reward import Card, Reward, RewardError
+from rewards import _clip, _open_clip
+from rewards._frames import framewise
+
+LEVEL = "experimental"
+CARD = Card(
+    outputs=("clip_cos",),
+    low=-1.0,
+    high=1.0,
+    modality="any",
+    resolution="224 x 224, the centre square",
+    memory_gib=1.6,
+    level=LEVEL,
+    licence="MIT (code and OpenAI's weights)",
+    source="arXiv:2104.08718",
+)
+_CONVENTIONS = {"cos": ("clip_cos", 1.0), "clip_s": ("clip_s", 2.5), "percent": ("clip_percent", 100.0)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    model: str = "openai/clip-vit-large-patch14"
+    """A folder, a hub id, the embedded tiny-clip, or a network's name of open_clip (ViT-H-14), with `pretrained`."""
+    pretrained: str | None = None
+    """Weights for a network's name of open_clip: its tag (laion2b_s32b_b79k), a file, a folder or a hub id."""
+    backend: Literal["auto", "transformers", "open_clip"] = "auto"
+    """"auto": open_clip for its names, its folders, tiny-clip and hf-hub:owner/name; else transformers."""
+    tokenizer: str | None = None
+    """transformers only: a folder or a hub id; null: the model's own."""
+    quick_gelu: bool | None = None
+    """open_clip only: the activation that the weights were trained with; null: what their tag or configuration says."""
+    convention: Literal["cos", "clip_s", "percent"] = "cos"
+    """The cosine, 2.5 max(cosine, 0), or 100 max(cosine, 0)."""
+    preprocess: _clip.Preprocess = "exact"
+    """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
+    frames: int = 8
+    """How many evenly spread frames of a clip are scored."""
+    device: str | None = None
+    """Where the network runs; none takes the GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.frames < 1:
+            raise ValueError(f"frames={self.frames} must be at least 1")
+        if self.backend == "transformers" and (self.pretrained is not None or self.quick_gelu is not None):
+            raise ValueError("pretrained and quick_gelu are open_clip's; with transformers, model brings its weights")
+        if self.backend == "open_clip" and self.tokenizer is not None:
+            raise ValueError("tokenizer is transformers'; open_clip finds its own")
+
+
+def build(config: Config) -> Reward:
+    clip = _load(config)
+    output, factor = _CONVENTIONS[config.convention]
+
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        cosine = (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
+        return cosine if config.convention == "cos" else factor * cosine.clamp(min=0)
+
+    default = config.model == Config().model
+    card = replace(
+        CARD,
+        outputs=(output,),
+        low=-1.0 if config.convention == "cos" else 0.0,
+        high=factor,
+        resolution=clip.pixels.resolution,
+        memory_gib=sum(p.numel() for p in clip.model.parameters()) * 4 / 2**30,
+        differentiable=config.preprocess == "fast",
+        licence=CARD.licence if default else f"MIT (code); weights: see {config.model}",
+    )
+    return Reward(framewise(score, config.frames), card)
+
+
+def _load(config: Config) -> _clip.Clip | _open_clip.OpenClip:
+    options = {"device": config.device, "preprocess": config.preprocess, "reward": "clip_score"}
+    ours = config.pretrained is not None or config.quick_gelu is not None or _open_clip.is_source(config.model)
+    if config.backend == "open_clip" or (config.backend == "auto" and ours):
+        if config.tokenizer is not None:
+            raise RewardError(
+                f"reward 'clip_score': tokenizer is transformers'; open_clip's {config.model!r} has its own"
+            )
+        return _open_clip.load(config.model, config.pretrained, quick_gelu=config.quick_gelu, **options)
+    return _clip.load(config.model, config.tokenizer or config.model, **options)
