@@ -99,6 +99,8 @@ def test_three_iterations_of_a_recipe_give_a_curve(proxy, name, tmp_path: Path):
     rows = proxy.curve(tmp_path / "run" / "eval", 2)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     assert all(np.isfinite(list(row.values())).all() for row in rows)
+    # What the page takes of a run, as the lab keeps it.
+    assert {"clip_cos", "shapes_strict"} <= proxy.lab.measured(tmp_path / "run")["summary"]["difference"].keys()
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("grad/norm", 0.0) for row in metrics) > 0
     assert metrics[0]["eval/clip_cos"] == pytest.approx(rows[1]["clip_cos"], abs=1e-5)

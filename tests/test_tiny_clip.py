@@ -95,6 +95,18 @@ def test_it_prefers_the_true_caption_of_unseen_scenes_to_near_misses(clip, loade
     assert float((right > other).float().mean()) > 0.8
 
 
+def test_the_reward_clip_score_gives_its_cosine(clip, loaded):
+    """At 32 px nothing is resized, so float tensors agree to rounding, and 8 bits nearly."""
+    from rewards.clip_score import Config, build
+
+    scenes, images = held_out(4)
+    captions = [scene.caption for scene in scenes]
+    expected = clip.cosines(*loaded, images, captions)
+    for preprocess, tolerance in (("fast", 1e-5), ("exact", 1e-2)):
+        reward = build(Config(model="tiny-clip", preprocess=preprocess, device="cpu"))
+        assert_close(reward.score(images, captions, [{}] * 4), expected, rtol=0, atol=tolerance)
+
+
 def test_its_record_says_that_it_is_good_and_not_perfect():
     facts = json.loads((FOLDER / "pretraining.json").read_text(encoding="utf-8"))
     for part in ("train", "heldout"):
