@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _lab_page import Entry, page
+from _lab_page import METRIC, Entry, page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "lab" / "results.json"
@@ -181,10 +181,26 @@ def measured(folder: Path) -> dict[str, Any]:
     kept = ("seconds", "iterations", "base", "base_best_guidance", "tuned", "difference")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     evaluations = {part: sum(row[f"nfe/{part}"] for row in rows) / len(rows) for part in ("rollout", "train")}
+    found = {"evaluations": evaluations, "commit": facts["commit"], "curve": curve(folder, rows)}
     return {
-        "summary": {key: summary[key] for key in kept} | {"evaluations": evaluations, "commit": facts["commit"]},
+        "summary": {key: summary[key] for key in kept} | found,
         "replay": {"machine": machine(facts), "rows": first_rows(folder)},
     }
+
+
+def curve(folder: Path, rows: list[dict[str, Any]]) -> list[list[float]]:
+    """[seconds of iterations so far, accuracy] of every evaluation on the way and of the end, on the same captions."""
+    spent, points, captions = 0.0, [], 0
+    for row in rows:
+        spent += row["time/iteration_s"]
+        if f"eval/{METRIC}" in row:
+            captions = len(_read(folder / "eval" / f"iteration-{row['iteration']:06d}.json")["prompts"])
+            points.append([round(spent, 1), row[f"eval/{METRIC}"]])
+    if not points:
+        return []
+    scores = _read(folder / "eval" / "tuned.json")["scores"][METRIC][:captions]
+    values = [value for row in scores for value in row if value is not None]
+    return [*points, [round(spent, 1), sum(values) / len(values)]]
 
 
 def train_command(name: str, recipe: Path, seed: int, output: Path) -> tuple[list[str], Path]:

@@ -112,6 +112,41 @@ def test_keeping_the_whole_group_is_refused():
     raft.Config(best=3).check_group(4)
 
 
+class Followed:
+    """What of the weights a method moves after an iteration."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, float]] = []
+
+    def follow(self, role: str, decay: float) -> None:
+        self.calls.append((role, decay))
+
+
+@pytest.mark.parametrize("module", [rwr, raft])
+@pytest.mark.parametrize(
+    ("refresh", "copied_after"), [(40, [42, 81, 120]), (1, [3, 42, 81, 120]), (None, []), (0, []), (200, [])]
+)
+def test_the_network_that_draws_is_copied_when_it_is_due(module, refresh, copied_after):
+    """At most once an iteration, here of 39 steps; an interruption in between changes nothing."""
+    method, copied = module.build(module.Config(refresh=refresh)), []
+    assert method.behaviour == ("policy" if refresh == 0 else "sampling")
+    assert method.roles == (() if refresh == 0 else ("sampling",))
+    for updates in (3, 42, 81, 120):
+        resumed, weights = module.build(module.Config(refresh=refresh)), Followed()
+        resumed.load_state_dict(method.state_dict())
+        method = resumed
+        method.after_iteration(updates, weights)
+        assert weights.calls in ([], [("sampling", 0.0)])
+        copied += [updates] * len(weights.calls)
+    assert copied == copied_after
+
+
+@pytest.mark.parametrize("module", [rwr, raft])
+def test_a_negative_refresh_is_refused(module):
+    with pytest.raises(ValueError, match="null never refreshes"):
+        module.Config(refresh=-1)
+
+
 @pytest.mark.parametrize("module", [rwr, raft])
 def test_an_advantage_rule_that_would_have_no_effect_is_refused(module):
     with pytest.raises(ValueError, match="takes no advantage rule"):

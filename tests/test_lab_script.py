@@ -262,3 +262,33 @@ def test_results_have_one_line_a_cell(lab):
     lab.write_results(results)
     assert json.loads(lab.RESULTS.read_text()) == results
     assert len(lab.RESULTS.read_text().splitlines()) == len(results) + 2
+
+
+def test_the_curve_ends_with_the_tuned_model_on_the_captions_of_the_way(lab, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "eval").mkdir(parents=True)
+    rows = [{"iteration": k, "time/iteration_s": 2.0} for k in (1, 2, 3)]
+    assert lab.curve(folder, rows) == []
+    rows[1]["eval/shapes_strict"] = 0.4
+    (folder / "eval" / "iteration-000002.json").write_text(json.dumps({"prompts": ["a", "b"]}))
+    scores = [[1.0, 0.0], [None, 1.0], [0.0, 0.0]]
+    (folder / "eval" / "tuned.json").write_text(json.dumps({"scores": {"shapes_strict": scores}}))
+    assert lab.curve(folder, rows) == [[4.0, 0.4], [6.0, pytest.approx(2 / 3)]]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "seconds"),
+    [([0.1, 0.6, 0.2, 0.6], 40), ([0.1, 0.55, 0.45, 0.6], 20), ([0.6, 0.3, 0.3, 0.4], None), ([0.5, 0.5, 0, 0], 10)],
+)
+def test_one_lucky_evaluation_does_not_reach_the_goal(lab, accuracies, seconds):
+    from _lab_page import reached
+
+    assert reached([[10 * (k + 1), value] for k, value in enumerate(accuracies)], 0.5) == seconds
+
+
+def test_an_interval_over_seeds_is_students(lab):
+    from _lab_page import over_seeds
+
+    # 4.3027 standard errors on either side, of a mean of 0.4 with the std 0.1 of three values.
+    assert over_seeds([0.3, 0.4, 0.5]) == ("0.40", "0.15 to 0.65")
+    assert over_seeds([0.3, None, 0.5]) == ("-", "-")

@@ -1,6 +1,6 @@
 """RAFT: fine-tuning on the best samples of each prompt.
 
-    1. sample x0 with the policy
+    1. sample x0 with the network that was the policy at the last refresh
     2. keep the k best of a prompt; `ties` keeps all that equal the k-th
     3. loss = mean (v - v*)^2 over those kept + kl mean (v - v_ref)^2
 
@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import Advantages, aggregate
-from flowrl.algorithms._matching import MatchingBase, MatchingConfig
-from flowrl.algorithms.base import Networks
-from flowrl.algorithms.rwr import imitate, imitation, refuse_advantages
-from flowrl.types import LossOutput, NoisedBatch
+from flowrl.algorithms._imitation import ImitationBase, ImitationConfig, imitation
 
 LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(MatchingConfig):
+class Config(ImitationConfig):
     best: int = 1
     """k."""
     ties: bool = False
@@ -35,10 +32,9 @@ class Config(MatchingConfig):
     """Leave out prompts whose samples are all equal: none of them is best."""
 
     def __post_init__(self) -> None:
-        MatchingConfig.__post_init__(self)
+        ImitationConfig.__post_init__(self)
         if self.best < 1:
             raise ValueError(f"best={self.best} must be at least 1")
-        refuse_advantages(self)
 
     def check_group(self, group_size: int) -> None:
         """Raise ValueError where a group has no more samples than are kept."""
@@ -46,7 +42,7 @@ class Config(MatchingConfig):
             raise ValueError(f"best={self.best} keeps every sample of a group of {group_size}; lower it")
 
 
-class Raft(MatchingBase[Config]):
+class Raft(ImitationBase[Config]):
     level = LEVEL
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
@@ -56,9 +52,6 @@ class Raft(MatchingBase[Config]):
             return credit
         low, high = total.nan_to_num(torch.inf).amin(dim=1), total.nan_to_num(-torch.inf).amax(dim=1)
         return Advantages(credit.values, credit.valid, ~(high > low), credit.kept & (high > low)[:, None])
-
-    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        return imitate(self, batch, networks)
 
 
 def best_of(total: Tensor, count: int, *, ties: bool) -> Tensor:
