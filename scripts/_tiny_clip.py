@@ -36,7 +36,7 @@ MAX_LOGIT_SCALE = math.log(100)
 class Settings:
     seed: int
     output: Path
-    steps: int = 350
+    steps: int = 220
     families: int = 32
     learning_rate: float = 2e-3
     weight_decay: float = 0.02
