@@ -1,9 +1,12 @@
-"""Train the tiny pipelines of the lab from a seed: `python scripts/pretrain_tiny.py tiny-sd3`.
+"""Train the tiny models of the lab from a seed: `python scripts/pretrain_tiny.py tiny-sd3` (or tiny-clip).
 
-Builds a real StableDiffusion3Pipeline (two CLIP encoders, a T5 encoder, SD3Transformer2DModel,
+tiny-sd3: builds a real StableDiffusion3Pipeline (two CLIP encoders, a T5 encoder, SD3Transformer2DModel,
 AutoencoderKL, FlowMatchEulerDiscreteScheduler), trains it on the shapes world, and saves it to
 `assets/tiny-sd3`. Two single-thread processes by default: on a small machine they use two cores
 better than two threads do. About an hour on two cores.
+
+tiny-clip: trains an open_clip model on the same world (scripts/_tiny_clip.py) and measures on samples of tiny-sd3
+how far it agrees with the verifier (scripts/_tiny_clip_measure.py). One thread, a few minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import _tiny_clip
+import _tiny_clip_measure
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -308,21 +313,31 @@ def worker(rank: int, settings: Settings, port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=["tiny-sd3"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=None, help="steps of every cycle (default: the recipe's)")
-    parser.add_argument("--first-cycle", type=int, default=0, help="go on from the pipeline in the output folder")
-    parser.add_argument("--vae-from", type=Path, default=None, help="take the VAE of this pipeline folder")
-    parser.add_argument("--vae-steps", type=int, default=Settings.vae_steps)
-    parser.add_argument("--pictures", type=int, default=Settings.pictures)
-    parser.add_argument("--port", type=int, default=29617)
-    parser.add_argument("--output", type=Path, default=None)
+    names = parser.add_subparsers(dest="name", required=True)
+    sd3 = names.add_parser("tiny-sd3")
+    sd3.add_argument("--seed", type=int, default=0)
+    sd3.add_argument("--processes", type=int, default=2)
+    sd3.add_argument("--steps", type=int, default=None, help="steps of every cycle (default: the recipe's)")
+    sd3.add_argument("--first-cycle", type=int, default=0, help="go on from the pipeline in the output folder")
+    sd3.add_argument("--vae-from", type=Path, default=None, help="take the VAE of this pipeline folder")
+    sd3.add_argument("--vae-steps", type=int, default=Settings.vae_steps)
+    sd3.add_argument("--pictures", type=int, default=Settings.pictures)
+    sd3.add_argument("--port", type=int, default=29617)
+    sd3.add_argument("--output", type=Path, default=ASSETS / "tiny-sd3")
+    clip = names.add_parser("tiny-clip")
+    clip.add_argument("--seed", type=int, default=0)
+    clip.add_argument("--steps", type=int, default=_tiny_clip.Settings.steps)
+    clip.add_argument("--measure", action="store_true", help="only measure what the output folder holds")
+    clip.add_argument("--output", type=Path, default=ASSETS / "tiny-clip")
     args = parser.parse_args()
+    if args.name == "tiny-clip":
+        wanted = _tiny_clip.Settings(seed=args.seed, steps=args.steps, output=args.output)
+        _tiny_clip_measure.make(wanted, only_measure=args.measure)
+        return
     settings = Settings(
         seed=args.seed,
         processes=args.processes,
-        output=args.output or ASSETS / args.name,
+        output=args.output,
         cycles=tuple((args.steps or steps, *rest) for steps, *rest in Settings.cycles),
         first_cycle=args.first_cycle,
         vae_from=args.vae_from,

@@ -10,7 +10,9 @@ from flowrl.config import Resolved, load_config, resolve
 from tests import tiny_sd3
 
 FOLDER = tiny_sd3.ROOT / "configs"
-RECIPES = sorted(f"{file.parent.name}/{file.stem}" for file in FOLDER.glob("*/*.yaml") if file.parent.name != "lab")
+RECIPES = sorted(
+    f"{file.parent.name}/{file.stem}" for file in FOLDER.glob("*/*.yaml") if file.parent.name not in ("lab", "proxy")
+)
 """`<model>/<method>-<reward>` of the real models."""
 
 # yifan123/flow_grpo:config/base.py, and its common part of config/grpo.py. grpo_family sheet 1.2.
