@@ -13,7 +13,7 @@ from flowrl.reward import Card, RewardError
 from flowrl.rewardcheck import Trials, material
 
 NAMES = registry.names("rewards")
-LIGHT = ("diversity", "jpeg", "shapes")
+LIGHT = ("degeneracy", "diversity", "jpeg", "motion", "shapes")
 """Rewards without weights: their contract is tried as it is. The others have tests with tiny networks."""
 
 
