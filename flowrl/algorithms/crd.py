@@ -27,7 +27,7 @@ from flowrl.objectives import centred, group_sum, implicit_reward, optimality
 from flowrl.times import TimesConfig
 from flowrl.types import LossOutput, NoisedBatch
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

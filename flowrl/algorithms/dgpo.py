@@ -27,7 +27,7 @@ from flowrl.objectives import group_preference_weight
 from flowrl.times import TimesConfig
 from flowrl.types import LossOutput, NoisedBatch
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from flowrl.objectives import clipped_ratio_loss, group_mean
 from flowrl.times import TimesConfig
 from flowrl.types import LossOutput, NoisedBatch
 
-LEVEL = "experimental"
+LEVEL = "tested"
 _BOUND = 3.0  # of a log ratio
 
 

@@ -22,7 +22,7 @@ from flowrl.objectives import matched_target
 from flowrl.times import TimesConfig
 from flowrl.types import LossOutput, NoisedBatch
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
