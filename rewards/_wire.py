@@ -5,9 +5,10 @@
                    ->  {"schema", "request_id", "reward", "fingerprint", "results": [{"id", "scores", "error"}]}
     any refusal    ->  {"schema", "error": {"kind", "text"}}
 
-A picture is {"format", "shape", "data"}, without loss: "png" (8-bit RGB; the frames of a clip stand one below the other;
-`shape` may be left out for a single picture), "uint8" or "float32" (the bytes of [3, H, W] or [F, 3, H, W], little-endian),
-each in base64. `sources` are the pictures of metadata["images"], as "png": a server opens no path that it was sent.
+A picture is {"format", "shape", "data"}, without loss: "png" (8-bit RGB; the frames of a clip stand one below the
+other; `shape` may be left out for a single picture), "uint8" or "float32" (the bytes of [3, H, W] or [F, 3, H, W],
+little-endian), each in base64. `sources` are the pictures of metadata["images"], as "png": a server opens no path that
+it was sent.
 A score is a number or null (never NaN, never 0 for a failure); null comes with an error {"kind", "text"}.
 """
 
