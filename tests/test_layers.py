@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("trainer", "collect", "learner", "replay", "noising", "evaluate", "gallery", "checkpoint", "optim"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
-        *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
+        *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components", "serving"),
     ),
     ("algorithms",),
     ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration"),

@@ -1,7 +1,7 @@
 """Samples of many requests joined into batches for one reward, and shared out over its workers.
 
-Each worker has one batch at a time, which is the lock on its model. A batch that hangs or kills its worker is tried again
-request by request, so that only the request with the bad sample pays for it.
+Each worker has one batch at a time, which is the lock on its model. A batch that hangs or kills its worker is tried
+again request by request, so that only the request with the bad sample pays for it.
 """
 
 from __future__ import annotations
@@ -164,17 +164,18 @@ class Batcher:
             if head.job.done.done():
                 self._queue.popleft()
                 continue
-            same = not batch or head.job is batch[0].job
-            if self.card["needs_groups"]:
-                if not same:
-                    break
-            elif len(batch) >= self.max_batch or (batch and pixels + head.item.pixels > self.limits.pixels):
-                break
-            elif not same and (head.alone or batch[0].alone):
+            if batch and not self._fits(batch, head, pixels):
                 break
             batch.append(self._queue.popleft())
             pixels += head.item.pixels
         return batch
+
+    def _fits(self, batch: list[_Waiting], head: _Waiting, pixels: int) -> bool:
+        if self.card["needs_groups"]:  # whole requests, one at a time
+            return head.job is batch[0].job
+        if len(batch) >= self.max_batch or pixels + head.item.pixels > self.limits.pixels:
+            return False
+        return head.job is batch[0].job or not (head.alone or batch[0].alone)
 
     async def _run(self, runner: Runner, batch: list[_Waiting]) -> bool:
         """Score a batch and settle it; False if the worker must be started anew."""

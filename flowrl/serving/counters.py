@@ -57,9 +57,9 @@ class Counters:
 
     def _samples(self, name: str, kind: str) -> list[str]:
         if kind == "counter":
-            return [f"{name}{_labels(key)} {value:g}" for key, value in self._counts.get(name, {}).items()]
+            return [f"{name}{_labels(key)} {value:.15g}" for key, value in self._counts.get(name, {}).items()]
         if kind == "gauge":
-            return [f"{name}{_labels(key)} {ask():g}" for key, ask in self._gauges.get(name, {}).items()]
+            return [f"{name}{_labels(key)} {ask():.15g}" for key, ask in self._gauges.get(name, {}).items()]
         lines = []
         for key, counts in self._buckets.items():
             total = 0

@@ -1,7 +1,8 @@
 """A worker process as the server sees it: started, handed batches with a deadline, ended when it hangs.
 
-A process and not a thread, for a thread cannot be ended: a reward that hangs would keep its memory, its GPU and, inside a
-library that holds the interpreter's lock, the whole server. A process also dies alone where a picture crashes a decoder.
+A process and not a thread, for a thread cannot be ended: a reward that hangs would keep its memory, its GPU and, inside
+a library that holds the interpreter's lock, the whole server. A process also dies alone where a picture crashes a
+decoder.
 """
 
 from __future__ import annotations

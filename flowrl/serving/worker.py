@@ -68,7 +68,7 @@ def failed(outputs: tuple[str, ...], kind: str, text: str) -> Result:
 
 
 def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:
-    """A result for each item: one that cannot be decoded or scored spoils no other, but for a reward of groups."""
+    """A result for each item: one that fails spoils no other, but for a reward that needs whole groups."""
     from rewards._pixels import unpack
 
     outputs, whole = entry.reward.card.outputs, entry.reward.card.needs_groups
