@@ -44,6 +44,9 @@ class Card:
     """True where gradients reach the images: no inference mode, cache, PIL or network on the way."""
     needs_groups: bool = False
     """True where a score depends on the other samples of the prompt."""
+    overlap: bool = False
+    """True where scoring leaves the sampling device alone (a server, a reader on the CPU): finished batches of a
+    rollout are then scored in a thread while the next ones are sampled."""
     level: str = "experimental"
     """"tested" (a CPU test scores with it), "verified" (real weights, with numbers), "experimental"."""
     licence: str = "unknown"
