@@ -125,7 +125,7 @@ class Client:
         return _Part(row, sample, prompt, rest, sources, size)
 
     def _chunks(self, parts: list[_Part]) -> Iterator[list[_Part]]:
-        """Requests within all limits, samples in order with everything that is theirs; one if groups must stay whole."""
+        """Requests within all limits, of whole samples in order; a single one if groups must stay together."""
         config, limits = self.config, self.limits
         most = min(config.max_items, limits["items"])
         room, pixels = min(config.max_megabytes * 1e6, limits["bytes"]) - _OVERHEAD_BYTES, limits["pixels"]
@@ -148,9 +148,9 @@ class Client:
         limits = self.limits
         if count > limits["items"] or size > limits["bytes"] or pixels > limits["pixels"]:
             raise RewardError(
-                f"reward {self.config.reward!r} wants its {count} samples in one request: about {size} bytes and {pixels} "
-                f"pixels, more than its servers take ({limits}); start them with a larger --max-items, --max-body-mb or "
-                "--max-pixels"
+                f"reward {self.config.reward!r} wants its {count} samples in one request: about {size} bytes and "
+                f"{pixels} pixels, more than its servers take ({limits}); start them with a larger --max-items, "
+                "--max-body-mb or --max-pixels"
             )
 
     def _send(self, chunk: list[_Part], call: _Call) -> dict[str, dict[str, float | None]]:
@@ -197,7 +197,7 @@ class Client:
                 headers={"content-type": "application/json"},
                 timeout=min(self.config.timeout_s, left),
             )
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise _Again(f"{type(error).__name__}: {error}") from None
         if answer.status_code == 200:
             return _json(answer)
@@ -208,6 +208,8 @@ class Client:
 
     def _rows(self, reply: Any, request_id: str, chunk: list[_Part]) -> list[dict[str, Any]]:
         """The results of a reply that answers this very request, all of it."""
+        if not isinstance(reply, dict) or "schema" not in reply:
+            raise _Again("an answer that is not of a reward server")
         try:
             require_schema(reply, "the server")
         except WireError as error:
@@ -271,7 +273,7 @@ class Client:
 
         try:
             answer = self.http.get(f"{url}/rewards", timeout=min(10.0, self.config.timeout_s))
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise _Again(f"{type(error).__name__}: {error}") from None
         if answer.status_code in _AGAIN or answer.status_code >= 500:
             raise _Again(f"status {answer.status_code}")
@@ -291,8 +293,8 @@ class Client:
         self.fingerprint = self.fingerprint or fingerprint
         if fingerprint != self.fingerprint:
             raise RewardError(
-                f"reward {self.config.reward!r}: two servers, or one before and after a restart, compute different things "
-                f"({self.fingerprint} and {fingerprint}); start all with the same flowrl, file and options"
+                f"reward {self.config.reward!r}: two servers, or one before and after a restart, compute different "
+                f"things ({self.fingerprint} and {fingerprint}); start all with the same flowrl, file and options"
             )
 
 
