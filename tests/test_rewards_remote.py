@@ -179,7 +179,10 @@ def test_reference_pictures_travel_as_pictures_and_not_as_paths(tmp_path: Path):
 
     for value in (10, 20, 30):
         Image.new("RGB", (4, 4), (value, 0, 0)).save(tmp_path / f"{value}.webp", lossless=True)
-    metadata = [{"images": [str(tmp_path / "10.webp"), str(tmp_path / "20.webp")]}, {"images": [str(tmp_path / "30.webp")]}]
+    metadata = [
+        {"images": [str(tmp_path / "10.webp"), str(tmp_path / "20.webp")]},
+        {"images": [str(tmp_path / "30.webp")]},
+    ]
     with serving(Inline(of_sources)) as url:
         found = client(url).score(pictures(2), ["a", "b"], metadata)["mine"]
         assert found.tolist() == [30.0, 30.0]
