@@ -16,10 +16,11 @@ from flowrl.reward import Card, Reward, WeightedReward
 from flowrl.serving.app import Service
 from flowrl.serving.batching import Batcher
 from flowrl.serving.counters import Counters
+from flowrl.serving.frames import Result
 from flowrl.serving.messages import Item, Limits
-from flowrl.serving.process import Runner
+from flowrl.serving.process import Runner, WorkerFailed
 from flowrl.serving.server import bind, run
-from flowrl.serving.worker import Result, score_items
+from flowrl.serving.worker import score_items
 from rewards._pixels import pack
 from rewards._wire import SCHEMA, fingerprint, plain_card, write_picture
 
@@ -74,15 +75,14 @@ def serving(
         try:
             batcher = Batcher(name, runners, limits, counters, **batching)
             await run(Service({name: batcher}, limits, counters, token), sock, grace_s=1.0, ready=ready)
-        except BaseException as error:
+        except WorkerFailed as error:
             found["error"] = error
             started.set()
-            raise
 
     sock = bind("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert started.wait(60)
+    assert started.wait(300), "the server did not start"
     if "error" in found:
         raise found["error"]
     try:

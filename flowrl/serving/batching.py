@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.serving.counters import Counters
+from flowrl.serving.frames import Result, failed
 from flowrl.serving.messages import Item, Limits, Refusal
 from flowrl.serving.process import Runner, WorkerDied, WorkerFailed
-from flowrl.serving.worker import Result, failed
 
 log = logging.getLogger("flowrl")
 _RESTART_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)

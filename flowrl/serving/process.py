@@ -2,27 +2,41 @@
 
 A process and not a thread, for a thread cannot be ended: a reward that hangs would keep its memory, its GPU and, inside
 a library that holds the interpreter's lock, the whole server. A process also dies alone where a picture crashes a
-decoder.
+decoder. Workers are forked from a process that has imported torch and nothing more: one takes the place of another at
+once, and inherits no thread, socket or GPU context of the server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import json
-import os
+import multiprocessing
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Protocol
 
+from flowrl.serving.frames import LENGTHS, Result, pack_frame, pack_items
 from flowrl.serving.messages import Item
-from flowrl.serving.worker import LENGTHS, Result, pack_frame, pack_items
 
 _END_S = 2.0
 """A worker that was told to end and has not after this is killed."""
 _BUFFER = 1 << 20
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["flowrl.serving.worker", "flowrl.components", "rewards._pixels"])
+    return context
+
+
+def _work(connection: socket.socket) -> None:
+    """In the worker. The server itself imports nothing of it: it needs no torch."""
+    from flowrl.serving.worker import main
+
+    main(connection)
 
 
 class WorkerDied(RuntimeError):
@@ -59,7 +73,7 @@ class Worker:
 
     def __init__(self, options: dict[str, Any], build_s: float = 1800.0) -> None:
         self.options, self.build_s = options, build_s
-        self.process: subprocess.Popen | None = None
+        self.process: ForkServerProcess | None = None
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
 
@@ -71,9 +85,9 @@ class Worker:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            words = [sys.executable, "-m", "flowrl.serving.worker", str(theirs.fileno()), str(os.getpid())]
-            # What a reward prints is no answer of ours: to the log.
-            self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2)
+            # No daemon: a reward may have processes of its own.
+            self.process = _context().Process(target=_work, args=(theirs,), name="flowrl reward")
+            await asyncio.to_thread(self.process.start)
         self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=_BUFFER)
         try:
             async with asyncio.timeout(self.build_s):
@@ -106,7 +120,7 @@ class Worker:
             return json.loads(await self.reader.readexactly(head))
         except (OSError, asyncio.IncompleteReadError):
             self.kill()
-            code = None if self.process is None else self.process.returncode
+            code = None if self.process is None else self.process.exitcode
             raise WorkerDied(f"the worker process ended (exit code {code})") from None
 
     async def close(self) -> None:
@@ -114,8 +128,7 @@ class Worker:
             return
         if self.writer is not None:
             self.writer.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self.process.wait, _END_S)
+        await asyncio.to_thread(self.process.join, _END_S)
         self.kill()
 
     def kill(self) -> None:
@@ -124,5 +137,4 @@ class Worker:
         if self.process is not None:
             self.process.kill()
             # SIGKILL: the wait is short, unless the kernel itself is stuck in a driver.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(_END_S)
+            self.process.join(_END_S)
