@@ -186,7 +186,7 @@ def test_reference_pictures_travel_as_pictures_and_not_as_paths(tmp_path: Path):
     with serving(Inline(of_sources)) as url:
         found = client(url).score(pictures(2), ["a", "b"], metadata)["mine"]
         assert found.tolist() == [30.0, 30.0]
-        with pytest.raises(RewardError, match="gone.png' of a prompt cannot be read"):
+        with pytest.raises(RewardError, match=r"gone\.png' of a prompt cannot be read"):
             client(url).score(pictures(1), ["a"], [{"images": [str(tmp_path / "gone.png")]}])
 
 
@@ -244,7 +244,7 @@ def test_after_the_deadline_a_sample_is_nan_and_never_a_number(caplog):
         found, _ = ask(reward, 3)
     assert found.isnan().all()
     assert time.monotonic() - began < 5
-    assert "no score for 3 of 3 samples" in caplog.text
+    assert "no score for 3 of 3" in caplog.text
     assert "out of order" in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -52,7 +53,7 @@ def url():
 def post(url: str, body: Any, **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return httpx.post(
-        f"{url}/score", content=content, headers={"content-type": "application/json"} | headers, timeout=30
+        f"{url}/score", content=content, headers={"content-type": "application/json"} | headers, timeout=180
     )
 
 
@@ -134,7 +135,7 @@ def png_that_says(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("shape", [(3, 60_000, 60_000), (3, 1, 10_001), (3, 2**31 - 1, 2**31 - 1)])
 def test_a_decompression_bomb_is_refused_by_its_header_before_it_is_decoded(url, shape, monkeypatch):
-    monkeypatch.setattr("rewards._pixels.unpack", lambda picture: pytest.fail("it was decoded"))
+    monkeypatch.setattr("flowrl.serving.worker.unpack", lambda picture: pytest.fail("it was decoded"))
     body = message()
     body["items"][0]["picture"] = write_picture(Picture("png", shape, png_that_says(shape[2], shape[1])))
     answer = post(url, body)
@@ -160,16 +161,12 @@ def test_a_body_of_100_mb_is_refused_where_it_passes_the_limit(url, declared):
     with socket.create_connection(address(url), timeout=10) as connection:
         connection.sendall(head)
         answer = b""
-        try:
+        with contextlib.suppress(OSError):  # the server hangs up
             while sent < total:
                 connection.sendall(piece if declared else b"10000\r\n" + piece + b"\r\n")
                 sent += len(piece)
-        except OSError:  # the server has hung up
-            pass
-        try:
+        with contextlib.suppress(OSError):  # its answer may go down with the bytes that it left unread
             answer = connection.recv(65_536)
-        except OSError:  # its answer went down with the bytes that it left unread
-            pass
     assert sent < total / 4
     assert not answer or b"413" in answer.split(b"\r\n")[0]
     assert works(url, f"after 100 MB {declared}")
@@ -186,10 +183,8 @@ def test_a_slow_body_and_a_slow_head_are_cut_off_while_others_are_served(url):
         slow_head.sendall(head.encode()[:20])
         assert works(url, "beside slow ones")
         assert b"408" in slow_body.recv(65_536).split(b"\r\n")[0]
-        try:
+        with contextlib.suppress(ConnectionResetError):
             assert slow_head.recv(65_536) == b""
-        except ConnectionResetError:
-            pass
 
 
 # ---- who may ask
@@ -398,7 +393,7 @@ def test_a_scorer_that_hangs_is_ended_and_started_anew_and_only_its_own_request_
     health = httpx.get(f"{url}/health", timeout=2)  # the server itself hangs at no time
     assert health.json()["rewards"]["odd"]["workers"] == 1
     for thread in threads:
-        thread.join(60)
+        thread.join(180)
     assert found == {"hangs": ([None, None], {"time"}), "waits": ([0.0, 1.0], set())}
     assert worker.process.pid != pid
     assert counted(url, 'flowrl_worker_restarts_total{reward="odd"}') == 1
