@@ -33,6 +33,17 @@ from rewards._images import to_uint8
 _GRID, _WAVES, _CHUNK = 8, 256, 64
 
 LEVEL = "tested"
+CARD = Card(
+    outputs=("diversity",),
+    low=0.0,
+    high=math.log(2),
+    modality="any",
+    resolution="8 x 8 mean colours; a network's own with `backbone`",
+    needs_groups=True,
+    level=LEVEL,
+    licence="Apache-2.0 (this project); a network's own",
+    source="arXiv:2511.20647, adapted to pictures",
+)
 
 Embed = Callable[[Sequence[Tensor]], Tensor]
 """n finite pictures [3, H, W] in [0, 1] -> [n, D] on the CPU."""
@@ -143,16 +154,4 @@ def build(config: Config) -> Reward:
             result[rows] = gain[: len(rows)]
         return result
 
-    return Reward(
-        score=score,
-        card=Card(
-            outputs=("diversity",),
-            low=0.0,
-            high=math.log(2),
-            modality="image",
-            needs_groups=True,
-            level=LEVEL,
-            licence="Apache-2.0 (this project); a network's own",
-            source="arXiv:2511.20647, adapted to pictures",
-        ),
-    )
+    return Reward(score, CARD)

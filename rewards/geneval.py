@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +38,19 @@ _MAX_OBJECTS = 16
 _POSITION_MARGIN, _POSITION_SHARE = 0.1, 0.5
 
 LEVEL = "experimental"
+CARD = Card(
+    outputs=tuple(f"geneval_{mode}" for mode in MODES),
+    # One object asked for and the most that are counted found.
+    low=2.0 - _MAX_OBJECTS,
+    high=1.0,
+    modality="image",
+    resolution="the whole picture, resized by the detector; colours on 224 x 224 crops",
+    requires=("include",),
+    memory_gib=2.0,
+    level=LEVEL,
+    licence="MIT (GenEval, Mask2Former and CLIP)",
+    source="arXiv:2310.11513",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,19 +219,8 @@ def scorer(config: Config, detector: Detector, namer: ColorNamer) -> Reward:
         rows = [one(picture, record) for picture, record in zip(images, metadata, strict=True)]
         return {f"geneval_{mode}": torch.tensor([row[mode] for row in rows]) for mode in MODES}
 
-    return Reward(
-        score=score,
-        card=Card(
-            outputs=tuple(f"geneval_{mode}" for mode in sorted(MODES, key=lambda mode: mode != config.mode)),
-            # One object asked for and the most that are counted found.
-            low=2.0 - _MAX_OBJECTS,
-            high=1.0,
-            modality="image",
-            level=LEVEL,
-            licence="MIT (GenEval, Mask2Former and CLIP)",
-            source="arXiv:2310.11513",
-        ),
-    )
+    outputs = tuple(f"geneval_{mode}" for mode in sorted(MODES, key=lambda mode: mode != config.mode))
+    return Reward(score, replace(CARD, outputs=outputs))
 
 
 def build(config: Config) -> Reward:

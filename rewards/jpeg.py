@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
@@ -23,6 +23,16 @@ from flowrl.reward import Card, Reward
 from rewards._images import to_uint8
 
 LEVEL = "tested"
+CARD = Card(
+    outputs=("jpeg_kb",),
+    low=0.0,
+    higher_is_better=False,
+    modality="any",
+    resolution="every pixel",
+    level=LEVEL,
+    licence="Apache-2.0 (this project)",
+    source="DDPO, arXiv:2305.13301",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,15 +64,4 @@ def build(config: Config) -> Reward:
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return torch.tensor([one(picture) for picture in images])
 
-    return Reward(
-        score=score,
-        card=Card(
-            outputs=("jpeg_kb",),
-            low=0.0,
-            higher_is_better=config.mode == "incompressibility",
-            modality="image",
-            level=LEVEL,
-            licence="Apache-2.0 (this project)",
-            source="DDPO, arXiv:2305.13301",
-        ),
-    )
+    return Reward(score, replace(CARD, higher_is_better=config.mode == "incompressibility"))

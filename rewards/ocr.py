@@ -27,6 +27,17 @@ Reader = Callable[[np.ndarray], str]
 _QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
 
 LEVEL = "experimental"
+CARD = Card(
+    outputs=("ocr",),
+    low=0.0,
+    high=1.0,
+    modality="any",
+    resolution="the whole picture, resized by RapidOCR",
+    memory_gib=0.1,
+    level=LEVEL,
+    licence="Apache-2.0 (RapidOCR and PP-OCRv4)",
+    source="yifan123/flow_grpo:flow_grpo/ocr.py",
+)
 _FRAME_INTERVAL = 4
 
 
@@ -125,15 +136,4 @@ def build(config: Config) -> Reward:
         targets = [target_text(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
         return torch.tensor([one(picture, target) for picture, target in zip(images, targets, strict=True)])
 
-    return Reward(
-        score=score,
-        card=Card(
-            outputs=("ocr",),
-            low=0.0,
-            high=1.0,
-            modality="image",
-            level=LEVEL,
-            licence="Apache-2.0 (RapidOCR and PP-OCRv4)",
-            source="yifan123/flow_grpo:flow_grpo/ocr.py",
-        ),
-    )
+    return Reward(score, CARD)

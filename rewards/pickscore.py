@@ -9,7 +9,7 @@ Source: arXiv:2305.01569; yuvalkirstain/PickScore.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -17,6 +17,17 @@ from flowrl.reward import Card, Reward
 from rewards import _clip
 
 LEVEL = "experimental"
+CARD = Card(
+    outputs=("pickscore",),
+    low=-100.0,
+    high=100.0,
+    modality="image",
+    resolution="224 x 224, the centre square",
+    memory_gib=3.7,
+    level=LEVEL,
+    licence="MIT (code and weights)",
+    source="arXiv:2305.01569",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +51,5 @@ def build(config: Config) -> Reward:
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return scale * (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
 
-    return Reward(
-        score=score,
-        card=Card(
-            outputs=("pickscore",),
-            low=-float(scale),
-            high=float(scale),
-            modality="image",
-            differentiable=config.preprocess == "fast",
-            level=LEVEL,
-            licence="MIT (code and weights)",
-            source="arXiv:2305.01569",
-        ),
-    )
+    bounds = {"low": -float(scale), "high": float(scale)}
+    return Reward(score, replace(CARD, differentiable=config.preprocess == "fast", **bounds))

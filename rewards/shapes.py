@@ -44,6 +44,16 @@ _SOLID_PX = 2
 _BLOCK = np.ones((3, 3), dtype=bool)
 
 LEVEL = "tested"
+CARD = Card(
+    outputs=("shapes_strict", "shapes_partial"),
+    low=0.0,
+    high=1.0,
+    modality="image",
+    resolution="every pixel; thresholds scale with the area, 32 px being the reference",
+    level=LEVEL,
+    licence="Apache-2.0 (this project)",
+    source="flowrl lab",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,15 +203,4 @@ def build(config: Config) -> Reward:
         strict, partial = torch.tensor(pairs, dtype=torch.float32).reshape(-1, 2).unbind(1)
         return {"shapes_strict": strict, "shapes_partial": partial}
 
-    return Reward(
-        score=score,
-        card=Card(
-            outputs=("shapes_strict", "shapes_partial"),
-            low=0.0,
-            high=1.0,
-            modality="image",
-            level=LEVEL,
-            licence="Apache-2.0 (this project)",
-            source="flowrl lab",
-        ),
-    )
+    return Reward(score, CARD)

@@ -18,11 +18,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("trainer", "collect", "learner", "replay", "noising", "evaluate", "gallery", "checkpoint", "optim"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
-        *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components", "serving"),
+        *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components", "rewardcheck"),
+        "serving",
     ),
     ("algorithms",),
     ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration"),
-    ("samplers", "solvers", "sa_solver", "plan", "times", "reward"),
+    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap"),
     ("process", "schedules", "advantages", "selection", "objectives"),
     ("types", "rng", "registry", "shapes"),
 )
