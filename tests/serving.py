@@ -47,7 +47,7 @@ class Inline:
 
     async def start(self) -> dict[str, Any]:
         card = plain_card(self.entry.reward.card)
-        return {"card": card, "fingerprint": fingerprint(card)}
+        return {"card": card, "fingerprint": fingerprint(card), "options": None, "versions": {"flowrl": "here"}}
 
     async def run(self, items: Sequence[Item]) -> list[Result]:
         self.batches.append(len(items))

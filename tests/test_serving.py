@@ -421,7 +421,7 @@ def test_a_reward_that_cannot_be_built_ends_the_start_with_its_reason():
 def test_health_and_rewards_name_schema_versions_and_cards(url):
     health, rewards = httpx.get(f"{url}/health").json(), httpx.get(f"{url}/rewards").json()
     assert (health["status"], health["schema"]) == ("ok", SCHEMA)
-    assert health["flowrl"]
+    assert health["rewards"]["mine"]["versions"] == {"flowrl": "here"}
     assert rewards["limits"] == {"items": 8, "bytes": 200_000, "pixels": 10_000}
     assert rewards["rewards"]["mine"]["fingerprint"] == health["rewards"]["mine"]["fingerprint"]
     assert rewards["rewards"]["mine"]["card"]["high"] is None

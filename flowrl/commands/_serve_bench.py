@@ -27,16 +27,17 @@ def report(seconds: float, clients: int, items: int, core: int, warmup: float = 
     bodies, expected = requests(clients, items)
     with pinned_server(core) as (url, process):
         found = asyncio.run(_load(url, bodies, expected, warmup, seconds, process.pid))
-    rate, spent, latencies = found["pictures"] / found["seconds"], max(found["cpu"], 1e-3), sorted(found["latencies"])
+    rate, spent, latencies = found["pictures"] / seconds, max(found["cpu"], 1e-3), sorted(found["latencies"])
     middle, late = (1000 * latencies[min(int(q * len(latencies)), len(latencies) - 1)] for q in (0.5, 0.99))
     judged = f"target {TARGET:.0f}: {'met' if rate >= TARGET else 'missed'}"
-    return (
-        f"{rate:.0f} pictures/s on one core ({judged}); a request of {items} took p50 {middle:.0f} ms, p99 {late:.0f} ms\n"
-        f"{clients} clients, {found['pictures']} pictures of {_SIDE} x {_SIDE} noise as PNG in {found['seconds']:.1f} s, "
-        f"every score right\n"
-        f"the server had {spent / found['seconds']:.0%} of its core ({spent:.1f} s): {found['pictures'] / spent:.0f} "
-        f"pictures per second of its CPU time; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    lines = (
+        f"{rate:.0f} pictures/s on one core ({judged}); a request of {items}: p50 {middle:.0f} ms, p99 {late:.0f} ms",
+        f"{clients} clients, {found['pictures']} pictures of {_SIDE} x {_SIDE} noise as PNG in {seconds:g} s, every "
+        "score right",
+        f"the server had {spent / seconds:.0%} of its core: {found['pictures'] / spent:.0f} pictures per second of its "
+        f"CPU time; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
     )
+    return "\n".join(lines)
 
 
 def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list[list[float]]]:
@@ -117,14 +118,15 @@ async def _load(
     async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
         await asyncio.gather(clock(), *(client(http, *one) for one in zip(bodies, expected, strict=True)))
     pictures = len(latencies) * len(bodies[0])
-    return {"pictures": pictures, "seconds": seconds, "cpu": cpu[1] - cpu[0], "latencies": latencies}
+    return {"pictures": pictures, "cpu": cpu[1] - cpu[0], "latencies": latencies}
 
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process and of all below it, from /proc; 0 for one that is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        # A child is listed with the thread that started it.
+        children = [word for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
     except OSError:
         return 0.0
     own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

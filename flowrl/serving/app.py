@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Mapping
 import fastapi
 from starlette.requests import ClientDisconnect
 
-from flowrl import __version__
 from flowrl.serving.batching import Batcher
 from flowrl.serving.counters import Counters
 from flowrl.serving.messages import Limits, Refusal, Request, dumps, parse_request
@@ -54,12 +53,16 @@ class Service:
     def health(self) -> tuple[int, bytes]:
         """(status, body): 503 while some reward has no live worker."""
         ready = all(batcher.live for batcher in self.batchers.values())
-        rewards = {n: {"workers": b.live, "fingerprint": b.fingerprint} for n, b in self.batchers.items()}
-        message = {"schema": SCHEMA, "status": "ok" if ready else "degraded", "flowrl": __version__, "rewards": rewards}
+        rewards = {
+            name: {"workers": b.live, "fingerprint": b.about["fingerprint"], "versions": b.about["versions"]}
+            for name, b in self.batchers.items()
+        }
+        message = {"schema": SCHEMA, "status": "ok" if ready else "degraded", "rewards": rewards}
         return (200 if ready else 503), dumps(message)
 
     def rewards(self) -> bytes:
-        found = {n: {"fingerprint": b.fingerprint, "card": b.card} for n, b in self.batchers.items()}
+        """Card and options (so the model) of each; what clients may send."""
+        found = {name: batcher.about for name, batcher in self.batchers.items()}
         return dumps({"schema": SCHEMA, "limits": self.limits.told(), "rewards": found})
 
     async def score(self, body: bytes) -> bytes:
@@ -89,7 +92,7 @@ class Service:
         results = await batcher.score(request.items)
         rows = [{"id": item.id} | result for item, result in zip(request.items, results, strict=True)]
         head = {"schema": SCHEMA, "request_id": request.request_id, "reward": request.reward}
-        return dumps(head | {"fingerprint": batcher.fingerprint, "results": rows})
+        return dumps(head | {"fingerprint": batcher.about["fingerprint"], "results": rows})
 
     def _forget(self) -> None:
         """Drop the oldest answers; what is being worked on is kept."""

@@ -73,8 +73,8 @@ class Batcher:
     ) -> None:
         self.name, self.runners, self.limits, self.counters = name, runners, limits, counters
         self.max_batch, self.max_wait_s = max_batch, max_wait_s
-        self.card: dict[str, Any] = {}
-        self.fingerprint = ""
+        self.about: dict[str, Any] = {}
+        """Of the reward: card, fingerprint, options, versions; known when its workers have started."""
         self.live = 0
         self._queue: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
@@ -94,7 +94,7 @@ class Batcher:
                 await self.close()
                 raise one
         assert isinstance(found[0], dict)
-        self.card, self.fingerprint = found[0]["card"], found[0]["fingerprint"]
+        self.about = found[0]
         self.live = len(self.runners)
         self._tasks = [asyncio.create_task(self._serve(runner)) for runner in self.runners]
 
@@ -145,7 +145,7 @@ class Batcher:
         while not self._queue:
             self._arrived.clear()
             await self._arrived.wait()
-        if not (self._queue[0].alone or self.card["needs_groups"]):
+        if not (self._queue[0].alone or self.about["card"]["needs_groups"]):
             closes = asyncio.get_running_loop().time() + self.max_wait_s
             while len(self._queue) < self.max_batch:
                 self._arrived.clear()
@@ -171,7 +171,7 @@ class Batcher:
         return batch
 
     def _fits(self, batch: list[_Waiting], head: _Waiting, pixels: int) -> bool:
-        if self.card["needs_groups"]:  # whole requests, one at a time
+        if self.about["card"]["needs_groups"]:  # whole requests, one at a time
             return head.job is batch[0].job
         if len(batch) >= self.max_batch or pixels + head.item.pixels > self.limits.pixels:
             return False
@@ -198,7 +198,7 @@ class Batcher:
         runner.kill()
         if final:
             for one in batch:
-                one.job.settle(one.row, failed(tuple(self.card["outputs"]), kind, text))
+                one.job.settle(one.row, failed(tuple(self.about["card"]["outputs"]), kind, text))
         else:
             for one in batch:
                 one.alone = True
@@ -217,7 +217,7 @@ class Batcher:
             except WorkerFailed as error:
                 log.warning("reward %r cannot be started again: %s", self.name, error)
                 continue
-            if found["fingerprint"] == self.fingerprint:
+            if found["fingerprint"] == self.about["fingerprint"]:
                 return
             # Its file was edited: half of a run would be scored by another reward.
             log.warning("reward %r is not what it was when the server started; restart the server", self.name)

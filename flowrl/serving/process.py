@@ -51,7 +51,7 @@ class Runner(Protocol):
     """Scores one batch at a time; what a `Batcher` hands its batches to."""
 
     async def start(self) -> dict[str, Any]:
-        """Build the reward: {"card", "fingerprint"}. Again after `kill`, or a death."""
+        """Build the reward: {"card", "fingerprint", "options", "versions"}. Again after `kill`, or a death."""
         ...
 
     async def run(self, items: Sequence[Item]) -> list[Result]: ...

@@ -19,6 +19,7 @@ import torch
 from flowrl.components import RewardPlan, reward_plan
 from flowrl.distributed import watch_parent
 from flowrl.reward import RewardError, WeightedReward, score_once
+from flowrl.runs import versions
 from flowrl.serving.frames import Result, failed, pack_frame, read_frame, unpack_items
 from flowrl.serving.messages import Item
 from rewards._pixels import unpack
@@ -90,7 +91,8 @@ def introduce(plan: RewardPlan, entry: WeightedReward) -> dict[str, Any]:
     if plan.entry.path is not None:
         source = hashlib.sha256(Path(plan.entry.path).read_bytes()).hexdigest()
     options = plan.config and dataclasses.asdict(plan.config)
-    return {"card": card, "fingerprint": fingerprint(plan.name, source, options, card)}
+    mark = fingerprint(plan.name, source, options, card)
+    return {"card": card, "fingerprint": mark, "options": options, "versions": versions()}
 
 
 def main(connection: socket.socket) -> None:
