@@ -1,6 +1,6 @@
 """What a reward server and its clients say to each other: JSON, never pickle. A helper, not a reward.
 
-    GET  /rewards  ->  {"schema", "limits": {"items", "bytes", "pixels"}, "rewards": {NAME: {"fingerprint", "card", ...}}}
+    GET  /rewards  ->  {"schema", "limits": {"items", "bytes", "pixels"}, "rewards": {NAME: {"card", ...}}}
     POST /score        {"schema", "request_id", "reward", "items": [{"id", "prompt", "metadata", "picture", "sources"}]}
                    ->  {"schema", "request_id", "reward", "fingerprint", "results": [{"id", "scores", "error"}]}
     any refusal    ->  {"schema", "error": {"kind", "text"}}
