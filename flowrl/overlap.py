@@ -50,7 +50,8 @@ class Ahead:
         """
         part = slice(self.done, self.done + len(images))
         self.done = part.stop
-        given = images, self.prompts[part], self.metadata[part], self.errors
+        # Laid out as a part of the whole would be: a sum over other strides may differ in its last bit.
+        given = images.contiguous(), self.prompts[part], self.metadata[part], self.errors
         for (entry, pool), found in zip(self._lanes, self._found, strict=True):
             for earlier in found:
                 if earlier.done():

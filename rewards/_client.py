@@ -127,7 +127,9 @@ class Client:
     def _chunks(self, parts: list[_Part]) -> Iterator[list[_Part]]:
         """Requests within all limits, of whole samples in order; a single one if groups must stay together."""
         config, limits = self.config, self.limits
-        most = min(config.max_items, limits["items"])
+        # A call that fits into one request is shared out all the same: no server is to wait for another.
+        share = math.ceil(len(parts) / len(self.servers.servers))
+        most = min(config.max_items, limits["items"], share)
         room, pixels = min(config.max_megabytes * 1e6, limits["bytes"]) - _OVERHEAD_BYTES, limits["pixels"]
         if self.card.needs_groups:
             self._require_room(parts)
