@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowrl.reward import Card, RewardError
-from rewards._pixels import pack, png
+from rewards._transport import pack, png
 from rewards._servers import Server, Servers
 from rewards._wire import SCHEMA, Picture, WireError, require_schema, write_picture
 

@@ -21,7 +21,7 @@ from flowrl.serving.messages import Item, Limits
 from flowrl.serving.process import Runner, WorkerFailed
 from flowrl.serving.server import bind, run
 from flowrl.serving.worker import score_items
-from rewards._pixels import pack
+from rewards._transport import pack
 from rewards._wire import SCHEMA, fingerprint, plain_card, write_picture
 
 PIXELS = 6

@@ -22,7 +22,7 @@ from flowrl.serving.messages import Limits
 from flowrl.serving.process import Worker, WorkerFailed
 from flowrl.strict import ConfigError
 from rewards import jpeg
-from rewards._pixels import pack
+from rewards._transport import pack
 from rewards._wire import SCHEMA, Picture, write_picture
 from tests.serving import Inline, brightness, message, serving
 

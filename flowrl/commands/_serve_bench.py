@@ -45,7 +45,7 @@ def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list
     import torch
 
     from rewards import jpeg
-    from rewards._pixels import pack, unpack
+    from rewards._transport import pack, unpack
     from rewards._wire import write_picture
 
     reward, generator = jpeg.build(jpeg.Config()), torch.Generator().manual_seed(0)

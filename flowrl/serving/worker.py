@@ -22,7 +22,7 @@ from flowrl.reward import RewardError, WeightedReward, score_once
 from flowrl.runs import versions
 from flowrl.serving.frames import Result, failed, pack_frame, read_frame, unpack_items
 from flowrl.serving.messages import Item
-from rewards._pixels import unpack
+from rewards._transport import unpack
 from rewards._wire import fingerprint, plain_card
 
 
