@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-COMMANDS = ("train", "plan", "doctor", "sample", "eval", "gallery", "score", "list", "export", "bench")
+COMMANDS = ("train", "plan", "doctor", "sample", "eval", "gallery", "score", "serve", "list", "export", "bench")
 
 app = typer.Typer(
     name="flowrl",

@@ -18,6 +18,7 @@ from flowrl.exploration import choose, fidelity
 from flowrl.initials import numbers_of
 from flowrl.metrics import Progress, Sums, Timer, log
 from flowrl.models.base import decoded
+from flowrl.overlap import Ahead
 from flowrl.plan import StepPlan
 from flowrl.preview import Preview
 from flowrl.prompts import Prompt
@@ -146,24 +147,34 @@ class Collector:
         rows = torch.tensor([slots.index(i.slot) for i in own], dtype=torch.int64)
         bar = Progress(len(own), text, show=world.main)
         options = {"batch_size": size, "device": world.device}
+        asked = [prompts[i.slot] for i in own]
+        ahead, pictures = Ahead(parts.scorer, [p.text for p in asked], [p.metadata for p in asked]), list[Tensor]()
+
+        def decode(start: int, x0: Tensor) -> None:
+            with timer.phase("decode"):
+                pictures.append(decoded(parts.adapter, x0.to(world.device), cond, rows[start : start + len(x0)]).cpu())
+            ahead.add(pictures[-1])
+
         try:
             with timer.phase("text"):
                 cond = parts.texts.lookup([prompts[slot] for slot in slots])
             with timer.phase("rollout"):
-                watched = {"progress": lambda count: self._watch(bar, count)}
+                watched: dict[str, Any] = {"progress": lambda count: self._watch(bar, count)}
+                # Without a reward that scores beside sampling, the VAE waits for the end.
+                watched |= {"finished": decode} if ahead else {}
                 samples, edges = run(parts.policy, plan, noise, own, cond, rows, **options, **watched, **recorded)
                 for _ in range(self._elsewhere(len(prompts), group, len(own), size)):
                     with self.evaluations.uncounted():
                         run(parts.policy, plan, noise, own[:1], cond, rows[:1], **options)
                     self._watch(bar, 0)
-            with timer.phase("decode"):
-                pieces = zip(samples.x0.split(size), rows.split(size), strict=True)
-                pictures = [decoded(parts.adapter, x.to(world.device), cond, part).cpu() for x, part in pieces]
-                images = torch.cat(pictures)
+            if not ahead:
+                for start in range(0, len(own), size):
+                    decode(start, samples.x0[start : start + size])
             with timer.phase("reward"):
-                asked = [prompts[i.slot] for i in own]
-                scores = parts.scorer.score(images, [p.text for p in asked], [p.metadata for p in asked])
+                images = torch.cat(pictures)
+                scores = ahead.scores(images)
         finally:
+            ahead.close()
             bar.close()
         return Draw(own, samples, edges, cond, rows, images, scores)
 

@@ -48,6 +48,9 @@ class Card:
     """True where gradients reach the images: no inference mode, cache, PIL or network on the way."""
     needs_groups: bool = False
     """True where a score depends on the other samples of the prompt."""
+    overlap: bool = False
+    """True where scoring leaves the sampling device alone (a server, a reader on the CPU): finished batches of a
+    rollout are then scored in a thread while the next ones are sampled."""
     level: str = "experimental"
     """"tested" (a CPU test scores with it), "verified" (real weights, with numbers), "experimental"."""
     licence: str = "unknown"
@@ -298,19 +301,39 @@ class Scorer:
         Raises:
             RewardError: a broken contract, or more than `max_failed_share` of the samples failed.
         """
-        count, errors = len(prompts), []
+        errors: list[str] = []
         joined: dict[str, Tensor] = {}
-        for entry, counts in zip(self.distinct, self.counts, strict=True):
-            chunk = max(count, 1) if entry.reward.card.needs_groups else self.batch_size
-            attempts = self._attempts(entry, counts, errors)
-            parts = [
-                attempts(Batch(images[part], prompts[part], metadata[part]))
-                for part in (slice(start, start + chunk) for start in range(0, count, chunk))
-            ]
-            for name in entry.reward.card.outputs:
-                joined[name] = torch.cat([part[name] for part in parts]) if parts else torch.empty(0)
-            lost = torch.stack([joined[name].isnan() for name in entry.reward.card.outputs]).any(dim=0)
-            counts.masked += int(lost.sum())
+        for entry in self.distinct:
+            joined |= self.raw(entry, images, prompts, metadata, errors)
+        return self.combine(joined, errors)
+
+    def raw(
+        self,
+        entry: WeightedReward,
+        images: Any,
+        prompts: Sequence[str],
+        metadata: Sequence[dict],
+        errors: list[str],
+    ) -> dict[str, Tensor]:
+        """Outputs of one reward, each [B], NaN where it failed; what it raised is appended to `errors`."""
+        count, counts = len(prompts), self.counts[self.distinct.index(entry)]
+        chunk = max(count, 1) if entry.reward.card.needs_groups else self.batch_size
+        attempts = self._attempts(entry, counts, errors)
+        parts = [
+            attempts(Batch(images[part], prompts[part], metadata[part]))
+            for part in (slice(start, start + chunk) for start in range(0, count, chunk))
+        ]
+        outputs = entry.reward.card.outputs
+        joined = {name: torch.cat([part[name] for part in parts]) if parts else torch.empty(0) for name in outputs}
+        counts.masked += int(torch.stack([value.isnan() for value in joined.values()]).any(dim=0).sum())
+        return joined
+
+    def combine(self, joined: dict[str, Tensor], errors: Sequence[str]) -> Scores:
+        """The scores of B samples from the outputs of all rewards.
+
+        Raises:
+            RewardError: more than `max_failed_share` of the samples failed.
+        """
         values = torch.stack([entry.training_value(joined) for entry in self.entries])
         weights = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float32)
         self._abort(values, weights, errors)

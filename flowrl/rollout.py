@@ -130,6 +130,7 @@ def run(
     columns: Sequence[str] = (),
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] = lambda count: None,
+    finished: Callable[[int, Tensor], None] = lambda start, x0: None,
 ) -> tuple[Samples, Edges]:
     """Denoise B samples along the plan.
 
@@ -145,6 +146,7 @@ def run(
         columns: extras per trained edge; `mean_old` [E, ...] is the one there is.
         device: where the forward runs.
         progress: called with the number of samples just finished.
+        finished: called before that with the place of the first of them and their latents [b, ...], on the CPU.
 
     Returns:
         Samples in the order of `ids`, and the trained edges ordered by (sample, step), on the CPU.
@@ -152,16 +154,17 @@ def run(
     unknown = sorted(set(columns) - {"mean_old"})
     if unknown:
         raise ValueError(f"rollout column {unknown[0]!r} is unknown; there is: mean_old")
-    finished, parts, nodes_before = [], [], 0
+    latents, parts, nodes_before = [], [], 0
     for start in range(0, len(ids), batch_size):
         part = list(ids[start : start + batch_size])
         picked = cond.index(rows[start : start + batch_size])
         x0, edges = _chains(policy, plan, noise, part, picked, form, columns, device)
         parts.append((edges, nodes_before, start))
         nodes_before += len(edges.nodes)
-        finished.append(x0)
+        latents.append(x0)
+        finished(start, x0)
         progress(len(part))
-    return Samples(x0=torch.cat(finished), ids=tuple(ids)), _join(parts)
+    return Samples(x0=torch.cat(latents), ids=tuple(ids)), _join(parts)
 
 
 def _chains(

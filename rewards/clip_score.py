@@ -26,7 +26,7 @@ from flowrl.reward import Card, Reward, RewardError
 from rewards import _clip, _open_clip
 from rewards._frames import framewise
 
-LEVEL = "experimental"
+LEVEL = "tested"
 CARD = Card(
     outputs=("clip_cos",),
     low=-1.0,

@@ -83,6 +83,19 @@ def exploration(
     print(report(resolve(load_config(config, overrides)), prompts, rounds))
 
 
+@app.command()
+def serve(
+    seconds: Annotated[float, typer.Option("--seconds", help="Measured, behind a warm-up of 2 s.", min=1)] = 10.0,
+    clients: Annotated[int, typer.Option("--clients", help="Each with one request under way.", min=1)] = 32,
+    items: Annotated[int, typer.Option("--items", help="Pictures of a request.", min=1)] = 16,
+    core: Annotated[int, typer.Option("--core", help="The one that the server has.", min=0)] = 0,
+) -> None:
+    """Pictures a second of a reward server with `jpeg` on one core, and what a request waits (Linux)."""
+    from flowrl.commands._serve_bench import report
+
+    print(report(seconds, clients, items, core))
+
+
 def reentry_cost(calls: int, batch: int, guidance_scale: float) -> dict[str, list[tuple[float, float]]]:
     """What for -> (native, generic) milliseconds of each pair of calls; both load the same folder.
 

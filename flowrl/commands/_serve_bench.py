@@ -1,0 +1,133 @@
+"""The load test behind `flowrl bench serve`: a server on one core, many clients beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TARGET = 500.0
+"""Pictures a second on one core: 64 x 64, `jpeg`, 16 a request, 32 clients."""
+_SIDE = 64
+
+
+def report(seconds: float, clients: int, items: int, core: int, warmup: float = 2.0) -> str:
+    """Run it and say what came out.
+
+    Raises:
+        AssertionError: a score is not the one that the reward gives in this process.
+        SystemExit: the server does not start.
+    """
+    bodies, expected = requests(clients, items)
+    with pinned_server(core) as (url, process):
+        found = asyncio.run(_load(url, bodies, expected, warmup, seconds, process.pid))
+    rate, spent, latencies = found["pictures"] / seconds, max(found["cpu"], 1e-3), sorted(found["latencies"])
+    middle, late = (1000 * latencies[min(int(q * len(latencies)), len(latencies) - 1)] for q in (0.5, 0.99))
+    judged = f"target {TARGET:.0f}: {'met' if rate >= TARGET else 'missed'}"
+    lines = (
+        f"{rate:.0f} pictures/s on one core ({judged}); a request of {items}: p50 {middle:.0f} ms, p99 {late:.0f} ms",
+        f"{clients} clients, {found['pictures']} pictures of {_SIDE} x {_SIDE} noise as PNG in {seconds:g} s, every "
+        "score right",
+        f"the server had {spent / seconds:.0%} of its core: {found['pictures'] / spent:.0f} pictures per second of its "
+        f"CPU time; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
+    )
+    return "\n".join(lines)
+
+
+def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list[list[float]]]:
+    """Items of each client, of pictures of its own, and their scores in this process."""
+    import torch
+
+    from rewards import jpeg
+    from rewards._transport import pack, unpack
+    from rewards._wire import write_picture
+
+    reward, generator = jpeg.build(jpeg.Config()), torch.Generator().manual_seed(0)
+    bodies, expected = [], []
+    for _ in range(clients):
+        packed = [pack(torch.rand(3, _SIDE, _SIDE, generator=generator), "png") for _ in range(items)]
+        scores = reward.score([unpack(picture) for picture in packed], [""] * items, [{}] * items)
+        assert isinstance(scores, torch.Tensor)
+        expected.append(scores.tolist())
+        pictures = [write_picture(picture) for picture in packed]
+        bodies.append([{"id": str(k), "prompt": "", "metadata": {}, "picture": p} for k, p in enumerate(pictures)])
+    return bodies, expected
+
+
+@contextlib.contextmanager
+def pinned_server(core: int) -> Iterator[tuple[str, subprocess.Popen]]:
+    """(address, process) of a server of `jpeg` that runs on that core alone, with all its workers."""
+    words = [sys.executable, "-m", "flowrl", "serve", "--reward", "jpeg", "--port", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+    # Before it has started anything: its children inherit the core.
+    os.sched_setaffinity(process.pid, {core})
+    rest = os.sched_getaffinity(0) - {core}
+    os.sched_setaffinity(0, rest or {core})
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if " on http://" not in line:
+            raise SystemExit(f"the server did not start (exit code {process.wait()})")
+        yield line.split(" on ")[1].strip(), process
+    finally:
+        os.sched_setaffinity(0, rest | {core})
+        process.terminate()
+        process.wait(60)
+
+
+async def _load(
+    url: str, bodies: list[list[dict[str, Any]]], expected: list[list[float]], warmup: float, seconds: float, pid: int
+) -> dict[str, Any]:
+    import json
+    import uuid
+
+    import httpx
+
+    from rewards._wire import SCHEMA
+
+    latencies: list[float] = []
+    starts = time.perf_counter() + warmup
+    ends = starts + seconds
+    cpu = [0.0, 0.0]
+
+    async def client(http: httpx.AsyncClient, items: list[dict[str, Any]], scores: list[float]) -> None:
+        # Written once: what is measured is the server.
+        text = json.dumps({"schema": SCHEMA, "request_id": "*ID*", "reward": "jpeg", "items": items}).encode()
+        while (began := time.perf_counter()) < ends:
+            body = text.replace(b"*ID*", uuid.uuid4().hex.encode(), 1)
+            answer = await http.post(f"{url}/score", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 200, answer.text
+            assert [row["scores"]["jpeg_kb"] for row in answer.json()["results"]] == scores, "a wrong score"
+            took = time.perf_counter()
+            if began >= starts and took <= ends:
+                latencies.append(took - began)
+
+    async def clock() -> None:
+        await asyncio.sleep(max(starts - time.perf_counter(), 0))
+        cpu[0] = cpu_seconds(pid)
+        await asyncio.sleep(max(ends - time.perf_counter(), 0))
+        cpu[1] = cpu_seconds(pid)
+
+    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
+        await asyncio.gather(clock(), *(client(http, *one) for one in zip(bodies, expected, strict=True)))
+    pictures = len(latencies) * len(bodies[0])
+    return {"pictures": pictures, "cpu": cpu[1] - cpu[0], "latencies": latencies}
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of all below it, from /proc; 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # A child is listed with the thread that started it.
+        children = [word for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
+    except OSError:
+        return 0.0
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_seconds(int(child)) for child in children)

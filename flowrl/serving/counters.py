@@ -1,0 +1,82 @@
+"""Numbers of a server in the text format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Upper bounds of the latency's buckets."""
+Labels = tuple[tuple[str, str], ...]
+
+_HELP = {
+    "flowrl_requests_total": ("counter", "Answers by endpoint and HTTP status."),
+    "flowrl_items_total": ("counter", "Samples scored, those without a score included."),
+    "flowrl_item_errors_total": ("counter", "Samples without a score, by kind of error."),
+    "flowrl_refusals_total": ("counter", "Requests refused, by kind."),
+    "flowrl_batches_total": ("counter", "Batches handed to a reward."),
+    "flowrl_worker_restarts_total": ("counter", "Workers started anew after they hung or died."),
+    "flowrl_waiting_items": ("gauge", "Samples that wait for a reward."),
+    "flowrl_live_workers": ("gauge", "Workers ready to score."),
+    "flowrl_held_bytes": ("gauge", "Bytes of request bodies being read."),
+    "flowrl_request_seconds": ("histogram", "Seconds from the first byte of a body to the answer of /score."),
+}
+
+
+class Counters:
+    """Counts and gauges by name and labels; gauges are asked for when the page is made."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, dict[Labels, float]] = {}
+        self._gauges: dict[str, dict[Labels, Callable[[], float]]] = {}
+        self._buckets: dict[Labels, list[int]] = {}
+        self._sums: dict[Labels, float] = {}
+
+    def add(self, name: str, value: float = 1, **labels: str) -> None:
+        table = self._counts.setdefault(name, {})
+        key = tuple(sorted(labels.items()))
+        table[key] = table.get(key, 0) + value
+
+    def watch(self, name: str, ask: Callable[[], float], **labels: str) -> None:
+        self._gauges.setdefault(name, {})[tuple(sorted(labels.items()))] = ask
+
+    def time(self, seconds: float, **labels: str) -> None:
+        """One request of `flowrl_request_seconds`."""
+        key = tuple(sorted(labels.items()))
+        counts = self._buckets.setdefault(key, [0] * (len(SECONDS) + 1))
+        counts[next((k for k, bound in enumerate(SECONDS) if seconds <= bound), len(SECONDS))] += 1
+        self._sums[key] = self._sums.get(key, 0.0) + seconds
+
+    def text(self) -> str:
+        """The page."""
+        lines = []
+        for name, (kind, what) in _HELP.items():
+            samples = self._samples(name, kind)
+            if samples:
+                lines += [f"# HELP {name} {what}", f"# TYPE {name} {kind}", *samples]
+        return "\n".join(lines) + "\n"
+
+    def _samples(self, name: str, kind: str) -> list[str]:
+        if kind == "counter":
+            return [f"{name}{_labels(key)} {value:.15g}" for key, value in self._counts.get(name, {}).items()]
+        if kind == "gauge":
+            return [f"{name}{_labels(key)} {ask():.15g}" for key, ask in self._gauges.get(name, {}).items()]
+        lines = []
+        for key, counts in self._buckets.items():
+            total = 0
+            for bound, count in zip((*SECONDS, float("inf")), counts, strict=True):
+                total += count
+                edge = "+Inf" if bound == float("inf") else f"{bound:g}"
+                lines.append(f"{name}_bucket{_labels((*key, ('le', edge)))} {total}")
+            lines += [f"{name}_sum{_labels(key)} {self._sums[key]:.6f}", f"{name}_count{_labels(key)} {total}"]
+        return lines
+
+
+def _labels(key: Labels) -> str:
+    """
+    >>> _labels((("reward", 'a"b'),))
+    '{reward="a\\\\"b"}'
+    """
+    if not key:
+        return ""
+    escaped = ((n, v.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")) for n, v in key)
+    return "{" + ",".join(f'{n}="{v}"' for n, v in escaped) + "}"

@@ -1,0 +1,61 @@
+"""What a server and its workers say to each other over a socket.
+
+A frame is the length of a JSON header and of what follows it, the header, and the pictures' bytes one behind the other.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import IO, Any
+
+from flowrl.serving.messages import Item, dumps
+from rewards._wire import Picture
+
+LENGTHS = struct.Struct(">IQ")
+"""Bytes of the header, and of the pictures."""
+Result = dict[str, Any]
+"""{"scores": {output: number or None}, "error": {"kind", "text"} or None}."""
+
+
+def pack_frame(header: Any, pictures: tuple[bytes, ...] = ()) -> list[bytes]:
+    """The parts of a frame, to be written one behind the other."""
+    head = dumps(header)
+    return [LENGTHS.pack(len(head), sum(map(len, pictures))), head, *pictures]
+
+
+def pack_items(items: list[Item]) -> list[bytes]:
+    """A batch as a frame."""
+
+    def plain(item: Item) -> dict[str, Any]:
+        pictures = [(p.format, p.shape, len(p.data)) for p in (item.picture, *item.sources)]
+        return {"id": item.id, "prompt": item.prompt, "metadata": item.metadata, "pictures": pictures}
+
+    data = tuple(picture.data for item in items for picture in (item.picture, *item.sources))
+    return pack_frame([plain(item) for item in items], data)
+
+
+def unpack_items(records: list[dict[str, Any]], data: bytes) -> list[Item]:
+    """The batch of a frame's header and pictures."""
+    items, place = [], 0
+    for record in records:
+        pictures = []
+        for kind, shape, size in record["pictures"]:
+            pictures.append(Picture(kind, tuple(shape), data[place : place + size]))
+            place += size
+        items.append(Item(record["id"], record["prompt"], record["metadata"], pictures[0], tuple(pictures[1:])))
+    return items
+
+
+def failed(outputs: tuple[str, ...], kind: str, text: str) -> Result:
+    """No scores, and why."""
+    return {"scores": dict.fromkeys(outputs), "error": {"kind": kind, "text": text[:2000]}}
+
+
+def read_frame(file: IO[bytes]) -> tuple[Any, bytes] | None:
+    """(header, pictures) of the next frame; None at the end."""
+    lengths = file.read(LENGTHS.size)
+    if len(lengths) < LENGTHS.size:
+        return None
+    head, rest = LENGTHS.unpack(lengths)
+    return json.loads(file.read(head)), file.read(rest)

@@ -1,0 +1,165 @@
+"""What a server takes: its limits, and a request read strictly before anything is decoded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from rewards._wire import SCHEMA, Picture, WireError, read_picture, require_schema
+
+_REQUEST_KEYS = {"schema", "request_id", "reward", "items"}
+_ITEM_KEYS = {"id", "prompt", "metadata", "picture", "sources"}
+_ID_LENGTH = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Of one server; the first three are told to clients, which cut their requests by them."""
+
+    items: int = 256
+    """Samples of a request."""
+    bytes: int = 64 << 20
+    """Of a request's body."""
+    pixels: int = 1 << 26
+    """Of all pictures of a request together, and of a batch: a few kB of PNG may hold gigapixels."""
+    sources: int = 8
+    """Pictures in the metadata of a sample."""
+    waiting: int = 4096
+    """Samples of a reward that may wait; more are refused (503)."""
+    held_bytes: int = 256 << 20
+    """Bodies being read, together; more are refused (503)."""
+    connections: int = 256
+    body_s: float = 30.0
+    """Seconds in which the body must have come."""
+    head_s: float = 10.0
+    """Seconds in which a connection must have sent the head of a request."""
+    request_s: float = 900.0
+    """Seconds from the body to the answer."""
+    score_s: float = 120.0
+    """Seconds for a batch in the reward; a reward that takes longer is ended and started anew."""
+
+    def told(self) -> dict[str, int]:
+        return {"items": self.items, "bytes": self.bytes, "pixels": self.pixels}
+
+
+class Refusal(Exception):
+    """A request that is answered with an error status."""
+
+    def __init__(self, status: int, kind: str, text: str, *, close: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.kind, self.text = status, kind, text
+        self.close = close
+        """End the connection: the rest of the body is not to be read."""
+
+    def body(self) -> bytes:
+        return dumps({"schema": SCHEMA, "error": {"kind": self.kind, "text": self.text}})
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A sample to be scored."""
+
+    id: str
+    prompt: str
+    metadata: dict[str, Any]
+    picture: Picture
+    sources: tuple[Picture, ...] = ()
+
+    @property
+    def pixels(self) -> int:
+        return self.picture.pixels + sum(source.pixels for source in self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    request_id: str
+    reward: str
+    items: tuple[Item, ...]
+
+
+def dumps(message: Any) -> bytes:
+    return json.dumps(message, allow_nan=False).encode()
+
+
+def parse_request(body: bytes, limits: Limits, rewards: Collection[str]) -> Request:
+    """A request of /score.
+
+    Raises:
+        Refusal: 400 no JSON of this form, 404 no such reward, 413 more than the limits allow.
+    """
+    try:
+        message = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, "json", f"the body is not JSON: {str(error)[:200]}") from None
+    if not isinstance(message, dict):
+        raise Refusal(400, "form", f"the body must be an object with {', '.join(sorted(_REQUEST_KEYS))}")
+    try:
+        require_schema(message, "the client")
+    except WireError as error:
+        raise Refusal(400, "schema", str(error)) from None
+    if set(message) != _REQUEST_KEYS:
+        raise Refusal(400, "form", f"the body must have the keys {sorted(_REQUEST_KEYS)}, not {_shown(message)}")
+    request_id, name, records = message["request_id"], message["reward"], message["items"]
+    if not _is_id(request_id):
+        raise Refusal(400, "form", f"request_id must be a string of 1 to {_ID_LENGTH} characters")
+    if name not in rewards:
+        raise Refusal(404, "reward", f"no reward {str(name)[:60]!r} is served here; there are: {', '.join(rewards)}")
+    if not isinstance(records, list) or not records:
+        raise Refusal(400, "form", "items must be a list of samples")
+    if len(records) > limits.items:
+        raise Refusal(413, "items", f"{len(records)} items, more than the {limits.items} of a request")
+    return Request(request_id, name, _items(records, limits))
+
+
+def _items(records: list[Any], limits: Limits) -> tuple[Item, ...]:
+    items: list[Item] = []
+    pixels = 0
+    for number, record in enumerate(records):
+        item = _item(record, f"items[{number}]", limits)
+        pixels += item.pixels
+        if pixels > limits.pixels:
+            raise Refusal(
+                413, "pixels", f"items[{number}]: with it the request has {pixels} pixels; {limits.pixels} are allowed"
+            )
+        items.append(item)
+    if len({item.id for item in items}) < len(items):
+        raise Refusal(400, "form", "two items have the same id")
+    return tuple(items)
+
+
+def _item(record: Any, where: str, limits: Limits) -> Item:
+    if not isinstance(record, dict) or not {"id", "prompt", "picture"} <= set(record) <= _ITEM_KEYS:
+        raise Refusal(400, "form", f"{where}: must be an object with id, prompt, picture, and metadata or sources")
+    name, prompt, metadata, sources = (
+        record["id"],
+        record["prompt"],
+        record.get("metadata", {}),
+        record.get("sources", []),
+    )
+    if not _is_id(name) or not isinstance(prompt, str) or not isinstance(metadata, dict):
+        raise Refusal(400, "form", f"{where}: id and prompt must be strings, metadata an object")
+    if "images" in metadata:
+        raise Refusal(400, "form", f"{where}.metadata.images: paths are not read here; send the pictures in sources")
+    if not isinstance(sources, list) or len(sources) > limits.sources:
+        raise Refusal(413, "items", f"{where}.sources: must be a list of at most {limits.sources} pictures")
+    try:
+        pictures = [read_picture(source, f"{where}.sources[{k}]") for k, source in enumerate(sources)]
+        if any(picture.format != "png" for picture in pictures):
+            raise WireError(f"{where}.sources: must be png")
+        return Item(name, prompt, metadata, read_picture(record["picture"], f"{where}.picture"), tuple(pictures))
+    except WireError as error:
+        raise Refusal(400, "picture", str(error)) from None
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= _ID_LENGTH
+
+
+def _shown(message: dict[str, Any]) -> list[str]:
+    return sorted(str(key)[:40] for key in message)[:10]
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON; null says that there is none")

@@ -1,0 +1,140 @@
+"""A worker process as the server sees it: started, handed batches with a deadline, ended when it hangs.
+
+A process and not a thread, for a thread cannot be ended: a reward that hangs would keep its memory, its GPU and, inside
+a library that holds the interpreter's lock, the whole server. A process also dies alone where a picture crashes a
+decoder. Workers are forked from a process that has imported torch and nothing more: one takes the place of another at
+once, and inherits no thread, socket or GPU context of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import multiprocessing
+import socket
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, Protocol
+
+from flowrl.serving.frames import LENGTHS, Result, pack_frame, pack_items
+from flowrl.serving.messages import Item
+
+_END_S = 2.0
+"""A worker that was told to end and has not after this is killed."""
+_BUFFER = 1 << 20
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["flowrl.serving.worker", "flowrl.components", "rewards._transport"])
+    return context
+
+
+def _work(connection: socket.socket) -> None:
+    """In the worker. The server itself imports nothing of it: it needs no torch."""
+    from flowrl.serving.worker import main
+
+    main(connection)
+
+
+class WorkerDied(RuntimeError):
+    """The process ended in the middle of a batch."""
+
+
+class WorkerFailed(RuntimeError):
+    """The reward could not be built; the text says why."""
+
+
+class Runner(Protocol):
+    """Scores one batch at a time; what a `Batcher` hands its batches to."""
+
+    async def start(self) -> dict[str, Any]:
+        """Build the reward: {"card", "fingerprint", "options", "versions"}. Again after `kill`, or a death."""
+        ...
+
+    async def run(self, items: Sequence[Item]) -> list[Result]: ...
+
+    async def close(self) -> None:
+        """End it, waiting a moment."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class Worker:
+    """A `Runner` in a process of its own.
+
+    Args:
+        options: the entry of the reward, as in a configuration.
+        build_s: seconds that loading its weights may take.
+    """
+
+    def __init__(self, options: dict[str, Any], build_s: float = 1800.0) -> None:
+        self.options, self.build_s = options, build_s
+        self.process: ForkServerProcess | None = None
+        self.reader: asyncio.StreamReader | None = None
+        self.writer: asyncio.StreamWriter | None = None
+
+    async def start(self) -> dict[str, Any]:
+        """Start the process and wait for its reward.
+
+        Raises:
+            WorkerFailed: it cannot be built, or not in time.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # No daemon: a reward may have processes of its own.
+            self.process = _context().Process(target=_work, args=(theirs,), name="flowrl reward")
+            await asyncio.to_thread(self.process.start)
+        self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=_BUFFER)
+        try:
+            async with asyncio.timeout(self.build_s):
+                found = await self._ask(pack_frame(self.options))
+        except TimeoutError:
+            self.kill()
+            raise WorkerFailed(f"the reward was not ready after {self.build_s:g} s") from None
+        except WorkerDied as error:
+            raise WorkerFailed(str(error)) from None
+        if "failed" in found:
+            await self.close()
+            raise WorkerFailed(found["failed"])
+        return found
+
+    async def run(self, items: Sequence[Item]) -> list[Result]:
+        """Results of the items, in their order.
+
+        Raises:
+            WorkerDied: the process ended.
+        """
+        return await self._ask(pack_items(list(items)))
+
+    async def _ask(self, frame: list[bytes]) -> Any:
+        assert self.reader is not None
+        assert self.writer is not None
+        try:
+            self.writer.writelines(frame)
+            await self.writer.drain()
+            head, _ = LENGTHS.unpack(await self.reader.readexactly(LENGTHS.size))
+            return json.loads(await self.reader.readexactly(head))
+        except (OSError, asyncio.IncompleteReadError):
+            self.kill()
+            code = None if self.process is None else self.process.exitcode
+            raise WorkerDied(f"the worker process ended (exit code {code})") from None
+
+    async def close(self) -> None:
+        if self.process is None:
+            return
+        if self.writer is not None:
+            self.writer.close()
+        await asyncio.to_thread(self.process.join, _END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        if self.process is not None:
+            self.process.kill()
+            # SIGKILL: the wait is short, unless the kernel itself is stuck in a driver.
+            self.process.join(_END_S)
