@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flowrl.reward import RewardError
 from rewards import _checkpoints
-from rewards._clip import MEAN, STD
+from rewards._pixels import MEAN, STD
 
 FACTOR = 28
 """Pixels to a token's side: sizes are multiples of it."""
