@@ -1,6 +1,6 @@
 """Advantage rules: pure functions on rewards [R, P, G], in float64.
 
-Order everywhere: gate, aggregate, centre, scale, normalise over the batch, clip, select. NaN marks a masked
+Order everywhere: aggregate, centre, scale, normalise over the batch, clip, select. NaN marks a masked
 sample: it enters no statistic, gets advantage 0 and is never selected. A group whose rewards are all equal is
 dead: its advantages are exactly 0 under every rule.
 
@@ -26,20 +26,6 @@ Std = Literal["global", "group", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GateConfig:
-    easy: int
-    """Place in `rewards` of the reward that counts only where the hard one is reached, from 0; elsewhere it is 0."""
-    hard: int
-    """Place of the reward that opens the gate; its weight may be 0."""
-    threshold: float
-    """Least training value of the hard reward (after its scale, offset and clip) that opens the gate."""
-
-    def __post_init__(self) -> None:
-        if self.easy == self.hard or min(self.easy, self.hard) < 0:
-            raise ValueError(f"easy={self.easy} and hard={self.hard} must be two places in `rewards`, from 0")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageConfig:
     name: Literal["group", "per_reward", "gdpo", "separate", "median"] = "group"
     """The rule; see `flowrl/advantages.py`."""
@@ -60,8 +46,6 @@ class AdvantageConfig:
     """Of `median`: the deviation is at least this fraction of the group's std."""
     select: SelectConfig | None = None
     """Update on some samples of a prompt only; null: on all."""
-    gate: GateConfig | None = None
-    """Count an easy reward only where a hard one is reached; null: always."""
 
     def __post_init__(self) -> None:
         if not self.eps >= 0:
@@ -114,7 +98,7 @@ def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, cli
 
     Args:
         rewards: training values [R, P, G]; NaN marks a failure.
-        weights: [R]; a reward of weight 0 is only logged (it may open a gate).
+        weights: [R]; a reward of weight 0 is only logged.
         config: the rule.
         clipped: False leaves `config.clip` out.
 
@@ -124,8 +108,6 @@ def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, cli
     if rewards.ndim != 3:
         raise ValueError(f"rewards must be [R, P, G], got {tuple(rewards.shape)}")
     config.check_group(rewards.shape[2])
-    if config.gate is not None:
-        rewards = gated(rewards, config.gate)
     eps, clip, ddof, trimmed = config.eps, config.clip if clipped else None, config.ddof, config.trimmed_ratio
     if config.name == "group":
         total = aggregate(rewards, weights)
@@ -159,21 +141,6 @@ def unclipped(rewards: Tensor, weights: Tensor, config: AdvantageConfig) -> Adva
 
 
 # ---- from many rewards to one
-
-
-def gated(rewards: Tensor, gate: GateConfig) -> Tensor:
-    """Rewards [R, P, G] with the easy one 0 where the hard one stays below the threshold, NaN where that failed.
-
-    Source: arXiv 2601.05242, conditioned rewards.
-    """
-    if max(gate.easy, gate.hard) >= len(rewards):
-        raise ValueError(
-            f"advantages.gate names rewards {gate.easy} and {gate.hard}; there are {len(rewards)}, counted from 0"
-        )
-    easy, hard = rewards[gate.easy], rewards[gate.hard]
-    rewards = rewards.clone()
-    rewards[gate.easy] = torch.where(hard.isfinite(), torch.where(hard >= gate.threshold, easy, 0.0), torch.nan)
-    return rewards
 
 
 def aggregate(rewards: Tensor, weights: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from flowrl.models.base import ModelAdapter, ModelConfig, channel_axis, packed_g
 from flowrl.models.weights import Weights, component_names
 from flowrl.optim import Optimizer
 from flowrl.prompts import Prompt, PromptSource, Texts, require_pictures
-from flowrl.reward import RewardError, Scorer, WeightedReward, score_once
+from flowrl.reward import Card, RewardError, Scorer, WeightedReward, score_once
 from flowrl.rng import derive
 from flowrl.rollout import Policy
 from flowrl.samplers.base import Sampler, step_std
@@ -94,9 +94,14 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     algorithm: Algorithm = resolved.algorithm.build()
     if algorithm.needs == "noise":
         require_own_prompts(train, held_out)
-    entries = build_rewards((*resolved.rewards, *resolved.eval_rewards))
+    both = (*resolved.rewards, *resolved.eval_rewards)
+    require_metadata(train, held_out, resolved, [plan.card for plan in both])
+    entries = build_rewards(both)
+    require_metadata(train, held_out, resolved, [entry.reward.card for entry in entries])
     scorer, watched = _scorer(entries[: len(resolved.rewards)]), _scorer(entries)
     adapter = resolved.model.build()
+    for entry in watched.distinct:
+        require_modality(entry.name, entry.reward.card, clips=getattr(adapter, "num_frames", 1) > 1)
     require_pictures(train, adapter, "data.prompts", train[0])
     require_pictures(held_out, adapter, "data.eval_prompts", train[0])
     dtype, sharded = torch_dtype(options.dtype), options.shard and world.size > 1
@@ -105,7 +110,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     else:
         weights = _weights(resolved, adapter, world, dtype if sharded else None)
     learned = weights.network if isinstance(weights, NoiseWeights) else None
-    _probe(watched, train[:2], adapter)
+    _probe(scorer, train[:2], adapter)
+    _probe(watched, held_out[:2], adapter)
     texts = Texts(adapter, (*train, *held_out), cache=config.data.cache_text)
     if isinstance(weights, NoiseWeights):
         add_calibration(algorithm, weights, texts, train, config.seed)
@@ -242,8 +248,8 @@ def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
     """The entries in their order; those of one component with the same options share it, so its weights load once."""
     built: list[tuple[RewardPlan, WeightedReward]] = []
     for plan in plans:
-        shared = next((entry.reward for earlier, entry in built if plan.same_component(earlier)), None)
-        built.append((plan, plan.build(shared)))
+        sibling = next((entry for earlier, entry in built if plan.same_component(earlier)), None)
+        built.append((plan, plan.build(sibling)))
     return [entry for _, entry in built]
 
 
@@ -257,22 +263,54 @@ def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.T
     return torch.rand(count, *frames, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
+def require_metadata(
+    train: Sequence[Prompt], held_out: Sequence[Prompt], resolved: Resolved, cards: Sequence[Card | None]
+) -> None:
+    """Refuse a prompt whose record lacks what a reward needs; `cards` are those of the rewards, then of eval.rewards.
+
+    Raises:
+        ConfigError: naming the reward, the prompt and the key.
+    """
+    plans, trained = (*resolved.rewards, *resolved.eval_rewards), len(resolved.rewards)
+    for place, (plan, card) in enumerate(zip(plans, cards, strict=True)):
+        needed = () if card is None else card.requires + (("images",) if card.modality == "edit" else ())
+        for key, prompts in (("data.prompts", train if place < trained else ()), ("data.eval_prompts", held_out)):
+            for number, prompt in enumerate(prompts, 1):
+                lacking = [name for name in needed if name not in prompt.metadata]
+                if lacking:
+                    raise ConfigError(
+                        f"{key}: prompt {number}, {prompt.text[:60]!r}, has no {lacking[0]!r}, which the reward "
+                        f"{plan.name!r} needs; give it in every record of a .jsonl or data set, or leave the reward out"
+                    )
+
+
+def require_modality(name: str, card: Card, *, clips: bool) -> None:
+    """Refuse a reward that cannot judge what the model makes.
+
+    Raises:
+        ConfigError: naming the reward and the remedy.
+    """
+    if card.modality == "video" and not clips:
+        raise ConfigError(
+            f"reward {name!r} judges clips, and the model makes pictures; leave it out, or use a video model with more "
+            "than one frame"
+        )
+    if card.modality in ("image", "edit") and clips:
+        raise ConfigError(
+            f"reward {name!r} judges pictures, and the model makes clips; leave it out, or use a reward that "
+            "`flowrl list rewards` shows for video or any"
+        )
+
+
 def _probe(scorer: Scorer, prompts: list[Prompt], adapter: ModelAdapter) -> None:
     """Score noise: a broken reward ends the run here; one that scores none of it is told of."""
     height, width = getattr(adapter, "height", PROBE_PX), getattr(adapter, "width", PROBE_PX)
     images = probe_batch(len(prompts), height, width, getattr(adapter, "num_frames", 1))
     given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
+    joined: dict[str, torch.Tensor] = {}
     for entry in scorer.distinct:
         try:
-            raw = score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
-            shared = (e for e in scorer.entries if e.reward is entry.reward)
-            if any(e.training_value(raw).isnan().all() for e in shared):
-                log.warning(
-                    "reward %r returned NaN for all of a probe batch of noise, %s: every sample that it cannot score "
-                    "is masked, and the run stops where that is more than half of them",
-                    entry.name,
-                    given,
-                )
+            joined |= score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
         except RewardError as error:
             if images.ndim < 5:
                 raise
@@ -282,3 +320,11 @@ def _probe(scorer: Scorer, prompts: list[Prompt], adapter: ModelAdapter) -> None
                 f"reward {entry.name!r} fails on a probe batch of {given}: "
                 f"{type(error).__name__}: {error}; nothing was trained"
             ) from error
+    for entry in scorer.entries:
+        if entry.training_value(joined).isnan().all():
+            log.warning(
+                "reward %r returned NaN for all of a probe batch of noise, %s: every sample that it cannot score "
+                "is masked, and the run stops where that is more than half of them",
+                entry.name,
+                given,
+            )

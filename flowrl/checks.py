@@ -55,7 +55,7 @@ def _check_guidance(resolved: Resolved) -> None:
 
 
 def _check_credit(resolved: Resolved) -> None:
-    """The advantage rule against the size of a group and the number of rewards."""
+    """The advantage rule against the size of a group."""
     rule = getattr(resolved.algorithm.config, "advantages", None)
     if rule is None:
         return
@@ -63,11 +63,6 @@ def _check_credit(resolved: Resolved) -> None:
         rule.check_group(resolved.run.rollout.group_size)
     except ValueError as error:
         raise ConfigError(f"algorithm.{error}") from None
-    if rule.gate is not None and max(rule.gate.easy, rule.gate.hard) >= len(resolved.rewards):
-        raise ConfigError(
-            f"algorithm.advantages.gate: easy={rule.gate.easy} and hard={rule.gate.hard} are places in `rewards`, "
-            f"from 0, which has {len(resolved.rewards)}"
-        )
 
 
 def _check_steps(resolved: Resolved) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flowrl import registry
-from flowrl.reward import Card, Reward, WeightedReward
+from flowrl.reward import Card, Gate, Reward, WeightedReward
+from flowrl.scorecache import Folder, Memory, ScoreCache
 from flowrl.strict import ConfigError, Options, validate
 
 
@@ -70,23 +74,39 @@ class RewardEntry:
     """Options every reward entry has; the others are the reward's own."""
 
     name: str | None = None
-    """A built-in reward or a dotted module path."""
+    """A built-in reward, one that an installed package brings, or a dotted module path."""
     path: str | None = None
     """Your own file with `score(images, prompts, metadata)`."""
     weight: float = 1.0
     """Share in the training value; 0 only looks at it."""
     outputs: dict[str, float] = field(default_factory=dict)
     """Of a reward with several values: value -> share; empty: its first."""
-    scale: float = 1.0
-    """The training value is clip(scale * raw + offset); raw is what is logged."""
-    offset: float = 0.0
+    scale: float | None = None
+    """The training value is clip(scale * raw + offset); raw is what is logged. Both null: the transform of the card."""
+    offset: float | None = None
     clip: list[float] | None = None
+    gate: Gate | None = None
+    """Count the training value only where an output is good enough: {output, at_least or at_most, floor}."""
+    cache: str | None = None
+    """Keep scores by picture, prompt and version: `memory`, or a folder that runs and processes may share."""
+    retries: int | None = None
+    """Further tries after an exception; null: 2."""
+    isolate: bool = True
+    """Search a batch that fails to the last for the samples that make it fail; false masks the whole of it."""
+    max_failed_share: float | None = None
+    """Above this share of samples without a value of this entry the run stops; null: half, all rewards together."""
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.path is None):
             raise ValueError("give either name or path")
         if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
             raise ValueError(f"clip={self.clip} must be [low, high]")
+        if self.retries is not None and self.retries < 0:
+            raise ValueError(f"retries={self.retries} must not be negative")
+        if self.max_failed_share is not None and not 0 <= self.max_failed_share <= 1:
+            raise ValueError(f"max_failed_share={self.max_failed_share} must lie in [0, 1]")
+        if self.cache == "":
+            raise ValueError("cache='' is no folder; give a path, or memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +121,11 @@ class RewardPlan:
     def name(self) -> str:
         return self.entry.name or Path(str(self.entry.path)).stem
 
+    @property
+    def card(self) -> Card | None:
+        """What is declared before anything is loaded; that of the built reward may say more."""
+        return getattr(self.module, "CARD", None)
+
     def same_component(self, other: RewardPlan) -> bool:
         """Whether both entries name one component with the same options of its own: it is then built and run once."""
         # By name and plain values: a user's file is a new module, with a new Config class, each time it is loaded.
@@ -109,17 +134,62 @@ class RewardPlan:
         mine, theirs = (p.config and dataclasses.asdict(p.config) for p in (self, other))
         return mine == theirs
 
-    def build(self, shared: Reward | None = None) -> WeightedReward:
-        """The entry with its component, or with `shared` where another entry has built that already."""
-        if shared is not None:
-            reward = shared
-        elif hasattr(self.module, "build"):
-            reward = self.module.build(self.config)
-        else:
-            reward = Reward(score=self.module.score, card=Card(outputs=(self.name,), source=str(self.entry.path)))
+    def build(self, sibling: WeightedReward | None = None) -> WeightedReward:
+        """The entry with its component, or with that of `sibling`, an entry of the same component.
+
+        Raises:
+            ConfigError: a cache for a reward whose scores depend on the rest of the batch.
+        """
         entry = self.entry
-        clip = (entry.clip[0], entry.clip[1]) if entry.clip is not None else None
-        return WeightedReward(self.name, reward, entry.weight, dict(entry.outputs), entry.scale, entry.offset, clip)
+        reward = self._reward() if sibling is None else sibling.reward
+        cache = None
+        if entry.cache is not None:
+            if reward.card.needs_groups:
+                raise ConfigError(
+                    f"reward {self.name!r}: cache={entry.cache!r}: its score depends on the other samples of the "
+                    "prompt, so it cannot be kept; leave cache out"
+                )
+            cache = self._cache(reward.card)
+            if sibling is not None and sibling.cache is not None and sibling.cache.place == entry.cache:
+                cache = sibling.cache
+        return WeightedReward(
+            name=self.name,
+            reward=reward,
+            weight=entry.weight,
+            outputs=dict(entry.outputs),
+            scale=entry.scale,
+            offset=entry.offset,
+            clip=(entry.clip[0], entry.clip[1]) if entry.clip is not None else None,
+            gate=entry.gate,
+            retries=entry.retries,
+            isolate=entry.isolate,
+            max_failed_share=entry.max_failed_share,
+            cache=cache,
+        )
+
+    def _reward(self) -> Reward:
+        if hasattr(self.module, "build"):
+            return self.module.build(self.config)
+        # Nothing is known of a bare function, so nothing is refused for it.
+        bare = Card(outputs=(self.name,), modality="any", source=str(self.entry.path or self.entry.name))
+        return Reward(score=self.module.score, card=self.card or bare)
+
+    def _cache(self, card: Card) -> ScoreCache:
+        place = str(self.entry.cache)
+        store = Memory() if place == "memory" else Folder(Path(place).expanduser())
+        return ScoreCache(store, self.fingerprint(card), place=place, pictures=card.modality == "edit")
+
+    def fingerprint(self, card: Card) -> str:
+        """Tells this scorer, its version and options from every other: SHA-256, in hexadecimal.
+
+        Of a reward that is not built in the source file is part of it: people change theirs without raising a version.
+        """
+        name, source = self.module.__name__, ""
+        if not name.startswith("rewards.") and self.module.__file__:
+            name, source = self.name, hashlib.sha256(Path(self.module.__file__).read_bytes()).hexdigest()
+        options = self.config and dataclasses.asdict(self.config)
+        told = json.dumps([name, source, card.version, list(card.outputs), options], sort_keys=True, default=str)
+        return hashlib.sha256(told.encode()).hexdigest()
 
 
 def reward_plan(options: Options, where: str) -> RewardPlan:
@@ -140,6 +210,9 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
         raise ConfigError(f"{where}: {error}") from None
     except (Exception, SystemExit) as error:  # a user's file may raise anything when it is run
         raise ConfigError(f"{where}: {name} cannot be imported: {type(error).__name__}: {error}") from error
+    clash = registry.collision("rewards", str(name))
+    if clash is not None:
+        logging.getLogger("flowrl").warning("%s: %s", where, clash)
     if hasattr(module, "build"):
         return RewardPlan(entry, module, validate(_config_class(module, where, str(name)), own, where))
     if not callable(getattr(module, "score", None)):

@@ -1,4 +1,4 @@
-"""Processes: joining the group, the few collectives the loop needs, and the launcher. Sole importer of accelerate."""
+"""Processes: joining the group, the few collectives the loop needs, and the launcher. All that flowrl knows of accelerate."""
 
 from __future__ import annotations
 

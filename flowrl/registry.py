@@ -1,6 +1,7 @@
 """Components by folder: the name of a component is its file name.
 
-A third party names a dotted module path ("my_package.my_reward") or a file ("path/my_reward.py").
+A third party names a dotted module path ("my_package.my_reward") or a file ("path/my_reward.py"). An installed package
+may bring rewards of its own by name: an entry point of the group `flowrl.rewards` that names a module.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +22,8 @@ FOLDERS: dict[str, str] = {
     "algorithms": "flowrl.algorithms",
     "rewards": "rewards",
 }
+PLUGINS = {"rewards": "flowrl.rewards"}
+"""Entry-point groups of the kinds that packages may add to."""
 _HELPERS = {"base", "weights"}
 
 
@@ -44,25 +48,61 @@ def names(kind: str) -> list[str]:
     return sorted(f.stem for f in files if not f.stem.startswith("_") and f.stem not in _HELPERS)
 
 
+def plugins(kind: str) -> dict[str, list[EntryPoint]]:
+    """Name -> the entry points that installed packages give it; more than one, or a built-in's name, is a collision."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=PLUGINS[kind]) if kind in PLUGINS else ():
+        found.setdefault(entry.name, []).append(entry)
+    return dict(sorted(found.items()))
+
+
+def collision(kind: str, name: str) -> str | None:
+    """What is wrong with a plug-in's name, or None."""
+    entries = plugins(kind).get(name, [])
+    owners = [f"{entry.value} of {entry.dist.name if entry.dist else 'an unnamed package'}" for entry in entries]
+    if entries and name in names(kind):
+        return f"the name {name!r} of {' and '.join(owners)} is that of a built-in one, which it means"
+    return f"the name {name!r} is given twice: {' and '.join(owners)}" if len(entries) > 1 else None
+
+
 def load(kind: str, name: str) -> ModuleType:
-    """The module of a component, by name, dotted path or `.py` file.
+    """The module of a component: a built-in name, one that an installed package brings, a dotted path, a `.py` file.
 
     Raises:
-        UnknownName: nothing there goes by that name.
+        UnknownName: nothing there goes by that name, or two packages use it.
     """
     if name in names(kind):
         return importlib.import_module(f"{FOLDERS[kind]}.{name}")
     if name.endswith(".py"):
         return _load_file(Path(name), kind)
+    brought = plugins(kind)
+    if name in brought:
+        return _load_plugin(kind, brought[name][0])
     if "." in name:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise UnknownName(f"{kind}: no module {name!r} can be imported (looked in {sys.path[0] or '.'})") from None
-    valid = names(kind)
+        return _import(kind, name)
+    valid = sorted({*names(kind), *brought})
     raise UnknownName(f"{kind[:-1]} name={name!r} is unknown; {suggest(name, valid)}there are: {', '.join(valid)}")
+
+
+def _import(kind: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise UnknownName(f"{kind}: no module {name!r} can be imported (looked in {sys.path[0] or '.'})") from None
+
+
+def _load_plugin(kind: str, entry: EntryPoint) -> ModuleType:
+    wrong = collision(kind, entry.name)
+    if wrong is not None:
+        raise UnknownName(f"{kind}: {wrong}; use the dotted path of the one you mean, or uninstall the other")
+    if entry.attr:
+        raise UnknownName(
+            f"{kind}: the entry point {entry.name} = {entry.value} must name a module with Config and build, not "
+            f"something in it: {entry.name} = {entry.module}"
+        )
+    return _import(kind, entry.module)
 
 
 def _load_file(path: Path, kind: str) -> ModuleType:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flowrl.attempts import Attempts, Batch, Counts
+from flowrl.scorecache import ScoreCache
 
 ScoreFunction = Callable[[Any, Sequence[str], Sequence[dict]], "Tensor | Mapping[str, Tensor]"]
 
@@ -58,11 +62,38 @@ class Reward:
     card: Card
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """An entry's training value counts only where an output, of whatever entry, is good enough.
+
+    Source: arXiv 2601.05242, conditioned rewards.
+    """
+
+    output: str
+    """Its raw value opens the gate. NaN there is NaN here: nobody knows whether the gate is open."""
+    at_least: float | None = None
+    at_most: float | None = None
+    """For an output of which less is better; give one of the two."""
+    floor: float = 0.0
+    """The training value (before the weight) where the gate is shut."""
+
+    def __post_init__(self) -> None:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("give either at_least or at_most")
+
+    def apply(self, values: Tensor, raw: Mapping[str, Tensor]) -> Tensor:
+        """[B] from the entry's values [B]; where the gate is shut they do not matter, and neither does their NaN."""
+        judged = raw[self.output]
+        open_ = judged >= self.at_least if self.at_least is not None else judged <= self.at_most
+        return torch.where(judged.isnan(), torch.nan, torch.where(open_, values, self.floor))
+
+
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
     """A reward as the configuration uses it; several may hold the same `reward`, each for a value of its own.
 
-    The training value is weight * sum over outputs of share * clip(scale * raw + offset).
+    The training value is weight * gate(sum over outputs of share * clip(scale * raw + offset)), with -raw for a reward
+    of which less is better.
     """
 
     name: str
@@ -70,23 +101,39 @@ class WeightedReward:
     weight: float = 1.0
     outputs: dict[str, float] = field(default_factory=dict)
     """Output -> share; empty: the card's first output alone."""
-    scale: float = 1.0
-    offset: float = 0.0
+    scale: float | None = None
+    offset: float | None = None
+    """Where neither is given: the card's transform; else 1 and 0 for the one that is not."""
     clip: tuple[float, float] | None = None
+    gate: Gate | None = None
+    retries: int | None = None
+    """Further tries after an exception; none: the Scorer's. This, `isolate` and `cache` belong to the reward."""
+    isolate: bool = True
+    """Whether a batch that fails to the last is searched for the samples that make it fail."""
+    max_failed_share: float | None = None
+    """Above this share of samples that this entry could not score the run stops; none: the Scorer's."""
+    cache: ScoreCache | None = None
 
     def shares(self) -> dict[str, float]:
         return self.outputs or {self.reward.card.outputs[0]: 1.0}
 
+    def transform(self) -> tuple[float, float]:
+        """(scale, offset)."""
+        if self.scale is None and self.offset is None:
+            return self.reward.card.transform
+        return 1.0 if self.scale is None else self.scale, 0.0 if self.offset is None else self.offset
+
     def training_value(self, raw: Mapping[str, Tensor]) -> Tensor:
-        """[B] from the raw outputs; NaN where any used output is NaN."""
+        """[B] from the raw outputs of all rewards; NaN where a used output is NaN, or the gate's."""
         sign = 1.0 if self.reward.card.higher_is_better else -1.0
+        scale, offset = self.transform()
         total = torch.zeros(())
         for output, share in self.shares().items():
-            value = sign * raw[output] * self.scale + self.offset
+            value = sign * raw[output] * scale + offset
             if self.clip is not None:
                 value = value.clamp(*self.clip)
             total = total + share * value
-        return total
+        return total if self.gate is None else self.gate.apply(total, raw)
 
 
 class RewardError(RuntimeError):
@@ -156,6 +203,43 @@ def score_once(
     return checked
 
 
+def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[WeightedReward]) -> None:
+    """Refuse entries that do not go together; `distinct` are the first of each reward.
+
+    Raises:
+        ValueError: an output of two rewards, a share or gate of an output that there is not, other tries or cache than
+            an earlier entry of the same reward.
+    """
+    outputs = [name for entry in distinct for name in entry.reward.card.outputs]
+    doubled = sorted({name for name in outputs if outputs.count(name) > 1})
+    if doubled:
+        names = " and ".join(repr(e.name) for e in distinct if doubled[0] in e.reward.card.outputs)
+        raise ValueError(
+            f"rewards: the output {doubled[0]!r} is produced by two entries ({names}) that are not one reward with the "
+            "same options; make their options equal (weight, outputs, scale, offset, clip, gate and max_failed_share "
+            "may differ), or drop one"
+        )
+    first = {id(entry.reward): entry for entry in distinct}
+    for entry in entries:
+        own = list(entry.reward.card.outputs)
+        unknown = sorted(set(entry.outputs) - set(own))
+        if unknown:
+            raise ValueError(f"rewards: {entry.name!r} has no output {unknown[0]!r}; it has {own}")
+        if entry.gate is not None and entry.gate.output not in outputs:
+            raise ValueError(
+                f"rewards: the gate of {entry.name!r} names the output {entry.gate.output!r}; there are {outputs}"
+            )
+        other = first[id(entry.reward)]
+        for option in ("retries", "isolate", "cache"):
+            if getattr(entry, option) is not getattr(other, option) and getattr(entry, option) != getattr(
+                other, option
+            ):
+                raise ValueError(
+                    f"rewards: two entries of {entry.name!r} are scored in one pass and cannot differ in {option}; "
+                    "set it alike in both"
+                )
+
+
 class Scorer:
     """Runs several rewards on a batch: retry, then mask, then abort.
 
@@ -164,8 +248,9 @@ class Scorer:
     Args:
         entries: the rewards with their weights.
         batch_size: samples handed to a reward at once.
-        retries: further tries after an exception.
-        max_failed_share: above this share of masked samples in one call the run stops.
+        retries: further tries after an exception, where an entry does not say.
+        max_failed_share: above this share of masked samples in one call the run stops, where an entry does not say.
+        on_error: is told of every exception, and of every sample that is masked by one.
     """
 
     def __init__(
@@ -184,28 +269,26 @@ class Scorer:
             first.setdefault(id(entry.reward), entry)
         self.distinct = tuple(first.values())
         """The first entry of each reward: what is run."""
-        outputs = self.outputs
-        doubled = sorted({name for name in outputs if outputs.count(name) > 1})
-        if doubled:
-            names = " and ".join(repr(e.name) for e in self.distinct if doubled[0] in e.reward.card.outputs)
-            raise ValueError(
-                f"rewards: the output {doubled[0]!r} is produced by two entries ({names}) that are not one reward with "
-                "the same options; make their options equal (weight, outputs, scale, offset and clip may differ), or "
-                "drop one"
-            )
-        for entry in entries:
-            unknown = sorted(set(entry.outputs) - set(entry.reward.card.outputs))
-            if unknown:
-                raise ValueError(
-                    f"rewards: {entry.name!r} has no output {unknown[0]!r}; it has {list(entry.reward.card.outputs)}"
-                )
         self.entries = tuple(entries)
+        check_entries(self.entries, self.distinct)
         self.batch_size, self.retries, self.max_failed_share = batch_size, retries, max_failed_share
         self.on_error = on_error
+        self.counts = [Counts() for _ in self.distinct]
 
     @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(name for entry in self.distinct for name in entry.reward.card.outputs)
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since the last time this was asked, by metric: "<first output of the reward>_calls", ..."""
+        found = {
+            f"{entry.reward.card.outputs[0]}_{what}": value
+            for entry, counts in zip(self.distinct, self.counts, strict=True)
+            for what, value in asdict(counts).items()
+            if what != "cached" or entry.cache is not None
+        }
+        self.counts = [Counts() for _ in self.distinct]
+        return found
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
         """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
@@ -217,39 +300,55 @@ class Scorer:
         """
         count, errors = len(prompts), []
         joined: dict[str, Tensor] = {}
-        for entry in self.distinct:
+        for entry, counts in zip(self.distinct, self.counts, strict=True):
             chunk = max(count, 1) if entry.reward.card.needs_groups else self.batch_size
+            attempts = self._attempts(entry, counts, errors)
             parts = [
-                self._attempt(entry, images[part], prompts[part], metadata[part], errors)
+                attempts(Batch(images[part], prompts[part], metadata[part]))
                 for part in (slice(start, start + chunk) for start in range(0, count, chunk))
             ]
             for name in entry.reward.card.outputs:
                 joined[name] = torch.cat([part[name] for part in parts]) if parts else torch.empty(0)
+            lost = torch.stack([joined[name].isnan() for name in entry.reward.card.outputs]).any(dim=0)
+            counts.masked += int(lost.sum())
         values = torch.stack([entry.training_value(joined) for entry in self.entries])
         weights = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float32)
-        # A reward that is only looked at (weight 0) ends nothing by failing.
-        counted = values[weights != 0] if bool((weights != 0).any()) else values
-        lost = int(counted.isnan().any(dim=0).sum())
+        self._abort(values, weights, errors)
+        return Scores(raw=joined, values=values, weights=weights, failures=int(values.isnan().any(dim=0).sum()))
+
+    def _attempts(self, entry: WeightedReward, counts: Counts, errors: list[str]) -> Attempts:
+        def tell(text: str) -> None:
+            errors.append(text)
+            self.on_error(text)
+
+        return Attempts(
+            name=entry.name,
+            once=partial(score_once, entry),
+            outputs=entry.reward.card.outputs,
+            stops=RewardError,
+            retries=self.retries if entry.retries is None else entry.retries,
+            isolate=entry.isolate and not entry.reward.card.needs_groups,
+            cache=None if entry.reward.card.needs_groups else entry.cache,
+            counts=counts,
+            tell=tell,
+        )
+
+    def _abort(self, values: Tensor, weights: Tensor, errors: Sequence[str]) -> None:
+        """Stop where too much is lost. A reward that is only looked at (weight 0) ends nothing by failing."""
+        live = weights != 0 if bool((weights != 0).any()) else torch.ones_like(weights, dtype=torch.bool)
+        count, why = values.shape[1], errors[-1] if errors else "the rewards returned NaN for them"
+        for entry, row, counted in zip(self.entries, values.isnan(), live, strict=True):
+            share, lost = entry.max_failed_share, int(row.sum())
+            if counted and share is not None and lost > share * count:
+                raise RewardError(
+                    f"{lost} of {count} samples have no value of reward {entry.name!r}, more than its "
+                    f"max_failed_share={share} allows; {why}"
+                )
+        # An entry with a limit of its own has been judged by that.
+        rest = live & torch.tensor([entry.max_failed_share is None for entry in self.entries])
+        lost = int(values[rest].isnan().any(dim=0).sum()) if bool(rest.any()) else 0
         if lost > self.max_failed_share * count:
             raise RewardError(
                 f"{lost} of {count} samples could not be scored, more than the allowed share "
-                f"{self.max_failed_share}; {errors[-1] if errors else 'the rewards returned NaN for them'}"
+                f"{self.max_failed_share}; {why}"
             )
-        return Scores(raw=joined, values=values, weights=weights, failures=int(values.isnan().any(dim=0).sum()))
-
-    def _attempt(
-        self, entry: WeightedReward, images: Any, prompts: Sequence[str], metadata: Sequence[dict], errors: list[str]
-    ) -> dict[str, Tensor]:
-        """Raw outputs of one chunk, NaN after the last try; every exception is told and appended to `errors`."""
-        tries = self.retries + 1
-        for attempt in range(1, tries + 1):
-            try:
-                return score_once(entry, images, prompts, metadata)
-            except RewardError:
-                raise
-            except Exception as error:  # a user's code may raise anything; the policy is retry, then mask
-                errors.append(
-                    f"reward {entry.name!r} raised {type(error).__name__}: {error} (try {attempt} of {tries})"
-                )
-                self.on_error(errors[-1])
-        return {name: torch.full((len(prompts),), torch.nan) for name in entry.reward.card.outputs}

@@ -216,6 +216,8 @@ class Trainer:
             row[f"reward/{name}_mean"] = float(scored.mean()) if len(scored) else math.nan
         row["reward/group_std"] = float(total.std(dim=1, correction=0).mean())
         row["reward/masked"] = int((~credit.valid).sum())
+        counted = self.world.gather(self.scorer.take_counts())
+        row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
         row["advantage/dead_group_share"] = float(credit.dead.float().mean())
         row["sample/group_spread"] = rollout.spread
         gathered = self.world.gather(sums)

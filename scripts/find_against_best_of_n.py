@@ -180,12 +180,12 @@ def table(numbers: dict[str, Any]) -> str:
         cells += [percent(point["differences"][str(m)]) for m in WANTED]
         lines.append("| " + " | ".join([*cells, percent(point["kept_difference"])]) + " |")
     base = percent(numbers["base"], "")
-    words = " ".join(numbers["overrides"])
+    words = " ".join([*numbers["overrides"], f"--pool {numbers['pool']} --draws {numbers['draws']}"])
     return "\n".join(
         [
             f"{numbers['prompts']} prompts, seed {numbers['seed']}, {numbers['draws']} draws of FIND a prompt, a pool "
             f"of {numbers['pool']} pictures of the base a prompt, whose mean is {base}; `python "
-            f"scripts/find_against_best_of_n.py{' ' + words if words else ''}`. Strict accuracy, points.",
+            f"scripts/find_against_best_of_n.py {words}`. Strict accuracy, points.",
             "",
             *lines,
         ]

@@ -10,10 +10,8 @@ from torch.testing import assert_close
 
 from flowrl.advantages import (
     AdvantageConfig,
-    GateConfig,
     advantages,
     aggregate,
-    gated,
     gdpo_advantages,
     group_advantages,
     median_advantages,
@@ -215,19 +213,6 @@ def test_gdpo_ignores_the_scale_of_any_single_reward(scale, shift, which):
     before, after = (gdpo_advantages(x[:, :3], WEIGHTS).values for x in (r, changed))
     # eps 1e-4 against stds of 0.1 * 0.2 at the least: 0.5 %.
     assert_close(after, before, rtol=1e-2, atol=1e-2)
-
-
-def test_an_easy_reward_counts_only_where_the_hard_one_is_reached():
-    """grpo_family 7.3, conditioned reward."""
-    r = torch.tensor([[[5.0, 6.0, 7.0, 8.0]], [[0.2, 0.5, 0.9, NAN]]])
-    found = gated(r, GateConfig(easy=0, hard=1, threshold=0.5))
-    assert_close(found, torch.tensor([[[0.0, 6.0, 7.0, NAN]], [[0.2, 0.5, 0.9, NAN]]]), equal_nan=True)
-    assert r[0, 0, 0] == 5, "the rewards that are logged stay as they were"
-    gate = GateConfig(easy=0, hard=1, threshold=0.5)
-    credit = advantages(r, torch.tensor([1.0, 0.0]), AdvantageConfig(std="none", gate=gate))
-    assert_close(credit.values[0, :, 0], torch.tensor([-13 / 3, 5 / 3, 8 / 3, 0.0]))
-    with pytest.raises(ValueError, match="names rewards 0 and 1; there are 1"):
-        gated(r[:1], gate)
 
 
 # ---- the median rule (grpo_family 7.4)

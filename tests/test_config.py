@@ -466,10 +466,6 @@ def test_validate_refuses_what_is_no_mapping():
     [
         (["algorithm.advantages={select: {keep: 8}}"], ("algorithm.advantages.select.keep=8", "6 samples of a prompt")),
         (["algorithm.advantages={trimmed_ratio: 0.9}"], ("algorithm.advantages.trimmed_ratio=0.9",)),
-        (
-            ["algorithm.advantages={gate: {easy: 0, hard: 2, threshold: 0.5}}"],
-            ("algorithm.advantages.gate", "hard=2", "which has 2"),
-        ),
         (["rollout.sampler={name: memoryless}"], ("algorithm (flow_grpo)", "clip_range=null", "flow_sde")),
         (["algorithm={name: flow_grpo_fast, high: 10}"], ("algorithm (flow_grpo_fast)", "last of 10 steps")),
         # A trained step without noise.

@@ -19,11 +19,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("trainer", "collect", "learner", "replay", "noising", "evaluate", "gallery", "checkpoint", "optim"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
-        "initials",
+        *("initials", "rewardcheck"),
     ),
     ("algorithms",),
     ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
-    ("samplers", "solvers", "sa_solver", "plan", "times", "reward"),
+    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache"),
     ("process", "schedules", "advantages", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )
@@ -154,14 +154,14 @@ def test_the_mathematics_needs_nothing_but_torch(part):
     assert roots - set(sys.stdlib_module_names) <= {"torch", "flowrl"}
 
 
-def test_accelerate_is_imported_in_one_place_only():
+def test_accelerate_is_imported_for_processes_and_for_weights_without_storage_only():
     users = {
         str(file.relative_to(ROOT))
         for folder in ("flowrl", "rewards")
         for file in files(folder)
         if any(name.split(".")[0] == "accelerate" for _, name in imports_of(file))
     }
-    assert users == {"flowrl/distributed.py"}
+    assert users == {"flowrl/distributed.py", "rewards/_checkpoints.py"}
 
 
 def test_importing_flowrl_loads_neither_torch_nor_diffusers_nor_transformers():

@@ -153,13 +153,14 @@ def test_an_exception_is_retried_and_told():
     ]
 
 
-def test_after_the_last_try_only_the_failing_chunk_is_masked():
+def test_after_the_last_try_only_the_failing_samples_are_masked():
     flaky = Flaky(limit=0.55)
     scores = scored(entry(flaky), entry(brightness, "b", ("b",)), retries=1, batch_size=2, max_failed_share=0.25)
     assert scores.raw["mine"].isnan().tolist() == [False] * 6 + [True] * 2
     assert scores.total.isnan().tolist() == [False] * 6 + [True] * 2
     assert_close(scores.raw["b"], BASE)
-    assert (flaky.calls, scores.failures) == (3 + 2, 2)
+    # Three chunks at once, the fourth twice, and then each of its two samples alone.
+    assert (flaky.calls, scores.failures) == (3 + 2 + 2, 2)
 
 
 def test_above_the_allowed_share_of_failures_the_run_stops_and_names_the_error():
@@ -216,7 +217,8 @@ def test_entries_of_one_reward_score_what_each_scores_alone_bitwise():
 
 def test_a_failure_of_a_shared_reward_is_tried_and_counted_once_and_masks_what_uses_the_output():
     flaky = Flaky(limit=0.55)
-    entries = shared(lambda *batch: {"a": flaky(*batch), "b": BASE[:2]}, {"outputs": {"a": 1}}, {"outputs": {"b": 1}})
+    options = {"outputs": {"a": 1}, "isolate": False}, {"outputs": {"b": 1}, "isolate": False}
+    entries = shared(lambda *batch: {"a": flaky(*batch), "b": BASE[:2]}, *options)
     scores = scored(*entries, retries=1, batch_size=2)
     assert (flaky.calls, scores.failures) == (3 + 2, 2)
     assert scores.values.isnan().tolist() == [[False] * 6 + [True] * 2] * 2  # an exception loses every output

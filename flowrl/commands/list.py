@@ -1,26 +1,130 @@
-"""`flowrl list`: what there is, with its level."""
+"""`flowrl list`: what there is, with its level; of rewards their cards."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flowrl.reward import Card
 
 
 def command(
     kind: Annotated[Literal["models", "samplers", "algorithms", "rewards"], typer.Argument(help="What to list.")],
+    name: Annotated[
+        str | None, typer.Argument(help="Of rewards: show the whole card of this one (name, dotted path, .py file).")
+    ] = None,
 ) -> None:
-    """Names, levels (tested, verified, experimental) and what each one is."""
+    """Names, levels (tested, verified, experimental) and what each one is. Nothing is loaded or downloaded."""
     from rich.console import Console
     from rich.table import Table
 
     from flowrl import registry
+    from flowrl.config import ConfigError
 
+    if name is not None:
+        if kind != "rewards":
+            raise ConfigError(f"{kind} have no cards; leave {name!r} out")
+        _show(name)
+        return
     table = Table(show_edge=False, pad_edge=False)
-    for title in ("name", "level", "what it is"):
-        table.add_column(title)
-    for name in registry.names(kind):
-        module = registry.load(kind, name)
-        first = (module.__doc__ or "").strip().splitlines()[0]
-        table.add_row(name, getattr(module, "LEVEL", "experimental"), first)
-    Console().print(table)
+    rows: list[tuple[str, ...]]
+    titles: tuple[str, ...] = ("name", "level", "what it is")
+    if kind == "rewards":
+        titles, rows = ("name", *COLUMNS), list(_rewards())
+    else:
+        modules = {each: registry.load(kind, each) for each in registry.names(kind)}
+        rows = [(each, getattr(m, "LEVEL", "experimental"), about(m.__doc__)) for each, m in modules.items()]
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    # A pipe or a narrow window gets whole rows, rather than columns of single letters.
+    wide = 12 * len(titles)
+    (console if console.is_terminal and console.width >= wide else Console(width=max(console.width, 200))).print(table)
+    for each in registry.plugins(kind):
+        wrong = registry.collision(kind, each)
+        if wrong is not None:
+            print(f"note: {wrong}")
+
+
+COLUMNS = ("level", "outputs", "range", "better", "sees", "resolution", "gradient", "licence", "source")
+
+
+def about(text: str | None) -> str:
+    """The first line of a docstring."""
+    return (text or "").strip().splitlines()[0] if (text or "").strip() else ""
+
+
+def cells(card: Card) -> tuple[str, ...]:
+    """A card by COLUMNS."""
+    return (
+        card.level,
+        ", ".join(card.outputs),
+        span(card),
+        "more" if card.higher_is_better else "less",
+        {"any": "pictures, clips by frames", "image": "pictures", "video": "clips", "edit": "source and result"}[
+            card.modality
+        ],
+        card.resolution,
+        "yes" if card.differentiable else "no",
+        card.licence,
+        card.source,
+    )
+
+
+def span(card: Card) -> str:
+    """The declared range of the raw values.
+
+    >>> from flowrl.reward import Card
+    >>> span(Card(outputs=("a",), low=0.0)), span(Card(outputs=("a",)))
+    ('0 and up', 'any')
+    """
+    low, high = (f"{value:.4g}" for value in (card.low, card.high))
+    if low == "-inf":
+        return "any" if high == "inf" else f"up to {high}"
+    return f"{low} and up" if high == "inf" else f"{low} to {high}"
+
+
+def _rewards() -> Iterator[tuple[str, ...]]:
+    from flowrl import registry
+
+    builtin = registry.names("rewards")
+    for name in (*builtin, *(each for each in registry.plugins("rewards") if each not in builtin)):
+        try:
+            module = registry.load("rewards", name)
+            card = getattr(module, "CARD", None)
+        except Exception as error:  # a package's plug-in may fail in any way; the others are listed still
+            yield (name, "", f"cannot be imported: {type(error).__name__}: {error}", *[""] * (len(COLUMNS) - 2))
+            continue
+        level = getattr(module, "LEVEL", "experimental")
+        yield (name, *cells(card)) if card else (name, level, "(no CARD)", *[""] * (len(COLUMNS) - 2))
+
+
+def _show(name: str) -> None:
+    """The whole card and the reward's own options with their defaults."""
+    import dataclasses
+
+    from flowrl import registry
+    from flowrl.config import ConfigError
+
+    module = registry.load("rewards", name)
+    card = getattr(module, "CARD", None)
+    if card is None:
+        raise ConfigError(f"the reward {name!r} declares no CARD, so nothing is known of it before it is built")
+    print((module.__doc__ or "").strip() or name)
+    print("\ncard")
+    for item in dataclasses.fields(card):
+        value = getattr(card, item.name)
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        print(f"  {item.name}: {shown if shown != '' else 'none'}")
+    if hasattr(module, "Config"):
+        print("\noptions")
+        for item in dataclasses.fields(module.Config):
+            made = item.default_factory
+            value = item.default if made is dataclasses.MISSING else made()
+            print(f"  {item.name}: {'required' if value is dataclasses.MISSING else repr(value)}")

@@ -1,41 +1,242 @@
-"""`flowrl score`: any reward on a folder of pictures or clips."""
+"""`flowrl score`: any rewards on a folder of pictures or clips, and the contract tried on one."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from flowrl.components import RewardPlan
+    from flowrl.reward import Scorer
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif"}
 
 
 def command(
-    images: Annotated[Path, typer.Argument(help="Folder of pictures or clips (.png, .jpg, .webp, .gif).")],
-    reward: Annotated[str, typer.Option("--reward", help="Name, dotted path, or your own .py file.")],
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="One line per file, in file-name order.")] = None,
-    options: Annotated[list[str] | None, typer.Option("--set", help="key=value options of the reward.")] = None,
+    images: Annotated[
+        Path | None, typer.Argument(help="Folder of pictures or clips (.png, .jpg, .webp, .gif), or one file.")
+    ] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option("--reward", help="Name, dotted path, or your own .py file; may be given again.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="A .txt with a line per file, in file-name order, or a .jsonl of records with `prompt`, metadata and "
+            "perhaps `image`, the name of the file.",
+        ),
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value options of the reward; REWARD.key=value where there are several."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples that are scored together.")] = 16,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the lines there instead.")] = None,
+    check: Annotated[
+        str | None, typer.Option("--check", help="Try the contract on this reward, on IMAGES if given; 1 if it fails.")
+    ] = None,
 ) -> None:
-    """One line of JSON per picture or clip; NaN is null."""
-    import json
+    """One line of JSON per picture or clip, NaN is null, then a summary. Exit code 1 if a reward scored nothing."""
+    from flowrl.assembly import build_rewards
+    from flowrl.config import ConfigError
+    from flowrl.reward import Scorer
 
-    from flowrl import media
+    if (check is None) == (not reward):
+        raise ConfigError("give either --reward NAME (again for more) or --check NAME")
+    plans = _plans(reward or [str(check)], options or [])
+    samples = [] if images is None else _samples(images, prompts, plans)
+    if check is not None:
+        raise SystemExit(0 if _check(plans[0], samples, prompts) else 1)
+    if images is None:
+        raise ConfigError("IMAGES is required: a folder of pictures or clips")
+    entries = build_rewards(plans)
+    # What fails is told and stays null: nothing is trained here, so nothing needs to stop.
+    scorer = Scorer(entries, batch_size=batch_size, max_failed_share=1.0, on_error=_warn)
+    size = len(samples) if any(entry.reward.card.needs_groups for entry in entries) else batch_size
+    values: dict[str, list[float]] = {name: [] for name in scorer.outputs}
+    lines = []
+    for start in range(0, len(samples), size):
+        for record in _scored(scorer, samples[start : start + size]):
+            for name, column in values.items():
+                if record[name] is not None:
+                    column.append(record[name])
+            lines.append(json.dumps(record, ensure_ascii=False))
+            if out is None:
+                print(lines[-1])
+    if out is not None:
+        from flowrl.checkpoint import write_atomically
+
+        write_atomically(out, "".join(f"{line}\n" for line in lines))
+    for name, column in values.items():
+        mean = f"mean {sum(column) / len(column):.6g} over {len(column)}" if column else "no sample scored"
+        _warn(f"{name}: {mean}, {len(samples) - len(column)} failed")
+    raise SystemExit(0 if all(values.values()) else 1)
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
+    """The rewards with their options; of several each option names its own."""
     from flowrl.components import reward_plan
     from flowrl.config import ConfigError
-    from flowrl.reward import score_once
     from flowrl.strict import apply_override
 
-    files = sorted(f for f in images.iterdir() if f.suffix.lower() in _SUFFIXES) if images.is_dir() else []
+    trees: dict[str, dict[str, Any]] = {}
+    for reward in rewards:
+        name = Path(reward).stem if reward.endswith(".py") else reward
+        if name in trees:
+            raise ConfigError(f"--reward {reward}: {name!r} is named twice")
+        trees[name] = {"path" if reward.endswith(".py") else "name": reward}
+    for word in options:
+        owner = next((name for name in trees if word.startswith(f"{name}.")), None)
+        if owner is None and len(trees) > 1:
+            raise ConfigError(
+                f"--set {word}: of several rewards say whose it is: {', '.join(f'{n}.' for n in trees)}..."
+            )
+        only = next(iter(trees))
+        apply_override(trees[owner or only], word if owner is None else word.removeprefix(f"{owner}."))
+    return [reward_plan(tree, f"--reward {name}") for name, tree in trees.items()]
+
+
+# ---- what is scored
+
+
+def _samples(images: Path, prompts: Path | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
+    """(file, prompt, metadata), in file-name order."""
+    from flowrl.config import ConfigError
+
+    found = sorted(images.iterdir()) if images.is_dir() else [images] if images.is_file() else []
+    files = [file for file in found if file.suffix.lower() in _SUFFIXES]
     if not files:
         raise ConfigError(f"{str(images)!r}: no pictures there ({', '.join(sorted(_SUFFIXES))})")
-    texts = [""] * len(files) if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
-    if len(texts) != len(files):
-        raise ConfigError(f"--prompts has {len(texts)} lines for {len(files)} pictures")
-    tree: dict = {"path" if reward.endswith(".py") else "name": reward}
-    for word in options or []:
-        apply_override(tree, word)
-    entry = reward_plan(tree, "--reward").build()
-    for file, text in zip(files, texts, strict=True):
-        scores = score_once(entry, media.read(file)[None], [text], [{}])
-        values = {name: None if value.isnan() else float(value) for name, value in scores.items()}
-        print(json.dumps({"image": file.name, "prompt": text} | values))
+    samples = [(file, "", {}) for file in files] if prompts is None else _matched(files, prompts)
+    for plan in plans:
+        for name in plan.card.requires if plan.card is not None else ():
+            lacking = next((file for file, _, record in samples if name not in record), None)
+            if lacking is not None:
+                raise ConfigError(
+                    f"the reward {plan.name!r} needs {name!r} for every picture, and {lacking.name!r} has none; give "
+                    "it in the records of a .jsonl with --prompts"
+                )
+    return samples
+
+
+def _matched(files: Sequence[Path], prompts: Path) -> list[tuple[Path, str, dict]]:
+    """Files with their prompts: by the name under "image" where every record has one, else in their order."""
+    from flowrl.config import ConfigError
+
+    records = list(_records(prompts))
+    if records and all(isinstance(record.get("image"), str) for _, record in records):
+        named = {Path(record["image"]).name: (text, record) for text, record in records}
+        lacking = [file.name for file in files if file.name not in named]
+        if lacking:
+            raise ConfigError(f"--prompts {prompts}: no record has the image {lacking[0]!r} ({len(lacking)} lack one)")
+        if len(named) < len(records):
+            raise ConfigError(f"--prompts {prompts}: two records name the same image")
+        return [(file, *named[file.name]) for file in files]
+    if len(records) != len(files):
+        raise ConfigError(
+            f"--prompts has {len(records)} lines for {len(files)} pictures; give one each, or records of a .jsonl with "
+            'the file\'s name under "image"'
+        )
+    return [(file, *record) for file, record in zip(files, records, strict=True)]
+
+
+def _records(file: Path) -> Iterator[tuple[str, dict]]:
+    """(prompt, metadata) of each line; pictures under "images" are found beside the file."""
+    from flowrl.config import ConfigError
+
+    if not file.is_file():
+        raise ConfigError(f"--prompts {file}: there is no such file")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if file.suffix != ".jsonl":
+            yield line, {}
+            continue
+        try:
+            record = json.loads(line)
+            text = record.pop("prompt")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f'--prompts {file}, line {number}: no record with a "prompt" ({error})') from None
+        if isinstance(record.get("images"), list):
+            record["images"] = [str((file.parent / name).resolve()) for name in record["images"]]
+        yield str(text), record
+
+
+def _scored(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> Iterator[dict[str, Any]]:
+    """A record a sample; null for what is no picture or could not be scored."""
+    import torch
+
+    from flowrl import media
+    from flowrl.assembly import require_modality
+
+    opened: list[tuple[int, torch.Tensor]] = []
+    for place, (file, _, _) in enumerate(samples):
+        try:
+            opened.append((place, media.read(file)))
+        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises
+            _warn(f"{file.name} cannot be read: {error}")
+    for entry in scorer.distinct:
+        for clips in {image.ndim == 4 for _, image in opened}:
+            require_modality(entry.name, entry.reward.card, clips=clips)
+    images: Any = [image for _, image in opened]
+    if len({image.shape for image in images}) == 1:
+        images = torch.stack(images)
+    kept = [samples[place] for place, _ in opened]
+    raw = scorer.score(images, [text for _, text, _ in kept], [record for _, _, record in kept]).raw if kept else {}
+    rows = {place: row for row, (place, _) in enumerate(opened)}
+    for place, (file, text, _) in enumerate(samples):
+        record: dict[str, Any] = {"image": file.name, "prompt": text}
+        for name in scorer.outputs:
+            value = float(raw[name][rows[place]]) if place in rows else float("nan")
+            record[name] = None if value != value else value
+        yield record
+
+
+# ---- the contract
+
+
+def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: Path | None) -> bool:
+    """Try the contract on a reward and print what came out; whether it holds."""
+    from flowrl import media
+    from flowrl.config import ConfigError
+    from flowrl.rewardcheck import COUNT, Material, Trials, material
+
+    if plan.card is not None and plan.card.requires and prompts is None:
+        raise ConfigError(
+            f"the reward {plan.name!r} needs {', '.join(plan.card.requires)} for every sample; give records that have "
+            "them with --prompts"
+        )
+    entry = plan.build()
+    given = material(entry.reward.card)
+    if samples:
+        if len(samples) < 2:
+            raise ConfigError("--check compares samples with each other: give at least two pictures or clips")
+        part = samples[:COUNT]
+        loaded: Any = [media.read(file) for file, _, _ in part]
+        if len({image.shape for image in loaded}) == 1:
+            import torch
+
+            loaded = torch.stack(loaded)
+        given = Material(loaded, [text for _, text, _ in part], [record for _, _, record in part])
+    elif prompts is not None:
+        records = list(_records(prompts))
+        if not records:
+            raise ConfigError(f"--prompts {prompts} is empty")
+        chosen = [records[i % len(records)] for i in range(COUNT)]
+        given = Material(given.images, [text for text, _ in chosen], [record for _, record in chosen])
+    good = True
+    for finding in Trials(plan.name, entry.reward, given).run():
+        good &= finding.good
+        print(f"{'ok   ' if finding.good else 'FAIL '} {finding.name}: {finding.text}")
+        if not finding.good:
+            print(f"      mend: {finding.remedy}")
+    return good

@@ -90,7 +90,8 @@ def test_one_iteration_trains_and_saves(adapter, name, method, tmp_path, monkeyp
     assert summary["status"] == "finished"
     assert all(math.isfinite(summary[when]["jpeg_kb"]["mean"]) for when in ("base", "tuned"))
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert row["reward/masked"] == 0
+    assert row["reward/masked"] == row["reward/jpeg_kb_masked"] == row["reward/jpeg_kb_failures"] == 0
+    assert row["reward/jpeg_kb_calls"] == 1, "one batch of the iteration's samples; evaluations are not in it"
     assert row["advantage/dead_group_share"] < 1
     assert row["grad/norm"] > 0
     assert row["optim/skipped"] == 0

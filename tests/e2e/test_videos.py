@@ -67,13 +67,13 @@ def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
     assert media.read(Path("drawn/00000-0.webp")).shape == (5, 3, 16, 16)
     code, printed = command(monkeypatch, capsys, "score", "drawn", "--reward", "motion.py")
     assert code == 0
-    assert json.loads(printed)["motion"] > 0
+    assert json.loads(printed.splitlines()[0])["motion"] > 0
 
 
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ("{name: shapes}", ["'shapes' fails on a probe batch of clips [2, 5, 3, 16, 16]", "nothing was trained"]),
+        ("{name: shapes}", ["'shapes' judges pictures, and the model makes clips", "leave it out"]),
         ("{path: brightness.py}", ["returned shape (2, 16)", "it was given clips [2, 5, 3, 16, 16]"]),
     ],
 )

@@ -1,0 +1,64 @@
+"""Which judge a reward asks: the options all judges have, and loading one. A helper, not a reward."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from flowrl.reward import Card, Reward
+from rewards import _chat, _vlm
+from rewards._chat import Http
+from rewards._judge import Judge, JudgeScore
+from rewards._vlm import Local
+
+Score = Callable[[Any, Sequence[str], Sequence[dict]], Tensor | Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """Options of a reward that asks a judge."""
+
+    backend: Literal["local", "http"] = "local"
+    """A model of transformers in this process, or a server that speaks OpenAI's chat API."""
+    local: Local = field(default_factory=Local)
+    http: Http = field(default_factory=Http)
+
+    def resolved(self, default: Local) -> Local:
+        """`local` with the reward's own model where none is named."""
+        if self.local.model is not None:
+            return self.local
+        adapter = self.local.adapter or default.adapter
+        return dataclasses.replace(self.local, model=default.model, adapter=adapter)
+
+    def load(self, reward: str, default: Local) -> Judge:
+        """The judge.
+
+        Raises:
+            RewardError: the weights, a package or the API key is missing.
+        """
+        if self.backend == "http":
+            return _chat.load(self.http, reward)
+        return _vlm.load(self.resolved(default), reward)
+
+    def identity(self, default: Local) -> str:
+        """What of the judge decides a score."""
+        if self.backend == "http":
+            return f"{self.http.base_url} {self.http.model} {self.http.extra_body}"
+        local = self.resolved(default)
+        return f"{local.model} {local.adapter} {local.dtype}"
+
+
+def judged(
+    name: str, card: Card, config: Backend, default: Local, score: Callable[[Judge], Score], *text: str
+) -> Reward:
+    """The reward with its judge loaded; the version of its card names the judge and the `text` of the questions."""
+    judge = config.load(name, default)
+    digest = hashlib.sha256(repr((config.backend, config.identity(default), *text)).encode()).hexdigest()[:12]
+    memory = judge.memory_gib if isinstance(judge, _vlm.LocalJudge) else 0.0
+    card = dataclasses.replace(card, memory_gib=memory, version=f"{card.version}-{digest}")
+    return Reward(score=JudgeScore(name, judge, score(judge)), card=card)

@@ -1,0 +1,119 @@
+"""Rubrics: what a judge is asked and how its answer is read, one YAML file each. A helper, not a reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from flowrl.reward import RewardError
+from rewards._judge import read_text, strict_fields
+
+FOLDER = Path(__file__).parent / "rubrics"
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+_ENDINGS = {
+    "yes_no": "Answer with Yes or No.",
+    "expectation": "Answer with a single digit from 0 (not at all) to 5 (perfectly).",
+    "pairwise": "The first picture is A, the second picture is B. Answer with the letter A or B.",
+}
+
+
+class Axis(BaseModel):
+    """One thing that a rubric of scale `score` gives a number to."""
+
+    model_config = _STRICT
+
+    about: str = Field(min_length=1)
+    """What the number is for, shown to the judge."""
+    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Share in the score; the score is the weighted mean."""
+
+
+class Rubric(BaseModel):
+    """A question with its scale; `{prompt}` stands for the prompt of the sample."""
+
+    model_config = _STRICT
+
+    scale: Literal["yes_no", "expectation", "score", "pairwise"]
+    question: str = Field(min_length=1)
+    axes: dict[str, Axis] = {}
+    """Of scale `score`: name -> axis."""
+    low: float = Field(default=1.0, allow_inf_nan=False)
+    high: float = Field(default=5.0, allow_inf_nan=False)
+    """Of scale `score`: the range of every axis."""
+    reasons: bool = False
+    """Of scale `score`: the judge writes its reasons before the numbers; slower."""
+
+    @model_validator(mode="after")
+    def _fits_its_scale(self) -> Rubric:
+        own = self.model_fields_set & {"axes", "low", "high", "reasons"}
+        if self.scale != "score" and own:
+            raise ValueError(f"{', '.join(sorted(own))} belong to scale: score, not to scale: {self.scale}")
+        if self.scale != "score":
+            return self
+        if not self.axes or not sum(axis.weight for axis in self.axes.values()):
+            raise ValueError("scale: score needs axes, one of them with a weight above 0")
+        wrong = [name for name in self.axes if not (name.isascii() and name.isidentifier()) or name == "reasons"]
+        if wrong:
+            raise ValueError(f"axis {wrong[0]!r}: a name is letters, digits and _, and not 'reasons'")
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low} must be below high={self.high}")
+        return self
+
+    def ask(self, prompt: str) -> str:
+        """The text of the question for one prompt, with what the scale wants as an answer."""
+        return f"{self.question.strip().replace('{prompt}', prompt)}\n{self._ending()}"
+
+    def _ending(self) -> str:
+        if self.scale != "score":
+            return _ENDINGS[self.scale]
+        lines = [f"- {name}: {axis.about}" for name, axis in self.axes.items()]
+        keys = (["reasons (one or two sentences, first)"] if self.reasons else []) + list(self.axes)
+        return "\n".join(
+            [
+                f"Give each of these a number from {self.low:g} (worst) to {self.high:g} (best):",
+                *lines,
+                f"Answer with a JSON object of exactly these keys: {', '.join(keys)}.",
+            ]
+        )
+
+    def form(self) -> type[BaseModel]:
+        """The JSON answer of scale `score`."""
+        number = Field(ge=self.low, le=self.high, allow_inf_nan=False)
+        fields: dict[str, Any] = {"reasons": (str, ...)} if self.reasons else {}
+        return strict_fields("Scores", fields | {name: (float, number) for name in self.axes})
+
+    def total(self, answer: BaseModel) -> float:
+        """Weighted mean of the axes."""
+        weights = {name: axis.weight for name, axis in self.axes.items()}
+        return sum(getattr(answer, name) * weight for name, weight in weights.items()) / sum(weights.values())
+
+
+def built_in() -> list[str]:
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+def load(rubric: str, reward: str) -> Rubric:
+    """A built-in rubric by name, or a file by its path (.yaml, .yml).
+
+    Raises:
+        RewardError: there is none, or a key or value in it is wrong.
+    """
+    if not rubric.endswith((".yaml", ".yml")) and rubric not in built_in():
+        raise RewardError(
+            f"reward {reward!r}: rubric={rubric!r} is unknown; there are: {', '.join(built_in())}; a file of your own "
+            "ends in .yaml"
+        )
+    path = str(FOLDER / f"{rubric}.yaml") if rubric in built_in() else rubric
+    try:
+        return Rubric.model_validate(yaml.safe_load(read_text(path, reward, "rubric")))
+    except yaml.YAMLError as error:
+        raise RewardError(f"reward {reward!r}: rubric {path!r} is not valid YAML: {error}") from None
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            place = ".".join(map(str, problem["loc"])) or "rubric"
+            lines.append(f"{place}: {problem['msg'].removeprefix('Value error, ')}")
+        raise RewardError(f"reward {reward!r}: rubric {path!r}: {'; '.join(lines)}") from None

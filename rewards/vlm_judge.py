@@ -1,0 +1,173 @@
+"""A vision-language model judges the picture by a rubric: yes or no, 0 to 5, numbers by axis, or in pairs.
+
+The rubric (`rewards/rubrics/*.yaml`, or a file of yours) holds the question and its scale; raw by scale:
+
+- yes_no: P(Yes) / (P(Yes) + P(No)) of the first answer token, 0 to 1;
+- expectation: the expected digit of 0 to 5 under their probabilities, divided by 5;
+- score: a JSON answer with a number an axis; raw is the weighted mean, every axis is reported beside it;
+- pairwise: every ordered pair of the pictures of a prompt is judged; raw is the share of the others that a picture
+  beats. It beats another where it wins in both orders; where the orders disagree, the mean probability counts.
+
+docs/rewards/judges.md tells how to run either backend, what it costs, and what goes wrong.
+
+Source: yes_no and digits: VQAScore (arXiv:2404.01291) and Edit-R1's token probabilities; pairwise: Pref-GRPO
+(CodeGoat24/Pref-GRPO), here with both orders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.reward import Card, Reward, RewardError
+from rewards import _rubrics
+from rewards._backends import Backend, Score, judged
+from rewards._images import to_uint8
+from rewards._judge import (
+    DIGITS,
+    FIRST_SECOND,
+    YES_NO,
+    Judge,
+    Question,
+    Writing,
+    ask_about,
+    ask_json,
+    expected_digit,
+    where_asked,
+    yes_share,
+)
+from rewards._rubrics import Rubric
+from rewards._vlm import Local
+from rewards.diversity import groups_of
+
+LEVEL = "experimental"
+DEFAULT = Local(model="Qwen/Qwen3-VL-4B-Instruct")
+CARD = Card(
+    outputs=("vlm_judge",),
+    low=0.0,
+    high=1.0,
+    modality="image",
+    resolution="as the judge's processor takes it; Qwen-VL keeps the aspect",
+    memory_gib=8.3,
+    level=LEVEL,
+    licence="Apache-2.0 (Qwen3-VL; unverified); another judge's own",
+    source="arXiv:2404.01291; PKU-YuanGroup/Edit-R1; CodeGoat24/Pref-GRPO",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(Backend):
+    rubric: str = "alignment"
+    """A built-in rubric (alignment, alignment_digits, quality, preference), or the path of a .yaml file of yours."""
+    max_tokens: int = 512
+    """Longest answer of a rubric of scale `score`."""
+
+
+def win_rates(first_wins: Tensor) -> Tensor:
+    """Share of the others that each of n pictures beats, [n], from both orders of every pair.
+
+    Args:
+        first_wins: [n, n]; entry (i, j) is the probability that i, shown first, is preferred to j; NaN: not known.
+
+    A pair whose orders disagree (the judge follows the place) counts as the mean probability, so equal pictures get
+    1/2. A picture of which fewer than half the pairs are known is NaN.
+
+    >>> win_rates(torch.tensor([[torch.nan, 0.9], [0.2, torch.nan]])).tolist()
+    [1.0, 0.0]
+    >>> win_rates(torch.tensor([[torch.nan, 0.75], [0.5, torch.nan]])).tolist()
+    [0.625, 0.375]
+    """
+    count = len(first_wins)
+    second_wins = 1 - first_wins.T
+    agreed = (first_wins - 0.5).sign() * (second_wins - 0.5).sign() > 0
+    beaten = torch.where(agreed, (first_wins > 0.5).to(first_wins), (first_wins + second_wins) / 2)
+    beaten = beaten.fill_diagonal_(torch.nan)
+    known = (~beaten.isnan()).sum(dim=1)
+    return torch.where(2 * known >= max(count - 1, 1), beaten.nanmean(dim=1), torch.nan)
+
+
+def _pairwise(judge: Judge, rubric: Rubric) -> Score:
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        groups = groups_of(prompts, metadata)
+        alone = next((rows[0] for rows in groups if len(rows) < 2), None)
+        if alone is not None:
+            raise RewardError(
+                f"reward 'vlm_judge': the prompt {prompts[alone]!r} has one picture, and a pairwise rubric compares "
+                "the pictures of a prompt; take 2 or more a prompt, or a rubric of another scale"
+            )
+        pixels = [to_uint8(image) for image in images]
+        pairs, questions = [], []
+        for number, rows in enumerate(groups):
+            for i, j in itertools.permutations(range(len(rows)), 2):
+                first, second = pixels[rows[i]], pixels[rows[j]]
+                if first is None or second is None:
+                    continue
+                pairs.append((number, i, j))
+                questions.append(Question(rubric.ask(prompts[rows[i]]), (first, second)))
+        tables = [torch.full((len(rows), len(rows)), torch.nan, dtype=torch.float64) for rows in groups]
+        for (number, i, j), value in zip(pairs, yes_share(judge, questions, FIRST_SECOND).tolist(), strict=True):
+            tables[number][i, j] = value
+        result = torch.full((len(prompts),), torch.nan)
+        for rows, table in zip(groups, tables, strict=True):
+            # A broken picture says nothing about the others.
+            whole = [i for i, row in enumerate(rows) if pixels[row] is not None]
+            result[[rows[i] for i in whole]] = win_rates(table[whole][:, whole]).float()
+        return result
+
+    return score
+
+
+def _by_probability(judge: Judge, rubric: Rubric) -> Score:
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        questions = ask_about(images, [rubric.ask(prompt) for prompt in prompts])
+        if rubric.scale == "yes_no":
+            return where_asked(questions, lambda asked: yes_share(judge, asked)).float()
+        return where_asked(questions, lambda asked: expected_digit(judge, asked) / 5).float()
+
+    return score
+
+
+def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int) -> Score:
+    form = rubric.form()
+    writing = Writing(max_tokens=max_tokens, schema=form)
+
+    def ask(questions: list[Question]) -> Tensor:
+        rows = [
+            [math.nan] * len(names)
+            if answer is None
+            else [rubric.total(answer), *(getattr(answer, axis) for axis in rubric.axes)]
+            for answer in ask_json(judge, questions, form, writing)
+        ]
+        return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(names))
+
+    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+        values = where_asked(ask_about(images, [rubric.ask(prompt) for prompt in prompts]), ask).float()
+        return dict(zip(names, values.unbind(dim=1), strict=True))
+
+    return score
+
+
+def build(config: Config) -> Reward:
+    rubric = _rubrics.load(config.rubric, "vlm_judge")
+    text = rubric.model_dump_json()
+    if rubric.scale == "score":
+        names = ("vlm_judge", *(f"vlm_judge_{axis}" for axis in rubric.axes))
+        card = dataclasses.replace(CARD, outputs=names, low=rubric.low, high=rubric.high)
+        return judged(
+            "vlm_judge", card, config, DEFAULT, lambda judge: _by_axes(judge, rubric, names, config.max_tokens), text
+        )
+    card = dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise")
+    how = _pairwise if rubric.scale == "pairwise" else _by_probability
+    options = {"yes_no": YES_NO, "expectation": DIGITS, "pairwise": FIRST_SECOND}[rubric.scale]
+
+    def checked(judge: Judge) -> Score:
+        judge.check_options(options)
+        return how(judge, rubric)
+
+    return judged("vlm_judge", card, config, DEFAULT, checked, text)

@@ -1,0 +1,111 @@
+"""Write docs/rewards.md from the cards of rewards/ and docs/rewards/notes.md: `python -m scripts.make_rewards_doc`.
+
+Running it again changes nothing; a test compares the file with what this writes. Nothing is loaded or downloaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from flowrl import registry
+from flowrl.commands.list import about, span
+from flowrl.reward import Card
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "docs" / "rewards.md"
+PAGES = ROOT / "docs" / "rewards"
+NOTES = PAGES / "notes.md"
+SEES = {"any": "pictures, clips", "image": "pictures", "video": "clips", "edit": "source and result"}
+HEAD = """# Rewards
+
+Written by `python -m scripts.make_rewards_doc` from the cards of `rewards/` and `docs/rewards/notes.md`; do not edit.
+
+`flowrl list rewards` shows the same, `flowrl list rewards NAME` the whole card with the options. Raw values are on the
+published scale of each model; logs, evaluations and reports hold nothing else. A card is that of the default options:
+others may change what is in it. Levels: *tested*, a CPU test scores with it as it is; *verified*, real weights were run
+and there are numbers; *experimental*, the formulas are checked through tiny random networks of the same architecture.
+
+| reward | what it is | outputs | range, better | sees | gradient | level |
+|---|---|---|---|---|---|---|
+"""
+DETAILS = """
+The first output is the one that is trained on unless `outputs` says otherwise. "Sees" says what a reward takes: one for
+pictures alone is refused for a model that makes clips, and the other way round.
+
+## What each one needs
+
+| reward | resolution | every record needs | memory | transform | licence | source |
+|---|---|---|---|---|---|---|
+"""
+
+
+def cards() -> Iterator[tuple[str, str, Card]]:
+    """(name, what it is, card) of every built-in reward."""
+    for name in registry.names("rewards"):
+        module = registry.load("rewards", name)
+        yield name, about(module.__doc__), module.CARD
+
+
+def line(*cells: str) -> str:
+    """A row of a table; a bar inside a cell would end it."""
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
+
+
+def overview(name: str, what: str, card: Card) -> str:
+    better = f"{span(card)}, {'more' if card.higher_is_better else 'less'}"
+    sees = SEES[card.modality] + (", whole groups" if card.needs_groups else "")
+    outputs = ", ".join(f"`{output}`" for output in card.outputs)
+    return line(f"`{name}`", what, outputs, better, sees, "yes" if card.differentiable else "", card.level)
+
+
+def details(name: str, card: Card) -> str:
+    scale, offset = card.transform
+    transform = "raw" if card.transform == (1.0, 0.0) else f"{scale:.6g} raw{f' {offset:+.6g}' if offset else ''}"
+    needs = [f"`{key}`" for key in card.requires] + (["`images`"] if card.modality == "edit" else [])
+    memory = f"{card.memory_gib:g} GiB" if card.memory_gib else ""
+    return line(f"`{name}`", card.resolution, ", ".join(needs), memory, transform, card.licence, card.source)
+
+
+def options() -> str:
+    """What every entry of `rewards` takes, with its default."""
+    from flowrl.components import RewardEntry
+
+    shown = []
+    for item in dataclasses.fields(RewardEntry):
+        made = item.default_factory
+        value = item.default if made is dataclasses.MISSING else made()
+        shown.append(f"`{item.name}: {json.dumps(value)}`")
+    return ", ".join(shown)
+
+
+def pages() -> str:
+    """Links to the other files of docs/rewards/, by their titles."""
+    found = []
+    for file in sorted(PAGES.glob("*.md")):
+        if file != NOTES:
+            title = file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+            found.append(f"- [{title}](rewards/{file.name})\n")
+    return "\n## More\n\n" + "".join(found) if found else ""
+
+
+def page() -> str:
+    """The whole file."""
+    known = list(cards())
+    first = "".join(overview(*each) for each in known)
+    second = "".join(details(name, card) for name, _, card in known)
+    entry = (
+        f"\nEvery entry of `rewards` takes, with these defaults: {options()}. The other keys are the reward's own.\n"
+    )
+    return HEAD + first + DETAILS + second + entry + "\n" + NOTES.read_text(encoding="utf-8") + pages()
+
+
+def main() -> None:
+    FILE.write_text(page(), encoding="utf-8", newline="\n")
+    print(FILE)
+
+
+if __name__ == "__main__":
+    main()
