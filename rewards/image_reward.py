@@ -31,15 +31,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
 from flowrl.reward import Card, Reward, RewardError
 from rewards import _checkpoints, _clip
-from rewards._images import to_uint8
+from rewards._pixels import Pixels
 
 LEVEL = "experimental"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
@@ -179,22 +176,8 @@ def load(config: Config) -> Network:
 
 def pixels(picture: Tensor, size: int, preprocess: _clip.Preprocess) -> Tensor:
     """[3, size, size]: shortest side by bicubic, centre square, CLIP's constants; NaN where it is not finite."""
-    height, width = picture.shape[-2:]
-    short = min(height, width)
-    # The longer side is rounded down, and the margin to the nearest (half to even), as torchvision does both.
-    height, width = int(size * height / short), int(size * width / short)
-    top, left = round((height - size) / 2), round((width - size) / 2)
-    if preprocess == "exact":
-        values = to_uint8(picture)
-        if values is None:
-            return torch.full((3, size, size), torch.nan)
-        resized = np.array(Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC))
-        prepared = torch.from_numpy(resized).permute(2, 0, 1).float() / 255
-    else:
-        # PIL works on 8 bits and so cuts off the overshoot of the bicubic kernel.
-        prepared = F.interpolate(picture[None].float(), (height, width), mode="bicubic", antialias=True)[0].clamp(0, 1)
-    mean, std = (torch.tensor(values, device=prepared.device).view(3, 1, 1) for values in (_clip.MEAN, _clip.STD))
-    return (prepared[:, top : top + size, left : left + size] - mean) / std
+    # The margin is rounded half to even, as torchvision does.
+    return Pixels(size=size, preprocess=preprocess, half_even_crop=True)([picture])[0]
 
 
 def build(config: Config) -> Reward:
