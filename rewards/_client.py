@@ -20,8 +20,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowrl.reward import Card, RewardError
-from rewards._transport import pack, png
 from rewards._servers import Server, Servers
+from rewards._transport import pack, png
 from rewards._wire import SCHEMA, Picture, WireError, require_schema, write_picture
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from torch.testing import assert_close
 from flowrl.distributed import free_port
 from flowrl.reward import Card, RewardError, Scorer, WeightedReward
 from rewards import remote
-from rewards._transport import pack, unpack
 from rewards._servers import Servers
+from rewards._transport import pack, unpack
 from rewards._wire import Picture, WireError, read_picture, write_picture
 from tests.serving import Inline, brightness, pictures, results, scripted, serving
 
