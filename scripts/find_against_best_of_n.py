@@ -3,11 +3,13 @@
     python scripts/find_against_best_of_n.py                   train, then write docs/algorithms/find.{json,md}
     python scripts/find_against_best_of_n.py --write           only write the table from the numbers
     python scripts/find_against_best_of_n.py a.b=c ...         with overrides of configs/lab/find.yaml
+    python scripts/find_against_best_of_n.py --judge clip_cos 'rewards=[{name: clip_score, model: tiny-clip}]'
 
 A picture costs as many evaluations whoever draws it, so costs are counted in pictures. After n pictures a prompt, spent
 on training, FIND draws from its law at one picture each. For m pictures of a prompt both spend n + m: best-of-k has
 k = 1 + n / m draws from N(0, 1) for each of them and keeps the one with the best training reward (equal ones: any).
-Both are judged by the strict verifier, on the same prompts; intervals are paired, over prompts.
+Both are judged by the same output of a reward, the strict verifier unless `--judge` names another, on the same prompts;
+intervals are paired, over prompts. Each judge has a table of its own.
 
 The third column asks for one picture and lets FIND choose too: of the n that it drew in training, the best by the
 training reward.
@@ -19,6 +21,7 @@ import argparse
 import json
 import math
 import re
+import shlex
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +41,7 @@ from flowrl.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs" / "lab" / "find.yaml"
 NUMBERS, PAGE = ROOT / "docs" / "algorithms" / "find.json", ROOT / "docs" / "algorithms" / "find.md"
-JUDGE = "shapes_strict"
+STRICT = "shapes_strict"
 WANTED = (1, 16, 64, 256, 1024)
 """Pictures of a prompt that are asked for, m."""
 
@@ -78,24 +81,24 @@ def best_of_share(values: np.ndarray, judged: np.ndarray, count: float) -> float
 # ---- measuring
 
 
-def values_of(trainer: Trainer, found: Evaluation) -> tuple[np.ndarray, np.ndarray]:
+def values_of(trainer: Trainer, found: Evaluation, judge: str) -> tuple[np.ndarray, np.ndarray]:
     """(training values, judgements) of an evaluation, both [P, S]."""
     raw = {name: torch.from_numpy(table) for name, table in found.scores.items()}
     total = sum(entry.weight * entry.training_value(raw) for entry in trainer.scorer.entries)
-    return torch.as_tensor(total).numpy(), found.scores[JUDGE]
+    return torch.as_tensor(total).numpy(), found.scores[judge]
 
 
-def drawn(trainer: Trainer, count: int, purpose: str, *, base: bool) -> tuple[np.ndarray, np.ndarray]:
+def drawn(trainer: Trainer, count: int, purpose: str, judge: str, *, base: bool) -> tuple[np.ndarray, np.ndarray]:
     """(training values, judgements) of `count` pictures a prompt, [P, count], from the laws or from N(0, 1)."""
     options: dict[str, Any] = {"learned": None} if base else {}
     evaluator = replace(trainer.evaluator, seed=derive(0, purpose), samples_per_prompt=count, **options)
     steps = trainer.config.rollout.num_inference_steps
     with trainer.weights.using(trainer.optimizer.role):
         found = evaluator(purpose, 0, guidance_scale=trainer.eval_guidance, num_inference_steps=steps, save=False)
-    return values_of(trainer, found)
+    return values_of(trainer, found, judge)
 
 
-def measure(overrides: list[str], pool: int, draws: int) -> None:
+def measure(overrides: list[str], pool: int, draws: int, judge: str) -> None:
     """Train, and compare whenever every prompt has had 2^k groups of samples; each moment is written at once."""
     resolved = resolve(load_config(RECIPE, overrides))
     trainer, config = Trainer(resolved), resolved.run
@@ -103,12 +106,19 @@ def measure(overrides: list[str], pool: int, draws: int) -> None:
         trainer.world, trainer.folder, trainer.start = join(), RunFolder(Path(folder)), 0
         trainer._load()
         prompts = len(trainer.evaluator.prompts)
-        base = drawn(trainer, pool, "pool", base=True)
-        start = drawn(trainer, draws, "draws", base=True)[1].mean(axis=1)
+        base = drawn(trainer, pool, "pool", judge, base=True)
+        start = drawn(trainer, draws, "draws", judge, base=True)[1].mean(axis=1)
         seen: dict[int, list[tuple[float, float]]] = {row: [] for row in range(prompts)}
-        watch(trainer, seen)
+        watch(trainer, seen, judge)
         points: list[dict[str, Any]] = []
-        numbers = {"overrides": overrides, "prompts": prompts, "pool": pool, "draws": draws, "seed": config.seed}
+        numbers = {
+            "judge": judge,
+            "overrides": overrides,
+            "prompts": prompts,
+            "pool": pool,
+            "draws": draws,
+            "seed": config.seed,
+        }
         numbers |= {"base": interval(base[1].mean(axis=1)), "points": points}
         for iteration in range(1, config.iterations + 1):
             trainer._tell(trainer._iterate(iteration))
@@ -116,12 +126,21 @@ def measure(overrides: list[str], pool: int, draws: int) -> None:
             epochs = count // config.rollout.group_size
             even = all(len(pairs) == count for pairs in seen.values())
             if even and epochs & (epochs - 1) == 0 and count <= pool and count not in [p["n"] for p in points]:
-                own = drawn(trainer, draws, "draws", base=False)[1].mean(axis=1)
+                own = drawn(trainer, draws, "draws", judge, base=False)[1].mean(axis=1)
                 points.append({"n": count} | compared(own, start, base, seen))
-                NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+                keep(numbers)
 
 
-def watch(trainer: Trainer, seen: dict[int, list[tuple[float, float]]]) -> None:
+def kept_numbers() -> dict[str, Any]:
+    """Judge -> what was measured with it."""
+    return json.loads(NUMBERS.read_text(encoding="utf-8")) if NUMBERS.is_file() else {}
+
+
+def keep(numbers: dict[str, Any]) -> None:
+    NUMBERS.write_text(json.dumps(kept_numbers() | {numbers["judge"]: numbers}, indent=1) + "\n", encoding="utf-8")
+
+
+def watch(trainer: Trainer, seen: dict[int, list[tuple[float, float]]], judge: str) -> None:
     """Note (training value, judgement) of every picture of the rollouts, by the number of its law."""
     collect = trainer.collector.collect
 
@@ -130,7 +149,7 @@ def watch(trainer: Trainer, seen: dict[int, list[tuple[float, float]]]) -> None:
         weights = torch.tensor([entry.weight for entry in trainer.scorer.entries])
         total = (rollout.rewards * weights[:, None, None]).sum(dim=0)
         for slot, law in enumerate(rollout.laws.tolist()):
-            seen[law] += zip(total[slot].tolist(), rollout.raw[JUDGE][slot].tolist(), strict=True)
+            seen[law] += zip(total[slot].tolist(), rollout.raw[judge][slot].tolist(), strict=True)
         return rollout
 
     trainer.collector.collect = noted
@@ -180,12 +199,14 @@ def table(numbers: dict[str, Any]) -> str:
         cells += [percent(point["differences"][str(m)]) for m in WANTED]
         lines.append("| " + " | ".join([*cells, percent(point["kept_difference"])]) + " |")
     base = percent(numbers["base"], "")
-    words = " ".join([*numbers["overrides"], f"--pool {numbers['pool']} --draws {numbers['draws']}"])
+    judge = [] if numbers["judge"] == STRICT else [f"--judge {numbers['judge']}"]
+    options = [*judge, f"--pool {numbers['pool']}", f"--draws {numbers['draws']}"]
+    words = " ".join([*(shlex.quote(word) for word in numbers["overrides"]), *options])
     return "\n".join(
         [
             f"{numbers['prompts']} prompts, seed {numbers['seed']}, {numbers['draws']} draws of FIND a prompt, a pool "
             f"of {numbers['pool']} pictures of the base a prompt, whose mean is {base}; `python "
-            f"scripts/find_against_best_of_n.py {words}`. Strict accuracy, points.",
+            f"scripts/find_against_best_of_n.py {words}`. `{numbers['judge']}`, hundredths.",
             "",
             *lines,
         ]
@@ -193,8 +214,8 @@ def table(numbers: dict[str, Any]) -> str:
 
 
 def write_page(numbers: dict[str, Any]) -> None:
-    marked = f"<!-- best of n -->\n{table(numbers)}\n<!-- end of best of n -->"
-    pattern = r"<!-- best of n -->.*<!-- end of best of n -->"
+    start, end = (f"<!-- {word} best of n by {numbers['judge']} -->" for word in ("begin", "end"))
+    marked, pattern = f"{start}\n{table(numbers)}\n{end}", f"{start}.*{end}"
     text, found = re.subn(pattern, lambda _: marked, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert found == 1, f"{PAGE} lost its marks"
     PAGE.write_text(text, encoding="utf-8")
@@ -205,14 +226,15 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="a.b=c words")
     parser.add_argument("--pool", type=int, default=512, help="pictures of the base a prompt; the largest n")
     parser.add_argument("--draws", type=int, default=16, help="pictures that judge a law")
+    parser.add_argument("--judge", default=STRICT, help="output of a reward of the run")
     parser.add_argument("--write", action="store_true", help="only write the table")
     args = parser.parse_args()
     if not args.write:
         set_up_logging(None, main=True)
-        measure(args.overrides, args.pool, args.draws)
-    numbers = json.loads(NUMBERS.read_text(encoding="utf-8"))
-    write_page(numbers)
-    print(table(numbers))
+        measure(args.overrides, args.pool, args.draws, args.judge)
+    for numbers in kept_numbers().values():
+        write_page(numbers)
+        print(table(numbers))
 
 
 if __name__ == "__main__":
