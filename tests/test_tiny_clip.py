@@ -74,6 +74,7 @@ def test_it_is_small_and_holds_no_pickle():
     assert {file.suffix for file in files} <= {".safetensors", ".json", ".md"}
 
 
+@pytest.mark.slow
 def test_open_clip_loads_the_folder_in_a_fresh_process_without_a_network(tmp_path: Path):
     """From another working directory, model and tokenizer; the end of the text is the largest id and is pooled."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -89,7 +89,7 @@ def _workers(parent: int) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("victim", ["parent", "worker"])
+@pytest.mark.parametrize("victim", ["parent", pytest.param("worker", marks=pytest.mark.slow)])
 def test_kill_9_of_parent_or_worker_then_resume_ends_bitwise_where_the_whole_run_ends(place: Path, victim: str):
     words = ("iterations=6", "checkpoint.every=2", "--processes", "2")
     code, output = finish(start("train", "run.yaml", "name=whole", *words))
