@@ -229,13 +229,13 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         processes: over which the samples are spread; everything returned is of one of them.
     """
     run, config, pipeline = resolved.run, resolved.model.config, adapter.pipeline
-    dtype, used = torch_dtype(config.dtype), resolved.algorithm.build().roles
+    dtype, algorithm = torch_dtype(config.dtype), resolved.algorithm.build()
     encoders = {name: part for name, part in pipeline.components.items() if name.startswith("text_encoder") and part}
     parts = {"denoiser": adapter.network, "vae": pipeline.vae} | encoders
     parameters = {name: count(part) for name, part in parts.items()}
-    roles = [role for role in used if role != "reference" or config.lora is None]
+    roles = [role for role in algorithm.roles if role != "reference" or config.lora is None]
     weights = _weights(adapter, resolved, prompts)
-    trained, away = weights.count, offloaded(pipeline, config)
+    trained, away, frozen = weights.count, offloaded(pipeline, config), isinstance(weights, NoiseWeights)
     stored = {name: size(part) for name, part in parts.items()}
     stored["denoiser"] -= _FLOAT * trained if config.lora else 0
     own = shard(run.rollout.prompts_per_iteration, run.rollout.group_size, 0, processes)
@@ -249,13 +249,11 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     base = size(adapter.network) + resident(["vae"])
     at_work = max(run.rollout.prompts_per_iteration, run.eval.batch_size // run.eval.samples_per_prompt)
     loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
-    loaded += 0 if run.data.cache_text else resident(encoders)
-    frozen = isinstance(weights, NoiseWeights)
-    loaded += _FLOAT * trained if frozen else 0
-    terms = resolved.algorithm.build().passes * terms_per_sample(resolved, plan)
+    loaded += (0 if run.data.cache_text else resident(encoders)) + (_FLOAT * trained if frozen else 0)
+    terms = algorithm.passes * terms_per_sample(resolved, plan)
     samples, slots = len(own), len({slot for slot, _ in own})
     sampled, trained_on = forward_rows(run, plan, samples, slots, trained_share(resolved, plan), terms)
-    transient, unknown = _measure(adapter, encoders, resolved, reference=bool(used))
+    transient, unknown = _measure(adapter, encoders, resolved, reference=bool(algorithm.roles))
     if transient["update"] is not None:
         transient["update"] = max(transient["update"], 4 * _FLOAT * trained)
     return Estimate(
