@@ -116,7 +116,9 @@ def test_an_option_of_another_adapter_says_which_was_chosen_and_why():
 
 def test_a_single_file_needs_a_name(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"single file.*set model\.name to one of flux, qwen_image, sd, sd3, sdxl, wan"):
+    with pytest.raises(
+        ModelError, match=r"single file.*set model\.name to one of flux, qwen_image, sd, sd3, sdxl, wan"
+    ):
         choose(str(tmp_path / "weights.safetensors"))
 
 
