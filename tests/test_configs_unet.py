@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ REAL: dict[str, tuple[str, dict[str, int], str, tuple, dict, int]] = {
 }
 
 
-@cache
 def real(name: str) -> Any:
     module = registry.load("models", REAL[name][0])
     return module.skeleton(module.Config(path="any", dtype="float16"), CONFIGS / name)
@@ -68,9 +66,8 @@ def test_the_real_shape_is_the_published_one(name):
     assert grid.timesteps.int().tolist() == list(range(981, 0, -20))  # ddpo sheet 1.2
     assert float(grid.alphas[0]) == pytest.approx(0.005776**0.5, abs=1e-5)
     assert float(grid.alphas[-1]) == pytest.approx(0.99915**0.5, abs=1e-5)
-    network = registry.load("models", REAL[name][0]).skeleton(model.config, CONFIGS / name).network
     with torch.device("meta"):
-        weights = Weights(network, LoraSettings(rank=4, alpha=4), model.lora_targets, seed=0)
+        weights = Weights(model.network, LoraSettings(rank=4, alpha=4), model.lora_targets, seed=0)
     assert sum(key.endswith("lora_A.default.weight") for key in weights.parameters) == modules
 
 
@@ -79,6 +76,7 @@ def run_file(folder: Path, path: str, **model: Any) -> Path:
     (folder / "prompts.txt").write_text("a cat\na dog\n")
     tree = {
         "name": "run",
+        "iterations": 1,
         "model": {"path": path, "dtype": "float16", "lora": {"rank": 4, "alpha": 4}, **model},
         "data": {"prompts": str(folder / "prompts.txt")},
         "rollout": {"sampler": {"name": "ddim"}, "num_inference_steps": 4, "guidance_scale": 1.0, "batch_size": 2}
@@ -106,10 +104,11 @@ def test_a_plan_of_sd15_needs_no_download(tmp_path, capsys):
 
 def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp_path, capsys):
     folder = Path(shutil.copytree(CONFIGS / "sd21", tmp_path / "turbo"))
-    scheduler = folder / "scheduler" / "scheduler_config.json"
-    values = json.loads(scheduler.read_text())
-    values |= {"_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"}
-    scheduler.write_text(json.dumps(values | {"prediction_type": "epsilon"}))
+    kind = "EulerAncestralDiscreteScheduler"
+    changes = {"_class_name": kind, "timestep_spacing": "trailing", "prediction_type": "epsilon"}
+    for name, values in (("scheduler/scheduler_config", changes), ("model_index", {"scheduler": ["diffusers", kind]})):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
     file = run_file(tmp_path, str(folder), height=64, width=64)
     text = plan(capsys, file)
     assert "note: the model is distilled adversarially (SD-Turbo" in text
