@@ -44,6 +44,7 @@ def check_distilled(resolved: Resolved, adapter: Any) -> list[str]:
         return []
     scales = {"rollout.guidance_scale": run.rollout.guidance_scale, "eval.guidance_scale": run.eval.guidance_scale}
     scales["algorithm.guidance_scale"] = getattr(method.config, "guidance_scale", None)
+    scales["eval.best_guidance"] = max(run.eval.best_guidance, default=None)
     for key, scale in scales.items():
         try:
             if scale is not None and hasattr(adapter, "check_guidance"):
