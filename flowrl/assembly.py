@@ -254,7 +254,10 @@ def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
 
 
 def _scorer(entries: Sequence[WeightedReward]) -> Scorer:
-    return Scorer(entries, on_error=lambda text: log.warning("%s", text))
+    try:
+        return Scorer(entries, on_error=lambda text: log.warning("%s", text))
+    except ValueError as error:  # entries that do not go together, as only the built rewards show
+        raise ConfigError(str(error)) from None
 
 
 def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:

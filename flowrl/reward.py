@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,15 @@ class Reward:
 
     score: ScoreFunction
     card: Card
+
+    def prefixed(self, prefix: str) -> Reward:
+        """The same reward with "<prefix>_" before the name of every output."""
+
+        def renamed(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
+            result = self.score(images, prompts, metadata)
+            return {f"{prefix}_{k}": v for k, v in result.items()} if isinstance(result, Mapping) else result
+
+        return Reward(renamed, replace(self.card, outputs=tuple(f"{prefix}_{name}" for name in self.card.outputs)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +215,21 @@ def score_once(
     return checked
 
 
+def doubled_output(rewards: Sequence[tuple[str, Sequence[str]]]) -> str | None:
+    """What is wrong, and the remedy, where two of different rewards (who, outputs) share an output; None: nothing."""
+    owner: dict[str, str] = {}
+    for who, outputs in rewards:
+        for name in outputs:
+            if name in owner:
+                return (
+                    f"the output {name!r} is produced by two entries ({owner[name]} and {who}) that are not one reward "
+                    f"with the same options; give one of them a prefix (prefix: a makes it a_{name}), make their own "
+                    "options equal, or drop one"
+                )
+            owner[name] = who
+    return None
+
+
 def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[WeightedReward]) -> None:
     """Refuse entries that do not go together; `distinct` are the first of each reward.
 
@@ -214,14 +238,9 @@ def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[Weighted
             an earlier entry of the same reward.
     """
     outputs = [name for entry in distinct for name in entry.reward.card.outputs]
-    doubled = sorted({name for name in outputs if outputs.count(name) > 1})
-    if doubled:
-        names = " and ".join(repr(e.name) for e in distinct if doubled[0] in e.reward.card.outputs)
-        raise ValueError(
-            f"rewards: the output {doubled[0]!r} is produced by two entries ({names}) that are not one reward with the "
-            "same options; make their options equal (weight, outputs, scale, offset, clip, gate and max_failed_share "
-            "may differ), or drop one"
-        )
+    clash = doubled_output([(repr(entry.name), entry.reward.card.outputs) for entry in distinct])
+    if clash is not None:
+        raise ValueError(f"rewards: {clash}")
     first = {id(entry.reward): entry for entry in distinct}
     for entry in entries:
         own = list(entry.reward.card.outputs)

@@ -150,15 +150,19 @@ def _score(judge: Judge, config: Config, names: Sequence[str]) -> Score:
     return score
 
 
+def card_of(config: Config) -> Card:
+    return (
+        CARD if config.version == "v2.0" else dataclasses.replace(CARD, outputs=CARD.outputs[:1], transform=(0.2, 0.0))
+    )
+
+
 def build(config: Config) -> Reward:
     text = question(config.version, "a photo of a cat")
     assert hashlib.sha256(text.encode()).hexdigest() == SHA256[config.version], "the prompt text was changed"
-    card = CARD
-    if config.version == "v1.5":
-        if config.backend == "local":
-            raise RewardError(
-                "reward 'unified_reward': version v1.5 is a LLaVA checkpoint that transformers cannot load; serve it "
-                "(SGLang, chat template chatml-llava) and set backend: http, or take version: v2.0"
-            )
-        card = dataclasses.replace(CARD, outputs=CARD.outputs[:1], transform=(0.2, 0.0))
+    if config.version == "v1.5" and config.backend == "local":
+        raise RewardError(
+            "reward 'unified_reward': version v1.5 is a LLaVA checkpoint that transformers cannot load; serve it "
+            "(SGLang, chat template chatml-llava) and set backend: http, or take version: v2.0"
+        )
+    card = card_of(config)
     return judged("unified_reward", card, config, DEFAULT, lambda judge: _score(judge, config, card.outputs), text)

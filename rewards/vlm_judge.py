@@ -153,16 +153,22 @@ def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int
     return score
 
 
-def build(config: Config) -> Reward:
+def card_of(config: Config) -> Card:
     rubric = _rubrics.load(config.rubric, "vlm_judge")
+    if rubric.scale != "score":
+        return dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise")
+    names = ("vlm_judge", *(f"vlm_judge_{axis}" for axis in rubric.axes))
+    return dataclasses.replace(CARD, outputs=names, low=rubric.low, high=rubric.high)
+
+
+def build(config: Config) -> Reward:
+    rubric, card = _rubrics.load(config.rubric, "vlm_judge"), card_of(config)
     text = rubric.model_dump_json()
     if rubric.scale == "score":
-        names = ("vlm_judge", *(f"vlm_judge_{axis}" for axis in rubric.axes))
-        card = dataclasses.replace(CARD, outputs=names, low=rubric.low, high=rubric.high)
+        tokens = config.max_tokens
         return judged(
-            "vlm_judge", card, config, DEFAULT, lambda judge: _by_axes(judge, rubric, names, config.max_tokens), text
+            "vlm_judge", card, config, DEFAULT, lambda judge: _by_axes(judge, rubric, card.outputs, tokens), text
         )
-    card = dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise")
     how = _pairwise if rubric.scale == "pairwise" else _by_probability
     options = {"yes_no": YES_NO, "expectation": DIGITS, "pairwise": FIRST_SECOND}[rubric.scale]
 
