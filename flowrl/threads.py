@@ -46,7 +46,7 @@ class TimeLimit:
     Python cannot end a thread, so a call that is given up goes on, holding its memory, its device and its batch, and
     what it returns in the end is dropped. No second call is made beside it, since few rewards can be called twice at
     once: the next try waits up to `limit_s` for its end, and every later one fails at once until it has ended. A call
-    that keeps the interpreter's lock, or one on a GPU that blocks what others ask of it, hangs the process all the same.
+    that keeps the interpreter's lock, or one on a GPU that blocks what others ask of it, still hangs the process.
 
     Calls must come one at a time, as a Scorer makes them. Pictures that ask for their gradient are scored by the
     caller's thread without a limit: their graph is to be walked from there.

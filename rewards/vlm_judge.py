@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
 from rewards import _rubrics
-from rewards._backends import Backend, Score, judged
+from rewards._backends import QWEN, Backend, Score, judge_card, judged
 from rewards._images import to_uint8
 from rewards._judge import (
     DIGITS,
@@ -43,18 +43,11 @@ from rewards._judge import (
     yes_share,
 )
 from rewards._rubrics import Rubric
-from rewards._vlm import Local
 from rewards.diversity import groups_of
 
 LEVEL = "experimental"
-DEFAULT = Local(model="Qwen/Qwen3-VL-4B-Instruct")
-CARD = Card(
-    outputs=("vlm_judge",),
-    low=0.0,
-    high=1.0,
-    modality="image",
-    resolution="as the judge's processor takes it; Qwen-VL keeps the aspect",
-    memory_gib=8.3,
+CARD = judge_card(
+    "vlm_judge",
     level=LEVEL,
     licence="Apache-2.0 (Qwen3-VL; unverified); another judge's own",
     source="arXiv:2404.01291; PKU-YuanGroup/Edit-R1; CodeGoat24/Pref-GRPO",
@@ -167,7 +160,7 @@ def build(config: Config) -> Reward:
     if rubric.scale == "score":
         tokens = config.max_tokens
         return judged(
-            "vlm_judge", card, config, DEFAULT, lambda judge: _by_axes(judge, rubric, card.outputs, tokens), text
+            "vlm_judge", card, config, QWEN, lambda judge: _by_axes(judge, rubric, card.outputs, tokens), text
         )
     how = _pairwise if rubric.scale == "pairwise" else _by_probability
     options = {"yes_no": YES_NO, "expectation": DIGITS, "pairwise": FIRST_SECOND}[rubric.scale]
@@ -176,4 +169,4 @@ def build(config: Config) -> Reward:
         judge.check_options(options)
         return how(judge, rubric)
 
-    return judged("vlm_judge", card, config, DEFAULT, checked, text)
+    return judged("vlm_judge", card, config, QWEN, checked, text)

@@ -27,7 +27,7 @@ def command(
         list[str] | None,
         typer.Option(
             "--reward",
-            help="Name, dotted path, or your own .py file; may be given again. PREFIX=NAME: PREFIX_ before its outputs.",
+            help="Name, dotted path, or your own .py file; PREFIX=NAME puts PREFIX_ before its outputs.",
         ),
     ] = None,
     prompts: Annotated[
