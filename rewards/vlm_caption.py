@@ -5,12 +5,12 @@ the reference "The image contains {prompt}" in that answer, precision and F1 are
 mode `strict`: the judge answers each of the record's `questions`; raw is the share of them whose string in `answers`
 occurs in its answer, letter by letter.
 
-A sample with a question that was not answered, or answered with nothing, is NaN. The judge sees pictures through JPEG of
-quality 80, as the paper's did, unless `jpeg_quality` is null.
+A sample with a question that was not answered, or answered with nothing, is NaN. The judge sees pictures through JPEG
+of quality 80, as the paper's did, unless `jpeg_quality` is null.
 
 The paper's LLaVA of 13 billion parameters is older than the one that transformers loads; its server compared with
-microsoft/deberta-xlarge-mnli (`bertscore: {model: ...}`), here it is roberta-large, the authors' choice for English. Recall
-barely moves between good and bad answers and is noisy: reproductions often fail (kvablack/ddpo-pytorch#11, #23).
+microsoft/deberta-xlarge-mnli (`bertscore: {model: ...}`), here it is roberta-large, BERTScore's choice for English.
+The reward rises noisily, and reproductions often fail (kvablack/ddpo-pytorch#11, #23).
 
 Source: arXiv:2305.13301; kvablack/ddpo-pytorch and kvablack/LLaVA-server; BERTScore: arXiv:1904.09675.
 """
