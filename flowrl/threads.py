@@ -22,8 +22,8 @@ class Ambient:
 
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        self.casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        self.casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.variables = contextvars.copy_context()
 
@@ -32,8 +32,8 @@ class Ambient:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.casts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            for kind, dtype, enabled in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             if self.gpu is not None:
                 stack.enter_context(torch.cuda.device(self.gpu))
             # A copy: the same context cannot be entered by two threads.

@@ -92,10 +92,9 @@ class BertScore:
             device = self.model.device
             with torch.inference_mode(), torch.autocast(device.type, enabled=False):
                 states = self.model(**given.to(device), output_hidden_states=True).hidden_states
-            units = F.normalize(states[self.options.depth].double(), dim=-1).cpu()
-            for ids, mask, unit in zip(
-                given["input_ids"].cpu(), given["attention_mask"].bool().cpu(), units, strict=True
-            ):
+            units = F.normalize(states[self.options.depth].cpu().double(), dim=-1)
+            tokens, masks = given["input_ids"].cpu(), given["attention_mask"].bool().cpu()
+            for ids, mask, unit in zip(tokens, masks, units, strict=True):
                 found.append((unit[mask], ~torch.isin(ids[mask], special)))
         return found
 
