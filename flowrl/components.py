@@ -294,6 +294,6 @@ def check_plans(plans: Sequence[tuple[str, RewardPlan]]) -> None:
                     f"{key}.{option}={mine}: it is the reward of {where} ({plan.name}) with the same options, which "
                     f"is built and run once, and there it is {theirs}; set it alike in both"
                 )
-    clash = doubled_output([(f"{key}, {plan.label}", plan.outputs) for key, plan in distinct])
+    clash = doubled_output([(f"{key} ({plan.label})", plan.outputs) for key, plan in distinct])
     if clash is not None:
         raise ConfigError(clash)

@@ -49,8 +49,8 @@ class Card:
     needs_groups: bool = False
     """True where a score depends on the other samples of the prompt."""
     overlap: bool = False
-    """True where scoring leaves the sampling device alone (a server, a reader on the CPU): finished batches of a
-    rollout are then scored in a thread while the next ones are sampled."""
+    """True where scoring leaves the sampling device alone (a server, a reader on the CPU): finished batches are then
+    scored in a thread while the next ones are sampled, or read from files."""
     level: str = "experimental"
     """"tested" (a CPU test scores with it), "verified" (real weights, with numbers), "experimental"."""
     licence: str = "unknown"
@@ -222,9 +222,9 @@ def doubled_output(rewards: Sequence[tuple[str, Sequence[str]]]) -> str | None:
         for name in outputs:
             if name in owner:
                 return (
-                    f"the output {name!r} is produced by two entries ({owner[name]} and {who}) that are not one reward "
-                    f"with the same options; give one of them a prefix (prefix: a makes it a_{name}), make their own "
-                    "options equal, or drop one"
+                    f"the output {name!r} is produced by {owner[name]} and by {who}, which are not one reward with the "
+                    f"same options; give one of them a prefix (prefix: a makes it a_{name}), make their own options "
+                    "equal, or drop one"
                 )
             owner[name] = who
     return None
