@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,7 +99,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     require_metadata(train, held_out, resolved, [plan.card for plan in both])
     entries = build_rewards(both)
     require_metadata(train, held_out, resolved, [entry.reward.card for entry in entries])
-    scorer, watched = _scorer(entries[: len(resolved.rewards)]), _scorer(entries)
+    scorer, watched = build_scorer(entries[: len(resolved.rewards)]), build_scorer(entries)
     adapter = resolved.model.build()
     for entry in watched.distinct:
         require_modality(entry.name, entry.reward.card, clips=getattr(adapter, "num_frames", 1) > 1)
@@ -253,10 +254,15 @@ def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
     return [entry for _, entry in built]
 
 
-def _scorer(entries: Sequence[WeightedReward]) -> Scorer:
+def build_scorer(entries: Sequence[WeightedReward], **options: Any) -> Scorer:
+    """A scorer that tells the log of errors, unless `options` say otherwise.
+
+    Raises:
+        ConfigError: entries that do not go together, as only the built rewards show.
+    """
     try:
-        return Scorer(entries, on_error=lambda text: log.warning("%s", text))
-    except ValueError as error:  # entries that do not go together, as only the built rewards show
+        return Scorer(entries, **({"on_error": lambda text: log.warning("%s", text)} | options))
+    except ValueError as error:
         raise ConfigError(str(error)) from None
 
 

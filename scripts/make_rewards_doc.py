@@ -45,9 +45,9 @@ pictures alone is refused for a model that makes clips, and the other way round.
 EXAMPLE = """
 ## Over-optimisation, an example
 
-A learned reward stands for what one wants and is not it. In the shapes world both can be measured: below, training is on
-the cosine of `tiny-clip`, in `multi_reward` with the verifier of `shapes` beside it, in the other recipes without. How the
-cells were run, and every one of them: [Proxy against gold](rewards/proxy.md).
+A learned reward stands for what one wants and is not it. In the shapes world both can be measured: below, training is
+on the cosine of `tiny-clip`, in `multi_reward` with the verifier of `shapes` beside it, in the other recipes without.
+How the cells were run, and every one of them: [Proxy against gold](rewards/proxy.md).
 
 ![the proxy and the strict verifier against iterations](rewards/proxy.svg)
 """

@@ -49,9 +49,8 @@ def command(
     ] = None,
 ) -> None:
     """One line of JSON per picture or clip, NaN is null, then a summary. Exit code 1 if a reward scored nothing."""
-    from flowrl.assembly import build_rewards
+    from flowrl.assembly import build_rewards, build_scorer
     from flowrl.config import ConfigError
-    from flowrl.reward import Scorer
 
     if (check is None) == (not reward):
         raise ConfigError("give either --reward NAME (again for more) or --check NAME")
@@ -63,12 +62,23 @@ def command(
         raise ConfigError("IMAGES is required: a folder of pictures or clips")
     entries = build_rewards(plans)
     # What fails is told and stays null: nothing is trained here, so nothing needs to stop.
-    scorer = Scorer(entries, batch_size=batch_size, max_failed_share=1.0, on_error=_warn)
+    scorer = build_scorer(entries, batch_size=batch_size, max_failed_share=1.0, on_error=_warn)
     size = len(samples) if any(entry.reward.card.needs_groups for entry in entries) else batch_size
-    values: dict[str, list[float]] = {name: [] for name in scorer.outputs}
-    lines = []
     batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-    for record in _scored(scorer, batches):
+    values = _told(_scored(scorer, batches), scorer.outputs, out)
+    for name, column in values.items():
+        mean = f"mean {sum(column) / len(column):.6g} over {len(column)}" if column else "no sample scored"
+        _warn(f"{name}: {mean}, {len(samples) - len(column)} failed")
+    raise SystemExit(0 if all(values.values()) else 1)
+
+
+def _told(records: Iterator[dict[str, Any]], outputs: Sequence[str], out: Path | None) -> dict[str, list[float]]:
+    """Print the lines as they come, or write them to `out` in the end; the numbers by output."""
+    from flowrl.checkpoint import write_atomically
+
+    values: dict[str, list[float]] = {name: [] for name in outputs}
+    lines = []
+    for record in records:
         for name, column in values.items():
             if record[name] is not None:
                 column.append(record[name])
@@ -76,13 +86,8 @@ def command(
         if out is None:
             print(lines[-1])
     if out is not None:
-        from flowrl.checkpoint import write_atomically
-
         write_atomically(out, "".join(f"{line}\n" for line in lines))
-    for name, column in values.items():
-        mean = f"mean {sum(column) / len(column):.6g} over {len(column)}" if column else "no sample scored"
-        _warn(f"{name}: {mean}, {len(samples) - len(column)} failed")
-    raise SystemExit(0 if all(values.values()) else 1)
+    return values
 
 
 def _warn(text: str) -> None:
