@@ -48,8 +48,8 @@ _FRAME_INTERVAL = 4
 class Config:
     allow_extra_text: bool = True
     """Full score where the target is part of what was read (as Flow-GRPO does); false punishes every extra letter."""
-    min_confidence: float = 0.5
-    """Lines that the reader is less sure of are ignored; Flow-GRPO takes every line (0)."""
+    min_confidence: float = 0.0
+    """Lines that the reader is less sure of are ignored; 0 takes every line, as published, RapidOCR itself has 0.5."""
     detection_side: int = 736
     """Text is looked for with the shorter side at this many pixels or more; less is faster on small pictures."""
     workers: int = 0

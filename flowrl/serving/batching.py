@@ -184,6 +184,8 @@ class Batcher:
         try:
             async with asyncio.timeout(self.limits.score_s):
                 found = await runner.run([one.item for one in batch])
+                if len(found) != len(batch):
+                    raise RuntimeError(f"{len(found)} results for {len(batch)} samples")
         except TimeoutError:
             log.warning("reward %r took longer than %g s: its worker is ended", self.name, self.limits.score_s)
             kind, text, final = "time", f"the reward took longer than {self.limits.score_s:g} s", single
@@ -191,6 +193,9 @@ class Batcher:
             log.warning("reward %r: %s", self.name, error)
             # The death may have had nothing to do with the batch: a single request has a second try too.
             kind, text, final = "died", str(error), single and batch[0].alone
+        except Exception as error:  # whatever it is, the next requests must still be served
+            log.exception("reward %r: a batch failed outside of the reward", self.name)
+            kind, text, final = "failed", f"{type(error).__name__}: {error}", single
         else:
             for one, result in zip(batch, found, strict=True):
                 one.job.settle(one.row, result)
@@ -214,7 +219,7 @@ class Batcher:
             self.counters.add("flowrl_worker_restarts_total", reward=self.name)
             try:
                 found = await runner.start()
-            except WorkerFailed as error:
+            except (WorkerFailed, OSError) as error:  # OSError: no process or socket to be had at the moment
                 log.warning("reward %r cannot be started again: %s", self.name, error)
                 continue
             if found["fingerprint"] == self.about["fingerprint"]:
