@@ -64,6 +64,11 @@ class Config:
             raise ValueError(f"workers={self.workers} must be 0, to read in this process, or a number of processes")
 
 
+def check_prompt(prompt: str, metadata: dict) -> None:
+    """Raise RewardError for a prompt that asks for no text, before anything is loaded."""
+    target_text(prompt, metadata)
+
+
 def target_text(prompt: str, metadata: dict) -> str:
     """The text to be drawn: metadata["text"], else what the prompt has in double quotes first.
 

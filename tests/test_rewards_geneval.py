@@ -204,6 +204,7 @@ def test_an_object_is_cut_out_on_grey():
     assert (crop[0, 0] == 0x99).all()
     assert np.array_equal(crop[1:], pixels[2:4, 2:7])
     assert cut_out(pixels, Detection("dog", 1.0, (2.4, 1.0, 2.3, 1.1))).shape == (1, 1, 3)
+    assert cut_out(pixels, Detection("dog", 1.0, (7.7, 5.8, 8.0, 6.0))).tolist() == pixels[5:, 7:].tolist()
 
 
 @pytest.fixture(scope="module")

@@ -142,3 +142,17 @@ def test_options_and_weights_that_cannot_be_are_named(tmp_path):
         Config(frames=0)
     with pytest.raises(RewardError, match=r"'safety' cannot load the classifier .*nowhere"):
         build(Config(model=str(tmp_path / "nowhere")))
+
+
+def test_a_classifier_without_its_last_layer_is_refused(folder, tmp_path):
+    """transformers draws it at random: every picture would have a probability, and none would mean anything."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if not name.startswith("classifier.")}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RewardError, match=r"'safety'.*lacks 2 of its weights, such as 'classifier\.bias'"):
+        build(Config(model=str(tmp_path), device="cpu"))

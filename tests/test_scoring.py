@@ -207,6 +207,8 @@ def test_the_source_picture_of_an_edit_is_part_of_the_key(tmp_path):
         file.write_bytes(content)
         keys.append(cache.key(IMAGE, "p", record))
     assert keys[0] != keys[1]
+    file.unlink()
+    assert cache.key(IMAGE, "p", record) is None, "the reward is to say that it cannot be read"
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
