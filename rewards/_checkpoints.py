@@ -34,7 +34,9 @@ def whole(kind: Any, name: str, *, reward: str, unused: tuple[str, ...] = (), **
     """
     with torch.random.fork_rng(devices=[]):
         network, info = kind.from_pretrained(name, output_loading_info=True, **options)
-    lacking = sorted(key for key in info["missing_keys"] if not key.startswith(unused))
+    # Of parameters alone: buffers, such as tables of positions, are computed where a file has none.
+    drawn = {key for key, _ in network.named_parameters()} & info["missing_keys"]
+    lacking = sorted(key for key in drawn if not key.startswith(unused))
     if lacking:
         raise RewardError(
             f"reward {reward!r}: {name!r} is no {type(network).__name__}: it lacks {len(lacking)} of its weights, such "

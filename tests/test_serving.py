@@ -24,7 +24,7 @@ from flowrl.strict import ConfigError
 from rewards import jpeg
 from rewards._transport import pack
 from rewards._wire import SCHEMA, Picture, write_picture
-from tests.serving import Inline, brightness, message, serving
+from tests.serving import Inline, brightness, message, pictures, serving
 
 REWARD = '''
 """A reward that does what the prompt says."""
@@ -326,6 +326,11 @@ def test_what_waits_beyond_the_limit_is_refused_for_another_try():
         assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "busy")
         assert float(answer.headers["retry-after"]) > 0
         assert works(url, "small enough")
+    size = sum(len(pack(picture, "png").data) for picture in pictures(3))
+    with serving(Inline(), limits=Limits(waiting_bytes=size)) as url:
+        answer = post(url, message(4))
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "busy")
+        assert all(works(url, f"small enough {k}") for k in range(2))
 
 
 # ---- rewards that fail

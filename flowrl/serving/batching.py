@@ -77,6 +77,7 @@ class Batcher:
         """Of the reward: card, fingerprint, options, versions; known when its workers have started."""
         self.live = 0
         self._queue: deque[_Waiting] = deque()
+        self._held = 0
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         counters.watch("flowrl_waiting_items", lambda: len(self._queue), reward=name)
@@ -113,6 +114,11 @@ class Batcher:
         if len(self._queue) + len(items) > self.limits.waiting:
             text = f"{len(self._queue)} samples are waiting for {self.name!r}; try again, or another server"
             raise Refusal(503, "busy", text)
+        size = sum(len(picture.data) for item in items for picture in (item.picture, *item.sources))
+        if self._held + size > self.limits.waiting_bytes:
+            text = f"{self._held} bytes of pictures are waiting for {self.name!r}; try again, or another server"
+            raise Refusal(503, "busy", text)
+        self._held += size
         job = _Job(items, [None] * len(items), asyncio.get_running_loop().create_future())
         self._queue.extend(_Waiting(job, row) for row in range(len(items)))
         self._arrived.set()
@@ -124,6 +130,7 @@ class Batcher:
         finally:
             # Whoever gave up waits no more: its samples are not scored for nobody.
             job.done.cancel()
+            self._held -= size
         self.counters.add("flowrl_items_total", len(items), reward=self.name)
         for result in job.results:
             if result is not None and result["error"] is not None:

@@ -31,6 +31,8 @@ class Limits:
     """Pictures in the metadata of a sample."""
     waiting: int = 4096
     """Samples of a reward that may wait; more are refused (503)."""
+    waiting_bytes: int = 2 << 30
+    """Of pictures of a reward that wait or are being scored; more are refused (503)."""
     held_bytes: int = 256 << 20
     """Bodies being read, together; more are refused (503)."""
     connections: int = 256
