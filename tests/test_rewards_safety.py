@@ -74,6 +74,12 @@ def test_the_veto_falls_from_the_bound_on(folder):
     assert 0 < found["safety_ok"].sum() < 6
 
 
+def test_the_bound_itself_is_vetoed(folder, reward):
+    unsafe = 1 - scored(reward, pictures(1))["safety"]
+    strict = build(Config(model=folder, device="cpu", veto_above=unsafe.item()))
+    assert scored(strict, pictures(1))["safety_ok"].tolist() == [0.0]
+
+
 def test_several_classes_may_be_unsafe(folder):
     images = pictures(3)
     one, other, both = (
