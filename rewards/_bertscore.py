@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from rewards._clip import place
+from rewards import _checkpoints
 
 LAYERS = {"roberta-large": 17, "deberta-xlarge-mnli": 40}
 """The layer whose embeddings agree best with people, as the authors have measured it, by the model's own name."""
@@ -124,19 +124,14 @@ def load(options: Options, reward: str) -> BertScore:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        # A pooler that the checkpoint lacks is drawn at random, and not used.
-        with torch.random.fork_rng(devices=[]):
-            model, info = AutoModel.from_pretrained(options.model, dtype=torch.float32, output_loading_info=True)
+        model = _checkpoints.whole(AutoModel, options.model, reward=reward, unused=("pooler.",), dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     except (OSError, ValueError, RuntimeError) as error:
         raise RewardError(
             f"reward {reward!r} cannot load bertscore.model={options.model!r}; give a folder or a hub id that can be "
             f"reached: {error}"
         ) from error
-    lacking = sorted(name for name in info["missing_keys"] if not name.startswith("pooler."))
-    if lacking:
-        raise RewardError(f"reward {reward!r}: {options.model!r} lacks {len(lacking)} weights, such as {lacking[0]!r}")
     layers = model.config.num_hidden_layers
     if options.depth > layers:
         raise RewardError(f"reward {reward!r}: bertscore.layer={options.depth}, but {options.model!r} has {layers}")
-    return BertScore(model.eval().requires_grad_(False).to(place(options.device)), tokenizer, options)
+    return BertScore(model.to(_checkpoints.place(options.device)), tokenizer, options)

@@ -115,7 +115,7 @@ def test_a_hung_batch_follows_the_failure_policy_and_no_second_call_is_made_besi
         Scorer([WeightedReward("a", reward)], on_error=told.append).score(*BATCH)
     assert hung.calls == 1
     assert "TimeoutError: it gave no scores within timeout=0.05 s; the call goes on" in told[0]
-    assert len(told) == 3 + 5, "three tries, and a search that gives up after log2(6) + 2 failures"
+    assert len(told) == 3 + 6, "three tries, and a search that gives up after 2 log2(6) failures"
     watched = Scorer([WeightedReward("b", reward, weight=0.0), *_others()]).score(*BATCH)
     assert watched.raw["a"].isnan().all(), "a reward that is only looked at ends nothing"
 
