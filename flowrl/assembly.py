@@ -98,7 +98,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     require_metadata(train, held_out, resolved, [plan.card for plan in both])
     entries = build_rewards(both)
     require_metadata(train, held_out, resolved, [entry.reward.card for entry in entries])
-    scorer, watched = _scorer(entries[: len(resolved.rewards)]), _scorer(entries)
+    scorer, watched = make_scorer(entries[: len(resolved.rewards)]), make_scorer(entries)
     adapter = resolved.model.build()
     for entry in watched.distinct:
         require_modality(entry.name, entry.reward.card, clips=getattr(adapter, "num_frames", 1) > 1)
@@ -110,8 +110,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     else:
         weights = _weights(resolved, adapter, world, dtype if sharded else None)
     learned = weights.network if isinstance(weights, NoiseWeights) else None
-    _probe(scorer, train[:2], adapter)
-    _probe(watched, held_out[:2], adapter)
+    probe(scorer, train[:2], adapter)
+    probe(watched, held_out[:2], adapter)
     texts = Texts(adapter, (*train, *held_out), cache=config.data.cache_text)
     if isinstance(weights, NoiseWeights):
         add_calibration(algorithm, weights, texts, train, config.seed)
@@ -253,7 +253,8 @@ def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
     return [entry for _, entry in built]
 
 
-def _scorer(entries: Sequence[WeightedReward]) -> Scorer:
+def make_scorer(entries: Sequence[WeightedReward]) -> Scorer:
+    """Runs them with the failure policy of training; what fails is warned of."""
     return Scorer(entries, on_error=lambda text: log.warning("%s", text))
 
 
@@ -302,7 +303,7 @@ def require_modality(name: str, card: Card, *, clips: bool) -> None:
         )
 
 
-def _probe(scorer: Scorer, prompts: list[Prompt], adapter: ModelAdapter) -> None:
+def probe(scorer: Scorer, prompts: Sequence[Prompt], adapter: ModelAdapter) -> None:
     """Score noise: a broken reward ends the run here; one that scores none of it is told of."""
     height, width = getattr(adapter, "height", PROBE_PX), getattr(adapter, "width", PROBE_PX)
     images = probe_batch(len(prompts), height, width, getattr(adapter, "num_frames", 1))
