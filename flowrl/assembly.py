@@ -111,8 +111,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     else:
         weights = _weights(resolved, adapter, world, dtype if sharded else None)
     learned = weights.network if isinstance(weights, NoiseWeights) else None
-    _probe(scorer, train[:2], adapter)
-    _probe(watched, held_out[:2], adapter)
+    probe(scorer, train[:2], adapter)
+    probe(watched, held_out[:2], adapter)
     texts = Texts(adapter, (*train, *held_out), cache=config.data.cache_text)
     if isinstance(weights, NoiseWeights):
         add_calibration(algorithm, weights, texts, train, config.seed)
@@ -323,7 +323,7 @@ def require_modality(name: str, card: Card, *, clips: bool) -> None:
         )
 
 
-def _probe(scorer: Scorer, prompts: list[Prompt], adapter: ModelAdapter) -> None:
+def probe(scorer: Scorer, prompts: Sequence[Prompt], adapter: ModelAdapter) -> None:
     """Score noise: a broken reward ends the run here; one that scores none of it is told of."""
     height, width = getattr(adapter, "height", PROBE_PX), getattr(adapter, "width", PROBE_PX)
     images = probe_batch(len(prompts), height, width, getattr(adapter, "num_frames", 1))
