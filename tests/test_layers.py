@@ -17,13 +17,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "commands", "__main__", "__init__"),
     (
         *("trainer", "collect", "learner", "replay", "noising", "evaluate", "gallery", "checkpoint", "optim"),
+        *("preferences", "pairdata", "labels", "records", "pairing", "pairplan", "pairfolder"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
         *("initials", "rewardcheck", "serving"),
     ),
     ("algorithms",),
     ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
-    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap"),
+    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap", "threads"),
     ("process", "schedules", "vp_schedules", "advantages", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )
