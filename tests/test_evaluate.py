@@ -83,7 +83,8 @@ def test_one_prompt_has_an_interval_of_no_width():
 def record(tag: str, **scores) -> Evaluation:
     tables = {name: np.asarray(table, dtype=np.float64) for name, table in scores.items()}
     count = len(next(iter(tables.values())))
-    return Evaluation(tag, 0, 1.0, 10, tuple(f"prompt {k}" for k in range(count)), tables)
+    seeds = next(iter(tables.values())).shape[1]
+    return Evaluation(tag, 0, 1.0, 10, tuple(f"prompt {k}" for k in range(count)), seeds, tables)
 
 
 def test_a_summary_averages_seeds_first_and_prompts_then():
