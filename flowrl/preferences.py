@@ -8,143 +8,47 @@ where it lies. docs/preferences.md is what users see of it.
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from flowrl.metrics import log
-from flowrl.prompts import Prompt, open_picture
-from flowrl.records import LATER, Records, find_lines
+from flowrl.pairdata import (
+    BAD_LABEL,
+    BAD_MARGIN,
+    NO_CAPTION,
+    NO_LABEL,
+    NO_PICTURE,
+    NO_RECORD,
+    NO_REJECTED,
+    SAME,
+    TIE,
+    Picture,
+    Preference,
+    Report,
+    Unreadable,
+)
+from flowrl.prompts import Prompt
+from flowrl.records import LATER, WINDOW_BYTES, Records, find_records
 from flowrl.registry import suggest
 from flowrl.rng import stream
 from flowrl.strict import ConfigError
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-TIE, SAME = "tie", "same picture twice"
-NO_RECORD, NO_CAPTION, NO_PICTURE = "not a record", "no caption", "missing picture"
-NO_REJECTED, BAD_LABEL, BAD_MARGIN = "no rejected picture", "label not 0, 0.5 or 1", "margin not a number from 0"
-BY_RULE = (TIE, SAME)
-"""Pairs without a preference: nothing is wrong with them, and there may be any number."""
-EXAMPLES = 3
-"""Kept of each reason."""
-WINDOW_BYTES = 256 * 2**20
-"""Of the row groups whose rows are shuffled together."""
-
-
-class Unreadable(Exception):
-    """A picture cannot be opened; `where` names its file or row, `reason` says what is wrong."""
-
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where} cannot be read as a picture: {reason}")
-        self.where, self.reason = where, reason
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One picture of a set, not opened yet."""
-
-    source: Path | bytes | None
-    """A file, or what a file would hold; None: the row has none."""
-    where: str
-    """For messages."""
-    uid: str | None = None
-    """Its name in the set, where the set gives one."""
-
-    @property
-    def key(self) -> str:
-        """Who it is, whichever pairs it stands in: the set's own name for it, its path, or the hash of its bytes."""
-        if self.uid is not None or self.source is None:
-            return f"uid:{self.uid}"
-        if isinstance(self.source, Path):
-            return f"file:{self.source}"
-        return f"sha256:{hashlib.sha256(self.source).hexdigest()}"
-
-    def open(self) -> Image:
-        """RGB, turned upright.
-
-        Raises:
-            Unreadable: there is none, or it is broken.
-        """
-        if not self.source:
-            raise Unreadable(self.where, "there are no bytes")
-        try:
-            return open_picture(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source)
-        except MemoryError:
-            raise
-        # Decoders raise what they happen to meet in broken bytes: OSError, SyntaxError, ValueError, struct.error, ...
-        except Exception as error:
-            raise Unreadable(self.where, f"{type(error).__name__}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """A prompt, the picture that is preferred, and the one that is not."""
-
-    prompt: Prompt
-    """Everything else of the record is its metadata."""
-    chosen: Picture
-    rejected: Picture | None
-    """None: the record has a winner only."""
-    margin: float | None
-    """By how much a reward preferred it, above 0, where the set says."""
-    key: str
-    """Of the record, unique in the set."""
-
-
-@dataclass
-class Report:
-    """What a set holds, and what was left out and why."""
-
-    where: str
-    rows: int = 0
-    winners_only: int = 0
-    """Usable records without a rejected picture."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Reason -> records skipped."""
-    examples: dict[str, list[str]] = field(default_factory=dict)
-    """Reason -> the first few of them."""
-
-    def skip(self, reason: str, example: str) -> None:
-        self.counts[reason] = self.counts.get(reason, 0) + 1
-        shown = self.examples.setdefault(reason, [])
-        if len(shown) < EXAMPLES:
-            shown.append(example)
-
-    @property
-    def usable(self) -> int:
-        return self.rows - sum(self.counts.values())
-
-    @property
-    def broken(self) -> int:
-        """Skipped for another reason than that nothing is preferred."""
-        return sum(count for reason, count in self.counts.items() if reason not in BY_RULE)
-
-    def facts(self) -> dict[str, Any]:
-        """For provenance.json."""
-        return {
-            "source": self.where,
-            "rows": self.rows,
-            "usable": self.usable,
-            "winners_only": self.winners_only,
-            "skipped": dict(self.counts),
-            "examples": {reason: list(shown) for reason, shown in self.examples.items()},
-        }
-
-    def __str__(self) -> str:
-        lines = [f"{self.where}: {self.usable} of {self.rows} records are used"]
-        if self.winners_only:
-            lines[0] += f", {self.winners_only} of them with a chosen picture only"
-        for reason, count in self.counts.items():
-            rest = f" and {count - EXAMPLES} more" if count > EXAMPLES else ""
-            lines.append(f"  skipped {count}, {reason}: {'; '.join(self.examples[reason])}{rest}")
-        return "\n".join(lines)
+__all__ = [
+    "Picture",
+    "Preference",
+    "PreferenceOptions",
+    "PreferenceSet",
+    "PreferenceSource",
+    "Preferences",
+    "Report",
+    "Unreadable",
+    "load_preferences",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +69,8 @@ class PreferenceOptions:
     """1: the first is preferred, 0: the second, 0.5: neither."""
     other_label: str = "label_1"
     """1 - label, checked where there is such a column."""
+    labelled: str = "has_label"
+    """False: nobody has judged the record; a set need not have such a column."""
     first_id: str = "image_0_uid"
     """Name of the first picture, by which it is known in other pairs; without such a column the bytes are hashed."""
     second_id: str = "image_1_uid"
@@ -193,7 +99,7 @@ class PreferenceSet(Protocol):
         """One record, its pictures not opened.
 
         Raises:
-            Unreadable: the source has changed since it was scanned.
+            Unreadable: the row holds no picture, or the source has changed since it was scanned.
         """
         ...
 
@@ -201,10 +107,18 @@ class PreferenceSet(Protocol):
         """Every distinct text, in the order of its first record."""
         ...
 
-    def order(self, seed: int, purpose: str, epoch: int, among: np.ndarray | None = None) -> np.ndarray:
-        """Every index once (or each of `among`, rising), [N] int64: a function of the arguments and the set alone.
+    def identities(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+        """(index, text, keys of the chosen and, if there is one, of the rejected picture) of every record in order.
 
-        Storage that is read in blocks is shuffled block-wise, so that neighbours lie close together.
+        Reads all pictures where only their bytes tell who they are.
+        """
+        ...
+
+    def arrange(self, indices: np.ndarray, seed: int, purpose: str, epoch: int) -> np.ndarray:
+        """A random order of records, by their places in `indices` [n]: [n] int64.
+
+        A function of the arguments and the set alone. Storage that is read in blocks is shuffled block-wise, so that
+        neighbours lie close together.
         """
         ...
 
@@ -212,18 +126,21 @@ class PreferenceSet(Protocol):
 def load_preferences(
     source: str, key: str, options: PreferenceOptions = PreferenceOptions(), *, paired: bool = True
 ) -> PreferenceSet:
-    """A preference set: a .jsonl, or a folder with one, of {prompt, chosen, rejected[, margin]} with paths beside it.
+    """A preference set, its report logged.
 
     Args:
-        source: where it is.
+        source: a .jsonl or .parquet, a glob of shards, a folder of either, or hf:PATH[:SPLIT] for a data set; records
+            are {prompt, chosen, rejected[, margin]} or Pick-a-Pic's {caption, jpg_0, jpg_1, label_0}.
         key: the configuration key, for messages.
         options: columns, and the share of broken records that is borne.
         paired: whether a record without a rejected picture is of no use.
 
     Raises:
-        ConfigError: no such source or column, nothing usable, too much broken.
+        ConfigError: no such source or column, nothing usable, too much broken, a package that is not installed.
     """
-    found = Preferences(find_lines(source, f"{key}={source!r}"), f"{key}={source!r}", options, paired=paired)
+    where = f"{key}={source!r}"
+    pictures = (options.chosen, options.rejected, options.first, options.second)
+    found = Preferences(find_records(source, pictures, options.subset, where), where, options, paired=paired)
     log.info("%s", found.report)
     return found
 
@@ -282,35 +199,50 @@ class Preferences:
 
     def read(self, index: int) -> Preference:
         row = int(self.rows[index])
+        where = f"{self.report.where}, {self.records.place(row)}"
         try:
             return self._preference(self.records.read(row), row)
-        except _Skip as skipped:
+        except _Skip as skipped:  # not seen in the scan, which leaves out what lies inside a table
             reason, what = skipped.args
-            where = f"{self.report.where}, {self.records.place(row)}"
-            raise Unreadable(where, f"it has changed since the set was loaded: {reason} {what}") from None
+            raise Unreadable(where, f"{reason} ({what})") from None
+        except OSError as error:
+            raise Unreadable(where, str(error)) from error
 
     def captions(self) -> Iterator[str]:
         seen: set[bytes] = set()
-        usable = iter(self.rows.tolist())
-        wanted = next(usable, None)
-        for row, record in enumerate(self.records.scan()):
-            if row != wanted:
-                continue
-            wanted = next(usable, None)
-            text = str((record or {}).get(self.text))
+        for _, record in self._usable():
+            text = str(record[self.text])
             mark = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
             if mark not in seen:
                 seen.add(mark)
                 yield text
 
-    def order(self, seed: int, purpose: str, epoch: int, among: np.ndarray | None = None) -> np.ndarray:
-        indices = np.arange(len(self.rows)) if among is None else among
+    def identities(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+        for index, record in self._usable():
+            found = self._preference(record, int(self.rows[index]))
+            pictures = [found.chosen, *([] if found.rejected is None else [found.rejected])]
+            if any(picture.source is None and picture.uid is None for picture in pictures):
+                found = self.read(index)
+                pictures = [found.chosen, *([] if found.rejected is None else [found.rejected])]
+            yield index, found.prompt.text, tuple(picture.key for picture in pictures)
+
+    def _usable(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(index, scanned record) of every record that can be used."""
+        rows = iter(self.rows.tolist())
+        wanted, index = next(rows, None), 0
+        for row, record in enumerate(self.records.scan()):
+            if row == wanted:
+                assert record is not None
+                yield index, record
+                wanted, index = next(rows, None), index + 1
+
+    def arrange(self, indices: np.ndarray, seed: int, purpose: str, epoch: int) -> np.ndarray:
         window = np.zeros(len(indices), dtype=np.int64)
         blocks = self.records.blocks()
         if blocks is not None:
             block = np.searchsorted(blocks[:, 0], self.rows[indices], side="right") - 1
             window = _windows(blocks[:, 1], stream(seed, f"{purpose}/blocks", epoch))[block]
-        return indices[np.lexsort((stream(seed, purpose, epoch).random(len(indices)), window))]
+        return np.lexsort((stream(seed, purpose, epoch).random(len(indices)), window))
 
     # ---- from a record to a preference
 
@@ -337,13 +269,16 @@ class Preferences:
             raise _Skip(SAME, won.source.name)
         if lost is not None and won.uid is not None and won.uid == lost.uid:
             raise _Skip(SAME, won.uid)
-        apart = (self.text, chosen, rejected, "margin")
+        options = self.options
+        apart = (self.text, options.chosen, options.rejected, options.first, options.second, "margin")
         metadata = {name: value for name, value in record.items() if name not in apart}
         return Preference(Prompt(text, metadata), won, lost, margin, self.records.place(row))
 
     def _voted(self, record: dict[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any], None]:
         """(column and name of the winner, of the loser, no margin)."""
         options = self.options
+        if record.get(options.labelled) is False:
+            raise _Skip(NO_LABEL, "")
         label, other = record.get(options.label), record.get(options.other_label)
         if label not in (0, 0.5, 1) or isinstance(label, bool) or (other is not None and other != 1 - label):
             raise _Skip(BAD_LABEL, f"{options.label}={label!r}, {options.other_label}={other!r}")
@@ -425,7 +360,7 @@ class PreferenceSource:
     def _at(self, place: int) -> int:
         epoch, inside = divmod(place, len(self.pairs))
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, self.pairs.order(self.seed, "preferences", epoch)
+            self._order = epoch, self.pairs.arrange(np.arange(len(self.pairs)), self.seed, "preferences", epoch)
         return int(self._order[1][inside])
 
     def state_dict(self) -> dict[str, Any]:
@@ -436,8 +371,17 @@ class PreferenceSource:
         Raises:
             ConfigError: the set is not the one that the checkpoint was trained on.
         """
-        if state != self.state_dict():
-            raise ConfigError(
-                f"{self.pairs.report.where}: the preference set has changed since the checkpoint ({state['count']} "
-                f"usable records then, {len(self.pairs)} now); restore it, or start a new run"
-            )
+        require_same(self.pairs.report.where, state, self.state_dict())
+
+
+def require_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on with another set than the checkpoint's.
+
+    Raises:
+        ConfigError: it has changed.
+    """
+    if then != now:
+        raise ConfigError(
+            f"{where}: the preference set has changed since the checkpoint ({then['count']} usable records then, "
+            f"{now['count']} now); restore it, or start a new run"
+        )

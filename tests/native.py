@@ -29,7 +29,7 @@ from tests import tiny_pipelines as tiny
 
 LORA = LoraSettings(rank=4, alpha=10)
 PROMPTS = tiny.PROMPTS
-CLASSES = {"flux": "Flux", "qwen_image": "QwenImage", "wan": "Wan"}
+CLASSES = {"sd3": "Sd3", "flux": "Flux", "qwen_image": "QwenImage", "wan": "Wan"}
 
 
 def adapter(family: str, pipe: Any, size: tuple[int, int], **options: Any) -> Any:
