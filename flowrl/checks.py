@@ -53,9 +53,13 @@ def _check_source(resolved: Resolved) -> None:
             "data.prompts (docs/preferences.md)"
         )
     if run.rewards:
-        raise ConfigError(f"rewards: {name} learns from pairs and credits nothing by rewards; move them to eval.rewards")
+        raise ConfigError(
+            f"rewards: {name} learns from pairs and credits nothing by rewards; move them to eval.rewards"
+        )
     if run.eval.best_guidance and not run.eval.rewards:
         raise ConfigError("eval.best_guidance: there is no reward to compare by; give eval.rewards, or leave it out")
+    if run.eval.rewards and run.data.eval_prompts is None:
+        raise ConfigError("eval.rewards: there are no prompts to draw pictures for; give data.eval_prompts")
     if run.data.eval_pairs is not None and not hasattr(resolved.algorithm.build(), "preferred"):
         raise ConfigError(f"data.eval_pairs: {name} prefers no picture to another; leave it out")
     for item in dataclasses.fields(run.rollout):
@@ -94,7 +98,7 @@ def _check_credit(resolved: Resolved) -> None:
     if rule is None:
         return
     try:
-        rule.check_group(resolved.run.rollout.group_size)
+        rule.check_group(resolved.group_size)
     except ValueError as error:
         raise ConfigError(f"algorithm.{error}") from None
 
@@ -157,7 +161,7 @@ def _check_samples(resolved: Resolved) -> None:
     check_group = getattr(resolved.algorithm.config, "check_group", None)
     if check_group is not None:
         try:
-            check_group(run.rollout.group_size)
+            check_group(resolved.group_size)
         except ValueError as error:
             raise ConfigError(f"algorithm.{error}") from None
     terms = algorithm.config.times.terms(run.rollout.num_inference_steps)

@@ -32,8 +32,8 @@ class Evaluation:
     """Scores of P prompts x S fixed seeds, with the ODE sampler.
 
     `scores[metric]` is [P, S] float64, NaN where a reward could not score; without a reward there are pictures alone.
-    `agreement` [N] says of N held-out pairs whether the network prefers what the data prefer: 1, 0, or 1/2 where it does
-    not tell them apart, NaN for a pair that cannot be read.
+    `agreement` [N] says of N held-out pairs whether the network prefers what the data prefer: 1, 0, or 1/2 where it
+    does not tell them apart, NaN for a pair that cannot be read.
     """
 
     tag: str
@@ -246,7 +246,8 @@ def win_rate(
     """How often the tuned picture beats the base's of the same prompt and seed; equal scores are ties, kept apart.
 
     Args:
-        base, tuned: of the same prompts and seeds.
+        base: before training.
+        tuned: after it, of the same prompts and seeds.
         metric: what decides.
         higher_is_better: of it.
         seed: of the bootstrap.

@@ -96,7 +96,8 @@ def fitted(image: Image, height: int, width: int, place: tuple[float, float] = (
 
     Args:
         image: any size.
-        height, width: in pixels.
+        height: in pixels.
+        width: in pixels.
         place: of the part, (down, across) in [0, 1]; (0.5, 0.5) is the middle.
         mirror: left to right, after the cut.
 

@@ -102,18 +102,21 @@ class Noising:
 
     def batches(self, number: int) -> Iterator[tuple[NoisedBatch, bool]]:
         """Training forwards of a share, and whether they count."""
-        centre = self._centre(self.shares[number]) if self.algorithm.centres else None
-        for terms, counts in self._in_step(self.shares[number]):
-            yield replace(self._batch(terms), centre=centre), counts
+        centre = self._centre(number) if self.algorithm.centres else None
+        return ((replace(batch, centre=centre), counts) for batch, counts in self.plain_batches(number))
 
-    def _centre(self, share: list[Tensor]) -> Tensor | None:
+    def plain_batches(self, number: int) -> Iterator[tuple[NoisedBatch, bool]]:
+        """The same without the means that a loss may ask for."""
+        return ((self._batch(terms), counts) for terms, counts in self._in_step(self.shares[number]))
+
+    def _centre(self, number: int) -> Tensor | None:
         """Means of what the method measures over the terms of a share on all processes, [K]; None without terms."""
         sums, count = torch.zeros(()), 0
         with torch.no_grad():
-            for terms, counts in self._in_step(share):
-                found = self.algorithm.measured(self._batch(terms), self.networks)
+            for batch, counts in self.plain_batches(number):
+                found = self.algorithm.measured(batch, self.networks)
                 if counts:
-                    sums, count = sums + found.sum(dim=0).cpu(), count + len(terms)
+                    sums, count = sums + found.sum(dim=0).cpu(), count + len(batch)
         everyone = [part for part in self.world.gather((sums, count)) if part[1]]
         if not everyone:
             return None

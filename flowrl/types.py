@@ -165,6 +165,12 @@ class Edges:
         )
 
 
+def no_edges(samples: Samples) -> Edges:
+    """The edges of samples that no trained step led to."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return Edges(samples.x0[:0], parent=none, child=none, step=none, sample=none, old_log_prob=torch.zeros(0))
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One iteration's data: this rank's samples and edges, everybody's rewards."""

@@ -183,7 +183,7 @@ def test_a_value_out_of_range_is_refused(read, override, words):
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("key", ["name", "model", "data", "rewards", "iterations"])
+@pytest.mark.parametrize("key", ["name", "model", "data", "iterations"])
 def test_a_missing_key_is_named(read, key):
     tree = {k: v for k, v in TREE.items() if k != key}
     assert f"{key}: is required" in refusal(lambda: read(text=yaml.safe_dump(tree)))

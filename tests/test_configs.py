@@ -62,7 +62,7 @@ def test_its_geometry_is_valid_and_its_names_are_those_of_the_file(name):
     assert choose(run.model.config.path).name == run.model.name  # its name could be left out
     plan = step_plan(run, None)
     for processes in PROCESSES:
-        counts = geometry(run.run, plan, processes)
+        counts = geometry(run, plan, processes)
         assert counts.samples * processes >= run.run.samples_per_iteration
         assert counts.update_forwards > 0
 

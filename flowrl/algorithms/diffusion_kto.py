@@ -37,16 +37,18 @@ class Config(NoisedConfig):
     """Shape of the loss; see `flowrl/objectives.py`."""
     offset: Literal["mean", "class_means"] = "mean"
     """z: the mean of g over all terms, or the mean of the two classes' means."""
-    liked_share: float | None = 0.8
-    """Of the pictures that are drawn; null: as they come."""
+    liked_share: float = 0.8
+    """Of the pictures that are drawn."""
+    mixed: Literal["positive", "negative", "drop"] = "positive"
+    """What a picture counts as that won one pair and lost another."""
     space: Space = "output"
     """Errors of what the network predicts, or of the noise that this implies."""
 
     def __post_init__(self) -> None:
         NoisedConfig.__post_init__(self)
         require_positive(beta=self.beta)
-        if self.liked_share is not None and not 0 < self.liked_share < 1:
-            raise ValueError(f"liked_share={self.liked_share} must lie in (0, 1), or be null to draw as they come")
+        if not 0 < self.liked_share < 1:
+            raise ValueError(f"liked_share={self.liked_share} must lie in (0, 1): both classes are drawn")
 
 
 class DiffusionKto(NoisedBase[Config]):

@@ -10,8 +10,8 @@ The margin is taken against the untouched network, with `lagged` against the net
 (yifan123/flow_grpo takes samples 0 and 1 as a pair where all rewards are equal, Flow-Factory one sample twice: neither
 teaches anything.)
 
-Source: arXiv 2311.12908; yifan123/flow_grpo:scripts/train_sd3_dpo.py (`lagged`); X-GenGroup/Flow-Factory:trainers/dpo.py
-(`policy`).
+Source: arXiv 2311.12908; yifan123/flow_grpo:scripts/train_sd3_dpo.py (`lagged`);
+X-GenGroup/Flow-Factory:trainers/dpo.py (`policy`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
