@@ -126,8 +126,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     else:
         weights = _weights(resolved, adapter, world, dtype if sharded else None)
     learned = weights.network if isinstance(weights, NoiseWeights) else None
-    _probe(scorer, data.train[:2], adapter)
-    _probe(watched, data.held_out[:2], adapter)
+    probe(scorer, data.train[:2], adapter)
+    probe(watched, data.held_out[:2], adapter)
     if data.given is not None:
         require_encoder(adapter)
     texts = Texts(adapter, data.texts(cache=config.data.caches_text), cache=config.data.caches_text)
@@ -181,7 +181,7 @@ def _judges(resolved: Resolved, data: _Data) -> tuple[Scorer | None, Scorer | No
     entries = build_rewards(both)
     require_metadata(data.train, data.held_out, resolved, [entry.reward.card for entry in entries])
     trained = entries[: len(resolved.rewards)]
-    return (_scorer(trained) if trained else None), (_scorer(entries) if entries else None)
+    return (make_scorer(trained) if trained else None), (make_scorer(entries) if entries else None)
 
 
 def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAdapter:
@@ -318,7 +318,8 @@ def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
     return [entry for _, entry in built]
 
 
-def _scorer(entries: Sequence[WeightedReward]) -> Scorer:
+def make_scorer(entries: Sequence[WeightedReward]) -> Scorer:
+    """Runs them with the failure policy of training; what fails is warned of."""
     return Scorer(entries, on_error=lambda text: log.warning("%s", text))
 
 
@@ -367,7 +368,7 @@ def require_modality(name: str, card: Card, *, clips: bool) -> None:
         )
 
 
-def _probe(scorer: Scorer | None, prompts: list[Prompt], adapter: ModelAdapter) -> None:
+def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapter) -> None:
     """Score noise: a broken reward ends the run here; one that scores none of it is told of."""
     if scorer is None:
         return

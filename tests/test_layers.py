@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "commands", "__main__", "__init__"),
     (
         *("trainer", "collect", "learner", "replay", "noising", "evaluate", "gallery", "checkpoint", "optim"),
-        *("preferences", "pairdata", "labels", "records", "pairing"),
+        *("preferences", "pairdata", "labels", "records", "pairing", "pairplan", "pairfolder"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
         *("initials", "rewardcheck", "serving", "given", "offline", "calls"),
