@@ -15,6 +15,7 @@ from torch import Tensor
 from flowrl.advantages import Advantages
 from flowrl.matching import Outputs
 from flowrl.objectives import group_sum, pair_margin, preference_loss
+from flowrl.process import Process, VPProcess
 
 Space = Literal["output", "eps"]
 
@@ -45,8 +46,13 @@ def error_of(outputs: Outputs, role: str, space: Space) -> Tensor:
     return outputs.error(role) if space == "output" else outputs.eps_error(role)
 
 
+def default_beta(process: Process) -> float:
+    """Published for a mean over dims: SD 1.5 and SDXL by their authors, flows by Flow-Factory and verl-omni."""
+    return 5000.0 if isinstance(process, VPProcess) else 2000.0
+
+
 def pair_loss(
-    outputs: Outputs, against: str, beta: float, space: Space, sign: Tensor | None = None
+    outputs: Outputs, against: str, beta: float | None, space: Space, sign: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-log sigmoid(-beta / 2 Delta) of each row's pair [M], and what every method on pairs reports.
 
@@ -55,7 +61,7 @@ def pair_loss(
     Args:
         outputs: of the policy and of `against`; whole pairs, by `batch.group`.
         against: the network that the margin is taken against.
-        beta: inverse temperature.
+        beta: inverse temperature; None: that of the process.
         space: of the errors.
         sign: another than the advantages' +1 and -1, [M].
     """
@@ -70,7 +76,7 @@ def pair_loss(
         "matching/error_chosen": group_sum(chosen * error, batch.group),
         "matching/error_rejected": group_sum(rejected * error, batch.group),
     }
-    return preference_loss(margin, beta), metrics
+    return preference_loss(margin, default_beta(outputs.adapter.process) if beta is None else beta), metrics
 
 
 def agreement(outputs: Outputs, against: str, space: Space) -> Tensor:

@@ -20,7 +20,6 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, agreement, given_signs, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
-from flowrl.process import Process, VPProcess
 from flowrl.times import TimesConfig
 from flowrl.types import LossOutput, NoisedBatch
 
@@ -58,17 +57,11 @@ class DiffusionDpo(NoisedBase[Config]):
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
         outputs, config = self.outputs(batch, networks), self.config
-        beta = default_beta(outputs.adapter.process) if config.beta is None else config.beta
-        loss, metrics = pair_loss(outputs, "reference", beta, config.space)
+        loss, metrics = pair_loss(outputs, "reference", config.beta, config.space)
         return self.finished(loss, outputs, metrics)
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
         return agreement(self.outputs(batch, networks), "reference", self.config.space)
-
-
-def default_beta(process: Process) -> float:
-    """Published for a mean over dims: SD 1.5 and SDXL by their authors, flows by Flow-Factory and verl-omni."""
-    return 5000.0 if isinstance(process, VPProcess) else 2000.0
 
 
 def build(config: Config) -> DiffusionDpo:

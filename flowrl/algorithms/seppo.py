@@ -44,8 +44,9 @@ EARLIER = "earlier"
 class Config(NoisedConfig):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
     """The criterion averages over them: one draw has a noisy sign."""
-    beta: float = 5000.0
-    """Inverse temperature of the margin; published values are Diffusion-DPO's for noise-prediction models."""
+    beta: float | None = None
+    """Inverse temperature of the margin, not published; null: Diffusion-DPO's, 5000 on noise-prediction models and 2000
+    on flows."""
     space: Space = "output"
     """Errors of what the network predicts, or of the noise that this implies."""
     anchor: Anchor = "sign"
@@ -60,7 +61,9 @@ class Config(NoisedConfig):
 
     def __post_init__(self) -> None:
         NoisedConfig.__post_init__(self)
-        require_positive(beta=self.beta, every=self.every, keep=self.keep)
+        require_positive(every=self.every, keep=self.keep)
+        if self.beta is not None:
+            require_positive(beta=self.beta)
         if self.solver == "sa":
             raise ValueError("solver=sa: the earlier self is to draw without noise; use a deterministic solver")
 
