@@ -101,9 +101,12 @@ def _tell(metric: str | None, result: dict[str, Any], best: Evaluation | None) -
         log.info("paired difference %s", _format(result["difference"][metric], signed=True))
         log.info("%s", told_win_rate(metric, result["win_rate"][metric]))
     if "implicit_accuracy" in result:
-        log.info(
-            "held-out pairs: the tuned model prefers what the data prefer in %s", _format(result["implicit_accuracy"])
-        )
+        log.info("%s", told_accuracy(result["implicit_accuracy"]))
+
+
+def told_accuracy(found: dict[str, float]) -> str:
+    """What the network prefers of held-out pairs, in a sentence."""
+    return f"implicit accuracy on held-out pairs {_format(found)}"
 
 
 def told_win_rate(metric: str, found: dict[str, float]) -> str:

@@ -90,7 +90,7 @@ class Trainer:
             if not saved:
                 raise ConfigError(f"{run} holds no checkpoint to evaluate")
             state.load(self, run / "checkpoints", saved[-1])
-        return self.evaluate("evaluation")
+        return self.evaluate("evaluation", judge=run is not None)
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Do something on every process; if it fails anywhere with a user's error, all stop with it."""

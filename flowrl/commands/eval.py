@@ -19,7 +19,8 @@ def command(
 ) -> None:
     """Scores on the held-out prompts with 95 % intervals; the same seeds as in training runs."""
     from flowrl.config import load_config, resolve
-    from flowrl.evaluate import Evaluation, summary
+    from flowrl.evaluate import Evaluation, interval, summary
+    from flowrl.report import told_accuracy
     from flowrl.trainer import Trainer
 
     folder = Path(target)
@@ -33,19 +34,22 @@ def command(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "
             f"{value['n']} prompts x {result.scores[name].shape[1]} seeds)"
         )
+    if result.agreement is not None:
+        print(told_accuracy(interval(result.agreement)))
     base = folder / "eval" / "base.json"
     if run is not None and base.is_file():
         _against(Evaluation.load(base), result, trainer.watched)
 
 
 def _against(base: Evaluation, tuned: Evaluation, scorer: Scorer | None) -> None:
-    """Win rates against the run's base, where that was drawn from the same prompts and seeds."""
+    """Win rates against the run's base, where that was drawn alike."""
     from flowrl.evaluate import win_rate
     from flowrl.report import told_win_rate
 
-    if (base.prompts, base.seeds) != (tuned.prompts, tuned.seeds):
-        print("no win rate: the run's base has other prompts or seeds")
-        return
+    for what in ("prompts", "seeds", "guidance_scale", "num_inference_steps"):
+        if getattr(base, what) != getattr(tuned, what):
+            print(f"no win rate: the run's base was drawn with other {what}")
+            return
     cards = [] if scorer is None else [entry.reward.card for entry in scorer.distinct]
     higher = {name: card.higher_is_better for card in cards for name in card.outputs}
     for name in tuned.scores:
