@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from flowrl.algorithms.base import Algorithm, Networks, NoiseAlgorithm
+from flowrl.checks import check_distilled
 from flowrl.components import RewardPlan
 from flowrl.config import ConfigError, EvalConfig, Resolved, RunConfig
 from flowrl.distributed import World
@@ -76,7 +77,7 @@ class Parts:
         run, options = self.resolved.run, self.resolved.model.config
         data = f"{len(self.source.prompts)} train" if isinstance(self.source, PromptSource) else ""
         if self.given is not None:
-            data = f"{len(self.given.records)} {'pictures' if 'labelled' in self.given.members else 'pairs'}"
+            data = f"{len(self.given.records)} given {'pictures' if 'labelled' in self.given.members else 'pairs'}"
         line = (
             f"{run.name}: {self.resolved.algorithm.name} on {options.path}, {self.weights.count:,} trained values "
             f"({self.weights.description}), {data} and {len(self.held_out)} held-out prompts, "
@@ -102,8 +103,7 @@ class _Data:
 
     def texts(self, *, cache: bool) -> list[str | Prompt]:
         """All that is embedded ahead, if anything is."""
-        captions = self.given.captions() if self.given is not None and cache else []
-        return [*self.train, *self.held_out, *captions]
+        return [*self.train, *self.held_out, *(self.given.captions() if self.given is not None and cache else ())]
 
 
 def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool = True) -> Parts:
@@ -139,6 +139,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
     _require_plan(algorithm, sampler, schedule, adapter, config.seed)
+    for note in check_distilled(resolved, adapter):
+        log.warning("%s", note)
     _require_whole_groups(algorithm, resolved.slots, world)
     return Parts(
         resolved=resolved,
@@ -199,8 +201,8 @@ def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAd
 def _optimizer(resolved: Resolved, algorithm: Algorithm, weights: Weights, world: World) -> Optimizer:
     config = resolved.run
     updates = config.iterations * config.optim.updates_per_iteration * algorithm.passes
-    half = torch_dtype(resolved.model.config.dtype) == torch.float16
-    scaled = half and algorithm.needs != "noise"  # there no gradient goes through the network
+    # Under a law of the noise no gradient goes through the network.
+    scaled = resolved.model.config.dtype == "float16" and algorithm.needs != "noise"
     return Optimizer(weights, config.optim, updates, loss_scaling=scaled, world=world)
 
 

@@ -25,10 +25,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("algorithms",),
     ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
     ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap"),
-    ("process", "schedules", "advantages", "selection", "objectives"),
+    ("process", "schedules", "vp_schedules", "advantages", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )
-TORCH_ONLY = ("process", "schedules", "advantages", "selection", "objectives")
+TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "selection", "objectives")
 FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes", "flowrl.embedded"}
 
 

@@ -12,7 +12,7 @@ from flowrl.models.base import ModelError, encoded_pictures
 from tests import native
 from tests import tiny_pipelines as tiny
 
-FAMILIES = ("sd3", "flux")
+FAMILIES = ("sd", "sdxl", "sd3", "flux")
 SIZE = (24, 16)
 
 
@@ -58,7 +58,7 @@ def test_noise_draws_from_the_posterior(family, monkeypatch):
     assert_close(once.square().mean(), (0.7 * law.std).square().mean())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["sd3", "flux"])
 def test_the_latents_are_those_of_the_pipelines_own_picture_to_picture_call(family):
     from diffusers import FluxImg2ImgPipeline, StableDiffusion3Img2ImgPipeline
 

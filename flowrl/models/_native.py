@@ -106,6 +106,11 @@ class NativeImages(Native):
     height: int
     width: int
 
+    @property
+    def _shift(self) -> float:
+        """Of the VAE's latents."""
+        return self.pipeline.vae.config.shift_factor or 0.0
+
     def _packed(self, latents: Tensor) -> Tensor:
         """The VAE's latents [B, C, h, w] as the network has them."""
         return latents
@@ -117,7 +122,7 @@ class NativeImages(Native):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
-        latents = self._unpacked(latents) / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        latents = self._unpacked(latents) / vae.config.scaling_factor + self._shift
         images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
@@ -132,4 +137,4 @@ class NativeImages(Native):
             if noise.shape != latents.shape:
                 raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
             latents = latents + self._packed(law.std.float()) * noise.to(self.device)
-        return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+        return (latents - self._shift) * vae.config.scaling_factor

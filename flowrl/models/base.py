@@ -89,6 +89,8 @@ class ModelAdapter(Protocol):
     One that makes clips declares `num_frames`, how many `decode` gives (1: pictures), so that rewards can be tried.
     Latents are [B, C, h, w] or [B, C, T, h, w]. Where the channels stand elsewhere it declares `channel_axis`; packed
     ones [B, tokens, C] have 2, and `grid()`, the (h, w) or (T, h, w) that the tokens are read from, row by row.
+    A checkpoint distilled to few steps says how in `distilled`, in words (empty: it is none), and refuses guidance
+    scales that it does not take in `check_guidance(scale)`.
     One that can make latents of pictures has `encode_pictures(pictures, noise=None)`; see `encoded_pictures` below.
     """
 
@@ -270,12 +272,12 @@ def unguided(adapter: ModelAdapter) -> float:
     return getattr(adapter, "unguided", 1.0)
 
 
-def require_channels(pipeline: Any, expected: int) -> None:
+def require_channels(network: Any, expected: int) -> None:
     """Raise ModelError where the network takes more than latents: a variant that paints in or animates a picture."""
-    found = pipeline.transformer.config.in_channels
+    found = network.config.in_channels
     if found != expected:
         raise ModelError(
-            f"model.path: this {type(pipeline.transformer).__name__} takes {found} channels, not the {expected} of its "
+            f"model.path: this {type(network).__name__} takes {found} channels, not the {expected} of its "
             "latents, so it wants a picture beside the text; use model.name=generic, or a text-only checkpoint"
         )
 

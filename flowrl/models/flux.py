@@ -80,7 +80,7 @@ class Flux(NativeImages):
 
     def __init__(self, pipeline: Any, config: Config) -> None:
         NativeImages.__init__(self, pipeline, config)
-        require_channels(pipeline, 4 * pipeline.vae.config.latent_channels)
+        require_channels(pipeline.transformer, 4 * pipeline.vae.config.latent_channels)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height, self.width = self._sides(config, (default, default), 2 * pipeline.vae_scale_factor)
 
