@@ -104,25 +104,28 @@ def test_batches_and_processes_change_no_latent(folder):
 
 def test_no_more_pictures_than_a_batch_are_in_memory():
     """They are opened when their batch comes, and gone when it is encoded."""
-    alive: weakref.WeakSet = weakref.WeakSet()
+    opened: list[weakref.ref] = []
+    seen: list[weakref.ref] = []
+
+    def alive(those: list[weakref.ref]) -> int:
+        return sum(one() is not None for one in those)
 
     class Watched:
         def open(self) -> Image.Image:
             image = picture(0)
-            alive.add(image)
+            opened.append(weakref.ref(image))
             return image
 
     class Counting(ToyAdapter):
         sizes: tuple[int, ...] = ()
 
         def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
-            assert len(alive) <= 1, "decoded files are not held beside the tensors"
+            assert alive(opened) <= 1, "decoded files are not held beside the tensors"
             self.sizes += (len(pictures),)
             seen.append(weakref.ref(pictures))
-            assert sum(ref() is not None for ref in seen) == 1
+            assert alive(seen) == 1
             return ToyAdapter.encode_pictures(self, pictures, noise)
 
-    seen: list[weakref.ref] = []
     adapter = Counting()
     slots = [Slot("", (Watched(), Watched()), (1.0, 0.0)) for _ in range(5)]
     latents_of(slots.__getitem__, both(*range(5)), adapter, batch_size=4)
