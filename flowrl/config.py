@@ -51,6 +51,8 @@ class DataConfig:
     """Share of the pairs whose caption is replaced by the empty one."""
     crop: Literal["center", "random"] = "center"
     """Which part of a picture is taken, after its short side is brought to the model's size."""
+    posterior: Literal["sample", "mean"] = "sample"
+    """Of the VAE: what a picture's latents are. A model that was trained on means (tiny-sd3) wants these."""
     flip: bool = True
     """Mirror half of the pairs. Set it to false where captions say left or right, or pictures hold text."""
     max_prompts: int | None = None
@@ -83,7 +85,15 @@ class DataConfig:
 
     def _refuse_without_pairs(self) -> None:
         defaults = {item.name: item for item in dataclasses.fields(self)}
-        for name in ("eval_pairs", "pairs_per_iteration", "max_eval_pairs", "caption_dropout", "crop", "flip"):
+        for name in (
+            "eval_pairs",
+            "pairs_per_iteration",
+            "max_eval_pairs",
+            "caption_dropout",
+            "crop",
+            "posterior",
+            "flip",
+        ):
             value = getattr(self, name)
             if value != defaults[name].default:
                 raise ValueError(f"{name}={value!r} has no meaning without pairs; give pairs, or leave it out")

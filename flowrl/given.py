@@ -69,8 +69,10 @@ class Look:
         dropped = stream(self.seed, "caption_dropout", self.iteration, slot).random() < self.data.caption_dropout
         return "" if dropped else text
 
-    def posterior(self, shape: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Noise of the VAE's draw for one picture of each slot, [len(slots), *shape]."""
+    def posterior(self, shape: Sequence[int], slots: Sequence[int]) -> Tensor | None:
+        """Noise of the VAE's draw for one picture of each slot, [len(slots), *shape]; None takes the mean."""
+        if self.data.posterior == "mean":
+            return None
         return normal(shape, self.seed, "posterior", [(self.iteration, slot) for slot in slots])
 
 

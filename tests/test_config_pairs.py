@@ -92,7 +92,8 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(read, overrides, w
 
 
 @pytest.mark.parametrize(
-    "word", ["eval_pairs=a", "caption_dropout=0.1", "crop=random", "flip=false", "pair_options={chosen: a}"]
+    "word",
+    ["eval_pairs=a", "caption_dropout=0.1", "crop=random", "posterior=mean", "flip=false", "pair_options={chosen: a}"],
 )
 def test_options_of_pairs_are_refused_without_pairs(read, word):
     with pytest.raises(ConfigError, match=rf"data: {word.partition('=')[0]}.*ha(s|ve) no meaning without pairs"):

@@ -190,6 +190,8 @@ def test_the_posterior_is_drawn_anew_in_every_iteration(folder):
     noise = (first[0] - latent(0)) / 0.1  # the toy's std
     assert abs(float(noise.std()) - 1) < 0.5
     assert not torch.equal(first, second)
+    mean = given(folder, flip=False, posterior="mean")
+    assert torch.equal(encoded(mean, both(0), look=Look(mean.data, 0, 1)).x0, torch.stack([latent(0), latent(100)]))
 
 
 # ---- what cannot be read

@@ -47,6 +47,29 @@ def make_pairs(folder: Path, count: int, seed: int = 0) -> None:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def write_votes(file: Path, labels: list[float]) -> None:
+    """Two JPEGs a row, the bright one being what its label prefers."""
+    rows = []
+    for k, label in enumerate(labels):
+        row: dict = {"caption": f"a blue square {k}", "label_0": float(label)}
+        for column, preferred in (("jpg_0", label == 1), ("jpg_1", label != 1)):
+            buffer = io.BytesIO()
+            scene(2 * k + preferred, 0.8 if preferred else 0.2).save(buffer, "JPEG")
+            row[column] = buffer.getvalue()
+        rows.append(row)
+    if file.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        return
+    for k, row in enumerate(rows):
+        for column in ("jpg_0", "jpg_1"):
+            (file.parent / f"{k}-{column}.jpg").write_bytes(row[column])
+            row[column] = f"{k}-{column}.jpg"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture
 def pairs(place: Path) -> Path:
     make_pairs(place / "pairs", 6)
@@ -84,27 +107,15 @@ def test_one_and_two_processes_take_the_same_first_update(pairs: Path, name: str
     assert_same_gradient("one", "two")
 
 
-def test_pictures_of_a_pick_a_pic_table_are_learned_from_and_the_held_out_ones_preferred(place: Path):
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_table_like_pick_a_pics_is_learned_from_and_held_out_pairs_preferred(place: Path, form: str):
     """Bright against dark noise: told apart after a few updates; label 0 means the second is preferred."""
-    pytest.importorskip("pyarrow")
-    import pyarrow
-    from pyarrow import parquet
-
-    def stored(seed: int, light: float) -> bytes:
-        buffer = io.BytesIO()
-        scene(seed, light).save(buffer, "JPEG")
-        return buffer.getvalue()
-
+    if form == "parquet":
+        pytest.importorskip("pyarrow")
     labels = [k % 2 for k in range(8)] + [0.5]
-    table = {
-        "caption": [f"a blue square {k}" for k in range(9)],
-        "jpg_0": [stored(2 * k, 0.8 if label == 1 else 0.2) for k, label in enumerate(labels)],
-        "jpg_1": [stored(2 * k + 1, 0.2 if label == 1 else 0.8) for k, label in enumerate(labels)],
-        "label_0": [float(label) for label in labels],
-    }
-    parquet.write_table(pyarrow.table(table), place / "train.parquet")
+    write_votes(place / f"train.{form}", labels)
     make_pairs(place / "heldout", 6, seed=1000)
-    data = "pairs: train.parquet, eval_pairs: heldout, pairs_per_iteration: 8, caption_dropout: 0.0"
+    data = f"pairs: train.{form}, eval_pairs: heldout, pairs_per_iteration: 8, caption_dropout: 0.0"
     words = (*SCENE[1:3], "data={" + data + "}", "eval={}", "optim.updates_per_iteration=1", "optim.ema=null")
     summary = train("iterations=8", "optim.batch_size=16", *words, "algorithm={name: diffusion_dpo, beta: 50}")
     rows = told("run")
