@@ -50,11 +50,11 @@ def check_distilled(resolved: Resolved, adapter: Any) -> list[str]:
                 adapter.check_guidance(scale)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from None
-    notes = [f"the model is a {how}: made for 1 to 8 steps; evaluations take its deterministic steps"]
+    notes = [f"the model is distilled {how}: made for 1 to 8 steps; evaluations take its deterministic steps"]
     if method.build().needs == "samples":
         notes.append(
-            f"{method.name} fits the network to re-noised samples, which pulls a {how} towards blurred means; methods "
-            "with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
+            f"{method.name} fits the network to re-noised samples, which pulls a distilled one towards blurred means; "
+            "methods with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
         )
     return notes
 

@@ -56,7 +56,7 @@ def path_of(scheduler: Any) -> Path:
     )
 
 
-CONSISTENCY, ADVERSARIAL = "consistency model (LCM)", "adversarially distilled model (Turbo)"
+CONSISTENCY, ADVERSARIAL = "as a consistency model (LCM)", "adversarially (SD-Turbo, SDXL-Turbo)"
 
 
 def distilled(scheduler: Any, network: Any) -> str:

@@ -37,7 +37,7 @@ def found(model: Generic) -> Iterator[tuple[str, str]]:
         ),
     )
     if model.distilled:
-        yield "distilled", f"{model.distilled}: few steps; x0_hat is a sample, so no losses on re-noised samples"
+        yield "distilled", f"{model.distilled}; few steps, x0_hat is a sample, so no losses on re-noised samples"
     yield "networks", ", ".join(f"{name} ({type(part).__name__})" for name, part in model.networks.items())
     yield "network's timestep", f"{slope:g} t + {offset:g} for the scheduler's t"
     mixed = "may share a forward" if model.batch_key(1) == 0 else "are predicted step by step"

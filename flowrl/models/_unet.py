@@ -89,8 +89,8 @@ class UNetImages(NativeImages):
     def _as_distilled(self, values: Any) -> None:
         if self.config.guidance_rescale or self.config.negative_prompt:
             raise ModelError(
-                f"model.guidance_rescale and model.negative_prompt belong to CFG, which a {self.distilled} does not "
-                "take; leave them out"
+                f"model.guidance_rescale and model.negative_prompt belong to CFG, which a checkpoint distilled "
+                f"{self.distilled} does not take; leave them out"
             )
         if self.distilled == CONSISTENCY:
             self.prediction_type = "x0"
@@ -155,7 +155,8 @@ class UNetImages(NativeImages):
         """Raise ModelError where this checkpoint cannot be guided so."""
         if self.distilled and not self.embeds_guidance and guidance_scale > 1:
             raise ModelError(
-                f"guidance_scale={guidance_scale:g}: this checkpoint is {self.distilled} and takes no CFG; set it to 1"
+                f"guidance_scale={guidance_scale:g}: this checkpoint is distilled {self.distilled} and takes no CFG; "
+                "set it to 1"
             )
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
