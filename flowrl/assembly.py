@@ -334,14 +334,21 @@ def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.T
 def require_metadata(
     train: Sequence[Prompt], held_out: Sequence[Prompt], resolved: Resolved, cards: Sequence[Card | None]
 ) -> None:
-    """Refuse a prompt whose record lacks what a reward needs; `cards` are those of the rewards, then of eval.rewards.
+    """Refuse a prompt that a reward cannot judge: its record lacks a key, or the reward's `check_prompt` refuses it.
+
+    Args:
+        train: prompts that are trained on.
+        held_out: prompts of the evaluations.
+        resolved: whose rewards are asked.
+        cards: those of the rewards, then of eval.rewards.
 
     Raises:
-        ConfigError: naming the reward, the prompt and the key.
+        ConfigError: naming the reward, the prompt and what is wrong with it.
     """
     plans, trained = (*resolved.rewards, *resolved.eval_rewards), len(resolved.rewards)
     for place, (plan, card) in enumerate(zip(plans, cards, strict=True)):
         needed = () if card is None else card.requires + (("images",) if card.modality == "edit" else ())
+        check = getattr(plan.module, "check_prompt", None)
         for key, prompts in (("data.prompts", train if place < trained else ()), ("data.eval_prompts", held_out)):
             for number, prompt in enumerate(prompts, 1):
                 lacking = [name for name in needed if name not in prompt.metadata]
@@ -350,6 +357,11 @@ def require_metadata(
                         f"{key}: prompt {number}, {prompt.text[:60]!r}, has no {lacking[0]!r}, which the reward "
                         f"{plan.name!r} needs; give it in every record of a .jsonl or data set, or leave the reward out"
                     )
+                try:
+                    if check is not None:
+                        check(prompt.text, prompt.metadata)
+                except RewardError as error:
+                    raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {error}") from None
 
 
 def require_modality(name: str, card: Card, *, clips: bool) -> None:

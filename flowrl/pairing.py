@@ -39,6 +39,9 @@ from flowrl.types import SampleId
 
 T = TypeVar("T")
 
+PATIENCE = 30
+"""Groups of samples, and at least a whole round of them, that may give no pair before the command gives up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -57,10 +60,10 @@ class Group:
 
 
 def enough(done: Done, prompts: int, wanted: Wanted) -> bool:
-    """There are as many pairs as wanted, or a whole round has given none."""
+    """There are as many pairs as wanted, or it is no use to go on."""
     if wanted.count is None:
         return done.groups >= prompts
-    return done.pairs >= wanted.count or done.groups - done.last_pair >= prompts
+    return done.pairs >= wanted.count or done.groups - done.last_pair >= max(prompts, PATIENCE)
 
 
 def judge(number: int, scores: Scores) -> Group:
@@ -120,7 +123,7 @@ class Pairing:
         self.signals: list[int] = []
 
     def fill(self, folder: PairFolder) -> None:
-        """Go on until there is enough, or a whole round gave nothing.
+        """Go on until there is enough.
 
         Raises:
             Stopped: a signal came; all but the prompts under way is in the folder.

@@ -8,7 +8,8 @@ where it lies. docs/preferences.md is what users see of it.
 from __future__ import annotations
 
 import hashlib
-import math
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,13 +300,12 @@ class Preferences:
             return Picture(value, where, name)
         if not isinstance(value, str) or not value:
             raise _Skip(NO_PICTURE, f"{column}={str(value)[:60]}")
-        file = Path(value).expanduser()
-        if not file.is_absolute():
-            if self.records.folder is None:
-                raise _Skip(NO_PICTURE, f"{column}={value!r} is a relative path, and the set has no folder")
-            file = self.records.folder / file
-        if not file.is_file():
-            raise _Skip(NO_PICTURE, f"{column}={value!r}")
+        file = Path(os.path.expanduser(value))  # Path.expanduser() raises where there is no such user
+        if not file.is_absolute() and self.records.folder is None:
+            raise _Skip(NO_PICTURE, f"{column}={value[:60]!r} is a relative path, and the set has no folder")
+        file = file if self.records.folder is None else self.records.folder / file
+        if not _is_file(file):
+            raise _Skip(NO_PICTURE, f"{column}={value[:60]!r}")
         return Picture(file.resolve(), f"{where} ({value})", name)
 
 
@@ -320,11 +320,19 @@ def _text_column(names: Sequence[str], options: PreferenceOptions, where: str) -
     return found
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long to be one
+        return False
+
+
 def _margin(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise _Skip(BAD_MARGIN, f"margin={value!r}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= sys.float_info.max:
+        raise _Skip(BAD_MARGIN, f"margin={str(value)[:60]}")
     if value == 0:
         raise _Skip(TIE, "margin=0")
     return float(value)

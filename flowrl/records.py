@@ -154,7 +154,7 @@ class Lines:
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line.decode("utf-8-sig"))  # a byte-order mark is no part of the first record
-    except ValueError:  # broken JSON or no UTF-8
+    except (ValueError, RecursionError):  # broken JSON, no UTF-8, thousands of brackets
         return None
     return record if isinstance(record, dict) else None
 

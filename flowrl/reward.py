@@ -172,7 +172,9 @@ def score_once(
         RewardError: no numbers, a wrong shape, other outputs than declared, a finite value outside the range.
     """
     card, count = entry.reward.card, len(prompts)
-    result = entry.reward.score(images, prompts, metadata)
+    # A score is not to depend on the autocast of whoever asks for it; a reward that wants one enters its own.
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        result = entry.reward.score(images, prompts, metadata)
     named = dict(result) if isinstance(result, Mapping) else {card.outputs[0]: result}
     if set(named) != set(card.outputs):
         raise RewardError(

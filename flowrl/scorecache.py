@@ -93,7 +93,10 @@ class ScoreCache:
         self.store, self.fingerprint, self.place, self.pictures = store, fingerprint, place, pictures
 
     def key(self, image: Tensor, prompt: str, record: Mapping) -> str | None:
-        """Of one picture [3, H, W] or clip [F, 3, H, W]; None where the record is no plain data, which has no key."""
+        """Of one picture [3, H, W] or clip [F, 3, H, W].
+
+        None, no key, where the record is no plain data, or a picture it names cannot be read: the reward will say so.
+        """
         try:
             told = json.dumps([FORMAT, self.fingerprint, prompt, dict(record)], sort_keys=True)
         except (TypeError, ValueError):
@@ -102,8 +105,11 @@ class ScoreCache:
         pixels = image.detach().cpu().contiguous()
         digest.update(f"{pixels.dtype} {list(pixels.shape)}".encode())
         digest.update(pixels.view(torch.uint8).numpy().tobytes())
-        for file in record.get("images", ()) if self.pictures else ():
-            digest.update(hashlib.sha256(Path(file).read_bytes()).digest())
+        try:
+            for file in record.get("images", ()) if self.pictures else ():
+                digest.update(hashlib.sha256(Path(file).read_bytes()).digest())
+        except (OSError, TypeError):
+            return None
         return digest.hexdigest()
 
     def keys(self, images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> list:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.reward import RewardError
+from rewards import _checkpoints
 from rewards._clip import Clip
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -152,14 +153,14 @@ def load_detector(model: str, *, device: str | None, reward: str) -> Mask2Former
     try:
         masks = AutoConfig.from_pretrained(model).model_type == "mask2former"
         family = Mask2FormerForUniversalSegmentation if masks else AutoModelForObjectDetection
-        network = family.from_pretrained(model, dtype=torch.float32)
+        network = _checkpoints.whole(family, model, reward=reward, dtype=torch.float32)
         processor = AutoImageProcessor.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward {reward!r} cannot load the detector {model!r}; give a folder or a hub id of a Mask2Former or an "
             f"object detector that can be reached: {error}"
         ) from error
-    network.eval().requires_grad_(False).to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    network.to(_checkpoints.place(device))
     return Mask2Former(network, processor) if masks else BoxDetector(network, processor)
 
 
@@ -203,4 +204,6 @@ def cut_out(pixels: np.ndarray, item: Detection) -> np.ndarray:
     if item.mask is not None:
         pixels = np.where(item.mask[:, :, None], pixels, np.uint8(_GREY))
     left, top, right, bottom = (round(value) for value in item.box)
+    # A sliver at the far border rounds to nothing inside the picture.
+    left, top = min(left, pixels.shape[1] - 1), min(top, pixels.shape[0] - 1)
     return np.ascontiguousarray(pixels[top : max(bottom, top + 1), left : max(right, left + 1)])

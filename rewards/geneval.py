@@ -111,6 +111,11 @@ def read_clauses(metadata: Mapping[str, Any], key: str) -> list[Clause]:
     return clauses
 
 
+def check_prompt(prompt: str, metadata: Mapping[str, Any]) -> None:
+    """Raise RewardError for a record that is not one of GenEval's, before anything is loaded."""
+    read_clauses(metadata, "include"), read_clauses(metadata, "exclude")
+
+
 def _check(clause: Clause, position: int) -> None:
     if clause.count < 1:
         raise ValueError(f"count={clause.count} must be at least 1")

@@ -106,7 +106,9 @@ class Picky:
         return [float(n) for n in numbers]
 
 
-@pytest.mark.parametrize("bad", [(0,), (63,), (37,), (5, 41), (0, 1), tuple(range(0, 64, 9))])
+@pytest.mark.parametrize(
+    "bad", [(0,), (63,), (37,), (5, 41), (0, 1), tuple(range(0, 64, 9)), range(24), range(0, 64, 4)]
+)
 def test_bad_samples_are_masked_alone_and_every_other_keeps_its_own_score(bad):
     score = Picky(*bad)
     found = scored(entry(score), count=64, retries=1).raw["mine"]
@@ -121,7 +123,7 @@ def test_where_nothing_succeeds_the_search_ends_early():
     score = Picky(*range(64))
     with pytest.raises(RewardError, match=r"64 of 64 samples.*cannot decode"):
         scored(entry(score), count=64, retries=2)
-    assert len(score.sizes) == 3 + 6 + 2
+    assert len(score.sizes) == 3 + 2 * 6
 
 
 def test_the_tries_and_the_search_are_the_entrys_to_set():
@@ -207,6 +209,8 @@ def test_the_source_picture_of_an_edit_is_part_of_the_key(tmp_path):
         file.write_bytes(content)
         keys.append(cache.key(IMAGE, "p", record))
     assert keys[0] != keys[1]
+    file.unlink()
+    assert cache.key(IMAGE, "p", record) is None, "the reward is to say that it cannot be read"
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])

@@ -29,7 +29,7 @@ from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
 from flowrl.types import InitialBatch, LossOutput, Member
 
-LEVEL = "experimental"
+LEVEL = "tested"
 _GROUP = AdvantageConfig(std="none", clip=None)
 
 

@@ -83,8 +83,8 @@ def _short(pairs: int, count: int | None, margin: float) -> int:
     wanted = "" if count is None else f" of {count}"
     if os.environ.get("RANK", "0") == "0":
         print(
-            f"flowrl: {pairs} pairs{wanted}: a whole round over the prompts gave no sample that is more than "
-            f"{margin:g} above another; lower --margin, or raise --per-prompt",
+            f"flowrl: {pairs} pairs{wanted}: in a whole round over the prompts no sample was more than {margin:g} "
+            "above another; lower --margin, or raise --per-prompt",
             file=sys.stderr,
         )
     return 1
