@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from flowrl import media
-from flowrl.assembly import build_rewards, make_scorer, probe, require_metadata, require_modality
 from flowrl.collect import Abandoned
 from flowrl.config import ConfigError, Resolved
 from flowrl.distributed import Elsewhere, World, join
+from flowrl.judges import build_rewards, make_scorer, probe, require_metadata, require_modality
 from flowrl.metrics import Progress, log, set_up_logging
 from flowrl.models._savings import cast_frozen
 from flowrl.models.base import ModelAdapter, decoded

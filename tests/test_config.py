@@ -418,7 +418,7 @@ STRICT, PARTIAL = "{name: shapes, outputs: {shapes_strict: 1}}", "{name: shapes,
 
 
 def test_entries_of_one_reward_with_the_same_options_share_what_is_built(read, tmp_path):
-    from flowrl.assembly import build_rewards
+    from flowrl.judges import build_rewards
 
     path = write(tmp_path, "def score(images, prompts, metadata):\n    return images.mean((1, 2, 3))\n")
     other = "{name: rewards.shapes, surplus_penalty: 0.25, weight: 0}"  # the same by a dotted path, default spelt out
@@ -432,7 +432,7 @@ def test_entries_of_one_reward_with_the_same_options_share_what_is_built(read, t
 
 
 def test_entries_of_one_reward_with_other_options_are_refused(read):
-    from flowrl.assembly import build_rewards
+    from flowrl.judges import build_rewards
     from flowrl.reward import Scorer
 
     found = resolve(read(f"rewards=[{STRICT}, {{name: shapes, surplus_penalty: 0.5}}]"))

@@ -93,7 +93,8 @@ def _two_processes() -> str:
 
 
 def _probe(plan, resolved) -> str:
-    from flowrl.assembly import PROBE_PX, both_prompts, probe_batch
+    from flowrl.assembly import both_prompts
+    from flowrl.judges import PROBE_PX, probe_batch
     from flowrl.reward import score_once
 
     prompts = both_prompts(resolved.run)[0][:2]

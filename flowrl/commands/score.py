@@ -43,8 +43,8 @@ def command(
     ] = None,
 ) -> None:
     """One line of JSON per picture or clip, NaN is null, then a summary. Exit code 1 if a reward scored nothing."""
-    from flowrl.assembly import build_rewards
     from flowrl.config import ConfigError
+    from flowrl.judges import build_rewards
     from flowrl.reward import Scorer
 
     if (check is None) == (not reward):
@@ -176,7 +176,7 @@ def _scored(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> Iterat
     import torch
 
     from flowrl import media
-    from flowrl.assembly import require_modality
+    from flowrl.judges import require_modality
 
     opened: list[tuple[int, torch.Tensor]] = []
     for place, (file, _, _) in enumerate(samples):
