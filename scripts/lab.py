@@ -230,7 +230,7 @@ def train_command(name: str, recipe: Path, seed: int, output: Path) -> tuple[lis
 
 def make_pairs(recipe: Path) -> None:
     """The preference set that a recipe learns from; one that is complete is left as it is."""
-    folder = read_recipe(recipe)["data"].get("pairs")
+    folder = read_recipe(recipe).get("data", {}).get("pairs")
     if folder is not None:
         command = [sys.executable, "-m", "flowrl", "pairs", *PAIRS[folder], "--out", folder, "--processes", "2"]
         print(" ".join(command), flush=True)
