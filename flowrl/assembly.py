@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from flowrl.algorithms.base import Algorithm, Networks, NoiseAlgorithm
 from flowrl.checks import check_distilled
-from flowrl.components import RewardPlan
 from flowrl.config import ConfigError, EvalConfig, Resolved, RunConfig
 from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
+from flowrl.given import Given, require_encoder
 from flowrl.initials import add_calibration, noise_weights, require_own_prompts
+from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
+from flowrl.labels import LabelledSource
 from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.learner import Learner
 from flowrl.metrics import log
@@ -23,8 +24,9 @@ from flowrl.models._savings import cast_frozen
 from flowrl.models.base import ModelAdapter, ModelConfig, channel_axis, packed_grid, torch_dtype
 from flowrl.models.weights import Weights, component_names
 from flowrl.optim import Optimizer
+from flowrl.preferences import PreferenceSource
 from flowrl.prompts import Prompt, PromptSource, Texts, require_pictures
-from flowrl.reward import Card, RewardError, Scorer, WeightedReward, score_once
+from flowrl.reward import Scorer
 from flowrl.rng import derive
 from flowrl.rollout import Policy
 from flowrl.samplers.base import Sampler, step_std
@@ -34,9 +36,6 @@ from flowrl.sources import Columns, load_prompts
 from flowrl.spatial import Mapper, mapper
 from flowrl.types import SampleId
 
-PROBE_PX = 64
-"""Side of a probe picture where the adapter does not say its own."""
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -44,12 +43,12 @@ class Parts:
 
     resolved: Resolved
     world: World
-    source: PromptSource
+    source: PromptSource | PreferenceSource | LabelledSource
     held_out: tuple[Prompt, ...]
-    scorer: Scorer
-    """Rewards that are trained on."""
-    watched: Scorer
-    """Those and the ones that are only looked at."""
+    scorer: Scorer | None
+    """Rewards that are trained on; None for a method that learns from given pictures."""
+    watched: Scorer | None
+    """Those and the ones that are only looked at; None without any."""
     adapter: ModelAdapter
     weights: Weights
     dtype: torch.dtype
@@ -67,19 +66,41 @@ class Parts:
     """The network is split over the processes, which then make every forward together."""
     learned: LearnedNoise | None
     """The law of the initial noise, for a method that learns it."""
+    given: Given | None
+    """The pictures that a run learns from, for a method on such."""
 
     def introduction(self) -> str:
         """One line on what is about to run."""
         run, options = self.resolved.run, self.resolved.model.config
+        data = f"{len(self.source.prompts)} train" if isinstance(self.source, PromptSource) else ""
+        if self.given is not None:
+            data = f"{len(self.given.records)} given {'pictures' if 'labelled' in self.given.members else 'pairs'}"
         line = (
             f"{run.name}: {self.resolved.algorithm.name} on {options.path}, {self.weights.count:,} trained values "
-            f"({self.weights.description}), "
-            f"{len(self.source.prompts)} train and {len(self.held_out)} held-out prompts, {self.world.size} process(es)"
-            f"{', which share the network' if self.sharded else ''}"
+            f"({self.weights.description}), {data} and {len(self.held_out)} held-out prompts, "
+            f"{self.world.size} process(es){', which share the network' if self.sharded else ''}"
         )
-        if run.data.eval_prompts is None:
+        if not self.held_out:
+            line += "\ndata.eval_prompts is not set: no picture is drawn before and after"
+        elif run.data.eval_prompts is None:
             line += "\ndata.eval_prompts is not set: evaluation uses the training prompts, which is no held-out number"
+        elif self.watched is None:
+            line += "\neval.rewards is empty: evaluation draws pictures and scores nothing"
         return line
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """What a run learns from and is looked at with."""
+
+    train: list[Prompt]
+    """Empty where pictures are given."""
+    held_out: list[Prompt]
+    given: Given | None
+
+    def texts(self, *, cache: bool) -> list[str | Prompt]:
+        """All that is embedded ahead, if anything is."""
+        return [*self.train, *self.held_out, *(self.given.captions() if self.given is not None and cache else ())]
 
 
 def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool = True) -> Parts:
@@ -91,53 +112,38 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         ConfigError, ModelError, RewardError: something the user can mend.
     """
     config, options = resolved.run, resolved.model.config
-    _require_samples(config.samples_per_iteration, world)
-    train, held_out = both_prompts(config)
+    _require_samples(resolved, world)
     algorithm: Algorithm = resolved.algorithm.build()
-    if algorithm.needs == "noise":
-        require_own_prompts(train, held_out)
-    both = (*resolved.rewards, *resolved.eval_rewards)
-    require_metadata(train, held_out, resolved, [plan.card for plan in both])
-    entries = build_rewards(both)
-    require_metadata(train, held_out, resolved, [entry.reward.card for entry in entries])
-    scorer, watched = build_scorer(entries[: len(resolved.rewards)]), build_scorer(entries)
-    adapter = resolved.model.build()
-    for entry in watched.distinct:
-        require_modality(entry.name, entry.reward.card, clips=getattr(adapter, "num_frames", 1) > 1)
-    require_pictures(train, adapter, "data.prompts", train[0])
-    require_pictures(held_out, adapter, "data.eval_prompts", train[0])
+    data = _data(config, algorithm)
+    scorer, watched = _judges(resolved, data)
+    adapter = _adapter(resolved, data, watched)
     dtype, sharded = torch_dtype(options.dtype), options.shard and world.size > 1
     if algorithm.needs == "noise":
-        weights = _noise(algorithm, adapter, options, world, train)
+        weights = _noise(algorithm, adapter, options, world, data.train)
     else:
         weights = _weights(resolved, adapter, world, dtype if sharded else None)
     learned = weights.network if isinstance(weights, NoiseWeights) else None
-    probe(scorer, train[:2], adapter)
-    probe(watched, held_out[:2], adapter)
-    texts = Texts(adapter, (*train, *held_out), cache=config.data.cache_text)
+    probe(scorer, data.train[:2], adapter)
+    probe(watched, data.held_out[:2], adapter)
+    if data.given is not None:
+        require_encoder(adapter)
+    texts = Texts(adapter, data.texts(cache=config.data.caches_text), cache=config.data.caches_text)
     if isinstance(weights, NoiseWeights):
-        add_calibration(algorithm, weights, texts, train, config.seed)
+        add_calibration(algorithm, weights, texts, data.train, config.seed)
     for role in algorithm.roles:
         weights.snapshot(role)
-    updates = config.iterations * config.optim.updates_per_iteration * algorithm.passes
-    scaled = dtype == torch.float16 and algorithm.needs != "noise"  # there no gradient goes through the network
-    optimizer = Optimizer(weights, config.optim, updates, loss_scaling=scaled, world=world)
+    optimizer = _optimizer(resolved, algorithm, weights, world)
     sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
     _require_plan(algorithm, sampler, schedule, adapter, config.seed)
     for note in check_distilled(resolved, adapter):
         log.warning("%s", note)
-    _require_whole_groups(algorithm, config.rollout.prompts_per_iteration, world)
-    maps = None
-    spatial = getattr(algorithm, "spatial", None)
-    if training and spatial is not None:
-        layout = {"grid": packed_grid(adapter), "channel_axis": channel_axis(adapter)}
-        maps = mapper(spatial, adapter.latent_shape(), world.device, **layout)
+    _require_whole_groups(algorithm, resolved.slots, world)
     return Parts(
         resolved=resolved,
         world=world,
-        source=PromptSource(train, config.rollout.prompts_per_iteration, config.seed),
-        held_out=tuple(held_out),
+        source=PromptSource(data.train, resolved.slots, config.seed) if data.given is None else data.given.source,
+        held_out=tuple(data.held_out),
         scorer=scorer,
         watched=watched,
         adapter=adapter,
@@ -150,11 +156,59 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         sampler=sampler,
         policy=policy,
         learner=Learner(config, algorithm, Networks(policy, weights), optimizer, world, schedule, sharded=sharded),
-        evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, tuple(held_out), sharded, learned),
-        maps=maps,
+        evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, data.held_out, sharded, learned),
+        maps=_maps(algorithm, adapter, world) if training else None,
         sharded=sharded,
         learned=learned,
+        given=data.given,
     )
+
+
+def _data(config: RunConfig, algorithm: Algorithm) -> _Data:
+    """Prompts and pictures of a run, read before anything else."""
+    train, held_out = both_prompts(config)
+    if algorithm.needs == "noise":
+        require_own_prompts(train, held_out)
+    given = None if config.data.pairs is None else Given(config.data, algorithm, config.seed)
+    return _Data(train, held_out, given)
+
+
+def _judges(resolved: Resolved, data: _Data) -> tuple[Scorer | None, Scorer | None]:
+    """(rewards that are trained on, those and the ones that are only looked at); None without any."""
+    both = (*resolved.rewards, *resolved.eval_rewards)
+    require_metadata(data.train, data.held_out, resolved, [plan.card for plan in both])
+    entries = build_rewards(both)
+    require_metadata(data.train, data.held_out, resolved, [entry.reward.card for entry in entries])
+    trained = entries[: len(resolved.rewards)]
+    return (build_scorer(trained) if trained else None), (build_scorer(entries) if entries else None)
+
+
+def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAdapter:
+    """The model, if rewards and prompts are of its kind."""
+    adapter = resolved.model.build()
+    for entry in () if watched is None else watched.distinct:
+        require_modality(entry.name, entry.reward.card, clips=getattr(adapter, "num_frames", 1) > 1)
+    # Captions of pairs have no reference pictures.
+    first = data.train[0] if data.given is None else Prompt("")
+    require_pictures(data.train or [first], adapter, "data.prompts" if data.given is None else "data.pairs", first)
+    require_pictures(data.held_out, adapter, "data.eval_prompts", first)
+    return adapter
+
+
+def _optimizer(resolved: Resolved, algorithm: Algorithm, weights: Weights, world: World) -> Optimizer:
+    config = resolved.run
+    updates = config.iterations * config.optim.updates_per_iteration * algorithm.passes
+    # Under a law of the noise no gradient goes through the network.
+    scaled = resolved.model.config.dtype == "float16" and algorithm.needs != "noise"
+    return Optimizer(weights, config.optim, updates, loss_scaling=scaled, world=world)
+
+
+def _maps(algorithm: Algorithm, adapter: ModelAdapter, world: World) -> Mapper | None:
+    spatial = getattr(algorithm, "spatial", None)
+    if spatial is None:
+        return None
+    layout = {"grid": packed_grid(adapter), "channel_axis": channel_axis(adapter)}
+    return mapper(spatial, adapter.latent_shape(), world.device, **layout)
 
 
 def _weights(resolved: Resolved, adapter: ModelAdapter, world: World, split_at: torch.dtype | None) -> Weights:
@@ -186,10 +240,10 @@ def _evaluator(
     options: EvalConfig,
     adapter: ModelAdapter,
     texts: Texts,
-    scorer: Scorer,
+    scorer: Scorer | None,
     world: World,
     folder: Path,
-    prompts: tuple[Prompt, ...],
+    prompts: Sequence[Prompt],
     sharded: bool,
     learned: LearnedNoise | None,
 ) -> Evaluator:
@@ -199,7 +253,7 @@ def _evaluator(
         scorer=scorer,
         world=world,
         folder=folder,
-        prompts=prompts,
+        prompts=tuple(prompts),
         seed=derive(0, "evaluation"),
         samples_per_prompt=options.samples_per_prompt,
         batch_size=options.batch_size,
@@ -210,28 +264,34 @@ def _evaluator(
 
 
 def both_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """(training prompts, those of the evaluations): the training prompts again where none are set."""
+    """(training prompts, those of the evaluations): the training prompts again where none are set. Pairs bring their
+    own captions: there are no training prompts then."""
     data = config.data
     columns = Columns(data.prompt_column, data.image_column, data.subset)
-    train = load_prompts(data.prompts, "data.prompts", columns)[: data.max_prompts]
+    train: list[Prompt] = []
+    if data.prompts is not None:
+        train = load_prompts(data.prompts, "data.prompts", columns)[: data.max_prompts]
     held_out = train
     if data.eval_prompts is not None:
         held_out = load_prompts(data.eval_prompts, "data.eval_prompts", columns)
     return train, held_out[: data.max_eval_prompts]
 
 
-def _require_samples(samples: int, world: World) -> None:
+def _require_samples(resolved: Resolved, world: World) -> None:
+    samples = resolved.slots * resolved.group_size
     if samples < world.size:
+        what = "data.pairs_per_iteration" if resolved.members else "rollout.prompts_per_iteration x rollout.group_size"
         raise ConfigError(
-            f"rollout.prompts_per_iteration x rollout.group_size = {samples} samples cannot keep {world.size} "
-            "processes busy; raise one of them or start fewer processes"
+            f"{what} = {samples} samples cannot keep {world.size} processes busy; raise one of them or start fewer "
+            "processes"
         )
 
 
 def _require_whole_groups(algorithm: Algorithm, prompts: int, world: World) -> None:
-    if getattr(algorithm, "unit", "term") == "group" and prompts < world.size:
+    if getattr(algorithm, "unit", "term") in ("group", "prompt") and prompts < world.size:
+        key = "data.pairs_per_iteration" if algorithm.members else "rollout.prompts_per_iteration"
         raise ConfigError(
-            f"rollout.prompts_per_iteration={prompts}: the loss compares all samples of a prompt, which must lie on "
+            f"{key}={prompts}: the loss compares all samples of a prompt, which must lie on "
             f"one of {world.size} processes; raise it to at least {world.size}, or start fewer processes"
         )
 
@@ -246,109 +306,3 @@ def _require_plan(algorithm: Algorithm, sampler: Sampler, schedule: Schedule, ad
             algorithm.times(schedule, [SampleId(0, 0)], 1, seed)
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
-
-
-def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
-    """The entries in their order; those of one component with the same options share it, so its weights load once."""
-    built: list[tuple[RewardPlan, WeightedReward]] = []
-    for plan in plans:
-        sibling = next((entry for earlier, entry in built if plan.same_component(earlier)), None)
-        built.append((plan, plan.build(sibling)))
-    return [entry for _, entry in built]
-
-
-def build_scorer(entries: Sequence[WeightedReward], **options: Any) -> Scorer:
-    """A scorer that tells the log of errors, unless `options` say otherwise.
-
-    Raises:
-        ConfigError: entries that do not go together, as only the built rewards show.
-    """
-    try:
-        return Scorer(entries, **({"on_error": lambda text: log.warning("%s", text)} | options))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:
-    """Noise to try rewards on: pictures [count, 3, H, W], or clips [count, F, 3, H, W] where there are more frames."""
-    frames = (num_frames,) if num_frames > 1 else ()
-    return torch.rand(count, *frames, 3, height, width, generator=torch.Generator().manual_seed(0))
-
-
-def require_metadata(
-    train: Sequence[Prompt], held_out: Sequence[Prompt], resolved: Resolved, cards: Sequence[Card | None]
-) -> None:
-    """Refuse a prompt that a reward cannot judge: its record lacks a key, or the reward's `check_prompt` refuses it.
-
-    Args:
-        train: prompts that are trained on.
-        held_out: prompts of the evaluations.
-        resolved: whose rewards are asked.
-        cards: those of the rewards, then of eval.rewards.
-
-    Raises:
-        ConfigError: naming the reward, the prompt and what is wrong with it.
-    """
-    plans, trained = (*resolved.rewards, *resolved.eval_rewards), len(resolved.rewards)
-    for place, (plan, card) in enumerate(zip(plans, cards, strict=True)):
-        needed = () if card is None else card.requires + (("images",) if card.modality == "edit" else ())
-        check = getattr(plan.module, "check_prompt", None)
-        for key, prompts in (("data.prompts", train if place < trained else ()), ("data.eval_prompts", held_out)):
-            for number, prompt in enumerate(prompts, 1):
-                lacking = [name for name in needed if name not in prompt.metadata]
-                if lacking:
-                    raise ConfigError(
-                        f"{key}: prompt {number}, {prompt.text[:60]!r}, has no {lacking[0]!r}, which the reward "
-                        f"{plan.name!r} needs; give it in every record of a .jsonl or data set, or leave the reward out"
-                    )
-                try:
-                    if check is not None:
-                        check(prompt.text, prompt.metadata)
-                except RewardError as error:
-                    raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {error}") from None
-
-
-def require_modality(name: str, card: Card, *, clips: bool) -> None:
-    """Refuse a reward that cannot judge what the model makes.
-
-    Raises:
-        ConfigError: naming the reward and the remedy.
-    """
-    if card.modality == "video" and not clips:
-        raise ConfigError(
-            f"reward {name!r} judges clips, and the model makes pictures; leave it out, or use a video model with more "
-            "than one frame"
-        )
-    if card.modality in ("image", "edit") and clips:
-        raise ConfigError(
-            f"reward {name!r} judges pictures, and the model makes clips; leave it out, or use a reward that "
-            "`flowrl list rewards` shows for video or any"
-        )
-
-
-def probe(scorer: Scorer, prompts: Sequence[Prompt], adapter: ModelAdapter) -> None:
-    """Score noise: a broken reward ends the run here; one that scores none of it is told of."""
-    height, width = getattr(adapter, "height", PROBE_PX), getattr(adapter, "width", PROBE_PX)
-    images = probe_batch(len(prompts), height, width, getattr(adapter, "num_frames", 1))
-    given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
-    joined: dict[str, torch.Tensor] = {}
-    for entry in scorer.distinct:
-        try:
-            joined |= score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
-        except RewardError as error:
-            if images.ndim < 5:
-                raise
-            raise RewardError(f"{error} (the model makes clips: it was given {given})") from error
-        except Exception as error:
-            raise RewardError(
-                f"reward {entry.name!r} fails on a probe batch of {given}: "
-                f"{type(error).__name__}: {error}; nothing was trained"
-            ) from error
-    for entry in scorer.entries:
-        if entry.training_value(joined).isnan().all():
-            log.warning(
-                "reward %r returned NaN for all of a probe batch of noise, %s: every sample that it cannot score "
-                "is masked, and the run stops where that is more than half of them",
-                entry.name,
-                given,
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from flowrl.components import check_plans
@@ -17,8 +18,7 @@ def check(resolved: Resolved) -> None:
     Raises:
         ConfigError: naming the key, the value and the remedy.
     """
-    if all(plan.entry.weight == 0 for plan in resolved.rewards):
-        raise ConfigError("rewards: every weight is 0, so there is nothing to train on; give one a weight")
+    _check_source(resolved)
     _check_rewards(resolved)
     _check_credit(resolved)
     _check_exploration(resolved)
@@ -61,6 +61,44 @@ def check_distilled(resolved: Resolved, adapter: Any) -> list[str]:
     return notes
 
 
+def _check_source(resolved: Resolved) -> None:
+    """Where the samples come from, and what has no meaning then."""
+    run, name = resolved.run, resolved.algorithm.name
+    if not resolved.members:
+        if run.data.pairs is not None:
+            raise ConfigError(
+                f"data.pairs={run.data.pairs!r}: {name} draws its samples and credits them by rewards; give "
+                "data.prompts and rewards, or use a method that learns from pairs, such as diffusion_dpo"
+            )
+        if not run.rewards:
+            raise ConfigError("rewards is empty: give at least one, such as [{name: jpeg}]")
+        if all(plan.entry.weight == 0 for plan in resolved.rewards):
+            raise ConfigError("rewards: every weight is 0, so there is nothing to train on; give one a weight")
+        return
+    if run.data.pairs is None:
+        raise ConfigError(
+            f"data.pairs is required: {name} learns from given pictures; give a preference set in place of "
+            "data.prompts (docs/preferences.md)"
+        )
+    if run.rewards:
+        raise ConfigError(
+            f"rewards: {name} learns from pairs and credits nothing by rewards; move them to eval.rewards"
+        )
+    if run.eval.best_guidance and not run.eval.rewards:
+        raise ConfigError("eval.best_guidance: there is no reward to compare by; give eval.rewards, or leave it out")
+    if run.eval.rewards and run.data.eval_prompts is None:
+        raise ConfigError("eval.rewards: there are no prompts to draw pictures for; give data.eval_prompts")
+    if run.data.eval_pairs is not None and not hasattr(resolved.algorithm.build(), "preferred"):
+        raise ConfigError(f"data.eval_pairs: {name} prefers no picture to another; leave it out")
+    for item in dataclasses.fields(run.rollout):
+        value = getattr(run.rollout, item.name)
+        if item.name in ("prompts_per_iteration", "group_size", "exploration") and value != item.default:
+            raise ConfigError(
+                f"rollout.{item.name}={value}: the slots of {name} are filled from the pairs; leave it out, and set "
+                "data.pairs_per_iteration"
+            )
+
+
 def _check_rewards(resolved: Resolved) -> None:
     """Several entries may share a component, but one that says the same twice is a slip."""
     plans = [(f"rewards.{i}", plan) for i, plan in enumerate(resolved.rewards)]
@@ -89,7 +127,7 @@ def _check_credit(resolved: Resolved) -> None:
     if rule is None:
         return
     try:
-        rule.check_group(resolved.run.rollout.group_size)
+        rule.check_group(resolved.group_size)
     except ValueError as error:
         raise ConfigError(f"algorithm.{error}") from None
 
@@ -152,13 +190,16 @@ def _check_samples(resolved: Resolved) -> None:
     check_group = getattr(resolved.algorithm.config, "check_group", None)
     if check_group is not None:
         try:
-            check_group(run.rollout.group_size)
+            check_group(resolved.group_size)
         except ValueError as error:
             raise ConfigError(f"algorithm.{error}") from None
     terms = algorithm.config.times.terms(run.rollout.num_inference_steps)
-    whole = {"term": 1, "sample": terms, "group": run.rollout.group_size}[algorithm.unit]
+    taken = algorithm.taken(resolved.group_size)
+    whole = {"term": 1, "sample": terms, "group": taken, "prompt": taken * terms}[algorithm.unit]
     if whole > run.optim.batch_size:
-        what = "all samples of a prompt" if algorithm.unit == "group" else "all times of a sample"
+        what = {"sample": "all times of a sample", "group": "all samples of a prompt"}.get(
+            algorithm.unit, "all samples of a prompt at all their times"
+        )
         raise ConfigError(
             f"optim.batch_size={run.optim.batch_size}: a forward of {resolved.algorithm.name} must hold {what}, "
             f"{whole} rows; raise it to at least {whole} (model.gradient_checkpointing=true saves memory)"

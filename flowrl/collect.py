@@ -6,14 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.advantages import aggregate
+from flowrl.advantages import Advantages, aggregate
 from flowrl.assembly import Parts
-from flowrl.distributed import largest_shard, shard
+from flowrl.distributed import World, largest_shard, shard
 from flowrl.exploration import choose, fidelity
 from flowrl.initials import numbers_of
 from flowrl.metrics import Progress, Sums, Timer, log
@@ -21,7 +22,7 @@ from flowrl.models.base import decoded
 from flowrl.overlap import Ahead
 from flowrl.plan import StepPlan
 from flowrl.preview import Preview
-from flowrl.prompts import Prompt
+from flowrl.prompts import Prompt, PromptSource
 from flowrl.reward import Scores
 from flowrl.rollout import Noise, run
 from flowrl.schedules import Schedule
@@ -62,7 +63,10 @@ class Collector:
         self.parts, self.signalled = parts, signalled
         self.config, self.world = parts.resolved.run, parts.world
         self.evaluations = parts.learner.evaluations
-        self.weights = torch.tensor([e.weight for e in parts.scorer.entries])
+        assert parts.scorer is not None
+        assert isinstance(parts.source, PromptSource)
+        self.scorer, self.source = parts.scorer, parts.source
+        self.weights = torch.tensor([e.weight for e in self.scorer.entries])
         self.options = self.config.rollout.exploration
         self.explores, self.fidelity = self.options is not None, None
         if self.options is not None and training:
@@ -75,8 +79,8 @@ class Collector:
             Abandoned: on all processes; what was drawn is lost.
         """
         parts, config = self.parts, self.config
-        numbers = parts.source.draw(iteration)
-        prompts = [parts.source.prompts[k] for k in numbers]
+        numbers = self.source.draw(iteration)
+        prompts = [self.source.prompts[k] for k in numbers]
         plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
         noise = self.noise(iteration)
         found, maps, laws, before = None, None, None, self.evaluations.rows
@@ -106,7 +110,7 @@ class Collector:
         if looked is not None:
             self._report(*looked, aggregate(rewards, self.weights), sums)
         gone = parts.algorithm.retired(rewards, self.weights)
-        parts.source.retire(iteration, [k for k, done in zip(numbers, gone.tolist(), strict=True) if done])
+        self.source.retire(iteration, [k for k, done in zip(numbers, gone.tolist(), strict=True) if done])
         spread = _group_spread(found.images, found.rows)
         initial = None if laws is None else noise.initial(found.ids)
         drawn = (found.samples, found.edges, found.cond, found.rows)
@@ -143,12 +147,10 @@ class Collector:
         """`group` samples of each prompt, decoded and scored; this process's share of them."""
         parts, world, size = self.parts, self.world, batch_size or self.config.rollout.batch_size
         own = [SampleId(*pair) for pair in shard(len(prompts), group, world.rank, world.size)]
-        slots = sorted({i.slot for i in own})
-        rows = torch.tensor([slots.index(i.slot) for i in own], dtype=torch.int64)
+        slots, rows = slots_and_rows(own)
         bar = Progress(len(own), text, show=world.main)
-        options = {"batch_size": size, "device": world.device}
         asked = [prompts[i.slot] for i in own]
-        ahead, pictures = Ahead(parts.scorer, [p.text for p in asked], [p.metadata for p in asked]), list[Tensor]()
+        ahead, pictures = Ahead(self.scorer, [p.text for p in asked], [p.metadata for p in asked]), list[Tensor]()
 
         def decode(start: int, x0: Tensor) -> None:
             with timer.phase("decode"):
@@ -159,14 +161,10 @@ class Collector:
             with timer.phase("text"):
                 cond = parts.texts.lookup([prompts[slot] for slot in slots])
             with timer.phase("rollout"):
-                watched: dict[str, Any] = {"progress": lambda count: self._watch(bar, count)}
                 # Without a reward that scores beside sampling, the VAE waits for the end.
-                watched |= {"finished": decode} if ahead else {}
-                samples, edges = run(parts.policy, plan, noise, own, cond, rows, **options, **watched, **recorded)
-                for _ in range(self._elsewhere(len(prompts), group, len(own), size)):
-                    with self.evaluations.uncounted():
-                        run(parts.policy, plan, noise, own[:1], cond, rows[:1], **options)
-                    self._watch(bar, 0)
+                further = recorded | ({"finished": decode} if ahead else {})
+                watch, whole = partial(self._watch, bar), (len(prompts), group)
+                samples, edges = drawn_in_step(parts, plan, noise, own, cond, rows, watch, whole, size, **further)
             if not ahead:
                 for start in range(0, len(own), size):
                     decode(start, samples.x0[start : start + size])
@@ -183,22 +181,32 @@ class Collector:
         if self.signalled():
             raise Abandoned
 
-    def _elsewhere(self, prompts: int, group: int, own: int, size: int) -> int:
-        """Batches that other processes make and this one, with `own` samples, does not; 0 if it may."""
-        if not self.parts.sharded:
-            return 0
-        return math.ceil(largest_shard(prompts, group, self.world.size) / size) - math.ceil(own / size)
-
     def _gather(self, found: Draw, prompts: int, group: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Everybody's scores by identity: [R, P, G] and name -> [P, G]."""
-        rewards = torch.full((len(found.scores.values), prompts, group), torch.nan)
-        table = {name: torch.full((prompts, group), torch.nan) for name in found.scores.raw}
-        for ids, part, named in self.world.gather((found.ids, found.scores.values, found.scores.raw)):
-            slot, sample = torch.tensor([i.slot for i in ids]), torch.tensor([i.sample for i in ids])
-            rewards[:, slot, sample] = part
-            for name, value in named.items():
-                table[name][slot, sample] = value
-        return rewards, table
+        names, count = list(found.scores.raw), len(found.scores.values)
+        values = torch.cat([found.scores.values, *(found.scores.raw[name][None] for name in names)])
+        table = by_identity(self.world, found.ids, values, prompts, group)
+        return table[:count], dict(zip(names, table[count:], strict=True))
+
+    def told(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
+        """What an iteration's row says of its samples."""
+        total = rollout.rewards.nan_to_num().mul(self.weights[:, None, None]).sum(0)
+        row: dict[str, Any] = {"reward/total_mean": float(total[credit.valid].mean())}
+        for name, table in rollout.raw.items():
+            scored = table[table.isfinite()]
+            row[f"reward/{name}_mean"] = float(scored.mean()) if len(scored) else math.nan
+        row["reward/group_std"] = float(total.std(dim=1, correction=0).mean())
+        row["reward/masked"] = int((~credit.valid).sum())
+        counted = self.world.gather(self.scorer.take_counts())
+        row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
+        row["advantage/dead_group_share"] = float(credit.dead.float().mean())
+        row["sample/group_spread"] = rollout.spread
+        return row
+
+    @property
+    def exhausted(self) -> bool:
+        """Every prompt is retired."""
+        return self.source.exhausted
 
     # ---- exploration
 
@@ -273,3 +281,55 @@ def _group_spread(images: Tensor, rows: Tensor) -> float:
     """Mean over prompts of the std of pixels over the group's samples; near 0 means collapse."""
     spreads = [images[rows == row].std(dim=0, correction=0).mean() for row in rows.unique()]
     return float(torch.stack(spreads).mean())
+
+
+def slots_and_rows(ids: Sequence[SampleId]) -> tuple[list[int], Tensor]:
+    """(slots of B samples, ascending; row of its slot among them for each sample [B])."""
+    slots = sorted({i.slot for i in ids})
+    return slots, torch.tensor([slots.index(i.slot) for i in ids], dtype=torch.int64)
+
+
+def by_identity(world: World, ids: Sequence[SampleId], values: Tensor, prompts: int, group: int) -> Tensor:
+    """Everybody's numbers [K, B] of their own samples as one table [K, P, G]; NaN where nobody has the sample."""
+    table = torch.full((len(values), prompts, group), torch.nan)
+    for own, part in world.gather((list(ids), values)):
+        slot, sample = torch.tensor([i.slot for i in own]), torch.tensor([i.sample for i in own])
+        table[:, slot, sample] = part
+    return table
+
+
+def drawn_in_step(
+    parts: Parts,
+    plan: StepPlan,
+    noise: Noise,
+    ids: Sequence[SampleId],
+    cond: Condition,
+    rows: Tensor,
+    watch: Callable[[int], None],
+    whole: tuple[int, int],
+    batch_size: int | None = None,
+    **further: Any,
+) -> tuple[Samples, Edges]:
+    """`rollout.run`, and of a sharded network as many batches as the longest share of the processes has.
+
+    Args:
+        parts: of the run.
+        plan: the denoising steps.
+        noise: keyed noise.
+        ids: this process's samples.
+        cond: conditions of their prompts.
+        rows: row of `cond` of each of them.
+        watch: called with the number of samples just finished, after every batch.
+        whole: prompts and samples of each, over all processes.
+        batch_size: null takes the rollout's.
+        further: options of `run`.
+    """
+    size = batch_size or parts.resolved.run.rollout.batch_size
+    options = {"batch_size": size, "device": parts.world.device}
+    found = run(parts.policy, plan, noise, ids, cond, rows, progress=watch, **options, **further)
+    idle = math.ceil(largest_shard(*whole, parts.world.size) / size) - math.ceil(len(ids) / size)
+    for _ in range(idle if parts.sharded else 0):
+        with parts.learner.evaluations.uncounted():
+            run(parts.policy, plan, noise, ids[:1], cond, rows[:1], **options)
+        watch(0)
+    return found

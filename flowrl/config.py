@@ -18,7 +18,10 @@ import yaml
 from flowrl.checks import check
 from flowrl.components import Component, RewardPlan, component, model_component, reward_plan
 from flowrl.exploration import ExplorationConfig
-from flowrl.strict import ConfigError, Options, load_tree, validate
+from flowrl.preferences import PreferenceOptions
+from flowrl.strict import ConfigError as ConfigError  # most modules know it by this one
+from flowrl.strict import Options, load_tree, validate
+from flowrl.types import Member
 
 
 def _positive(**values: float | int | None) -> None:
@@ -29,11 +32,29 @@ def _positive(**values: float | int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    prompts: str
+    prompts: str | None = None
     """Training prompts: a .txt (one a line), a .jsonl or .parquet, `hf:PATH` or `hf:PATH:SPLIT` for a data set (hub id
-    or folder), or `shapes:train`."""
+    or folder), or `shapes:train`. Required, unless there are pairs."""
     eval_prompts: str | None = None
-    """Held-out prompts, same forms; null evaluates on the training prompts and says so."""
+    """Held-out prompts, same forms; null evaluates on the training prompts and says so, with pairs on none."""
+    pairs: str | None = None
+    """Preference set, for methods that learn from given pictures (docs/preferences.md)."""
+    eval_pairs: str | None = None
+    """Held-out pairs, same forms: what the network prefers of them is told at every evaluation."""
+    pair_options: PreferenceOptions = field(default_factory=PreferenceOptions)
+    """Columns of both sets, and the share of them that may be broken."""
+    pairs_per_iteration: int = 64
+    """Pairs (or pictures, where a method takes single ones) drawn per iteration, over all processes."""
+    max_eval_pairs: int | None = None
+    """Use only the first so many held-out pairs."""
+    caption_dropout: float = 0.2
+    """Share of the pairs whose caption is replaced by the empty one."""
+    crop: Literal["center", "random"] = "center"
+    """Which part of a picture is taken, after its short side is brought to the model's size."""
+    posterior: Literal["sample", "mean"] = "sample"
+    """Of the VAE: what a picture's latents are. A model that was trained on means (tiny-sd3) wants these."""
+    flip: bool = True
+    """Mirror half of the pairs. Set it to false where captions say left or right, or pictures hold text."""
     max_prompts: int | None = None
     """Use only the first so many training prompts."""
     max_eval_prompts: int | None = None
@@ -44,11 +65,45 @@ class DataConfig:
     """Of a record: its picture, or a list of them; null: `image` or `images`, where it has one."""
     subset: str | None = None
     """Of a data set that has several."""
-    cache_text: bool = True
-    """Embed every prompt at the start and free the text encoders."""
+    cache_text: bool | None = None
+    """Embed every prompt at the start and free the text encoders; false: when it is drawn. Null: true, but with pairs
+    false, since a large set has more captions than memory."""
 
     def __post_init__(self) -> None:
         _positive(max_prompts=self.max_prompts, max_eval_prompts=self.max_eval_prompts)
+        _positive(pairs_per_iteration=self.pairs_per_iteration, max_eval_pairs=self.max_eval_pairs)
+        if not 0 <= self.caption_dropout <= 1:
+            raise ValueError(f"caption_dropout={self.caption_dropout} is a share: give 0 to 1")
+        if self.prompts is None and self.pairs is None:
+            raise ValueError("prompts is required; give training prompts, or pairs for a method that learns from them")
+        if self.pairs is None:
+            self._refuse_without_pairs()
+        elif self.prompts is not None:
+            raise ValueError(
+                f"prompts={self.prompts!r}: captions of the pairs are the prompts; leave it out, or leave out pairs"
+            )
+
+    def _refuse_without_pairs(self) -> None:
+        defaults = {item.name: item for item in dataclasses.fields(self)}
+        for name in (
+            "eval_pairs",
+            "pairs_per_iteration",
+            "max_eval_pairs",
+            "caption_dropout",
+            "crop",
+            "posterior",
+            "flip",
+        ):
+            value = getattr(self, name)
+            if value != defaults[name].default:
+                raise ValueError(f"{name}={value!r} has no meaning without pairs; give pairs, or leave it out")
+        if self.pair_options != PreferenceOptions():
+            raise ValueError("pair_options have no meaning without pairs; give pairs, or leave them out")
+
+    @property
+    def caches_text(self) -> bool:
+        """`cache_text`, where it is null by what is drawn from."""
+        return self.pairs is None if self.cache_text is None else self.cache_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +232,9 @@ class RunConfig:
     """Run folder: <output>/<name>."""
     model: Options
     data: DataConfig
-    rewards: list[Options]
     iterations: int
+    rewards: list[Options] = field(default_factory=list)
+    """What samples are credited by; none for a method that learns from pairs."""
     output: str = "runs"
     seed: int = 0
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -202,22 +258,27 @@ class RunConfig:
 
     @property
     def samples_per_iteration(self) -> int:
+        """Samples that are drawn, for a method that draws all of them."""
         return self.rollout.prompts_per_iteration * self.rollout.group_size
 
 
 def geometry(config: RunConfig) -> None:
-    """Refuse numbers that do not divide, with the nearest that do."""
-    total, updates = config.samples_per_iteration, config.optim.updates_per_iteration
+    """Refuse numbers that do not divide, with the nearest that do: samples into updates, or pairs."""
+    rollout, total, what = config.rollout, config.samples_per_iteration, "samples of an iteration"
+    made_of = f"prompts_per_iteration={rollout.prompts_per_iteration} x group_size={rollout.group_size}"
+    if config.data.pairs is not None:
+        total, what = config.data.pairs_per_iteration, "pairs of an iteration"
+        made_of = f"data.pairs_per_iteration={total}"
+    elif rollout.group_size < 2:
+        raise ValueError("rollout.group_size=1: a group-relative advantage needs at least 2 samples per prompt")
+    updates = config.optim.updates_per_iteration
     if total % updates:
         valid = [n for n in range(1, total + 1) if total % n == 0]
         near = sorted(valid, key=lambda n: abs(n - updates))[:3]
         raise ValueError(
-            f"optim.updates_per_iteration={updates} does not divide the {total} samples of an iteration "
-            f"(prompts_per_iteration={config.rollout.prompts_per_iteration} x group_size={config.rollout.group_size}); "
+            f"optim.updates_per_iteration={updates} does not divide the {total} {what} ({made_of}); "
             f"nearest values that do: {', '.join(map(str, sorted(near)))}"
         )
-    if config.rollout.group_size < 2:
-        raise ValueError("rollout.group_size=1: a group-relative advantage needs at least 2 samples per prompt")
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -250,6 +311,26 @@ class Resolved:
     rewards: tuple[RewardPlan, ...]
     eval_rewards: tuple[RewardPlan, ...]
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Where each sample of a slot comes from; empty: the rollout draws all of them."""
+        return getattr(self.algorithm.build(), "members", ())
+
+    @property
+    def slots(self) -> int:
+        """Prompts of an iteration."""
+        return self.run.data.pairs_per_iteration if self.members else self.run.rollout.prompts_per_iteration
+
+    @property
+    def group_size(self) -> int:
+        """Samples of a prompt."""
+        return len(self.members) or self.run.rollout.group_size
+
+    @property
+    def drawn(self) -> int:
+        """Those of them that the rollout draws."""
+        return self.members.count("drawn") if self.members else self.run.rollout.group_size
+
     def tree(self) -> Options:
         """The configuration with every component's defaults written out."""
         tree = to_tree(self.run)
@@ -266,8 +347,6 @@ def resolve(run: RunConfig) -> Resolved:
     Raises:
         ConfigError, ModelError: naming the key, the value and the remedy.
     """
-    if not run.rewards:
-        raise ConfigError("rewards is empty: give at least one, such as [{name: jpeg}]")
     resolved = Resolved(
         run=run,
         model=model_component(run.model),

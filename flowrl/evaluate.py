@@ -32,7 +32,9 @@ BOOTSTRAP = 10_000
 class Evaluation:
     """Scores of P prompts x S fixed seeds, with the ODE sampler.
 
-    `scores[metric]` is [P, S] float64, NaN where a reward could not score.
+    `scores[metric]` is [P, S] float64, NaN where a reward could not score; without a reward there are pictures alone.
+    `agreement` [N] says of N held-out pairs whether the network prefers what the data prefer: 1, 0, or 1/2 where it
+    does not tell them apart, NaN for a pair that cannot be read.
     """
 
     tag: str
@@ -40,7 +42,9 @@ class Evaluation:
     guidance_scale: float
     num_inference_steps: int
     prompts: tuple[str, ...]
+    seeds: int
     scores: dict[str, np.ndarray]
+    agreement: np.ndarray | None = None
 
     def save(self, folder: Path) -> None:
         """`eval/<tag>.json`."""
@@ -49,14 +53,13 @@ class Evaluation:
             "iteration": self.iteration,
             "guidance_scale": self.guidance_scale,
             "num_inference_steps": self.num_inference_steps,
-            "seeds": list(range(next(iter(self.scores.values())).shape[1])),
+            "seeds": list(range(self.seeds)),
             "prompts": list(self.prompts),
-            "scores": {
-                name: [[None if np.isnan(v) else round(float(v), 6) for v in row] for row in table]
-                for name, table in self.scores.items()
-            },
+            "scores": {name: [_plain(row) for row in table] for name, table in self.scores.items()},
             "images": f"eval/{self.tag}",
         }
+        if self.agreement is not None:
+            record["agreement"] = _plain(self.agreement)
         write_atomically(folder / f"{self.tag}.json", json.dumps(record))
 
     @staticmethod
@@ -69,8 +72,15 @@ class Evaluation:
             guidance_scale=record["guidance_scale"],
             num_inference_steps=record["num_inference_steps"],
             prompts=tuple(record["prompts"]),
+            seeds=len(record["seeds"]),
             scores=scores,
+            agreement=np.asarray(record["agreement"], dtype=np.float64) if "agreement" in record else None,
         )
+
+
+def _plain(values: np.ndarray) -> list[float | None]:
+    """NaN is not JSON."""
+    return [None if np.isnan(v) else round(float(v), 6) for v in values]
 
 
 class Interrupted(Exception):
@@ -83,7 +93,8 @@ class Evaluator:
 
     adapter: ModelAdapter
     texts: Texts
-    scorer: Scorer
+    scorer: Scorer | None
+    """None: pictures alone are drawn."""
     world: World
     folder: Path
     prompts: tuple[Prompt, ...]
@@ -107,8 +118,11 @@ class Evaluator:
         save: bool = True,
         progress: Callable[[int], None] = lambda count: None,
         stop: Callable[[], bool] = lambda: False,
+        agreement: Callable[[], np.ndarray] | None = None,
     ) -> Evaluation:
         """Evaluate the network as it is now. Every process returns the whole result; the first one writes it.
+
+        `agreement` judges held-out pairs, for a method that prefers pictures.
 
         Raises:
             Interrupted: `stop()` became true on some process; all of them raise, and no scores are written.
@@ -144,13 +158,16 @@ class Evaluator:
             for ids, scores in due
             for j, i in enumerate(ids)
         ]
-        table = {name: np.full((len(prompts), self.samples_per_prompt), np.nan) for name in self.scorer.outputs}
+        names = () if self.scorer is None else self.scorer.outputs
+        table = {name: np.full((len(prompts), self.samples_per_prompt), np.nan) for name in names}
         for part in self.world.gather(own):
             for i, values in part:
                 for name, value in values.items():
                     table[name][i.slot, i.sample] = value
         texts = tuple(p.text for p in prompts)
-        result = Evaluation(tag, iteration, guidance_scale, num_inference_steps, texts, table)
+        told = None if agreement is None else agreement()
+        settings = (tag, iteration, guidance_scale, num_inference_steps)
+        result = Evaluation(*settings, texts, self.samples_per_prompt, table, told)
         if save and self.world.main:
             result.save(self.folder / "eval")
         return result
@@ -208,16 +225,60 @@ def summary(evaluation: Evaluation) -> dict[str, dict[str, float]]:
 
 def difference(base: Evaluation, tuned: Evaluation) -> dict[str, dict[str, float]]:
     """Metric -> paired difference tuned - base with interval; both must hold the same prompts and seeds."""
+    common = [name for name in base.scores if name in tuned.scores]
+    return {name: interval(_prompt_means(_paired(base, tuned, name))) for name in common}
+
+
+def _paired(base: Evaluation, tuned: Evaluation, metric: str) -> np.ndarray:
+    """tuned - base of every prompt and seed, [P, S].
+
+    Raises:
+        ValueError: the two hold others.
+    """
     if base.prompts != tuned.prompts:
         raise ValueError("a paired difference needs the same prompts in both evaluations")
-    for name in base.scores.keys() & tuned.scores.keys():
-        if base.scores[name].shape != tuned.scores[name].shape:
-            raise ValueError(
-                f"a paired difference needs the same seeds in both evaluations: {name} has "
-                f"{base.scores[name].shape[1]} and {tuned.scores[name].shape[1]} per prompt"
-            )
-    return {
-        name: interval(_prompt_means(tuned.scores[name] - table))
-        for name, table in base.scores.items()
-        if name in tuned.scores
-    }
+    before, after = base.scores[metric], tuned.scores[metric]
+    if before.shape != after.shape:
+        raise ValueError(
+            f"a paired difference needs the same seeds in both evaluations: {metric} has {before.shape[1]} and "
+            f"{after.shape[1]} per prompt"
+        )
+    return after - before
+
+
+def win_rate(
+    base: Evaluation, tuned: Evaluation, metric: str, *, higher_is_better: bool = True, seed: int = 0
+) -> dict[str, float]:
+    """How often the tuned picture beats the base's of the same prompt and seed; equal scores are ties, kept apart.
+
+    Args:
+        base: before training.
+        tuned: after it, of the same prompts and seeds.
+        metric: what decides.
+        higher_is_better: of it.
+        seed: of the bootstrap.
+
+    Returns:
+        `rate` = wins / (wins + losses) with its 95 % percentile bootstrap `low`, `high` over prompts (whose seeds
+        belong together), `n` pairs that are not tied, `wins`, `losses`, `ties`, and `tie_rate` of all that both have
+        scored.
+
+    Raises:
+        ValueError: other prompts or seeds.
+    """
+    change = _paired(base, tuned, metric) * (1 if higher_is_better else -1)
+    # Scores are saved with six digits, and one of the two may come from its file.
+    wins, losses, ties = (part.sum(axis=1) for part in (change > 1e-6, change < -1e-6, abs(change) <= 1e-6))
+    decided = int(wins.sum() + losses.sum())
+    result = {"wins": int(wins.sum()), "losses": int(losses.sum()), "ties": int(ties.sum()), "n": decided}
+    result["tie_rate"] = result["ties"] / max(decided + result["ties"], 1)
+    if not decided:
+        return result | {"rate": float("nan"), "low": float("nan"), "high": float("nan")}
+    rng, rates = np.random.default_rng(seed), np.empty(BOOTSTRAP)
+    for start in range(0, BOOTSTRAP, 1000):
+        rows = rng.integers(len(wins), size=(1000, len(wins)))
+        won, lost = wins[rows].sum(axis=1), losses[rows].sum(axis=1)
+        # A resample of ties alone decides nothing: half.
+        rates[start : start + 1000] = np.where(won + lost > 0, won / np.maximum(won + lost, 1), 0.5)
+    low, high = np.percentile(rates, [2.5, 97.5])
+    return result | {"rate": result["wins"] / decided, "low": float(low), "high": float(high)}

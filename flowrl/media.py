@@ -77,8 +77,38 @@ def read(file: Path) -> Tensor:
     Raises:
         OSError: no picture.
     """
+    import torch
+
+    frames = [pixels(frame) for frame in read_frames(file)]
+    return frames[0] if len(frames) == 1 else torch.stack(frames)
+
+
+def pixels(image: Image) -> Tensor:
+    """An RGB picture as [3, H, W], float32 in [0, 1]."""
     import numpy as np
     import torch
 
-    frames = [torch.from_numpy(np.array(frame)).permute(2, 0, 1).float() / 255 for frame in read_frames(file)]
-    return frames[0] if len(frames) == 1 else torch.stack(frames)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+
+def fitted(image: Image, height: int, width: int, place: tuple[float, float] = (0.5, 0.5), *, mirror: bool) -> Image:
+    """A picture of that size: made as small as covers it (bilinear), a part cut out, mirrored perhaps.
+
+    Args:
+        image: any size.
+        height: in pixels.
+        width: in pixels.
+        place: of the part, (down, across) in [0, 1]; (0.5, 0.5) is the middle.
+        mirror: left to right, after the cut.
+
+    Source: SalesforceAIResearch/DiffusionDPO:train.py (torchvision's Resize and CenterCrop, for squares).
+    """
+    from PIL import Image as Pillow
+
+    scale = max(height / image.height, width / image.width)
+    size = max(width, int(image.width * scale)), max(height, int(image.height * scale))
+    if size != image.size:
+        image = image.resize(size, Pillow.Resampling.BILINEAR)
+    top, left = round((size[1] - height) * place[0]), round((size[0] - width) * place[1])
+    image = image.crop((left, top, left + width, top + height))
+    return image.transpose(Pillow.Transpose.FLIP_LEFT_RIGHT) if mirror else image

@@ -11,7 +11,7 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
               in `encode` the text encoders instead of moments, EMA and embeddings
     transient encode      one batch of prompts through the largest text encoder
               rollout     a forward without gradients at rollout.batch_size, doubled by CFG
-              decode      the VAE at rollout.batch_size
+              decode      the VAE at rollout.batch_size; with pairs `pictures`, its encoder
               evaluation  the larger of those two at eval.batch_size
               update      forward, the reference's forward if there is a KL, and backward at optim.batch_size;
                           at least the gradient with its three flat copies (16 bytes per trained weight)
@@ -35,22 +35,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl import fewbits
+from flowrl import calls, fewbits
 from flowrl.config import Resolved, RunConfig
 from flowrl.distributed import shard
 from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.matching import training_guidance
 from flowrl.meter import faked, measured
 from flowrl.models._classes import config_folder
-from flowrl.models._outline import Outline, Unmeasurable
+from flowrl.models._outline import Unmeasurable
 from flowrl.models._savings import cast_frozen, offloaded, require_known
 from flowrl.models.base import loading, torch_dtype
 from flowrl.models.weights import Weights, component_names
 from flowrl.plan import StepPlan
-from flowrl.types import Condition, SampleId
+from flowrl.types import SampleId
 
-TEXT_BATCH = 64  # prompts per forward of the text encoders, as in flowrl.prompts.Texts
-_FLOAT, _HEADER_PER_TENSOR, _LONG = 4, 140, 1000
+_FLOAT, _HEADER_PER_TENSOR = 4, 140
 
 
 class UnknownModel(ValueError):
@@ -177,10 +176,12 @@ def nodes_per_sample(plan: StepPlan) -> int:
 
 def trained_share(resolved: Resolved, plan: StepPlan) -> float:
     """Share of a rollout's edges that is trained where no group is dead: a method may select samples and steps."""
-    run, algorithm = resolved.run, resolved.algorithm.build()
-    size, rule = run.rollout.group_size, getattr(algorithm.config, "advantages", None)
+    run, algorithm, size = resolved.run, resolved.algorithm.build(), resolved.group_size
+    if algorithm.needs == "samples":
+        return algorithm.taken(size) / size
+    rule = getattr(algorithm.config, "advantages", None)
     samples = 1.0 if rule is None or rule.select is None else rule.select.keep / size
-    if algorithm.needs != "edges":
+    if algorithm.needs == "noise":
         return samples
     kept = algorithm.kept_edges([SampleId(0, k) for k in range(size)], plan, 1, run.seed)
     return samples if kept is None else samples * float(kept.float().mean())
@@ -238,21 +239,22 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     trained, away, frozen = weights.count, offloaded(pipeline, config), isinstance(weights, NoiseWeights)
     stored = {name: size(part) for name, part in parts.items()}
     stored["denoiser"] -= _FLOAT * trained if config.lora else 0
-    own = shard(run.rollout.prompts_per_iteration, run.rollout.group_size, 0, processes)
+    own = shard(resolved.slots, resolved.group_size, 0, processes)
 
     def resident(names: Iterable[str]) -> int:
         return sum(stored[name] for name in names if name not in away)
 
     prompt = sum(torch.Size(shape).numel() for shape in adapter.condition_shapes().values()) * dtype.itemsize
-    embeddings = prompt * prompts if run.data.cache_text else 0
+    embeddings = prompt * prompts if run.data.caches_text else 0
     ema, snapshots = (trained * _FLOAT if run.optim.ema else 0), trained * _FLOAT * len(roles)
     base = size(adapter.network) + resident(["vae"])
-    at_work = max(run.rollout.prompts_per_iteration, run.eval.batch_size // run.eval.samples_per_prompt)
+    at_work = max(resolved.slots, run.eval.batch_size // run.eval.samples_per_prompt)
     loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
-    loaded += (0 if run.data.cache_text else resident(encoders)) + (_FLOAT * trained if frozen else 0)
+    loaded += (0 if run.data.caches_text else resident(encoders)) + (_FLOAT * trained if frozen else 0)
     terms = algorithm.passes * terms_per_sample(resolved, plan)
     samples, slots = len(own), len({slot for slot, _ in own})
     sampled, trained_on = forward_rows(run, plan, samples, slots, trained_share(resolved, plan), terms)
+    sampled = sampled * resolved.drawn // resolved.group_size
     transient, unknown = _measure(adapter, encoders, resolved, reference=bool(algorithm.roles))
     if transient["update"] is not None:
         transient["update"] = max(transient["update"], 4 * _FLOAT * trained)
@@ -269,15 +271,27 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         ema=ema,
         snapshots=snapshots,
         latents=samples * (nodes_per_sample(plan) + 1 + frozen) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
-        pictures=samples * 3 * getattr(adapter, "num_frames", 1) * adapter.height * adapter.width * _FLOAT,
+        pictures=_pictures(resolved, adapter, samples),
         phases=(
             Phase("encode", base + resident(encoders), transient["encode"]),
-            *(Phase(name, loaded, transient[name]) for name in ("rollout", "decode", "evaluation", "update")),
+            *(Phase(name, loaded, transient[name]) for name in _phases(resolved)),
         ),
         rollout_flop=_times(transient["forward_flop"], sampled),
         update_flop=_times(transient["edge_flop"], trained_on),
         unknown=unknown,
     )
+
+
+def _phases(resolved: Resolved) -> tuple[str, ...]:
+    """What an iteration and the evaluations do on the device."""
+    drawn = ("rollout",) if resolved.drawn else ()
+    return (*drawn, "pictures" if resolved.members else "decode", "evaluation", "update")
+
+
+def _pictures(resolved: Resolved, adapter: Any, samples: int) -> int:
+    """Host memory of an iteration's pictures: given ones are opened a batch at a time."""
+    held = min(samples, resolved.run.rollout.batch_size) if resolved.members else samples
+    return held * 3 * getattr(adapter, "num_frames", 1) * adapter.height * adapter.width * _FLOAT
 
 
 def _weights(adapter: Any, resolved: Resolved, prompts: int) -> Weights:
@@ -324,18 +338,20 @@ def _measure(
             return None, None
 
     with faked(adapter.network, vae, *encoders.values()):
-        forward = attempt("rollout", lambda: _predict(adapter, batch, guidance))
+        forward = attempt("rollout", lambda: calls.predict(adapter, batch, guidance))
         held_out = forward
         if eval_guidance != guidance:
-            held_out = attempt("rollout", lambda: _predict(adapter, batch, eval_guidance))
-        decode = attempt("decode", lambda: _decode(adapter, batch))
+            held_out = attempt("rollout", lambda: calls.predict(adapter, batch, eval_guidance))
+        decode, given = attempt("decode", lambda: calls.decode(adapter, batch)), (0, 0.0)
+        if resolved.members:
+            given = attempt("pictures", lambda: calls.latents(adapter, batch))
         # One by one, a batch takes hardly more than a picture; otherwise bytes are proportional to it.
-        pictures = attempt("decode", lambda: _decode(adapter, shown)) if config.memory.vae_slicing else decode
+        pictures = attempt("decode", lambda: calls.decode(adapter, shown)) if config.memory.vae_slicing else decode
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         if algorithm.needs != "noise":
-            update = attempt("update", lambda: _loss(adapter, edges, in_training, reference).backward(), grad=True)
+            update = attempt("update", lambda: calls.loss(adapter, edges, in_training, reference).backward(), grad=True)
         texts = [
-            measured(lambda n=n, e=e: _encode(n, e, adapter), grad=False)[0] + leaf[n] for n, e in encoders.items()
+            measured(lambda n=n, e=e: calls.encode(n, e, adapter), grad=False)[0] + leaf[n] for n, e in encoders.items()
         ]
     share, evaluation = shown / batch, None
     if held_out[0] is not None and pictures[0] is not None:
@@ -345,6 +361,7 @@ def _measure(
         "encode": max(texts, default=0),
         "rollout": forward[0],
         "decode": None if decode[0] is None else decode[0] + leaf["vae"],
+        "pictures": None if given[0] is None else given[0] + leaf["vae"],
         "evaluation": evaluation,
         "update": update[0],
         "forward_flop": _times(forward[1], 1 / batch),
@@ -355,43 +372,3 @@ def _measure(
 def largest_leaf(part: nn.Module) -> int:
     """Bytes of the largest module of a part that visits the device leaf by leaf."""
     return max(sum(t.numel() * t.element_size() for t in module.parameters(False)) for module in part.modules())
-
-
-def _decode(adapter: Any, batch: int) -> Any:
-    return adapter.decode(torch.empty(batch, *adapter.latent_shape()))
-
-
-def _predict(adapter: Any, batch: int, guidance_scale: float) -> torch.Tensor:
-    """One guided forward of `batch` samples, as the run makes it."""
-    cond = _condition(adapter, batch)
-    adapter.unconditional = cond.index(torch.zeros(1, dtype=torch.int64))
-    x, timestep = torch.empty(batch, *adapter.latent_shape()), torch.full((batch,), 500.0)
-    return adapter.predict(x, timestep, cond, guidance_scale)
-
-
-def _condition(adapter: Any, batch: int) -> Condition:
-    """Embeddings of `batch` prompts without values."""
-    if isinstance(adapter, Outline):
-        return adapter.blank_condition(batch)
-    dtype = torch_dtype(adapter.config.dtype)
-    return Condition({k: torch.empty(batch, *shape, dtype=dtype) for k, shape in adapter.condition_shapes().items()})
-
-
-def _loss(adapter: Any, batch: int, guidance_scale: float, reference: bool) -> torch.Tensor:
-    output = _predict(adapter, batch, guidance_scale).float()
-    if reference:
-        with torch.no_grad():
-            other = _predict(adapter, batch, guidance_scale).float()
-        output = output - other
-    return output.square().mean()
-
-
-def _encode(name: str, encoder: nn.Module, adapter: Any) -> Any:
-    if isinstance(adapter, Outline):
-        tokens = adapter.text_tokens[name]
-    else:
-        # CLIP pads to its table of positions; that of a language model is far longer than any prompt.
-        positions = getattr(encoder.config, "max_position_embeddings", None) or _LONG
-        tokens = positions if positions < _LONG else adapter.config.max_sequence_length
-    ids = torch.zeros(getattr(adapter, "text_batch", TEXT_BATCH), tokens, dtype=torch.int64)
-    return encoder(ids, output_hidden_states=True)

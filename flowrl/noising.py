@@ -7,6 +7,7 @@ nor on processes, and stay the same in every pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class Noising:
     def _chunks(self, credit: Advantages) -> list[Tensor]:
         """Global sample numbers of each update: samples at random, or whole groups."""
         updates, seed = self.config.optim.updates_per_iteration, self.config.seed
-        if self.algorithm.unit != "group":
+        if self.algorithm.unit not in ("group", "prompt"):
             useful = credit.kept.flatten().nonzero().squeeze(1)
             return update_chunks(useful, updates, seed, self.iteration)
         slots, size = credit.kept.any(dim=1).nonzero().squeeze(1), credit.kept.shape[1]
@@ -77,6 +78,8 @@ class Noising:
         if self.algorithm.unit == "sample":
             return list(rows[:, None] * self.count + times)
         groups = [rows[self.slot[rows] == slot] for slot in self.slot[rows].unique()]
+        if self.algorithm.unit == "prompt":
+            return [(group[:, None] * self.count + times).flatten() for group in groups]
         return [group * self.count + time for group in groups for time in range(self.count)]
 
     def prepare(self) -> None:
@@ -99,7 +102,26 @@ class Noising:
 
     def batches(self, number: int) -> Iterator[tuple[NoisedBatch, bool]]:
         """Training forwards of a share, and whether they count."""
+        centre = self._centre(number) if self.algorithm.centres else None
+        return ((replace(batch, centre=centre), counts) for batch, counts in self.plain_batches(number))
+
+    def plain_batches(self, number: int) -> Iterator[tuple[NoisedBatch, bool]]:
+        """The same without the means that a loss may ask for."""
         return ((self._batch(terms), counts) for terms, counts in self._in_step(self.shares[number]))
+
+    def _centre(self, number: int) -> Tensor | None:
+        """Means of what the method measures over the terms of a share on all processes, [K]; None without terms."""
+        sums, count = torch.zeros(()), 0
+        with torch.no_grad():
+            for batch, counts in self.plain_batches(number):
+                found = self.algorithm.measured(batch, self.networks)
+                if counts:
+                    sums, count = sums + found.sum(dim=0).cpu(), count + len(batch)
+        everyone = [part for part in self.world.gather((sums, count)) if part[1]]
+        if not everyone:
+            return None
+        total = torch.stack([sums for sums, _ in everyone]).sum(dim=0) / sum(count for _, count in everyone)
+        return total.to(self.world.device)
 
     def _in_step(self, share: list[Tensor]) -> Iterator[tuple[Tensor, bool]]:
         """Terms of each forward; of a sharded network as many on every process, some of them for nothing, uncounted."""

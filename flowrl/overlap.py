@@ -113,18 +113,21 @@ class Beside:
     """Scores of one batch after another, each as `Scorer.score` gives them; used as a context.
 
     Where a reward overlaps, a batch's scores come back when the next batch is added, or with the rest; so no more than
-    two batches of pictures are held, however slow the reward is.
+    two batches of pictures are held, however slow the reward is. Without a scorer nothing is ever due.
     """
 
-    def __init__(self, scorer: Scorer) -> None:
-        self.lanes = Lanes(scorer, [entry for entry in scorer.distinct if entry.reward.card.overlap])
+    def __init__(self, scorer: Scorer | None) -> None:
+        self.lanes = None
+        if scorer is not None:
+            self.lanes = Lanes(scorer, [entry for entry in scorer.distinct if entry.reward.card.overlap])
         self._waiting: deque[tuple[Any, dict[int, Outputs], dict[int, Future[Outputs]], list[str]]] = deque()
 
     def __enter__(self) -> Beside:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.lanes.close()
+        if self.lanes is not None:
+            self.lanes.close()
 
     def add(self, key: Any, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[tuple[Any, Scores]]:
         """Begin with a batch, and (key, scores) of what is due: the batch before, or this one where none overlaps.
@@ -132,6 +135,8 @@ class Beside:
         Raises:
             RewardError: as `Scorer.score`, perhaps for the batch before.
         """
+        if self.lanes is None:
+            return []
         errors: list[str] = []
         batch = images, prompts, metadata, errors
         begun = self.lanes.submit(*batch)
@@ -144,7 +149,7 @@ class Beside:
 
     def _take(self, left: int) -> list[tuple[Any, Scores]]:
         due = []
-        while len(self._waiting) > left:
+        while self.lanes is not None and len(self._waiting) > left:
             key, now, begun, errors = self._waiting.popleft()
             later = {place: future.result() for place, future in begun.items()}
             due.append((key, self.lanes.combine(now | later, errors)))

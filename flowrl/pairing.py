@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from flowrl import media
-from flowrl.assembly import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.collect import Abandoned
 from flowrl.config import ConfigError, Resolved
 from flowrl.distributed import Elsewhere, World, join
+from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.metrics import Progress, log, set_up_logging
 from flowrl.models._savings import cast_frozen
 from flowrl.models.base import ModelAdapter, decoded
@@ -113,7 +113,7 @@ class Pairing:
         require_pictures(prompts, self.adapter, "data.prompts", prompts[0])
         _freeze(resolved, self.adapter, world)
         probe(self.scorer, prompts[:2], self.adapter)
-        self.texts = Texts(self.adapter, prompts, cache=config.data.cache_text)
+        self.texts = Texts(self.adapter, prompts, cache=config.data.caches_text)
         self.policy = Policy(self.adapter, resolved.sampler.build(), config.rollout.guidance_scale)
         schedule = self.adapter.schedule(config.rollout.num_inference_steps)
         try:

@@ -52,6 +52,7 @@ def training_prompts(resolved: Resolved) -> list[Prompt]:
     """
     data = resolved.run.data
     columns = Columns(data.prompt_column, data.image_column, data.subset)
+    assert data.prompts is not None  # only a method that learns from pairs has none
     prompts = load_prompts(data.prompts, "data.prompts", columns)[: data.max_prompts]
     for number, prompt in enumerate(prompts, 1):
         taken = [name for name in prompt.metadata if name in OWN]
@@ -76,6 +77,11 @@ def check(resolved: Resolved, wanted: Wanted) -> None:
         ConfigError: naming the key, the value and the remedy.
     """
     rollout = resolved.run.rollout
+    if resolved.members:
+        raise ConfigError(
+            f"algorithm.name={resolved.algorithm.name}: it learns from pairs, and `flowrl pairs` draws them for "
+            "data.prompts by rewards; give the configuration of a method that draws samples, such as flow_grpo"
+        )
     if wanted.per_prompt < 2:
         raise ConfigError(f"--per-prompt {wanted.per_prompt}: a pair needs at least 2 samples of a prompt")
     if not (math.isfinite(wanted.margin) and wanted.margin >= 0):

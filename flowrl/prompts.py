@@ -10,9 +10,9 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowrl.config import ConfigError
 from flowrl.models.base import ModelAdapter
 from flowrl.rng import permutation
+from flowrl.strict import ConfigError
 from flowrl.types import Condition
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from flowrl.evaluate import Evaluation, difference, summary
+from flowrl.evaluate import Evaluation, difference, interval, summary, win_rate
 from flowrl.gallery import build as build_gallery
 from flowrl.metrics import log
 from flowrl.reward import WeightedReward
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 _GUIDANCE_PROMPTS = 128
 
 
-def _heaviest(trainer: Trainer) -> WeightedReward:
-    return max(trainer.scorer.entries, key=lambda e: abs(e.weight))
+def _heaviest(trainer: Trainer) -> WeightedReward | None:
+    """The reward that is trained on most, else the heaviest of those that are looked at; None without any."""
+    scorer = trainer.scorer or trainer.watched
+    return None if scorer is None else max(scorer.entries, key=lambda e: abs(e.weight))
 
 
-def primary_metric(trainer: Trainer) -> str:
-    """The output that is trained on most: the first of the heaviest reward's shares."""
-    return next(iter(_heaviest(trainer).shares()))
+def primary_metric(trainer: Trainer) -> str | None:
+    """The output that is trained on most: the first of the heaviest reward's shares; None without a reward."""
+    entry = _heaviest(trainer)
+    return None if entry is None else next(iter(entry.shares()))
 
 
 def _saved(trainer: Trainer, tag: str) -> Evaluation | None:
@@ -37,7 +40,8 @@ def evaluate_base(trainer: Trainer) -> tuple[Evaluation, Evaluation | None]:
     if base is None:
         base = _with_base_weights(trainer, "base", trainer.eval_guidance)
         metric = primary_metric(trainer)
-        log.info("base: %s %s on %d held-out prompts", metric, _format(summary(base)[metric]), len(base.prompts))
+        if metric is not None and base.prompts:
+            log.info("base: %s %s on %d held-out prompts", metric, _format(summary(base)[metric]), len(base.prompts))
     best = _best_guidance(trainer, base) if trainer.config.eval.best_guidance else None
     _write(trainer, "running", base, best, None)
     return base, best
@@ -46,11 +50,14 @@ def evaluate_base(trainer: Trainer) -> tuple[Evaluation, Evaluation | None]:
 def _with_base_weights(trainer: Trainer, tag: str, guidance_scale: float, **options: Any) -> Evaluation:
     if trainer.start:
         raise RuntimeError(f"eval/{tag}.json is gone and the weights have already moved; start the run anew")
-    return trainer.evaluate(tag, guidance_scale=guidance_scale, **options)
+    # The base is its own reference: it prefers nothing.
+    return trainer.evaluate(tag, guidance_scale=guidance_scale, judge=False, **options)
 
 
 def _best_guidance(trainer: Trainer, base: Evaluation) -> Evaluation | None:
-    metric, folder = primary_metric(trainer), trainer.folder.path / "eval"
+    entry, folder = _heaviest(trainer), trainer.folder.path / "eval"
+    assert entry is not None  # flowrl/checks.py
+    metric = next(iter(entry.shares()))
     for file in sorted(folder.glob("base-guidance-*.json")):
         return Evaluation.load(file)
     if trainer.start:
@@ -60,7 +67,7 @@ def _best_guidance(trainer: Trainer, base: Evaluation) -> Evaluation | None:
         if scale not in means:
             trial = _with_base_weights(trainer, "trial", scale, limit=_GUIDANCE_PROMPTS, save=False)
             means[scale] = float(trial.scores[metric].mean())
-    better = _heaviest(trainer).reward.card.higher_is_better
+    better = entry.reward.card.higher_is_better
     scale = (max if better else min)(means, key=lambda s: means[s])
     log.info("base by CFG: %s", ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
     if scale == base.guidance_scale:
@@ -76,44 +83,65 @@ def finish(trainer: Trainer, before: tuple[Evaluation, Evaluation | None]) -> di
         tuned = trainer.evaluate("tuned")
     result = _write(trainer, "finished", base, best, tuned)
     if trainer.world.main:
-        metric = primary_metric(trainer)
         started = time.monotonic()
         page = build_gallery([trainer.folder.path])
-        log.info("base  %s %s", metric, _format(result["base"][metric]))
-        if best is not None:
-            log.info(
-                "base with its best CFG %g  %s %s",
-                best.guidance_scale,
-                metric,
-                _format(result["base_best_guidance"][metric]),
-            )
-        log.info("tuned %s %s", metric, _format(result["tuned"][metric]))
-        log.info("paired difference %s", _format(result["difference"][metric], signed=True))
+        _tell(primary_metric(trainer), result, best)
         log.info("report: %s (%.1f s)", page, time.monotonic() - started)
     trainer.world.barrier()
     return result
 
 
+def _tell(metric: str | None, result: dict[str, Any], best: Evaluation | None) -> None:
+    if metric is not None and metric in result["difference"]:
+        log.info("base  %s %s", metric, _format(result["base"][metric]))
+        if best is not None:
+            rival = _format(result["base_best_guidance"][metric])
+            log.info("base with its best CFG %g  %s %s", best.guidance_scale, metric, rival)
+        log.info("tuned %s %s", metric, _format(result["tuned"][metric]))
+        log.info("paired difference %s", _format(result["difference"][metric], signed=True))
+        log.info("%s", told_win_rate(metric, result["win_rate"][metric]))
+    if "implicit_accuracy" in result:
+        log.info("%s", told_accuracy(result["implicit_accuracy"]))
+
+
+def told_accuracy(found: dict[str, float]) -> str:
+    """What the network prefers of held-out pairs, in a sentence."""
+    return f"implicit accuracy on held-out pairs {_format(found)}"
+
+
+def told_win_rate(metric: str, found: dict[str, float]) -> str:
+    """A win rate in a sentence."""
+    if not found["n"]:
+        return f"win rate by {metric}: no picture of the {found['ties']} differs from the base's"
+    return (
+        f"win rate by {metric}: {found['rate']:.1%} of {found['n']} pictures that are not tied (95 % interval "
+        f"{found['low']:.1%} to {found['high']:.1%}); {found['ties']} ties, {found['tie_rate']:.1%}"
+    )
+
+
 def _write(
     trainer: Trainer, status: str, base: Evaluation, best: Evaluation | None, tuned: Evaluation | None
 ) -> dict[str, Any]:
+    watched = () if trainer.watched is None else trainer.watched.distinct
+    lower = [e.reward.card.outputs for e in watched if not e.reward.card.higher_is_better]
     result: dict[str, Any] = {
         "status": status,
         "iterations": trainer.iteration,
         "seconds": round(trainer.seconds, 1),
         "primary": primary_metric(trainer),
-        "lower_is_better": [
-            name
-            for entry in trainer.watched.distinct
-            if not entry.reward.card.higher_is_better
-            for name in entry.reward.card.outputs
-        ],
+        "lower_is_better": [name for outputs in lower for name in outputs],
         "base": summary(base),
     }
     rival = best or base
     result["base_best_guidance"] = summary(rival) | {"guidance_scale": rival.guidance_scale}
     if tuned is not None:
         result |= {"tuned": summary(tuned), "difference": difference(base, tuned)}
+        result["win_rate"] = {
+            name: win_rate(base, tuned, name, higher_is_better=name not in result["lower_is_better"])
+            for name in result["difference"]
+        }
+        if tuned.agreement is not None:
+            result["implicit_accuracy"] = interval(tuned.agreement)
     if trainer.world.main:
         trainer.folder.write_json("summary.json", result)
     return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from flowrl.config import ConfigError, Resolved, RunConfig, resolve
 from flowrl.distributed import Elsewhere, join
 from flowrl.evaluate import Evaluation, Interrupted
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
+from flowrl.offline import HeldOutPairs, PairCollector
 from flowrl.report import evaluate_base, finish
 from flowrl.reward import RewardError
 from flowrl.runs import RunFolder, provenance
@@ -90,7 +90,7 @@ class Trainer:
             if not saved:
                 raise ConfigError(f"{run} holds no checkpoint to evaluate")
             state.load(self, run / "checkpoints", saved[-1])
-        return self.evaluate("evaluation")
+        return self.evaluate("evaluation", judge=run is not None)
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Do something on every process; if it fails anywhere with a user's error, all stop with it."""
@@ -124,9 +124,18 @@ class Trainer:
         self.schedule, self.sampler = parts.schedule, parts.sampler
         self.learner, self.evaluator, self.maps = parts.learner, parts.evaluator, parts.maps
         self.sharded = parts.sharded
-        self.collector = Collector(parts, self._signalled, training=training)
+        self.collector: Collector | PairCollector
+        self.held_out: HeldOutPairs | None = None
+        if parts.given is None:
+            self.collector = Collector(parts, self._signalled, training=training)
+        else:
+            self.collector = PairCollector(parts, self._signalled)
+            if parts.given.held_out_count:
+                self.held_out = HeldOutPairs(parts)
         if self.world.main:
             facts = provenance(self.resolved, str(self.world.device), self.world.size)
+            if parts.given is not None:
+                facts["data"] = parts.given.facts()
             self.folder.write_json("provenance.json", facts)
             log.info("%s", parts.introduction())
 
@@ -137,7 +146,7 @@ class Trainer:
         self._honour_signals(self.start)
         base = evaluate_base(self)
         for iteration in range(self.start + 1, config.iterations + 1):
-            if self.source.exhausted:
+            if self.collector.exhausted:
                 log.info("every prompt is retired: training ends after iteration %d", self.iteration)
                 break
             self.iteration = iteration
@@ -147,17 +156,19 @@ class Trainer:
                 with suppress(Interrupted):
                     result = self.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
                     row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
+                    if result.agreement is not None:
+                        row["eval/implicit_accuracy"] = float(np.nanmean(result.agreement))
             if self.world.main:
                 self.folder.metrics.append(row)
                 self._tell(row)
-            ends = iteration == config.iterations or self.source.exhausted
+            ends = iteration == config.iterations or self.collector.exhausted
             if ends or iteration % config.checkpoint.every == 0:
                 state.save(self, iteration)
             self._honour_signals(iteration)
         return finish(self, base)
 
-    def evaluate(self, tag: str, limit: int | None = None, **options: Any) -> Evaluation:
-        """Evaluate with the weights that count (EMA if there is one)."""
+    def evaluate(self, tag: str, limit: int | None = None, *, judge: bool = True, **options: Any) -> Evaluation:
+        """Evaluate with the weights that count (EMA if there is one); `judge` False leaves held-out pairs out."""
         config = self.config
         options.setdefault("guidance_scale", self.eval_guidance)
         steps = config.eval.num_inference_steps or config.rollout.num_inference_steps
@@ -172,6 +183,7 @@ class Trainer:
                     limit=limit,
                     progress=bar.update,
                     stop=self._signalled,
+                    agreement=self.held_out if judge else None,
                     **options,
                 )
         finally:
@@ -186,7 +198,7 @@ class Trainer:
         timer, sums = Timer(), Sums()
         with timer.phase("iteration"):
             rollout = self._roll_out(iteration, timer, sums)
-            credit = self.algorithm.advantages(rollout.rewards, torch.tensor([e.weight for e in self.scorer.entries]))
+            credit = self.algorithm.advantages(rollout.rewards, self.collector.weights)
             gate = self.dtype if iteration == self.start + 1 else None
             with timer.phase("update"):
                 self.learner.update(iteration, rollout, credit, sums, gate=gate)
@@ -205,35 +217,26 @@ class Trainer:
     # ---- reporting
 
     def _row(self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums, timer: Timer) -> dict[str, Any]:
-        total = (
-            rollout.rewards.nan_to_num()
-            .mul(torch.tensor([e.weight for e in self.scorer.entries])[:, None, None])
-            .sum(0)
-        )
-        row: dict[str, Any] = {"iteration": iteration, "reward/total_mean": float(total[credit.valid].mean())}
-        for name, table in rollout.raw.items():
-            scored = table[table.isfinite()]
-            row[f"reward/{name}_mean"] = float(scored.mean()) if len(scored) else math.nan
-        row["reward/group_std"] = float(total.std(dim=1, correction=0).mean())
-        row["reward/masked"] = int((~credit.valid).sum())
-        counted = self.world.gather(self.scorer.take_counts())
-        row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
-        row["advantage/dead_group_share"] = float(credit.dead.float().mean())
-        row["sample/group_spread"] = rollout.spread
+        row: dict[str, Any] = {"iteration": iteration} | self.collector.told(rollout, credit)
         gathered = self.world.gather(sums)
         row |= sums.merge(gathered).means()
         row |= {f"time/{name}_s": round(value, 4) for name, value in timer.seconds.items()}
         return row
 
     def _tell(self, row: dict[str, Any]) -> None:
-        parts = [f"iteration {row['iteration']}/{self.config.iterations}", f"reward {row['reward/total_mean']:.3f}"]
+        parts = [f"iteration {row['iteration']}/{self.config.iterations}"]
+        shown = {"reward/total_mean": "reward", "policy/implicit_accuracy": "agreement", "policy/loss": "loss"}
+        first = next(name for name in shown if name in row)  # without rewards or pairs there is still a loss
+        parts.append(f"{shown[first]} {row[first]:.3f}")
         parts += [f"held-out {name[5:]} {row[name]:.3f}" for name in row if name.startswith("eval/")][:1]
         if "policy/clip_fraction" in row:
             parts.append(f"clip {row['policy/clip_fraction']:.2f}")
-        parts.append(f"dead groups {row['advantage/dead_group_share']:.2f}")
+        if "advantage/dead_group_share" in row:
+            parts.append(f"dead groups {row['advantage/dead_group_share']:.2f}")
         parts.append(f"{row['time/iteration_s']:.2f} s")
-        if row["reward/masked"]:
-            parts.append(f"{row['reward/masked']} samples masked")
+        for name, text in (("reward/masked", "samples masked"), ("pairs/unreadable", "pairs unreadable")):
+            if row.get(name):
+                parts.append(f"{row[name]} {text}")
         log.info("  ".join(parts))
 
     @property

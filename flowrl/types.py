@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from flowrl.plan import StepPlan
+
+Member = Literal["chosen", "rejected", "labelled", "drawn"]
+"""Where a sample of a slot comes from: a picture of the data, or the network."""
+Unit = Literal["term", "sample", "group", "prompt"]
+"""What a forward must hold whole: a term, all terms of a sample, a prompt's samples at one time, or all its terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,12 @@ class Edges:
         )
 
 
+def no_edges(samples: Samples) -> Edges:
+    """The edges of samples that no trained step led to."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return Edges(samples.x0[:0], parent=none, child=none, step=none, sample=none, old_log_prob=torch.zeros(0))
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One iteration's data: this rank's samples and edges, everybody's rewards."""
@@ -242,6 +253,8 @@ class NoisedBatch:
     """Number of its prompt and time: terms that are compared with each other, [M] int64."""
     old: Tensor | None = None
     """What the method kept of the behaviour policy, [M] float64."""
+    centre: Tensor | None = None
+    """Means of what the method measures, over all terms of the update and all processes, [K] float64."""
 
     def __len__(self) -> int:
         return len(self.sigma)

@@ -45,6 +45,14 @@ REPLAYED = 3
 # Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
 # named here counts, so a new one cannot be forgotten.
 SILENT = ("checkpoint", "checks", "export", "media", "memory", "metrics", "registry", "runs", "state", "strict")
+PAIRS = {
+    "runs/pairs-shapes": (
+        "configs/lab/online_dpo.yaml",
+        "rewards=[{name: shapes, outputs: {shapes_partial: 1.0}}]",
+        *("--count", "2000", "--per-prompt", "4"),
+    )
+}
+"""Folder of a preference set -> the words of `flowrl pairs` that make it."""
 MACHINE = ("hardware", "threads_per_process", "python", "torch", "diffusers", "transformers")
 
 
@@ -96,7 +104,7 @@ def _imported(file: Path) -> Iterator[Path]:
 
 def code_files(tree: dict[str, Any]) -> list[Path]:
     """What a recipe's run imports, from the trainer and the recipe's own components down."""
-    rewards = [*tree["rewards"], *tree.get("eval", {}).get("rewards", [])]
+    rewards = [*tree.get("rewards", []), *tree.get("eval", {}).get("rewards", [])]
     starts = [
         "flowrl/trainer.py",
         f"flowrl/models/{tree['model']['name']}.py",
@@ -178,12 +186,22 @@ def first_rows(folder: Path) -> list[dict[str, Any]]:
 def measured(folder: Path) -> dict[str, Any]:
     """What a cell keeps of a finished run: its summary, evaluations per sample and commit, and the replay's numbers."""
     summary, facts = _read(folder / "summary.json"), _read(folder / "provenance.json")
-    kept = ("seconds", "iterations", "base", "base_best_guidance", "tuned", "difference")
+    kept = (
+        "seconds",
+        "iterations",
+        "base",
+        "base_best_guidance",
+        "tuned",
+        "difference",
+        "win_rate",
+        "implicit_accuracy",
+    )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    evaluations = {part: sum(row[f"nfe/{part}"] for row in rows) / len(rows) for part in ("rollout", "train")}
+    # Where samples are given, none are drawn.
+    evaluations = {part: sum(row.get(f"nfe/{part}", 0) for row in rows) / len(rows) for part in ("rollout", "train")}
     found = {"evaluations": evaluations, "commit": facts["commit"], "curve": curve(folder, rows)}
     return {
-        "summary": {key: summary[key] for key in kept} | found,
+        "summary": {key: summary[key] for key in kept if key in summary} | found,
         "replay": {"machine": machine(facts), "rows": first_rows(folder)},
     }
 
@@ -210,6 +228,15 @@ def train_command(name: str, recipe: Path, seed: int, output: Path) -> tuple[lis
     return [sys.executable, "-m", "flowrl", *words], output / run
 
 
+def make_pairs(recipe: Path) -> None:
+    """The preference set that a recipe learns from; one that is complete is left as it is."""
+    folder = read_recipe(recipe).get("data", {}).get("pairs")
+    if folder is not None:
+        command = [sys.executable, "-m", "flowrl", "pairs", *PAIRS[folder], "--out", folder, "--processes", "2"]
+        print(" ".join(command), flush=True)
+        subprocess.run(command, cwd=ROOT, check=True)
+
+
 def run_cell(name: str, recipe: Path, seed: int, now: Fingerprints) -> dict[str, Any]:
     """Train one cell, or go on with it where the same recipe and code were interrupted."""
     command, folder = train_command(name, recipe, seed, RUNS)
@@ -221,6 +248,7 @@ def run_cell(name: str, recipe: Path, seed: int, now: Fingerprints) -> dict[str,
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     mark.write_text(json.dumps(asdict(now)) + "\n", encoding="utf-8")
+    make_pairs(recipe)
     print(" ".join(command), flush=True)
     subprocess.run(command, cwd=ROOT, check=True)
     return asdict(now) | measured(folder)
@@ -232,6 +260,7 @@ def replay(name: str, recipe: Path, seed: int) -> dict[str, Any]:
     The unchanged recipe is started and stopped by a signal, since a smaller `iterations` would change what depends on
     it, such as a linear learning rate.
     """
+    make_pairs(recipe)
     with tempfile.TemporaryDirectory(prefix="flowrl-lab-") as output:
         command, folder = train_command(name, recipe, seed, Path(output))
         print(" ".join(command), f"(until iteration {REPLAYED})", flush=True)

@@ -10,10 +10,15 @@ from flowrl.config import Resolved, load_config, resolve
 from tests import tiny_sd3
 
 FOLDER = tiny_sd3.ROOT / "configs"
-RECIPES = sorted(
-    f"{file.parent.name}/{file.stem}" for file in FOLDER.glob("*/*.yaml") if file.parent.name not in ("lab", "proxy")
-)
+EVERY = {
+    f"{file.parent.name}/{file.stem}": "pairs:" in file.read_text(encoding="ascii")
+    for file in sorted(FOLDER.glob("*/*.yaml"))
+    if file.parent.name not in ("lab", "proxy")
+}
+RECIPES = [name for name, paired in EVERY.items() if not paired]
 """`<model>/<method>-<reward>` of the real models."""
+PAIRED = [name for name, paired in EVERY.items() if paired]
+"""`<model>/<method>-<data>`: those that learn from given pairs."""
 
 # yifan123/flow_grpo:config/base.py, and its common part of config/grpo.py. grpo_family sheet 1.2.
 ADAMW = {"optim.betas": [0.9, 0.999], "optim.eps": 1e-8, "optim.weight_decay": 1e-4, "optim.schedule": "constant"} | {

@@ -183,7 +183,7 @@ def test_a_value_out_of_range_is_refused(read, override, words):
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("key", ["name", "model", "data", "rewards", "iterations"])
+@pytest.mark.parametrize("key", ["name", "model", "data", "iterations"])
 def test_a_missing_key_is_named(read, key):
     tree = {k: v for k, v in TREE.items() if k != key}
     assert f"{key}: is required" in refusal(lambda: read(text=yaml.safe_dump(tree)))
@@ -418,7 +418,7 @@ STRICT, PARTIAL = "{name: shapes, outputs: {shapes_strict: 1}}", "{name: shapes,
 
 
 def test_entries_of_one_reward_with_the_same_options_share_what_is_built(read, tmp_path):
-    from flowrl.assembly import build_rewards
+    from flowrl.judges import build_rewards
 
     path = write(tmp_path, "def score(images, prompts, metadata):\n    return images.mean((1, 2, 3))\n")
     other = "{name: rewards.shapes, surplus_penalty: 0.25, weight: 0}"  # the same by a dotted path, default spelt out
@@ -432,7 +432,7 @@ def test_entries_of_one_reward_with_the_same_options_share_what_is_built(read, t
 
 
 def test_entries_of_one_reward_with_other_options_need_a_prefix(read):
-    from flowrl.assembly import build_rewards
+    from flowrl.judges import build_rewards
     from flowrl.reward import Scorer
 
     other = "{name: shapes, surplus_penalty: 0.5}"

@@ -14,7 +14,7 @@ from flowrl.commands.plan import PROCESSES, command, geometry, step_plan, transi
 from flowrl.config import ConfigError, Resolved
 from flowrl.models._classes import choose
 from flowrl.models.base import branches
-from tests.recipes import FOLDER, RECIPES, adapter, at, recipe
+from tests.recipes import FOLDER, PAIRED, RECIPES, adapter, at, recipe
 
 # The list: model -> methods.
 ASKED = {
@@ -40,7 +40,7 @@ def test_there_is_a_recipe_for_every_model_and_method_asked_for():
         assert methods <= {name.partition("/")[2].partition("-")[0] for name in RECIPES if name.startswith(f"{model}/")}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPES + PAIRED)
 def test_a_recipe_says_how_it_is_run_and_what_departs(name):
     text = (FOLDER / f"{name}.yaml").read_text(encoding="ascii")
     assert max(map(len, text.splitlines())) <= 120
@@ -63,7 +63,7 @@ def test_its_geometry_is_valid_and_its_names_are_those_of_the_file(name):
     assert choose(run.model.config.path).name == run.model.name  # its name could be left out
     plan = step_plan(run, None)
     for processes in PROCESSES:
-        counts = geometry(run.run, plan, processes)
+        counts = geometry(run, plan, processes)
         assert counts.samples * processes >= run.run.samples_per_iteration
         assert counts.update_forwards > 0
 

@@ -335,7 +335,7 @@ def test_the_noise_of_the_trained_steps_is_the_published_one():
 def test_forwards_are_counted_for_the_busiest_process():
     run = recipe("jpeg", "rollout.prompts_per_iteration=3", "rollout.group_size=10", "algorithm.sde_steps=[0, 1]")
     plan = step_plan(run, None)
-    one, two = geometry(run.run, plan, 1, extra=1), geometry(run.run, plan, 2, extra=1)
+    one, two = geometry(run, plan, 1, extra=1), geometry(run, plan, 2, extra=1)
     assert (one.samples, one.rollout_forwards) == (30, 10 * 4)  # 30 in batches of 8
     assert (one.update_forwards, one.frozen_forwards) == (2 * 4, 2 * 4)  # 30 edges in each of 2 updates
     assert (two.samples, two.rollout_forwards) == (20, 10 * 3)  # two whole groups against one

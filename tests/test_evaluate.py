@@ -12,7 +12,7 @@ import torch
 
 from flowrl import evaluate
 from flowrl.distributed import World
-from flowrl.evaluate import Evaluation, Evaluator, Interrupted, difference, interval, summary
+from flowrl.evaluate import Evaluation, Evaluator, Interrupted, difference, interval, summary, win_rate
 from flowrl.prompts import Prompt, Texts
 from flowrl.reward import Card, Reward, Scorer, WeightedReward
 from tests.toys import ToyAdapter, nudge
@@ -83,7 +83,8 @@ def test_one_prompt_has_an_interval_of_no_width():
 def record(tag: str, **scores) -> Evaluation:
     tables = {name: np.asarray(table, dtype=np.float64) for name, table in scores.items()}
     count = len(next(iter(tables.values())))
-    return Evaluation(tag, 0, 1.0, 10, tuple(f"prompt {k}" for k in range(count)), tables)
+    seeds = next(iter(tables.values())).shape[1]
+    return Evaluation(tag, 0, 1.0, 10, tuple(f"prompt {k}" for k in range(count)), seeds, tables)
 
 
 def test_a_summary_averages_seeds_first_and_prompts_then():
@@ -275,3 +276,56 @@ def test_progress_counts_every_sample(tmp_path):
     counts: list[int] = []
     call(evaluator(tmp_path, ToyAdapter(), batch_size=4), progress=counts.append)
     assert sum(counts) == 10
+
+
+# ---- the win rate
+
+
+def test_wins_and_losses_are_of_the_same_prompt_and_seed_and_ties_are_apart():
+    base = record("base", a=[[0.1, 0.5], [0.3, 0.3], [0.2, NAN]])
+    tuned = record("tuned", a=[[0.2, 0.5], [0.1, 0.4], [0.9, 0.9]])
+    found = win_rate(base, tuned, "a")
+    assert (found["wins"], found["losses"], found["ties"], found["n"]) == (3, 1, 1, 4)
+    assert found["rate"] == 0.75
+    assert found["tie_rate"] == pytest.approx(1 / 5)
+    assert found["low"] <= 0.75 <= found["high"]
+    turned = win_rate(base, tuned, "a", higher_is_better=False)
+    assert (turned["wins"], turned["losses"], turned["rate"]) == (1, 3, 0.25)
+
+
+def test_scores_that_went_through_a_file_are_still_ties(tmp_path):
+    """A third has more digits than are saved."""
+    before, after = record("base", a=[[1 / 3], [2 / 3]]), record("tuned", a=[[1 / 3], [2 / 3]])
+    before.save(tmp_path)
+    assert win_rate(Evaluation.load(tmp_path / "base.json"), after, "a")["ties"] == 2
+
+
+def test_the_interval_of_a_win_rate_resamples_prompts_and_not_pictures():
+    """Ten seeds that always agree are one observation: the interval is that of the prompts."""
+    outcome = np.where(np.arange(100) < 70, 1.0, -1.0)
+    one, ten = outcome[:, None], np.repeat(outcome[:, None], 10, axis=1)
+    single, many = (win_rate(record("base", a=0 * table), record("tuned", a=table), "a") for table in (one, ten))
+    assert single["n"] == 100
+    assert many["n"] == 1000
+    assert (many["low"], many["high"]) == (single["low"], single["high"])
+    # Binomial: 0.7 +- 1.96 sqrt(0.7 * 0.3 / 100) = 0.61 to 0.79.
+    assert (single["low"], single["high"]) == pytest.approx((0.61, 0.79), abs=0.015)
+
+
+def test_nothing_but_ties_has_no_rate():
+    found = win_rate(record("base", a=[[1.0]]), record("tuned", a=[[1.0]]), "a")
+    assert (found["n"], found["ties"], found["tie_rate"]) == (0, 1, 1.0)
+    assert np.isnan(found["rate"])
+
+
+def test_other_prompts_or_seeds_have_no_win_rate():
+    with pytest.raises(ValueError, match="same seeds"):
+        win_rate(record("base", a=[[1.0]]), record("tuned", a=[[1.0, 2.0]]), "a")
+
+
+def test_an_evaluation_without_rewards_keeps_its_seeds_and_what_is_preferred(tmp_path):
+    alone = Evaluation("tuned", 3, 1.0, 10, ("a", "b"), 2, {}, np.asarray([1.0, 0.5, NAN]))
+    alone.save(tmp_path)
+    back = Evaluation.load(tmp_path / "tuned.json")
+    assert (back.seeds, back.scores, back.prompts) == (2, {}, ("a", "b"))
+    np.testing.assert_array_equal(back.agreement, alone.agreement)

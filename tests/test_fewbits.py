@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl import fewbits, memory
+from flowrl import calls, fewbits, memory
 from flowrl.meter import Meter, faked, measured
 from flowrl.models import sd3
 from flowrl.models._savings import cast_frozen
@@ -29,7 +29,7 @@ def config(folder: Path, **options: Any) -> ModelConfig:
 
 
 def update(model: sd3.Sd3) -> None:
-    memory._loss(model, 3, 4.0, reference=True).backward()
+    calls.loss(model, 3, 4.0, reference=True).backward()
 
 
 def planned(folder: Path, options: ModelConfig) -> tuple[int, int]:

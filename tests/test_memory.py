@@ -11,7 +11,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import nn
 
-from flowrl import memory, meter
+from flowrl import calls, meter
 from flowrl.commands.plan import geometry
 from flowrl.config import OptimConfig, Resolved, RunConfig, resolve
 from flowrl.memory import (
@@ -146,9 +146,9 @@ def test_a_forward_without_gradients_frees_what_it_no_longer_needs():
 def test_fake_tensors_need_what_real_ones_need(grad):
     def work(model: sd3.Sd3) -> None:
         if grad:
-            memory._loss(model, 3, 4.0, reference=True).backward()
+            calls.loss(model, 3, 4.0, reference=True).backward()
         else:
-            memory._predict(model, 3, 4.0)
+            calls.predict(model, 3, 4.0)
 
     real, faked = tiny.adapter(), tiny.adapter()
     for model in (real, faked):
@@ -321,7 +321,7 @@ def test_methods_on_finished_samples_count_their_times_and_passes_and_keep_no_ch
     assert trained_share(run_, plan) == 1.0
     samples, slots = run_.run.samples_per_iteration, run_.run.rollout.prompts_per_iteration
     assert forward_rows(run_.run, plan, samples, slots, 1.0, 16) == (samples * len(plan), 16 * samples)
-    assert geometry(run_.run, plan, 1, 0, 1.0, 8, 2).update_forwards == 2 * 2 * samples * 8 // 2 // 8
+    assert geometry(run_, plan, 1, 0, 1.0, 8, 2).update_forwards == 2 * 2 * samples * 8 // 2 // 8
     found = measured(run_)
     assert found.latents == samples * math.prod(skeleton(run_).latent_shape()) * 4
     guided_run = dataclasses.replace(run_.run, rollout=dataclasses.replace(run_.run.rollout, guidance_scale=4.0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flowrl.advantages import AdvantageConfig
-from flowrl.algorithms import awm, crd, dgpo, diffusion_nft, fpo
+from flowrl.algorithms import awm, crd, dgpo, diffusion_dpo, diffusion_kto, diffusion_nft, fpo
 from flowrl.metrics import Sums
 from flowrl.noising import Noising
 from flowrl.plan import deterministic, stochastic_solver
@@ -358,3 +360,48 @@ def test_a_rollout_keeps_its_samples_and_not_its_trajectories(solver):
         assert samples.x0.untyped_storage().nbytes() == 6 * 32 * 4
         peaks.append(alive.peak)
     assert 0 < peaks[0] == peaks[1]
+
+
+def test_means_over_an_update_are_those_of_all_processes_and_so_is_the_gradient():
+    """Diffusion-KTO's offset (4.6): of five pictures on two processes, after the policy has moved."""
+    method = diffusion_kto.build(diffusion_kto.Config(beta=10.0))
+    session = roll_out(ToyAdapter(), algorithm=method, prompts=5, group=1)
+    nudge(session.adapter.network, 0.05)
+    labels = torch.tensor([[[1.0], [0.0], [1.0], [1.0], [0.0]]])
+    alone, parts = noising_of(session, labels), [noising_of(session, labels, rank=rank, size=2) for rank in (0, 1)]
+    (batch, _), *_ = alone.batches(0)
+    told: list = []
+    own = []
+    for part in parts:
+        part.world = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: told.append(value) or [value])
+        own.append(next(iter(part.batches(0)))[0].centre)
+    assert not torch.equal(own[0], own[1]), "the two have other pictures"
+    for part in parts:
+        part.world.gather = lambda value: told
+        assert_close(next(iter(part.batches(0)))[0].centre, batch.centre)
+    expected, found = terms_gradient(session, alone), terms_gradient(session, *parts)
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_a_process_without_terms_takes_part_in_the_means_and_in_nothing_else():
+    method = diffusion_kto.build(diffusion_kto.Config())
+    session = roll_out(ToyAdapter(), algorithm=method, prompts=2, group=1)
+    part = noising_of(session, torch.tensor([[[math.nan], [math.nan]]]))
+    asked: list = []
+    part.world = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: asked.append(value) or [value])
+    assert list(part.batches(0)) == []
+    assert [count for _, count in asked] == [0]
+
+
+@pytest.mark.parametrize(("unit", "sizes"), [("group", [2] * 6), ("prompt", [6, 6])])
+def test_a_unit_holds_a_pair_at_one_time_or_all_its_terms(unit, sizes):
+    method = diffusion_dpo.build(diffusion_dpo.Config(times=TimesConfig(name="logit_normal", count=3)))
+    method.unit = unit
+    session = roll_out(ToyAdapter(), algorithm=method, prompts=2, group=2)
+    part = noising_of(session, torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]))
+    assert [len(one) for one in part.shares[0]] == sizes
+    for batch, _ in part.batches(0):
+        assert set(Counter(batch.group.tolist()).values()) == {2}, "both of a pair"
+        if unit == "prompt":
+            assert set(Counter((batch.sample // 2).tolist()).values()) == {6}, "and at all its times"

@@ -63,7 +63,7 @@ def cell(strict: list[float], gain: float = 0.1, code: str = "code") -> dict[str
 def evaluation(tag: str, iteration: int, strict: list[float]) -> Evaluation:
     table = np.asarray(strict)[:, None]
     scores = {"clip_cos": 2 * table, "shapes_strict": table, "shapes_partial": table}
-    return Evaluation(tag, iteration, 1.0, 6, tuple("abcdef"[: len(strict)]), scores)
+    return Evaluation(tag, iteration, 1.0, 6, tuple("abcdef"[: len(strict)]), 1, scores)
 
 
 # ---- the recipes

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from flowrl import assembly, registry
-from flowrl.assembly import require_metadata, require_modality
 from flowrl.components import reward_plan
+from flowrl.judges import require_metadata, require_modality
 from flowrl.prompts import Prompt
 from flowrl.reward import Card
 from flowrl.strict import ConfigError

@@ -353,7 +353,7 @@ def test_a_group_wise_reward_takes_no_cache():
 
 
 def test_entries_of_one_reward_share_their_cache(tmp_path):
-    from flowrl.assembly import build_rewards
+    from flowrl.judges import build_rewards
 
     options = {"name": "shapes", "cache": str(tmp_path)}
     plans = [

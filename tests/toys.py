@@ -112,6 +112,10 @@ class ToyAdapter:
     def decode(self, latents: Tensor) -> Tensor:
         return latents.mean(dim=1, keepdim=True).sigmoid().expand(-1, 3, -1, -1)
 
+    def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Two channels of the picture, from -1 to 1; the posterior's std is 0.1."""
+        return 2 * pictures[:, :2] - 1 + (0 if noise is None else 0.1 * noise)
+
     def to(self, device: torch.device) -> None:
         self.network.to(device)
 
@@ -327,7 +331,10 @@ def outputs_of(
 def loss_of(algorithm: SampleAlgorithm, outputs: Outputs) -> LossOutput:
     """The method's loss of networks that say `outputs`."""
     algorithm.outputs = lambda batch, networks: outputs
-    return algorithm.loss(outputs.batch, None)
+    batch = outputs.batch
+    if algorithm.centres:  # of an update of these terms alone
+        batch = replace(batch, centre=algorithm.measured(batch, None).detach().mean(dim=0))
+    return algorithm.loss(batch, None)
 
 
 def nudge(network: nn.Module, size: float = 0.02, seed: int = 1) -> None:

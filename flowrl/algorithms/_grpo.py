@@ -17,7 +17,7 @@ from flowrl.plan import StepPlan, window
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
-from flowrl.types import LossOutput, Microbatch, SampleId
+from flowrl.types import LossOutput, Member, Microbatch, SampleId
 
 Ratio = Literal["plain", "ratio_norm"]
 
@@ -224,6 +224,7 @@ class GrpoBase(Generic[C]):
 
     needs: Literal["edges"] = "edges"
     columns: tuple[str, ...] = ()
+    members: tuple[Member, ...] = ()
     feedback: tuple[str, ...] = ()
     behaviour = "policy"
     passes = 1

@@ -46,6 +46,10 @@ class ImitationBase(MatchingBase[C]):
         if config.refresh != 0:
             self.roles, self.behaviour = (*self.roles, "sampling"), "sampling"
 
+    @property
+    def frozen(self) -> int:
+        return len(self.roles) - (self.config.refresh != 0)
+
     def guidance(self, networks: Networks) -> dict[str, float]:
         found = MatchingBase.guidance(self, networks)
         found.pop("sampling", None)  # it draws the samples, and that is all

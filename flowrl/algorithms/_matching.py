@@ -26,9 +26,7 @@ from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
 from flowrl.times import Times, TimesConfig, draw
-from flowrl.types import LossOutput, NoisedBatch, SampleId
-
-Unit = Literal["term", "sample", "group"]
+from flowrl.types import LossOutput, Member, NoisedBatch, SampleId, Unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,16 +75,11 @@ class AnchorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MatchingConfig:
-    """Options of every method here."""
+class NoisedConfig:
+    """Options of every method here, wherever its samples come from."""
 
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete"))
     """Where on the path the samples are noised to; see `flowrl/times.py`."""
-    solver: Solver = "dpm2_midpoint"
-    """How a rollout is solved; `sa` adds noise."""
-    solver_noise: float = 0.0
-    """tau of `sa`, between sigma 0.3 and 0.9."""
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
     """Pull to the untouched network."""
     guidance_scale: float | None = None
@@ -95,16 +88,8 @@ class MatchingConfig:
     """Times that an iteration goes through its samples; noise and times of a sample stay the same."""
 
     def __post_init__(self) -> None:
-        if self.advantages.name == "separate":
-            raise ValueError(
-                "advantages.name=separate: this method has one loss for all rewards; use per_reward or gdpo"
-            )
         if self.passes < 1:
             raise ValueError(f"passes={self.passes} must be at least 1")
-        if self.solver_noise < 0:
-            raise ValueError(f"solver_noise={self.solver_noise} must not be negative")
-        if self.solver_noise > 0 and self.solver != "sa":
-            raise ValueError(f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}")
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         """Refuse what the run's number of denoising steps does not allow; called before a model is loaded.
@@ -113,20 +98,48 @@ class MatchingConfig:
             ValueError: naming the key.
         """
         self.times.terms(num_steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatchingConfig(NoisedConfig):
+    """Options of the methods that draw their samples and credit them by rewards."""
+
+    solver: Solver = "dpm2_midpoint"
+    """How a rollout is solved; `sa` adds noise."""
+    solver_noise: float = 0.0
+    """tau of `sa`, between sigma 0.3 and 0.9."""
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+
+    def __post_init__(self) -> None:
+        NoisedConfig.__post_init__(self)
+        if self.advantages.name == "separate":
+            raise ValueError(
+                "advantages.name=separate: this method has one loss for all rewards; use per_reward or gdpo"
+            )
+        if self.solver_noise < 0:
+            raise ValueError(f"solver_noise={self.solver_noise} must not be negative")
+        if self.solver_noise > 0 and self.solver != "sa":
+            raise ValueError(f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}")
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        NoisedConfig.check(self, sampler, num_steps)
         if self.solver == "sa" and num_steps < 3:
             raise ValueError(f"solver=sa needs at least 3 steps, rollout.num_inference_steps is {num_steps}")
 
 
+N = TypeVar("N", bound=NoisedConfig)
 C = TypeVar("C", bound=MatchingConfig)
 
 
-class MatchingBase(Generic[C]):
-    """What a method has unless its file says otherwise. Each file adds its loss.
+class NoisedBase(Generic[N]):
+    """What a method here has unless its file says otherwise. Each file adds its loss, and its credit.
 
-    `unit` is what a forward must hold whole: a term, all terms of a sample, or all samples of a prompt at one time.
+    `unit` is what a forward must hold whole: a term, all terms of a sample, all samples of a prompt at one time, or
+    all of a prompt's terms.
     """
 
     needs: Literal["samples"] = "samples"
+    members: tuple[Member, ...] = ()
     feedback: tuple[str, ...] = ()
     level = "experimental"
     unit: Unit = "term"
@@ -134,24 +147,28 @@ class MatchingBase(Generic[C]):
     shared_eps = False
     behaviour = "policy"
     keeps_old = False
+    centres = False
 
-    def __init__(self, config: C) -> None:
+    def __init__(self, config: N) -> None:
         self.config, self.passes = config, config.passes
         self.lags: dict[str, LagConfig] = {}
         self.roles: tuple[str, ...] = ("reference",) if config.kl.coef > 0 else ()
 
+    @property
+    def frozen(self) -> int:
+        """Networks that a forward of an update is compared with."""
+        return len(self.roles)
+
+    def taken(self, group_size: int) -> int:
+        """Samples of a group that take part in the updates, at most."""
+        return group_size
+
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        config = self.config
-        if config.solver == "sa":
-            return stochastic_solver(schedule, config.solver_noise)
-        return deterministic(schedule, config.solver)
+        return deterministic(schedule)
 
     def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
         """Training times of B samples, [B, T]."""
         return draw(self.config.times, schedule, ids, (seed, iteration), shared=self.shared_times)
-
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        return advantages(rewards, weights, self.config.advantages)
 
     def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """Prompts that are to be drawn no more, [P] bool."""
@@ -159,6 +176,10 @@ class MatchingBase(Generic[C]):
 
     def compared(self, outputs: Outputs) -> Tensor:
         """What a loss with `keeps_old` compares with its past value, [M] float64."""
+        raise NotImplementedError
+
+    def measured(self, batch: NoisedBatch, networks: Networks) -> Tensor:
+        """What a loss with `centres` wants the means of, [M, K] float64."""
         raise NotImplementedError
 
     def old(self, batch: NoisedBatch, networks: Networks) -> Tensor:
@@ -209,6 +230,23 @@ class MatchingBase(Generic[C]):
         if state:
             name = type(self).__module__.rpartition(".")[2]
             raise ValueError(f"{name} keeps no state, the checkpoint has {sorted(state)}")
+
+
+class MatchingBase(NoisedBase[C]):
+    """A method that draws its samples."""
+
+    def taken(self, group_size: int) -> int:
+        rule = self.config.advantages.select
+        return group_size if rule is None else rule.keep
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        config = self.config
+        if config.solver == "sa":
+            return stochastic_solver(schedule, config.solver_noise)
+        return deterministic(schedule, config.solver)
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        return advantages(rewards, weights, self.config.advantages)
 
 
 def referred(guidance: dict[str, float], networks: Networks, own: float) -> dict[str, float]:

@@ -18,7 +18,7 @@ from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
 from flowrl.times import Times
-from flowrl.types import LossOutput, Microbatch, NoisedBatch, SampleId
+from flowrl.types import LossOutput, Member, Microbatch, NoisedBatch, SampleId, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Networks:
 class Algorithm(Protocol):
     """What every method declares.
 
-    `needs`: trained steps of the rollout, its finished samples, or the noise that these began with. `roles` are
+    `needs`: trained steps of the rollout, its finished samples, or the noise that these began with. `members` says
+    where each sample of a slot comes from; empty, the rollout draws all of them. `roles` are
     snapshots it needs ("reference", "anchor", "old"); `behaviour` the one that draws the samples; `passes` how often an
     iteration goes through its data; `feedback` the names of its loss metrics whose means over all processes
     `after_update` is to be given.
@@ -49,6 +50,7 @@ class Algorithm(Protocol):
 
     config: Any
     needs: Literal["edges", "samples", "noise"]
+    members: tuple[Member, ...]
     roles: tuple[str, ...]
     behaviour: str
     passes: int
@@ -117,13 +119,20 @@ class EdgeAlgorithm(Algorithm, Protocol):
 class SampleAlgorithm(Algorithm, Protocol):
     """A method on finished samples, noised again.
 
-    `unit` is what one forward must hold whole: a term, all terms of a sample, or a prompt's samples at one time;
-    `shared_eps` gives a prompt's samples one noise at each time; `keeps_old` asks for `old` of the behaviour policy.
+    `unit` is what one forward must hold whole; `shared_eps` gives a prompt's samples one noise at each time;
+    `keeps_old` asks for `old` of the behaviour policy; `centres` for the means of what is `measured`, in a pass of its
+    own before each update; `frozen` counts the networks that a forward is compared with.
     """
 
-    unit: Literal["term", "sample", "group"]
+    unit: Unit
     shared_eps: bool
     keeps_old: bool
+    centres: bool
+    frozen: int
+
+    def taken(self, group_size: int) -> int:
+        """Samples of a group that take part in the updates, at most."""
+        ...
 
     def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
         """Training times of B samples, [B, T]."""
@@ -131,6 +140,18 @@ class SampleAlgorithm(Algorithm, Protocol):
 
     def old(self, batch: NoisedBatch, networks: Networks) -> Tensor:
         """What the loss compares with, [M] float64, of the weights that are in the network."""
+        ...
+
+    def measured(self, batch: NoisedBatch, networks: Networks) -> Tensor:
+        """What the loss wants the means of, [M, K] float64, of the policy as it is before the update."""
+        ...
+
+
+class PreferenceAlgorithm(SampleAlgorithm, Protocol):
+    """A method that says which of two pictures it prefers, or whether it likes one."""
+
+    def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
+        """How far each term agrees with the data's +1 and -1, [M] float64: positive where it does."""
         ...
 
 

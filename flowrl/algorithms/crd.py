@@ -74,6 +74,10 @@ class Crd(MatchingBase[Config]):
         self.roles = (*self.roles, "old", "sampling")
         self.lags = {"old": config.old, "sampling": config.sampling}
 
+    @property
+    def frozen(self) -> int:
+        return len(self.roles) - 1
+
     def guidance(self, networks: Networks) -> dict[str, float]:
         found = MatchingBase.guidance(self, networks)
         del found["sampling"]  # it draws the samples, and that is all

@@ -27,7 +27,7 @@ from flowrl.plan import StepPlan, deterministic
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
-from flowrl.types import InitialBatch, LossOutput
+from flowrl.types import InitialBatch, LossOutput, Member
 
 LEVEL = "tested"
 _GROUP = AdvantageConfig(std="none", clip=None)
@@ -81,6 +81,7 @@ class Config:
 
 class Find:
     needs: Literal["noise"] = "noise"
+    members: tuple[Member, ...] = ()
     feedback: tuple[str, ...] = ()
     level = LEVEL
 

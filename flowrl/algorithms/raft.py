@@ -45,6 +45,9 @@ class Config(ImitationConfig):
 class Raft(ImitationBase[Config]):
     level = LEVEL
 
+    def taken(self, group_size: int) -> int:
+        return group_size if self.config.ties else self.config.best
+
     def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
         total, config = aggregate(rewards, weights), self.config
         credit = imitation(best_of(total, config.best, ties=config.ties), total)

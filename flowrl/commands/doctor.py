@@ -106,10 +106,12 @@ def _two_processes() -> str:
 
 
 def _probe(plan, resolved) -> str:
-    from flowrl.assembly import PROBE_PX, both_prompts, probe_batch
+    from flowrl.assembly import both_prompts
+    from flowrl.judges import PROBE_PX, probe_batch
     from flowrl.reward import score_once
 
-    prompts = both_prompts(resolved.run)[0][:2]
+    train, held_out = both_prompts(resolved.run)
+    prompts = (train or held_out)[:2]  # given pairs bring no prompts
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     model = resolved.model.config
     call = getattr(model, "call", {})

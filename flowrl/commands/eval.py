@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from flowrl.evaluate import Evaluation
+    from flowrl.reward import Scorer
 
 
 def command(
@@ -15,16 +19,39 @@ def command(
 ) -> None:
     """Scores on the held-out prompts with 95 % intervals; the same seeds as in training runs."""
     from flowrl.config import load_config, resolve
-    from flowrl.evaluate import summary
+    from flowrl.evaluate import Evaluation, interval, summary
+    from flowrl.report import told_accuracy
     from flowrl.trainer import Trainer
 
     folder = Path(target)
     run = folder if (folder / "config.yaml").is_file() else None
     resolved = resolve(load_config(folder / "config.yaml" if run else target, overrides))
     default = folder / "eval-extra" if run else Path("eval") / resolved.run.name
-    result = Trainer(resolved).evaluate_only(run, out or default)
+    trainer = Trainer(resolved)
+    result = trainer.evaluate_only(run, out or default)
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "
             f"{value['n']} prompts x {result.scores[name].shape[1]} seeds)"
         )
+    if result.agreement is not None:
+        print(told_accuracy(interval(result.agreement)))
+    base = folder / "eval" / "base.json"
+    if run is not None and base.is_file():
+        _against(Evaluation.load(base), result, trainer.watched)
+
+
+def _against(base: Evaluation, tuned: Evaluation, scorer: Scorer | None) -> None:
+    """Win rates against the run's base, where that was drawn alike."""
+    from flowrl.evaluate import win_rate
+    from flowrl.report import told_win_rate
+
+    for what in ("prompts", "seeds", "guidance_scale", "num_inference_steps"):
+        if getattr(base, what) != getattr(tuned, what):
+            print(f"no win rate: the run's base was drawn with other {what}")
+            return
+    cards = [] if scorer is None else [entry.reward.card for entry in scorer.distinct]
+    higher = {name: card.higher_is_better for card in cards for name in card.outputs}
+    for name in tuned.scores:
+        if name in base.scores:
+            print(told_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name])))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from flowrl.config import Resolved, RunConfig
+    from flowrl.config import Resolved
     from flowrl.memory import Estimate
     from flowrl.plan import StepPlan
 
@@ -31,6 +31,7 @@ def command(
     from flowrl.assembly import both_prompts
     from flowrl.checks import check_distilled
     from flowrl.config import load_config, resolve
+    from flowrl.given import Given
 
     resolved = resolve(load_config(config, overrides))
     run = resolved.run
@@ -43,9 +44,14 @@ def command(
         console.print(f"note: {note}", markup=False)
     plan = step_plan(resolved, adapter)
     _heading(console, "Batch geometry")
-    console.print(f"{len(train)} training prompts, {len(held_out)} for evaluation")
-    if len(train) < run.rollout.prompts_per_iteration:
-        console.print("fewer prompts than rollout.prompts_per_iteration: some are drawn twice in an iteration")
+    given = Given(run.data, resolved.algorithm.build(), run.seed) if resolved.members else None
+    if given is not None:
+        console.print(f"{given.pairs.report}", markup=False)
+        console.print(f"{given.held_out_count} held-out pairs, {len(held_out)} prompts for evaluation")
+    else:
+        console.print(f"{len(train)} training prompts, {len(held_out)} for evaluation")
+    if len(train if given is None else given.records) < resolved.slots:
+        console.print("fewer than are drawn in an iteration: some are drawn twice")
     console.print(_geometry_table(resolved, plan, adapter))
     _heading(console, f"Steps: {len(plan)} in all, {len(plan.train)} trained")
     console.print(reason if adapter is None else _steps_table(resolved, adapter, plan))
@@ -55,7 +61,9 @@ def command(
         return
     from flowrl.memory import estimate
 
-    texts = {(p.text, p.pictures) for p in (*train, *held_out)}
+    texts: set[Any] = {(p.text, p.pictures) for p in (*train, *held_out)}
+    if given is not None and run.data.caches_text:
+        texts |= {(text, ()) for text in given.captions()}
     result = estimate(resolved, adapter, plan, prompts=len(texts))
     console.print(_memory_table(resolved, result, len(texts)))
     console.print(_phase_table(result))
@@ -129,7 +137,7 @@ class Geometry:
 
 
 def geometry(
-    run: RunConfig,
+    resolved: Resolved,
     plan: StepPlan,
     processes: int,
     extra: int = 0,
@@ -142,16 +150,14 @@ def geometry(
 
     The most there can be: samples of one start (`rollout.shared_noise`) share forwards.
     """
-    from flowrl.distributed import shard
+    from flowrl.distributed import largest_shard
 
-    parts = [
-        len(shard(run.rollout.prompts_per_iteration, run.rollout.group_size, rank, processes))
-        for rank in range(processes)
-    ]
-    samples, updates = max(parts), run.optim.updates_per_iteration
+    run = resolved.run
+    samples = largest_shard(resolved.slots, resolved.group_size, processes)
+    drawn, updates = samples * resolved.drawn // resolved.group_size, run.optim.updates_per_iteration
     edges = math.ceil(samples * (len(plan.train) if terms is None else terms) * share / updates)
     forwards = passes * updates * math.ceil(edges / run.optim.batch_size)
-    rollout = len(plan) * math.ceil(samples / run.rollout.batch_size)
+    rollout = len(plan) * math.ceil(drawn / run.rollout.batch_size)
     return Geometry(processes, samples, rollout, forwards, extra * forwards)
 
 
@@ -159,21 +165,25 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
     from flowrl.models.base import branches
 
     run, algorithm = resolved.run, resolved.algorithm.build()
-    # A method evaluates each of its roles once beside every forward of the update.
-    extra = len(algorithm.roles) + int(getattr(algorithm.config, "old_log_prob", "") == "recompute")
+    # A method evaluates each of its roles once beside every forward of the update; one on samples says how many.
+    extra = getattr(algorithm, "frozen", len(algorithm.roles))
+    extra += int(getattr(algorithm.config, "old_log_prob", "") == "recompute")
+    # The means that a loss asks for take a pass of their own, of the policy and of what it is compared with.
+    extra += (extra + 1) * getattr(algorithm, "centres", False)
     from flowrl.memory import terms_per_sample, trained_share
 
     share, trained = trained_share(resolved, plan), terms_per_sample(resolved, plan)
-    rows = [geometry(run, plan, processes, extra, share, trained, algorithm.passes) for processes in PROCESSES]
+    rows = [geometry(resolved, plan, processes, extra, share, trained, algorithm.passes) for processes in PROCESSES]
     table = _table("", *(f"{g.processes} process{'es' if g.processes > 1 else ''}" for g in rows))
+    count = resolved.slots * resolved.group_size
     updates, what = run.optim.updates_per_iteration, "steps" if algorithm.needs == "edges" else "times"
     if algorithm.passes > 1:
         what += f" in {algorithm.passes} passes"
     each = "" if algorithm.needs == "noise" else f" x {trained} {what}"
     selected = "" if share == 1 else f", {share:.0%} of them trained"
     table.title = (
-        f"{run.samples_per_iteration} samples per iteration = {run.rollout.prompts_per_iteration} prompts x "
-        f"{run.rollout.group_size}; {updates} updates of {run.samples_per_iteration // updates} samples"
+        f"{count} samples per iteration = {resolved.slots} {'pairs' if resolved.members else 'prompts'} x "
+        f"{resolved.group_size}; {updates} updates of {count // updates} samples"
         f"{each}{selected}; {run.iterations} iterations = {run.iterations * updates * algorithm.passes} updates"
     )
     guided = " (CFG: each sample twice)" if branches(adapter, run.rollout.guidance_scale) > 1 else ""
@@ -221,7 +231,7 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
     table = _table("part", "values", "size", "where")
     if resolved.algorithm.build().needs == "noise":
         what = f"initial noise of {texts} prompts"
-    cached_texts = resolved.run.data.cache_text
+    cached_texts = resolved.run.data.caches_text
     for name, count in result.parameters.items():
         held = "device, until texts are encoded" if name.startswith("text_encoder") and cached_texts else "device"
         where = "host, leaf by leaf on the device" if name in result.offloaded else held

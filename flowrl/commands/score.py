@@ -49,8 +49,8 @@ def command(
     ] = None,
 ) -> None:
     """One line of JSON per picture or clip, NaN is null, then a summary. Exit code 1 if a reward scored nothing."""
-    from flowrl.assembly import build_rewards, build_scorer
     from flowrl.config import ConfigError
+    from flowrl.judges import build_rewards, build_scorer
 
     if (check is None) == (not reward):
         raise ConfigError("give either --reward NAME (again for more) or --check NAME")
@@ -211,7 +211,7 @@ def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[
     import torch
 
     from flowrl import media
-    from flowrl.assembly import require_modality
+    from flowrl.judges import require_modality
 
     rows: list[int] = []
     images: list[torch.Tensor] = []

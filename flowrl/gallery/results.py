@@ -198,6 +198,14 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
         gap = tuned.mean - rival.mean
         text += f"; tuned minus rival: {metric.change(gap)}." if math.isfinite(gap) else "."
         found.append((metric.tone(gap), text))
+    if metrics and (sentence := win_rate(run, metrics[0])):
+        found.append(sentence)
+    accuracy = _block(run, "implicit_accuracy")
+    if math.isfinite(number(accuracy.get("mean"))):
+        share, low, high = (100 * number(accuracy.get(key)) for key in ("mean", "low", "high"))
+        text = f"Of {accuracy.get('n')} held-out pairs the tuned model prefers {share:.1f} % as the data do"
+        tone = "better" if low > 50 else "worse" if high < 50 else "same"
+        found.append((tone, f"{text} (95 % CI {low:.1f} to {high:.1f})."))
     for metric in metrics[1:]:
         change = estimates[metric.name]["difference"]
         if change.bounded and metric.tone(change.low, change.high) == "worse":
@@ -205,6 +213,19 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
             text = f"{metric.label} got worse: {metric.change(change.mean)}, {interval}."
             found.append(("worse", text[:1].upper() + text[1:]))
     return found
+
+
+def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
+    """(tone, sentence): how often the tuned picture beats the base's of the same prompt and seed; None if not known."""
+    found = _block(run, "win_rate").get(metric.name)
+    if not isinstance(found, dict) or not found.get("n"):
+        return None
+    rate, low, high, ties = (100 * number(found.get(key)) for key in ("rate", "low", "high", "tie_rate"))
+    tone = "better" if low > 50 else "worse" if high < 50 else "same"
+    return tone, (
+        f"By {metric.label} the tuned model wins {rate:.1f} % of {found['n']} pictures that are not tied "
+        f"(95 % CI {low:.1f} to {high:.1f}); {ties:.1f} % of all are ties."
+    )
 
 
 def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:

@@ -36,10 +36,16 @@ from tests.toys import (
 NAMES = registry.names("algorithms")
 EDGES, SAMPLES, NOISE = algorithms("edges"), algorithms("samples"), algorithms("noise")
 SPREAD = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])  # rewards [R, P, G]
+GIVEN = {
+    (): SPREAD,
+    ("chosen", "rejected"): torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]),
+    ("chosen", "drawn"): torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]),
+    ("labelled",): torch.tensor([[[1.0], [0.0]]]),
+    ("chosen",): torch.tensor([[[1.0], [1.0]]]),
+}
+"""Members of a slot -> rewards of two slots."""
 # Grids of a noise process are known at their own nodes only.
 ON_GRID = TimesConfig(name="discrete_wo_init", count=4)
-ALL = torch.ones(2, 3, dtype=torch.bool)
-EVERYTHING = Advantages(values=torch.zeros(2, 3, 1), valid=ALL, dead=~ALL[:, 0], kept=ALL)
 
 
 def build(name: str, **options):
@@ -49,7 +55,13 @@ def build(name: str, **options):
 
 def samples_session(name: str, vp: bool):
     options = {"times": ON_GRID} if vp else {}
-    return roll_out(ToyAdapter(vp=vp), algorithm=build(name, **options), num_steps=10)
+    group = rewards_of(name).shape[2]
+    return roll_out(ToyAdapter(vp=vp), algorithm=build(name, **options), num_steps=10, group=group)
+
+
+def rewards_of(name: str) -> torch.Tensor:
+    """Of two prompts, [1, 2, G]: those of the data where the method takes its samples from there."""
+    return GIVEN[build(name).members]
 
 
 def test_there_are_algorithms_and_helpers_are_none():
@@ -72,7 +84,7 @@ def test_a_file_has_a_frozen_config_with_defaults_a_build_a_level_and_its_source
     assert getattr(module.build(config), "spatial", None) is None
     assert "Source: " in module.__doc__
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.advantages = None
+        setattr(config, dataclasses.fields(config)[0].name, None)
 
 
 @pytest.mark.parametrize("name", EDGES)
@@ -116,7 +128,7 @@ def test_times_are_repeatable_and_as_many_as_announced(name):
         assert found.sigma.shape == found.timestep.shape == (6, algorithm.config.times.terms(num_steps))
         assert bool(((found.sigma > 0) & (found.sigma <= 1)).all())
         assert torch.equal(algorithm.times(flow_schedule(num_steps), ids[2:4], 4, 7).sigma, found.sigma[2:4])
-        if algorithm.unit == "group":  # or its forwards would not hold whole groups of one time
+        if algorithm.unit in ("group", "prompt"):  # or its forwards would not hold whole groups of one time
             by_prompt = found.sigma.reshape(2, 3, -1)
             assert torch.equal(by_prompt, by_prompt[:, :1].expand_as(by_prompt))
 
@@ -149,7 +161,7 @@ def test_a_loss_on_samples_is_finite_and_its_gradient_reaches_every_weight(name,
     session = samples_session(name, vp)
     if moved:
         nudge(session.adapter.network, 1e-3)
-    part = noising_of(session, SPREAD, updates=2, batch_size=9)
+    part = noising_of(session, rewards_of(name), updates=2, batch_size=9)
     part.prepare()
     for number in (0, 1):
         for batch, _ in part.batches(number):
@@ -173,21 +185,24 @@ def test_a_loss_on_samples_is_finite_and_its_gradient_reaches_every_weight(name,
 def test_a_step_against_the_gradient_fits_the_better_samples_better_than_the_worse(name, vp):
     """The sign, whatever the loss: along its descent the errors of good samples fall against those of bad ones."""
     session = samples_session(name, vp)
-    part = noising_of(session, SPREAD, batch_size=18)
+    rewards = rewards_of(name)
+    part = noising_of(session, rewards, batch_size=18)
     gradient = terms_gradient(session, part)
     scale = sum(float(g.square().sum()) for g in gradient.values()) ** 0.5
-    best = {0, 4}  # the best of each prompt
+    best = {0, 4} if rewards is SPREAD else set(rewards.flatten().nonzero().flatten().tolist())
+    everyone = torch.ones_like(rewards[0], dtype=torch.bool)
+    plain = Advantages(values=torch.zeros(*everyone.shape, 1), valid=everyone, dead=~everyone[:, 0], kept=everyone)
 
     def margin() -> float:
-        """Mean error of the others, less that of the best."""
+        """Mean error of the others (0 without any), less that of the best."""
         errors: dict[bool, list[float]] = {True: [], False: []}
-        everything = noising_of(session, SPREAD, EVERYTHING, batch_size=18)
+        everything = noising_of(session, rewards, plain, batch_size=18)
         with torch.no_grad():
-            for batch, _ in everything.batches(0):
+            for batch, _ in everything.plain_batches(0):
                 found = session.algorithm.outputs(batch, session.networks).error()
                 for sample, error in zip(batch.sample.tolist(), found.tolist(), strict=True):
                     errors[sample in best].append(error)
-        return sum(errors[False]) / len(errors[False]) - sum(errors[True]) / len(errors[True])
+        return sum(errors[False]) / max(len(errors[False]), 1) - sum(errors[True]) / len(errors[True])
 
     before = margin()
     with torch.no_grad():
@@ -200,7 +215,8 @@ def test_a_step_against_the_gradient_fits_the_better_samples_better_than_the_wor
 def test_a_gaussian_of_one_dimension_moves_towards_the_reward(name):
     """forward_process 1.8.6, for every method: data N(m, 1/4) as a network, reward x0; only m is trained."""
     # Errors of one dimension are of order 1, where those of an image differ by 1e-3: so is the margin's temperature.
-    algorithm = build(name, **({"beta": 1.0} if name == "dgpo" else {}))
+    scaled = name in ("dgpo", "online_dpo", "diffusion_dpo", "diffusion_kto", "seppo")
+    algorithm = build(name, **({"beta": 1.0} if scaled else {}))
     generator = torch.Generator().manual_seed(0)
     sigma, count, mean = torch.full((64,), 0.6), 64, torch.zeros(1, requires_grad=True)
 
@@ -211,18 +227,27 @@ def test_a_gaussian_of_one_dimension_moves_towards_the_reward(name):
 
     for _ in range(25):
         clean = mean.detach() + 0.5 * torch.randn(count, 1, generator=generator)
-        eps = torch.randn(count, 1, generator=generator)
+        eps, group = torch.randn(count, 1, generator=generator), torch.zeros(count, dtype=torch.int64)
+        rewards = clean.reshape(1, 1, count)
+        if algorithm.members:  # data: of every two the larger first, with one noise
+            clean, eps = clean.reshape(-1, 2).sort(descending=True).values.reshape(count, 1), eps[: count // 2]
+            eps, group = eps.repeat_interleave(2, dim=0), torch.arange(count) // 2
+            rewards = torch.tensor([1.0, 0.0]).repeat(count // 2).reshape(1, -1, max(len(algorithm.members), 1))
         x = 0.4 * clean + 0.6 * eps
-        credit = algorithm.advantages(clean.reshape(1, 1, count), torch.ones(1))
-        kept = credit.kept[0]
-        start = {"reference": torch.zeros(1)}
-        roles = {role: network(start.get(role, mean.detach()), x)[kept] for role in algorithm.roles}
+        credit = algorithm.advantages(rewards, torch.ones(1))
+        kept = credit.kept.flatten()
+        if algorithm.members == ("chosen",):
+            kept = kept & (rewards.flatten() == 1)
+        start = {"reference": torch.zeros(1), "earlier": torch.zeros(1)}
+        names = ("earlier",) if name == "seppo" else algorithm.roles
+        roles = {role: network(start.get(role, mean.detach()), x)[kept] for role in names}
         outputs = outputs_of(
             {"policy": network(mean, x)[kept]} | roles,
             clean=clean[kept],
             eps=eps[kept],
             sigma=sigma[kept],
-            advantage=credit.values[0, kept, 0],
+            advantage=credit.values.flatten()[kept],
+            group=group[kept],
         )
         (gradient,) = torch.autograd.grad(loss_of(algorithm, outputs).loss, mean)
         with torch.no_grad():
@@ -235,8 +260,9 @@ def test_an_iteration_on_samples_moves_the_policy_and_leaves_the_reference(name)
     session = samples_session(name, False)
     before = {role: {k: v.clone() for k, v in copy.items()} for role, copy in session.weights.copies.items()}
     start = [p.detach().clone() for p in session.adapter.network.parameters()]
-    sums, credit = Sums(), session.algorithm.advantages(SPREAD, torch.ones(1))
-    learner_of(session, updates=1, batch_size=9).update(1, rollout_of(session, SPREAD), credit, sums)
+    sums, rewards = Sums(), rewards_of(name)
+    credit = session.algorithm.advantages(rewards, torch.ones(1))
+    learner_of(session, updates=1, batch_size=9).update(1, rollout_of(session, rewards), credit, sums)
     assert all(not torch.equal(a, b) for a, b in zip(start, session.adapter.network.parameters(), strict=True))
     for role, copy in before.items():
         moved = any(not torch.equal(value, session.weights.copies[role][k]) for k, value in copy.items())
@@ -257,7 +283,7 @@ def test_its_page_tells_every_option_and_the_glossary_every_metric(name):
         own = field.name not in common or getattr(module.Config(), field.name) != common[field.name]
         assert f"`algorithm.{field.name}`" in (page if own else shared), field.name
     session = samples_session(name, False)
-    (batch, _), *_ = noising_of(session, SPREAD, batch_size=9).batches(0)
+    (batch, _), *_ = noising_of(session, rewards_of(name), batch_size=9).batches(0)
     for metric in session.algorithm.loss(batch, session.networks).metrics:
         role = metric.removeprefix("matching/to_")
         assert f"`{metric}`" in glossary or (role != metric and f"`{role}`" in glossary), metric

@@ -8,28 +8,40 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import assert_same_gradient, digest, finish, start
+from tests.e2e.test_preferences import make_pairs
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs" / "lab").glob("*.yaml"))
 SMALL = (
     "data.max_eval_prompts=2",
-    "rollout.prompts_per_iteration=2",
     "rollout.batch_size=8",
     "optim.batch_size=16",  # a whole group, for the losses that need one
     "optim.schedule=constant",  # a linear one knows how many iterations there will be
     "checkpoint={every: 1, keep: 9}",
-    "eval={num_inference_steps: 2, samples_per_prompt: 1, batch_size: 2, save_images: 0}",
+    "eval.num_inference_steps=2",
+    "eval.samples_per_prompt=1",
+    "eval.batch_size=2",
+    "eval.every=0",
+    "eval.save_images=0",
 )
+
+
+def small(recipe: Path) -> list[str]:
+    """Overrides that make it so; given pairs are those of `make_pairs`."""
+    if "pairs:" in recipe.read_text():
+        return [*SMALL, "data.pairs=pairs", "data.pairs_per_iteration=2"]
+    return [*SMALL, "rollout.prompts_per_iteration=2"]
 
 
 def fit(recipe: Path, *overrides: str, resume: bool = False) -> dict:
     from flowrl.config import load_config, resolve
     from flowrl.trainer import Trainer
 
-    return Trainer(resolve(load_config(recipe, [*SMALL, *overrides]))).fit(resume=resume)
+    return Trainer(resolve(load_config(recipe, [*small(recipe), *overrides]))).fit(resume=resume)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, recipe: Path):
+    make_pairs(place / "pairs", 4)
     whole = fit(recipe, "name=whole", "iterations=2")
     fit(recipe, "name=parts", "iterations=1")
     fit(recipe, "name=parts", "iterations=2", resume=True)
@@ -38,18 +50,22 @@ def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, 
     rows = [json.loads(line) for line in Path("runs/whole/metrics.jsonl").read_text().splitlines()]
     # A group can be dead in so small a run, but not everywhere in both iterations: some update had a gradient.
     assert max(row.get("grad/norm", 0.0) for row in rows) > 0
-    assert all(row["nfe/rollout"] > 0 for row in rows)
+    assert all(row["nfe/train"] > 0 for row in rows)
+    given = "pairs:" in recipe.read_text()
+    assert all(("nfe/rollout" in row) != given for row in rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_two_processes_take_the_first_update_of_one(place: Path, recipe: Path):
+    make_pairs(place / "pairs", 4)
     words = ("iterations=1", "optim.updates_per_iteration=1")
     fit(recipe, "name=one", *words)
-    code, output = finish(start("train", str(recipe), *SMALL, *words, "name=two", "--processes", "2"))
+    code, output = finish(start("train", str(recipe), *small(recipe), *words, "name=two", "--processes", "2"))
     assert code == 0, output
     rows = [json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in ("one", "two")]
-    assert rows[0]["reward/total_mean"] == pytest.approx(rows[1]["reward/total_mean"], abs=1e-5)
+    metric = "reward/total_mean" if "reward/total_mean" in rows[0] else "matching/error"
+    assert rows[0][metric] == pytest.approx(rows[1][metric], abs=1e-5)
     assert_same_gradient("one", "two")
 
 

@@ -17,6 +17,8 @@ METHODS = {
     "crd": f"algorithm={{name: crd, {TIMES}}}",
     "diffusion_nft": f"algorithm={{name: diffusion_nft, {TIMES}, old: {{slope: 0.1}}}}",
     "fpo": f"algorithm={{name: fpo, {TIMES}}}",
+    # Refreshed at every iteration, so that the second one draws with another network than the first.
+    "online_dpo": f"algorithm={{name: online_dpo, {TIMES}, beta: 10, behaviour: lagged, ref_update: 2}}",
     "raft": f"algorithm={{name: raft, {TIMES}}}",
     "ram": f"algorithm={{name: ram, {TIMES}}}",
     "rwr": f"algorithm={{name: rwr, {TIMES}}}",

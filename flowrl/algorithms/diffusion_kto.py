@@ -1,0 +1,101 @@
+"""Diffusion-KTO: pictures that were liked or not, without pairs; what is gained saturates as human utility does.
+
+    1. pictures (c, x, y) of the data, y = +1 liked, -1 not, with a fixed share of liked ones
+    2. x = alpha x0 + sigma eps; g = l_ref - l, l = mean (v - v*)^2, the reference without CFG
+    3. z = the mean of g over all terms of the update, at least 0 (a pass of its own, reduced over all processes)
+    4. loss = -U(y beta (g - z)): 1 - sigmoid, or risk-averse or risk-seeking
+
+Source: arXiv 2404.04465; jacklishufan/diffusion-kto:train_kto_sd_v1.5.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import Advantages
+from flowrl.algorithms._matching import NoisedBase, NoisedConfig
+from flowrl.algorithms._preference import Space, error_of, given_signs, require_positive
+from flowrl.algorithms.base import Networks
+from flowrl.matching import Outputs
+from flowrl.objectives import Utility, label_loss
+from flowrl.times import TimesConfig
+from flowrl.types import LossOutput, NoisedBatch
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(NoisedConfig):
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=1))
+    beta: float = 1000.0
+    """Scale of the gain."""
+    utility: Utility = "kahneman_tversky"
+    """Shape of the loss; see `flowrl/objectives.py`."""
+    offset: Literal["mean", "class_means"] = "mean"
+    """z: the mean of g over all terms, or the mean of the two classes' means."""
+    liked_share: float = 0.8
+    """Of the pictures that are drawn."""
+    mixed: Literal["positive", "negative", "drop"] = "positive"
+    """What a picture counts as that won one pair and lost another."""
+    space: Space = "output"
+    """Errors of what the network predicts, or of the noise that this implies."""
+
+    def __post_init__(self) -> None:
+        NoisedConfig.__post_init__(self)
+        require_positive(beta=self.beta)
+        if not 0 < self.liked_share < 1:
+            raise ValueError(f"liked_share={self.liked_share} must lie in (0, 1): both classes are drawn")
+
+
+class DiffusionKto(NoisedBase[Config]):
+    level = LEVEL
+    members = ("labelled",)
+    centres = True
+
+    def __init__(self, config: Config) -> None:
+        NoisedBase.__init__(self, config)
+        self.roles = ("reference",)
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        return given_signs(rewards)
+
+    def gain(self, outputs: Outputs) -> Tensor:
+        """g of each term, [M] float64."""
+        return error_of(outputs, "reference", self.config.space) - error_of(outputs, "policy", self.config.space)
+
+    def measured(self, batch: NoisedBatch, networks: Networks) -> Tensor:
+        """g, and g and the count of each class: [M, 5] float64."""
+        gain, liked = self.gain(self.outputs(batch, networks)), (batch.advantage > 0).double()
+        return torch.stack([gain, liked * gain, liked, (1 - liked) * gain, 1 - liked], dim=1)
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs, config = self.outputs(batch, networks), self.config
+        assert batch.centre is not None
+        gain, offset = self.gain(outputs), reference_point(batch.centre, config.offset)
+        loss = label_loss(gain, batch.advantage, offset, config.beta, config.utility)
+        right = (batch.advantage * gain > 0).to(gain)
+        metrics = {"policy/implicit_accuracy": right, "policy/gain": gain, "policy/offset": offset.expand_as(gain)}
+        return self.finished(loss, outputs, metrics)
+
+    def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
+        return (batch.advantage * self.gain(self.outputs(batch, networks))).detach()
+
+
+def reference_point(means: Tensor, how: Literal["mean", "class_means"]) -> Tensor:
+    """z, at least 0, from the means of `measured` [5]: of g, of both classes' parts of it, and their shares.
+
+    A class that is absent has no mean, and the other's counts alone.
+    """
+    gain, liked, likes, disliked, dislikes = means
+    if how == "mean":
+        return gain.clamp(min=0)
+    classes = [part / share for part, share in ((liked, likes), (disliked, dislikes)) if share > 0]
+    return torch.stack(classes).mean().clamp(min=0)
+
+
+def build(config: Config) -> DiffusionKto:
+    return DiffusionKto(config)

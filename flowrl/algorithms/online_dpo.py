@@ -1,0 +1,118 @@
+"""Online DPO: best against worst of the samples that are drawn for a prompt.
+
+    1. sample x0 with the policy, the untouched network, or one that follows the policy at intervals
+    2. of each prompt the best and the worst sample, by the advantage rule; a prompt whose two differ too little is
+       left out
+    3. loss = -log sigmoid(-beta / 2 Delta), as Diffusion-DPO; one sigma and one eps for both
+
+The margin is taken against the untouched network, with `lagged` against the network that drew the samples.
+
+(yifan123/flow_grpo takes samples 0 and 1 as a pair where all rewards are equal, Flow-Factory one sample twice: neither
+teaches anything.)
+
+Source: arXiv 2311.12908; yifan123/flow_grpo:scripts/train_sd3_dpo.py (`lagged`);
+X-GenGroup/Flow-Factory:trainers/dpo.py (`policy`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import Advantages, advantages, aggregate
+from flowrl.algorithms._matching import MatchingBase, MatchingConfig
+from flowrl.algorithms._preference import Space, pair_loss, require_positive
+from flowrl.algorithms.base import Networks
+from flowrl.models.weights import Weights
+from flowrl.selection import best_and_worst
+from flowrl.times import TimesConfig
+from flowrl.types import LossOutput, NoisedBatch
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(MatchingConfig):
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
+    beta: float = 100.0
+    """Inverse temperature of the margin, in units of a mean over dims."""
+    space: Space = "output"
+    """Errors of what the network predicts, or of the noise that this implies: on a flow beta times (1 - sigma)^2."""
+    least_gap: float = 0.0
+    """A pair whose weighted rewards differ by no more than this is left out."""
+    behaviour: Literal["policy", "reference", "lagged"] = "policy"
+    """Who draws the samples. `lagged` is the policy as it was at the last refresh, and the margin's reference too."""
+    ref_update: int = 40
+    """Optimizer steps between refreshes of `lagged`."""
+
+    def __post_init__(self) -> None:
+        MatchingConfig.__post_init__(self)
+        require_positive(beta=self.beta, ref_update=self.ref_update)
+        if self.least_gap < 0:
+            raise ValueError(f"least_gap={self.least_gap} must not be negative")
+        if self.advantages.select is not None:
+            raise ValueError("advantages.select: this method keeps the best and the worst sample; leave it out")
+
+
+class OnlineDpo(MatchingBase[Config]):
+    level = LEVEL
+    unit = "group"
+    shared_times = "group"
+    shared_eps = True
+
+    def __init__(self, config: Config) -> None:
+        MatchingBase.__init__(self, config)
+        self.behaviour, self.refreshes = config.behaviour, 0
+        self.against = "lagged" if config.behaviour == "lagged" else "reference"
+        self.roles = tuple(dict.fromkeys((*self.roles, self.against)))
+
+    def taken(self, group_size: int) -> int:
+        return 2
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        credit = advantages(rewards, weights, self.config.advantages)
+        return best_against_worst(credit, aggregate(rewards, weights), self.config.least_gap)
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs, config = self.outputs(batch, networks), self.config
+        loss, metrics = pair_loss(outputs, self.against, config.beta, config.space)
+        return self.finished(loss, outputs, metrics)
+
+    def after_iteration(self, updates: int, weights: Weights) -> None:
+        due = updates // self.config.ref_update
+        if self.against == "lagged" and due > self.refreshes:
+            self.refreshes = due
+            weights.follow("lagged", 0.0)
+
+    def state_dict(self) -> dict:
+        return {"refreshes": self.refreshes}
+
+    def load_state_dict(self, state: dict) -> None:
+        if set(state) != {"refreshes"}:
+            raise ValueError(f"online_dpo keeps how often it has refreshed, the checkpoint has {sorted(state)}")
+        self.refreshes = state["refreshes"]
+
+
+def best_against_worst(credit: Advantages, total: Tensor, least_gap: float) -> Advantages:
+    """+1 for the best and -1 for the worst sample of each prompt by its credit, others not kept.
+
+    Args:
+        credit: of all samples; values [P, G, 1].
+        total: weighted rewards [P, G], NaN where masked.
+        least_gap: pairs whose `total` differs by no more are left out.
+    """
+    values = credit.values.squeeze(2)
+    kept = best_and_worst(values, credit.kept, 2)
+    # Among equals the rule takes different samples for best and worst; the one of the higher credit wins.
+    best = values.masked_fill(~kept, -torch.inf).argmax(dim=1, keepdim=True)
+    signs = torch.full_like(values, -1.0).scatter(1, best, 1.0)
+    gap = torch.where(kept, signs * total, 0.0).sum(dim=1)
+    kept = kept & ((kept.sum(dim=1) == 2) & (gap > least_gap))[:, None]
+    return replace(credit, values=torch.where(kept, signs, 0.0)[:, :, None], kept=kept)
+
+
+def build(config: Config) -> OnlineDpo:
+    return OnlineDpo(config)

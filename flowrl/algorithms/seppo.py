@@ -1,0 +1,152 @@
+"""SePPO: the policy against a random earlier self, with preferred pictures of the data and no losers.
+
+    1. every `every` optimizer steps the policy is kept as a checkpoint, the newest `keep` of them; a round is what lies
+       between
+    2. a round has one of the kept checkpoints, drawn uniformly, as its reference; it also draws x_r for each prompt
+    3. slot (c, x_w of the data, x_r); one sigma and one eps for both
+    4. s = sign(l_ref(x_w) - l(x_w)), over all times of the slot, 0 counting as +1: +1, the policy fits the picture of
+       the data better than its earlier self, and x_r loses; -1, it does not, and x_r wins too
+    5. loss = -log sigmoid(-beta / 2 [(l - l_ref)(x_w) - s (l - l_ref)(x_r)])
+
+No training code is released; the paper's -beta T omega is in beta, with Diffusion-DPO's 1/2. Whether its two pictures
+share their noise is not said; here they do.
+
+Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import Advantages
+from flowrl.algorithms._matching import NoisedBase, NoisedConfig
+from flowrl.algorithms._preference import Space, agreement, error_of, given_signs, pair_loss, require_positive
+from flowrl.algorithms.base import Networks
+from flowrl.matching import Outputs, evaluate
+from flowrl.models.weights import Weights
+from flowrl.objectives import Anchor, anchor_sign, group_mean
+from flowrl.plan import StepPlan, deterministic
+from flowrl.rng import stream
+from flowrl.samplers.base import Sampler
+from flowrl.schedules import Schedule
+from flowrl.solvers import Solver
+from flowrl.times import TimesConfig
+from flowrl.types import LossOutput, NoisedBatch
+
+LEVEL = "experimental"
+EARLIER = "earlier"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(NoisedConfig):
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
+    """The criterion averages over them: one draw has a noisy sign."""
+    beta: float | None = None
+    """Inverse temperature of the margin, not published; null: Diffusion-DPO's, 5000 on noise-prediction models and 2000
+    on flows."""
+    space: Space = "output"
+    """Errors of what the network predicts, or of the noise that this implies."""
+    anchor: Anchor = "sign"
+    """What becomes of x_r where the earlier self fits the data better: it wins too, `indicator`: it is left out,
+    `loser`: it loses all the same, without any criterion."""
+    every: int = 30
+    """Optimizer steps between checkpoints: a round."""
+    keep: int = 7
+    """Newest checkpoints kept, the initial network being the first."""
+    solver: Solver = "dpm2_midpoint"
+    """How x_r is solved."""
+
+    def __post_init__(self) -> None:
+        NoisedConfig.__post_init__(self)
+        require_positive(every=self.every, keep=self.keep)
+        if self.beta is not None:
+            require_positive(beta=self.beta)
+        if self.solver == "sa":
+            raise ValueError("solver=sa: the earlier self is to draw without noise; use a deterministic solver")
+
+
+class Seppo(NoisedBase[Config]):
+    level = LEVEL
+    members = ("chosen", "drawn")
+    unit = "prompt"
+    shared_times = "group"
+    shared_eps = True
+
+    def __init__(self, config: Config) -> None:
+        NoisedBase.__init__(self, config)
+        self.made, self.last = 1, 0
+        """Checkpoints made so far, the initial network among them, and the optimizer step of the newest."""
+        self.behaviour = _name(0)
+        self.untouched = self.roles
+        self.roles = (*self.roles, *(_name(place) for place in range(config.keep)))
+
+    @property
+    def frozen(self) -> int:
+        return len(self.untouched) + 1
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        self.behaviour = _name(drawn_checkpoint(self.made, self.config.keep, seed) % self.config.keep)
+        return deterministic(schedule, self.config.solver)
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        return given_signs(rewards)
+
+    def outputs(self, batch: NoisedBatch, networks: Networks) -> Outputs:
+        """Of the policy and of the round's reference, under one name whichever it is."""
+        scale = self.guidance(networks)["policy"]
+        roles = dict.fromkeys(("policy", *self.untouched, self.behaviour), scale)
+        found = evaluate(networks.policy.adapter, networks.weights, batch, roles)
+        found.by_role[EARLIER] = found.by_role.pop(self.behaviour)
+        return found
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs, config = self.outputs(batch, networks), self.config
+        own = self.own_sign(outputs)
+        sign = torch.where(batch.advantage > 0, 1.0, -own)
+        loss, metrics = pair_loss(outputs, EARLIER, config.beta, config.space, sign)
+        return self.finished(loss, outputs, metrics | {"policy/anchor_sign": own})
+
+    def own_sign(self, outputs: Outputs) -> Tensor:
+        """s of each row's slot, [M] float64."""
+        batch, space = outputs.batch, self.config.space
+        better = error_of(outputs, EARLIER, space) - error_of(outputs, "policy", space).detach()
+        slot = batch.sample // len(self.members)
+        # Both samples count in the mean's denominator, and only its sign is asked for.
+        return anchor_sign(group_mean((batch.advantage > 0) * better, slot), self.config.anchor)
+
+    def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
+        return agreement(self.outputs(batch, networks), EARLIER, self.config.space)
+
+    def after_iteration(self, updates: int, weights: Weights) -> None:
+        if updates - self.last >= self.config.every:
+            weights.follow(_name(self.made % self.config.keep), 0.0)
+            self.made, self.last = self.made + 1, updates
+
+    def state_dict(self) -> dict:
+        return {"made": self.made, "last": self.last, "behaviour": self.behaviour}
+
+    def load_state_dict(self, state: dict) -> None:
+        if set(state) != set(self.state_dict()) or state["behaviour"] not in self.roles:
+            raise ValueError(f"seppo keeps its checkpoints' number and reference, the checkpoint has {sorted(state)}")
+        self.made, self.last, self.behaviour = state["made"], state["last"], state["behaviour"]
+
+
+def _name(place: int) -> str:
+    return f"checkpoint_{place}"
+
+
+def drawn_checkpoint(made: int, keep: int, seed: int) -> int:
+    """Which of so many checkpoints is the reference of the present round: uniform over the newest `keep`.
+
+    >>> drawn_checkpoint(1, 7, 0)
+    0
+    """
+    first = max(0, made - keep)
+    return first + int(stream(seed, "earlier_self", made).integers(made - first))
+
+
+def build(config: Config) -> Seppo:
+    return Seppo(config)

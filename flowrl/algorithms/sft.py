@@ -1,0 +1,44 @@
+"""SFT: fine-tuning on the preferred pictures alone, the plain regression that every preference method must beat.
+
+    1. pictures (c, x_w) of the data; rejected ones are not opened
+    2. x = alpha x0 + sigma eps
+    3. loss = mean (v - v*)^2 + kl mean (v - v_ref)^2
+
+Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py (`--sft`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from flowrl.advantages import Advantages
+from flowrl.algorithms._matching import NoisedBase, NoisedConfig
+from flowrl.algorithms._preference import given_signs
+from flowrl.algorithms.base import Networks
+from flowrl.times import TimesConfig
+from flowrl.types import LossOutput, NoisedBatch
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(NoisedConfig):
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=1))
+
+
+class Sft(NoisedBase[Config]):
+    level = LEVEL
+    members = ("chosen",)
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+        return given_signs(rewards)
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs = self.outputs(batch, networks)
+        return self.finished(outputs.error(), outputs)
+
+
+def build(config: Config) -> Sft:
+    return Sft(config)

@@ -1,0 +1,126 @@
+"""The rewards of a run: built, refused where they do not fit model or prompts, and tried before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flowrl.components import RewardPlan
+from flowrl.config import ConfigError, Resolved
+from flowrl.metrics import log
+from flowrl.models.base import ModelAdapter
+from flowrl.prompts import Prompt
+from flowrl.reward import Card, RewardError, Scorer, WeightedReward, score_once
+
+PROBE_PX = 64
+"""Side of a probe picture where the adapter does not say its own."""
+
+
+def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
+    """The entries in their order; those of one component with the same options share it, so its weights load once."""
+    built: list[tuple[RewardPlan, WeightedReward]] = []
+    for plan in plans:
+        sibling = next((entry for earlier, entry in built if plan.same_component(earlier)), None)
+        built.append((plan, plan.build(sibling)))
+    return [entry for _, entry in built]
+
+
+def build_scorer(entries: Sequence[WeightedReward], **options: Any) -> Scorer:
+    """A scorer that tells the log of errors, unless `options` say otherwise.
+
+    Raises:
+        ConfigError: entries that do not go together, as only the built rewards show.
+    """
+    try:
+        return Scorer(entries, **({"on_error": lambda text: log.warning("%s", text)} | options))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:
+    """Noise to try rewards on: pictures [count, 3, H, W], or clips [count, F, 3, H, W] where there are more frames."""
+    frames = (num_frames,) if num_frames > 1 else ()
+    return torch.rand(count, *frames, 3, height, width, generator=torch.Generator().manual_seed(0))
+
+
+def require_metadata(
+    train: Sequence[Prompt], held_out: Sequence[Prompt], resolved: Resolved, cards: Sequence[Card | None]
+) -> None:
+    """Refuse a prompt that a reward cannot judge: its record lacks a key, or the reward's `check_prompt` refuses it.
+
+    Args:
+        train: prompts that are trained on.
+        held_out: prompts of the evaluations.
+        resolved: whose rewards are asked.
+        cards: those of the rewards, then of eval.rewards.
+
+    Raises:
+        ConfigError: naming the reward, the prompt and what is wrong with it.
+    """
+    plans, trained = (*resolved.rewards, *resolved.eval_rewards), len(resolved.rewards)
+    for place, (plan, card) in enumerate(zip(plans, cards, strict=True)):
+        needed = () if card is None else card.requires + (("images",) if card.modality == "edit" else ())
+        check = getattr(plan.module, "check_prompt", None)
+        for key, prompts in (("data.prompts", train if place < trained else ()), ("data.eval_prompts", held_out)):
+            for number, prompt in enumerate(prompts, 1):
+                lacking = [name for name in needed if name not in prompt.metadata]
+                if lacking:
+                    raise ConfigError(
+                        f"{key}: prompt {number}, {prompt.text[:60]!r}, has no {lacking[0]!r}, which the reward "
+                        f"{plan.name!r} needs; give it in every record of a .jsonl or data set, or leave the reward out"
+                    )
+                try:
+                    if check is not None:
+                        check(prompt.text, prompt.metadata)
+                except RewardError as error:
+                    raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {error}") from None
+
+
+def require_modality(name: str, card: Card, *, clips: bool) -> None:
+    """Refuse a reward that cannot judge what the model makes.
+
+    Raises:
+        ConfigError: naming the reward and the remedy.
+    """
+    if card.modality == "video" and not clips:
+        raise ConfigError(
+            f"reward {name!r} judges clips, and the model makes pictures; leave it out, or use a video model with more "
+            "than one frame"
+        )
+    if card.modality in ("image", "edit") and clips:
+        raise ConfigError(
+            f"reward {name!r} judges pictures, and the model makes clips; leave it out, or use a reward that "
+            "`flowrl list rewards` shows for video or any"
+        )
+
+
+def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapter) -> None:
+    """Score noise: a broken reward ends the run here; one that scores none of it is told of."""
+    if scorer is None:
+        return
+    height, width = getattr(adapter, "height", PROBE_PX), getattr(adapter, "width", PROBE_PX)
+    images = probe_batch(len(prompts), height, width, getattr(adapter, "num_frames", 1))
+    given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
+    joined: dict[str, torch.Tensor] = {}
+    for entry in scorer.distinct:
+        try:
+            joined |= score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
+        except RewardError as error:
+            if images.ndim < 5:
+                raise
+            raise RewardError(f"{error} (the model makes clips: it was given {given})") from error
+        except Exception as error:
+            raise RewardError(
+                f"reward {entry.name!r} fails on a probe batch of {given}: "
+                f"{type(error).__name__}: {error}; nothing was trained"
+            ) from error
+    for entry in scorer.entries:
+        if entry.training_value(joined).isnan().all():
+            log.warning(
+                "reward %r returned NaN for all of a probe batch of noise, %s: every sample that it cannot score "
+                "is masked, and the run stops where that is more than half of them",
+                entry.name,
+                given,
+            )

@@ -1,0 +1,194 @@
+"""The first half of an iteration for methods on given pictures, and what the network prefers of held-out pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.advantages import Advantages
+from flowrl.assembly import Parts
+from flowrl.collect import Abandoned, by_identity, drawn_in_step, slots_and_rows
+from flowrl.distributed import shard
+from flowrl.given import PAIR, Given, Latents, Look, latents_of, slot_of
+from flowrl.metrics import Progress, Sums, Timer
+from flowrl.noising import Noising
+from flowrl.plan import deterministic
+from flowrl.rollout import Noise
+from flowrl.types import Condition, Rollout, SampleId, Samples, no_edges
+
+_DRAWS = 4
+"""Noisings of a held-out pair whose margins are averaged: the sign of a single one is noisy."""
+_CHUNK = 64
+"""Held-out pairs whose conditions are in memory at once."""
+
+
+class PairCollector:
+    """Makes the rollouts of a run from given pictures; what a slot lacks the network draws.
+
+    Args:
+        parts: of the run.
+        signalled: whether to leave off here.
+    """
+
+    exhausted = False
+
+    def __init__(self, parts: Parts, signalled: Callable[[], bool]) -> None:
+        assert parts.given is not None
+        self.parts, self.given, self.signalled = parts, parts.given, signalled
+        self.config, self.world = parts.resolved.run, parts.world
+        self.weights = torch.ones(1)
+        self.evaluations = parts.learner.evaluations
+
+    def collect(self, iteration: int, timer: Timer, sums: Sums) -> Rollout:
+        """The rollout of an iteration.
+
+        Raises:
+            Abandoned: on all processes.
+            ConfigError: too many pictures cannot be read.
+        """
+        parts, config, given = self.parts, self.config, self.given
+        numbers, size = given.source.draw(iteration), len(given.members)
+        plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
+        own = [SampleId(*pair) for pair in shard(len(numbers), size, self.world.rank, self.world.size)]
+        slots, rows = slots_and_rows(own)
+        look = Look(config.data, config.seed, iteration)
+        with timer.phase("pictures"):
+            read = partial(_read, given, numbers)
+            found = latents_of(read, own, parts.adapter, batch_size=config.rollout.batch_size, look=look)
+        with timer.phase("text"):
+            cond = parts.texts.lookup([look.caption(slot, found.texts[slot]) for slot in slots])
+        x0: Tensor | None = found.x0
+        if "drawn" in given.members:
+            x0 = self._completed(plan, found, own, cond, rows, iteration, timer, sums)
+        if self.world.any(x0 is None or self.signalled()):
+            raise Abandoned
+        assert x0 is not None
+        rewards = by_identity(self.world, own, found.rewards[None], len(numbers), size)
+        given.require_readable(int(rewards[0].isnan().any(dim=1).sum()), len(numbers))
+        samples = Samples(x0, tuple(own))
+        return Rollout(plan, samples, no_edges(samples), cond, rows, rewards, {}, math.nan)
+
+    def _completed(
+        self,
+        plan: Any,
+        found: Latents,
+        own: Sequence[SampleId],
+        cond: Condition,
+        rows: Tensor,
+        iteration: int,
+        timer: Timer,
+        sums: Sums,
+    ) -> Tensor | None:
+        """The latents with those that the method's behaviour network draws; None where it was left off."""
+        parts, place = self.parts, self.given.members.index("drawn")
+        mine = torch.tensor([row for row, i in enumerate(own) if i.sample == place], dtype=torch.int64)
+        noise = Noise(self.config.seed, "rollout", iteration, parts.adapter.latent_shape())
+        bar = Progress(len(mine), f"iteration {iteration}: sampling", show=self.world.main)
+        before = self.evaluations.rows
+
+        def watch(count: int) -> None:
+            bar.update(count)
+            if self.signalled():
+                raise Abandoned
+
+        try:
+            with timer.phase("rollout"), parts.weights.using(parts.algorithm.behaviour):
+                # A slot has one drawn sample: as many batches are made elsewhere as for groups of one.
+                ids, each = [own[row] for row in mine.tolist()], (self.parts.resolved.slots, 1)
+                drawn, _ = drawn_in_step(parts, plan, noise, ids, cond, rows[mine], watch, each)
+        except Abandoned:
+            return None
+        finally:
+            bar.close()
+        sums.add("nfe/rollout", self.evaluations.rows - before, len(mine))
+        return found.x0.index_copy(0, mine, drawn.x0)
+
+    def told(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
+        """What an iteration's row says of its data."""
+        iterations = self.config.data.pairs_per_iteration / len(self.given.records)
+        return {"pairs/unreadable": int(credit.dead.sum()), "pairs/epochs_per_iteration": iterations}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+
+def _read(given: Given, numbers: Sequence[int], slot: int) -> Any:
+    return slot_of(given.records, numbers[slot], given.members)
+
+
+class HeldOutPairs:
+    """Whether the network prefers what the data prefer, on pairs that it does not learn from.
+
+    Times and noise are the same at every evaluation of a run: iterations of training count from 1, these below 0.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        assert parts.given is not None
+        self.parts, self.given, self.world = parts, parts.given, parts.world
+        run = parts.resolved.run
+        self.config = dataclasses.replace(run, optim=dataclasses.replace(run.optim, updates_per_iteration=1))
+        self.count = self.given.held_out_count
+        low, high = (rank * self.count // self.world.size for rank in (self.world.rank, self.world.rank + 1))
+        self.slots = range(low, high)
+        self.latents: Latents | None = None
+
+    def __call__(self) -> np.ndarray:
+        """[N] float64: 1 preferred, 0 not, 1/2 undecided, NaN where a picture cannot be read; with labels the mean of
+        both pictures'."""
+        latents, ids = self._latents(), self._ids(self.slots)
+        rewards = by_identity(self.world, ids, latents.rewards[None], self.count, len(PAIR))
+        credit = self.parts.algorithm.advantages(rewards, torch.ones(1))
+        starts = range(0, len(self.slots), _CHUNK)
+        most = max(self.world.gather(len(starts)))
+        sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
+        for place in range(most if self.parts.sharded else len(starts)):
+            idle = place >= len(starts)
+            chunk = self.slots[:1] if idle else self.slots[starts[place] : starts[place] + _CHUNK]
+            found = self._judged(chunk, latents, rewards, credit)
+            sums += 0 if idle else found
+        total = torch.stack(self.world.gather(sums)).sum(dim=0).reshape(self.count, len(PAIR))
+        right = ((total > 0).double() + (total >= 0).double()).mean(dim=1) / 2
+        return torch.where(credit.dead, torch.nan, right).numpy()
+
+    def _ids(self, slots: Sequence[int]) -> list[SampleId]:
+        return [SampleId(slot, sample) for slot in slots for sample in range(len(PAIR))]
+
+    def _latents(self) -> Latents:
+        """Of this process's pairs, encoded once."""
+        if self.latents is None:
+            records = self.given.held_out
+            assert records is not None
+            read = partial(slot_of, records, members=PAIR)
+            size = self.config.rollout.batch_size
+            self.latents = latents_of(read, self._ids(self.slots), self.parts.adapter, batch_size=size)
+        return self.latents
+
+    @torch.no_grad()
+    def _judged(self, slots: Sequence[int], latents: Latents, rewards: Tensor, credit: Advantages) -> Tensor:
+        """Summed agreement of the samples of `slots`, by identity [2 N] float64."""
+        parts, algorithm = self.parts, self.parts.algorithm
+        ids, first = self._ids(slots), (slots[0] - self.slots[0]) * len(PAIR)
+        samples = Samples(latents.x0[first : first + len(ids)], tuple(ids))
+        cond = parts.texts.lookup([latents.texts[slot] for slot in slots])
+        rows, plan = slots_and_rows(ids)[1], deterministic(parts.schedule)
+        rollout = Rollout(plan, samples, no_edges(samples), cond, rows, rewards, {}, math.nan)
+        sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
+        learner = parts.learner
+        shared = (self.config, algorithm, learner.networks, self.world, learner.evaluations, rollout, credit)
+        for draw in range(1, _DRAWS + 1):
+            work = Noising(*shared, -draw, parts.schedule, sharded=parts.sharded)
+            for batch, counts in work.plain_batches(0):
+                found = algorithm.preferred(batch, learner.networks).cpu()
+                if counts:
+                    sums.index_add_(0, batch.sample.cpu(), found)
+        return sums
