@@ -21,6 +21,7 @@ from flowrl.models._savings import cast_frozen
 from flowrl.models.base import ModelAdapter, ModelConfig, channel_axis, packed_grid, torch_dtype
 from flowrl.models.weights import Weights, component_names
 from flowrl.optim import Optimizer
+from flowrl.plan import StepPlan
 from flowrl.prompts import Prompt, PromptSource, Texts, require_pictures
 from flowrl.reward import Card, RewardError, Scorer, WeightedReward, score_once
 from flowrl.rng import derive
@@ -145,7 +146,11 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         schedule=schedule,
         sampler=sampler,
         policy=policy,
-        learner=Learner(config, algorithm, Networks(policy, weights), optimizer, world, schedule, sharded=sharded),
+        learner=Learner(
+            *(config, algorithm, Networks(policy, weights), optimizer, world, schedule),
+            sharded=sharded,
+            lookup=lambda prompts: texts.lookup([Prompt(text, pictures=pictures) for text, pictures in prompts]),
+        ),
         evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, tuple(held_out), sharded, learned),
         maps=maps,
         sharded=sharded,
@@ -237,11 +242,24 @@ def _require_plan(algorithm: Algorithm, sampler: Sampler, schedule: Schedule, ad
     try:
         plan = algorithm.plan(schedule, sampler, 1, seed)
         if plan.train:
-            step_std(sampler, adapter.process, plan.steps(torch.tensor(plan.train), adapter.process))
+            _require_noise(
+                plan, step_std(sampler, adapter.process, plan.steps(torch.tensor(plan.train), adapter.process))
+            )
+            algorithm.kept_edges([SampleId(0, 0)], plan, 1, seed)
         if algorithm.needs == "samples":
             algorithm.times(schedule, [SampleId(0, 0)], 1, seed)
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
+
+
+def _require_noise(plan: StepPlan, std: torch.Tensor) -> None:
+    """Raise ValueError where a trained step has std 0, [trained steps]."""
+    for k, value in zip(plan.train, std.tolist(), strict=True):
+        if not value > 0:
+            raise ValueError(
+                f"the sampler's law leaves no noise at step {k} (std 0), so it has no log-prob; leave the step out of "
+                "algorithm.sde_steps, or use a sampler with noise there"
+            )
 
 
 def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:

@@ -54,7 +54,8 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     sampler: Options | None = None
-    """Transition law of the stochastic steps: name and its own options. Null: flow_sde, where the method needs one."""
+    """Transition law of the stochastic steps: name and its own options. Null: the method's own, where it needs one:
+    flow_sde, of ddpo and dpok ddim."""
     num_inference_steps: int = 10
     """Denoising steps of a training sample."""
     guidance_scale: float = 1.0
@@ -216,8 +217,6 @@ def geometry(config: RunConfig) -> None:
             f"(prompts_per_iteration={config.rollout.prompts_per_iteration} x group_size={config.rollout.group_size}); "
             f"nearest values that do: {', '.join(map(str, sorted(near)))}"
         )
-    if config.rollout.group_size < 2:
-        raise ValueError("rollout.group_size=1: a group-relative advantage needs at least 2 samples per prompt")
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -268,11 +267,13 @@ def resolve(run: RunConfig) -> Resolved:
     """
     if not run.rewards:
         raise ConfigError("rewards is empty: give at least one, such as [{name: jpeg}]")
+    model, algorithm = model_component(run.model), component("algorithms", run.algorithm, "algorithm", "flow_grpo")
+    own_sampler = getattr(algorithm.config, "SAMPLER", "flow_sde")
     resolved = Resolved(
         run=run,
-        model=model_component(run.model),
-        sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", "flow_sde"),
-        algorithm=component("algorithms", run.algorithm, "algorithm", "flow_grpo"),
+        model=model,
+        sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", own_sampler),
+        algorithm=algorithm,
         rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
         eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),
     )

@@ -60,7 +60,11 @@ class StepPlan:
                     "it has no log-prob"
                 )
             if k == num_steps - 1 and float(self.schedule.sigmas[-1]) == 0:
-                raise ValueError(f"the plan trains the last step ({k}): its Gaussian is too sharp to be scored")
+                raise ValueError(
+                    f"the plan trains the last step ({k}), which ends at clean data: no noise can be left there, so it "
+                    f"has no log-prob; train steps 0..{k - 1} (a noise-prediction model's last step has one if its "
+                    "scheduler has set_alpha_to_one=false)"
+                )
 
     def __len__(self) -> int:
         return len(self.schedule)
@@ -115,6 +119,16 @@ def window(schedule: Schedule, noise_level: float, steps: Sequence[int] | None =
         )
     levels = tuple(noise_level if k in chosen else 0.0 for k in range(len(schedule)))
     return StepPlan(schedule=schedule, noise_level=levels, train=chosen)
+
+
+def noisy_steps(schedule: Schedule) -> tuple[int, ...]:
+    """Steps that do not end at clean data, where a law may leave noise: all of a noise-prediction model whose last step
+    ends at its least noise level, all but the last of a flow.
+
+    >>> noisy_steps(Schedule(torch.tensor([0.9, 0.4, 0.03]), torch.tensor([900.0, 400.0])))
+    (0, 1)
+    """
+    return tuple(range(len(schedule) - int(float(schedule.sigmas[-1]) == 0)))
 
 
 # ---- windows that move from iteration to iteration; iterations count from 1

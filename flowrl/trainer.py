@@ -186,7 +186,8 @@ class Trainer:
         timer, sums = Timer(), Sums()
         with timer.phase("iteration"):
             rollout = self._roll_out(iteration, timer, sums)
-            credit = self.algorithm.advantages(rollout.rewards, torch.tensor([e.weight for e in self.scorer.entries]))
+            weights = torch.tensor([e.weight for e in self.scorer.entries])
+            credit = self.algorithm.advantages(rollout.rewards, weights, rollout.prompts)
             gate = self.dtype if iteration == self.start + 1 else None
             with timer.phase("update"):
                 self.learner.update(iteration, rollout, credit, sums, gate=gate)

@@ -19,15 +19,27 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("trainer", "collect", "learner", "replay", "noising", "evaluate", "gallery", "checkpoint", "optim"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
-        *("initials", "rewardcheck", "serving"),
+        *("initials", "rewardcheck", "serving", "recall"),
     ),
     ("algorithms",),
-    ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
+    (
+        "rollout",
+        "tree",
+        "buffer",
+        "models",
+        "spatial",
+        "matching",
+        "preview",
+        "exploration",
+        "learned_noise",
+        "value",
+        "transitions",
+    ),
     ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap"),
-    ("process", "schedules", "advantages", "selection", "objectives"),
+    ("process", "schedules", "advantages", "history", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )
-TORCH_ONLY = ("process", "schedules", "advantages", "selection", "objectives")
+TORCH_ONLY = ("process", "schedules", "advantages", "history", "selection", "objectives")
 FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes", "flowrl.embedded"}
 
 

@@ -16,7 +16,8 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages, advantages
+from flowrl.advantages import AdvantageConfig, Advantages
+from flowrl.algorithms._credit import Rule
 from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs, evaluate, is_cfg, training_guidance
 from flowrl.models.weights import Weights
@@ -26,7 +27,7 @@ from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
 from flowrl.times import Times, TimesConfig, draw
-from flowrl.types import LossOutput, NoisedBatch, SampleId
+from flowrl.types import Identity, LossOutput, NoisedBatch, SampleId
 
 Unit = Literal["term", "sample", "group"]
 
@@ -106,6 +107,10 @@ class MatchingConfig:
         if self.solver_noise > 0 and self.solver != "sa":
             raise ValueError(f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}")
 
+    def check_group(self, group_size: int) -> None:
+        """Refuse what a group of this size cannot give; called before a model is loaded."""
+        self.advantages.check_group(group_size)
+
     def check(self, sampler: Sampler, num_steps: int) -> None:
         """Refuse what the run's number of denoising steps does not allow; called before a model is loaded.
 
@@ -136,7 +141,7 @@ class MatchingBase(Generic[C]):
     keeps_old = False
 
     def __init__(self, config: C) -> None:
-        self.config, self.passes = config, config.passes
+        self.config, self.passes, self.rule = config, config.passes, Rule(config.advantages)
         self.lags: dict[str, LagConfig] = {}
         self.roles: tuple[str, ...] = ("reference",) if config.kl.coef > 0 else ()
 
@@ -150,8 +155,8 @@ class MatchingBase(Generic[C]):
         """Training times of B samples, [B, T]."""
         return draw(self.config.times, schedule, ids, (seed, iteration), shared=self.shared_times)
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        return advantages(rewards, weights, self.config.advantages)
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        return self.rule(rewards, weights, prompts)
 
     def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """Prompts that are to be drawn no more, [P] bool."""
@@ -203,12 +208,15 @@ class MatchingBase(Generic[C]):
             weights.follow(role, lag.decay(updates))
 
     def state_dict(self) -> dict:
-        return {}
+        return self.rule.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        if state:
+        foreign = self.rule.load_state_dict(state)
+        if foreign:
             name = type(self).__module__.rpartition(".")[2]
-            raise ValueError(f"{name} keeps no state, the checkpoint has {sorted(state)}")
+            raise ValueError(
+                f"{name} keeps {sorted(self.state_dict()) or 'no state'}, the checkpoint has {sorted(state)}"
+            )
 
 
 def referred(guidance: dict[str, float], networks: Networks, own: float) -> dict[str, float]:
