@@ -5,6 +5,7 @@
     python scripts/lab.py --check              replay the start of stale recipes: are the numbers still the same?
     python scripts/lab.py --stale              run stale cells too
     python scripts/lab.py --seeds 0 NAME ...   only these seeds and recipes
+    python scripts/lab.py --flat               bytes of a flat picture, which the page counts sizes from
 
 A cell is one recipe and seed. docs/lab/results.json keeps its result with two fingerprints, of the recipe with its
 model and of the code that can change a number, and with the metrics of its first iterations. A cell is stale when a
@@ -324,6 +325,16 @@ def write_results(results: dict[str, Any]) -> None:
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
+def flat_kilobytes() -> float:
+    """Thousands of bytes of a grey picture of the lab's 32 x 32 pixels as a JPEG of quality 95; other colours differ by
+    less than ten bytes."""
+    import numpy as np
+
+    from rewards.jpeg import jpeg_kilobytes
+
+    return jpeg_kilobytes(np.full((32, 32, 3), 128, dtype=np.uint8), quality=95)
+
+
 def write_page(results: dict[str, Any]) -> None:
     entries = []
     for name, recipe in recipes().items():
@@ -338,10 +349,12 @@ def write_page(results: dict[str, Any]) -> None:
                 searched=bool(tree["eval"].get("best_guidance")),
                 cells=cells,
                 states={seed: state(cell, now) for seed, cell in cells.items()},
+                sized={entry["name"] for entry in tree["rewards"]} == {"jpeg"},
             )
         )
     notes = ROOT / "docs" / "lab" / "notes.md"
-    PAGE.write_text(page(entries, notes.read_text(encoding="utf-8") if notes.is_file() else ""), encoding="utf-8")
+    text = notes.read_text(encoding="utf-8") if notes.is_file() else ""
+    PAGE.write_text(page(entries, text, flat_kilobytes()), encoding="utf-8")
     print(PAGE)
 
 
@@ -364,7 +377,11 @@ def main() -> None:
     what.add_argument("--write", action="store_true", help="only write the page")
     what.add_argument("--check", action="store_true", help="replay stale recipes and compare; 1 if any stays stale")
     what.add_argument("--stale", action="store_true", help="run stale cells again")
+    what.add_argument("--flat", action="store_true", help="only print the bytes of a flat picture")
     args = parser.parse_args()
+    if args.flat:
+        print(f"{1000 * flat_kilobytes():.0f}")
+        return
     unknown = sorted(set(args.names) - recipes().keys())
     if unknown:
         parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
