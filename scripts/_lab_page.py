@@ -35,9 +35,9 @@ iterations, without evaluations. A recipe is there at the first of its evaluatio
 the next one is at the goal on average. The runs were not made side by side: the machine's speed changes by the hour.
 """
 SIZES = """\
-These recipes are rewarded for the JPEG size of their pictures alone, quality 95. Bytes are those above a flat picture's,
-{flat:.0f} (`python scripts/lab.py --flat`), on the same captions and seeds; the change is the paired difference over the
-base's. Strict accuracy is only looked at: it is what such a reward costs.
+These recipes are rewarded for the JPEG size of their pictures alone, quality 95. Bytes are those above a flat
+picture's, {flat:.0f} (`python scripts/lab.py --flat`), on the same captions and seeds; the change is the paired
+difference over the base's. Strict accuracy is only looked at: it is what such a reward costs.
 """
 MANY = 10
 
@@ -137,6 +137,15 @@ def cell_row(entry: Entry, seed: int) -> str:
     )
 
 
+def flat_kilobytes() -> float:
+    """Thousands of bytes of a grey 32 x 32 picture as a JPEG of quality 95; other colours differ by under ten bytes."""
+    import numpy as np
+
+    from rewards.jpeg import jpeg_kilobytes
+
+    return jpeg_kilobytes(np.full((32, 32, 3), 128, dtype=np.uint8), quality=95)
+
+
 def size_row(entry: Entry, seed: int, flat: float) -> str:
     """One seed of a recipe that is rewarded for the size of its pictures; `flat` in thousands of bytes."""
     cell = entry.cells[seed]
@@ -157,23 +166,15 @@ def size_row(entry: Entry, seed: int, flat: float) -> str:
     )
 
 
-def sizes(entries: list[Entry], flat: float) -> list[str]:
+def sizes(entries: list[Entry]) -> list[str]:
     """Lines on the recipes that are rewarded for the size of their pictures."""
     if not entries:
         return []
+    flat = flat_kilobytes()
     lines = ["", "## Size of the pictures", "", SIZES.format(flat=1000 * flat)]
     lines += _table(
-        *(
-            "recipe",
-            "level",
-            "seed",
-            "base, bytes",
-            "tuned, bytes",
-            "change, per cent",
-            "strict accuracy",
-            "iterations",
-        ),
-        *("evaluations", "seconds", "state"),
+        *("recipe", "level", "seed", "base, bytes", "tuned, bytes", "change, per cent", "strict accuracy"),
+        *("iterations", "evaluations", "seconds", "state"),
     )
     return lines + [size_row(entry, seed, flat) for entry in entries for seed in entry.cells]
 
@@ -224,11 +225,8 @@ def over_seeds(values: list[float | None]) -> tuple[str, str]:
     return f"{mean:.2f}", f"{max(mean - half, 0):.2f} to {mean + half:.2f}"
 
 
-def page(entries: list[Entry], notes: str, flat: float) -> str:
-    """The whole page: recipes over their seeds, the race, sizes, every cell, the notes.
-
-    `flat` is the size of a flat picture in thousands of bytes.
-    """
+def page(entries: list[Entry], notes: str) -> str:
+    """The whole page: recipes over their seeds, the race, sizes, every cell, the notes."""
     lines = [HEAD]
     lines += _table(
         *("recipe", "level", "mean difference", "lowest lower end", "seeds", "iterations"),
@@ -236,7 +234,7 @@ def page(entries: list[Entry], notes: str, flat: float) -> str:
     )
     lines += [summary_row(entry) for entry in entries if not entry.sized]
     lines += race(entries)
-    lines += sizes([entry for entry in entries if entry.sized], flat)
+    lines += sizes([entry for entry in entries if entry.sized])
     lines += ["", "## Every cell", "", STATES]
     lines += _table(
         *("recipe", "seed", "base", "base, best CFG", "tuned", "difference", "iterations", "evaluations"),

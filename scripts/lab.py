@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _lab_page import METRIC, Entry, page
+from _lab_page import METRIC, Entry, flat_kilobytes, page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "lab" / "results.json"
@@ -325,16 +325,6 @@ def write_results(results: dict[str, Any]) -> None:
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def flat_kilobytes() -> float:
-    """Thousands of bytes of a grey picture of the lab's 32 x 32 pixels as a JPEG of quality 95; other colours differ by
-    less than ten bytes."""
-    import numpy as np
-
-    from rewards.jpeg import jpeg_kilobytes
-
-    return jpeg_kilobytes(np.full((32, 32, 3), 128, dtype=np.uint8), quality=95)
-
-
 def write_page(results: dict[str, Any]) -> None:
     entries = []
     for name, recipe in recipes().items():
@@ -354,7 +344,7 @@ def write_page(results: dict[str, Any]) -> None:
         )
     notes = ROOT / "docs" / "lab" / "notes.md"
     text = notes.read_text(encoding="utf-8") if notes.is_file() else ""
-    PAGE.write_text(page(entries, text, flat_kilobytes()), encoding="utf-8")
+    PAGE.write_text(page(entries, text), encoding="utf-8")
     print(PAGE)
 
 
