@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from flowrl.algorithms.base import Algorithm, Networks, NoiseAlgorithm
+from flowrl.checks import check_distilled
 from flowrl.components import RewardPlan
 from flowrl.config import ConfigError, EvalConfig, Resolved, RunConfig
 from flowrl.distributed import World
@@ -124,6 +125,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
     _require_plan(algorithm, sampler, schedule, adapter, config.seed)
+    for note in check_distilled(resolved, adapter):
+        log.warning("%s", note)
     _require_whole_groups(algorithm, config.rollout.prompts_per_iteration, world)
     maps = None
     spatial = getattr(algorithm, "spatial", None)

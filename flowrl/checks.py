@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flowrl.samplers.base import takes_vp
 from flowrl.strict import ConfigError
@@ -33,6 +33,32 @@ def check(resolved: Resolved) -> None:
     else:
         _check_method(resolved)
         _check_noise(resolved)
+
+
+def check_distilled(resolved: Resolved, adapter: Any) -> list[str]:
+    """What should be known of a checkpoint distilled to few steps; nothing of others.
+
+    Raises:
+        ConfigError: it does not take the guidance; its sampler needs the score, which it does not have.
+    """
+    how, run, method = getattr(adapter, "distilled", ""), resolved.run, resolved.algorithm
+    if not how:
+        return []
+    scales = {"rollout.guidance_scale": run.rollout.guidance_scale, "eval.guidance_scale": run.eval.guidance_scale}
+    scales["algorithm.guidance_scale"] = getattr(method.config, "guidance_scale", None)
+    for key, scale in scales.items():
+        try:
+            if scale is not None and hasattr(adapter, "check_guidance"):
+                adapter.check_guidance(scale)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    notes = [f"the model is distilled {how}: made for 1 to 8 steps; evaluations take its deterministic steps"]
+    if method.build().needs == "samples":
+        notes.append(
+            f"{method.name} fits the network to re-noised samples, which pulls a distilled one towards blurred means; "
+            "methods with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
+        )
+    return notes
 
 
 def _check_rewards(resolved: Resolved) -> None:

@@ -61,9 +61,9 @@ class StepPlan:
                 )
             if k == num_steps - 1 and float(self.schedule.sigmas[-1]) == 0:
                 raise ValueError(
-                    f"the plan trains the last step ({k}), which ends at clean data: no noise can be left there, so it "
-                    f"has no log-prob; train steps 0..{k - 1} (a noise-prediction model's last step has one if its "
-                    "scheduler has set_alpha_to_one=false)"
+                    f"the plan trains the last step ({k}), which ends at clean data (sigma 0): a law has std 0 there or "
+                    f"leaves noise in the picture; train steps 0..{k - 1} (of a noise-prediction model "
+                    "model.final_alpha=first, or a scheduler with set_alpha_to_one=false, keeps noise in the last step)"
                 )
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class StepPlan:
         """The steps of `index` [B] as [B] tensors."""
         index = index.cpu()
         sigmas = self.schedule.sigmas
-        alphas = process.alpha(sigmas)
+        alphas = process.alpha(sigmas) if self.schedule.alphas is None else self.schedule.alphas
         # Some laws diverge at the noisiest sigma; official code bounds it by the grid's second value.
         ceiling = sigmas[1 if len(sigmas) > 2 else 0].expand(len(index))
         columns = {
@@ -304,6 +304,11 @@ def flash_schedule(
         raise ValueError(f"the window ends at step {last}: of {num_steps} steps it must end in 0..{num_steps - 2}")
     if not 0 < ratio <= 1:
         raise ValueError(f"the share of kept steps is {ratio:g}; it must be in (0, 1]")
+    if schedule.table is not None:
+        raise ValueError(
+            "only a flow grid can be shortened behind the window, and this model predicts noise (VP); use mix_grpo, "
+            "which keeps the whole grid"
+        )
     if float(sigmas[-1]) != 0 or float(sigmas[0]) > 1:
         raise ValueError(f"only a flow grid in [0, 1] can be shortened; this one ends at sigma {float(sigmas[-1]):g}")
     if not torch.allclose(timestep(sigmas[:-1]), schedule.timesteps, rtol=1e-4):

@@ -55,8 +55,14 @@ class Process(ABC):
         return self.velocity(x0.float(), eps.float(), sigma)
 
     @abstractmethod
-    def predict(self, raw: Tensor, x: Tensor, sigma: Tensor, prediction_type: PredictionType) -> Prediction:
-        """Network output `raw` [B, ...] at latents x [B, ...] and sigma [B] as (x0_hat, eps_hat, velocity)."""
+    def predict(
+        self, raw: Tensor, x: Tensor, sigma: Tensor, prediction_type: PredictionType, alpha: Tensor | None = None
+    ) -> Prediction:
+        """Network output `raw` [B, ...] at latents x [B, ...] and sigma [B] as (x0_hat, eps_hat, velocity).
+
+        alpha [B] is the signal coefficient where it is known better than sigma tells: near sigma = 1 a float32 sigma
+        leaves VP's alpha = sqrt(1 - sigma^2) few digits.
+        """
 
 
 class FlowProcess(Process):
@@ -68,7 +74,9 @@ class FlowProcess(Process):
     def velocity(self, x0: Tensor, eps: Tensor, sigma: Tensor) -> Tensor:
         return eps - x0
 
-    def predict(self, raw: Tensor, x: Tensor, sigma: Tensor, prediction_type: PredictionType) -> Prediction:
+    def predict(
+        self, raw: Tensor, x: Tensor, sigma: Tensor, prediction_type: PredictionType, alpha: Tensor | None = None
+    ) -> Prediction:
         if prediction_type != "velocity":
             raise ValueError(f"a flow network predicts 'velocity', not {prediction_type!r}")
         x, v = x.float(), raw.float()
@@ -79,7 +87,8 @@ class FlowProcess(Process):
 class VPProcess(Process):
     """Variance preserving: alpha = sqrt(alphas_cumprod), sigma = sqrt(1 - alphas_cumprod).
 
-    `v` is alpha * eps - sigma * x0 (arXiv 2202.00512).
+    `v` is alpha * eps - sigma * x0 (arXiv 2202.00512). At alpha = 0 (terminal SNR 0) `eps` says nothing of x0:
+    schedules that start there are refused for such networks.
     """
 
     def alpha(self, sigma: Tensor) -> Tensor:
@@ -88,9 +97,11 @@ class VPProcess(Process):
     def velocity(self, x0: Tensor, eps: Tensor, sigma: Tensor) -> Tensor:
         return expand(self.alpha(sigma), x0) * eps - expand(sigma, x0) * x0
 
-    def predict(self, raw: Tensor, x: Tensor, sigma: Tensor, prediction_type: PredictionType) -> Prediction:
+    def predict(
+        self, raw: Tensor, x: Tensor, sigma: Tensor, prediction_type: PredictionType, alpha: Tensor | None = None
+    ) -> Prediction:
         x, raw = x.float(), raw.float()
-        alpha, sigma = expand(self.alpha(sigma), x), expand(sigma.float(), x)
+        alpha, sigma = expand(self.alpha(sigma) if alpha is None else alpha, x), expand(sigma.float(), x)
         if prediction_type == "eps":
             x0_hat, eps_hat = (x - sigma * raw) / alpha, raw
         elif prediction_type == "v":

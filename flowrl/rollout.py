@@ -38,7 +38,7 @@ class Policy:
     def predict(self, x: Tensor, step: Step, cond: Condition) -> Prediction:
         """The network's belief at x [B, ...]; the one forward of a step."""
         raw = self.adapter.predict(x, step.timestep, cond, self.guidance_scale)
-        return self.adapter.process.predict(raw, x, step.sigma, self.adapter.prediction_type)
+        return self.adapter.process.predict(raw, x, step.sigma, self.adapter.prediction_type, step.alpha)
 
     def distribution(self, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         """The sampler's law on that belief."""

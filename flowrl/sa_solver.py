@@ -48,7 +48,10 @@ def sa_schedule(schedule: Schedule) -> Schedule:
         ValueError: the grid has fewer than 3 steps, does not end at 0, or is known at its own nodes only.
     """
     if len(schedule) < 3 or float(schedule.sigmas[-1]) != 0:
-        raise ValueError("the SA-Solver needs a grid of at least 3 steps that ends at sigma 0")
+        raise ValueError(
+            f"the SA-Solver needs a grid of at least 3 steps that ends at sigma 0; this one has {len(schedule)} and "
+            f"ends at {float(schedule.sigmas[-1]):.3g}; set algorithm.solver to ode or dpm2_midpoint"
+        )
     sigmas = schedule.sigmas.clone()
     sigmas[0] = sigmas[0].clamp(max=0.999)
     sigmas[-2] = sigmas[-3] / 2

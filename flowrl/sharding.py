@@ -67,7 +67,8 @@ def split(adapter: ModelAdapter, weights: Weights, world: World, dtype: torch.dt
 def _blocks(network: nn.Module) -> list[nn.Module]:
     """The repeated parts, as diffusers declares them for placing a network on several devices."""
     names = getattr(network, "_no_split_modules", None) or ()
-    blocks = [part for part in network.modules() if type(part).__name__ in names]
+    # Inner ones first, as `fully_shard` wants them: a UNet's blocks lie inside one another.
+    blocks = [part for part in network.modules() if type(part).__name__ in names][::-1]
     if not blocks:
         raise ModelError(
             f"model.shard=true: {type(network).__name__} does not say what its blocks are (_no_split_modules); "

@@ -3,6 +3,8 @@
 Every rule states its axis. Rules on the *grid* draw nodes of the rollout's own schedule, 0 the noisiest, so what the
 network is fed there is exact. Rules on *sigma* draw sigma in (0, 1] and shift it there, s > 1 towards noise. (Some code
 shifts the fraction walked along the denoising axis instead, where s > 1 goes towards clean; that is another rule.)
+Their sigma is a flow's; on VP it stands for the same signal-to-noise ratio, inside what the network was trained on, and
+the timestep there need not be whole.
 
     rule                axis   times of a sample                                                       from
     discrete            grid   one node from each of T strata of the first int(N f) nodes              AWM
@@ -149,7 +151,7 @@ def draw(
     if config.name in GRID:
         nodes = torch.from_numpy(rows)
         return Times(schedule.sigmas[nodes], schedule.timesteps[nodes])
-    sigma = torch.from_numpy(rows).float()
+    sigma = schedule.at_flow(torch.from_numpy(rows))
     try:
         return Times(sigma, schedule.timestep_at(sigma))
     except ValueError as error:

@@ -41,6 +41,7 @@ Parity means: with the plain solver and the same noise the adapter gives the lat
 own call within 1e-4 (fp32), with and without guidance, at two sizes, for batches of one and two. `default` is checked
 by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter can be had through either: `model.name`. Left
 out, it is the native one of the class, where that takes the checkpoint (text alone, its scheduler), else `generic`.
+VP models, their options and distilled checkpoints: [noise_prediction.md](noise_prediction.md).
 
 | pipeline | process, prediction | what `guidance_scale` is | network's timestep | native | parity |
 |---|---|---|---|---|---|

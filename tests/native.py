@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from flowrl.models import generic
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights import Weights
 from flowrl.plan import deterministic, window
+from flowrl.process import FlowProcess
 from flowrl.rollout import Noise, Policy, run
-from flowrl.samplers import flow_sde
+from flowrl.samplers import ddim, flow_sde
 from flowrl.samplers.ode import Ode
 from flowrl.trainer import Trainer
 from flowrl.types import SampleId
@@ -29,13 +31,19 @@ from tests import tiny_pipelines as tiny
 
 LORA = LoraSettings(rank=4, alpha=10)
 PROMPTS = tiny.PROMPTS
-CLASSES = {"flux": "Flux", "qwen_image": "QwenImage", "wan": "Wan"}
+CLASSES = {"sd": "Sd", "sdxl": "Sdxl", "sd3": "Sd3", "flux": "Flux", "qwen_image": "QwenImage", "wan": "Wan"}
+
+
+def tokens(pipe: Any) -> dict[str, int]:
+    """Text length of a tiny pipeline, where its call takes one."""
+    takes = "max_sequence_length" in inspect.signature(type(pipe).__call__).parameters
+    return {"max_sequence_length": tiny.TOKENS} if takes else {}
 
 
 def adapter(family: str, pipe: Any, size: tuple[int, int], **options: Any) -> Any:
     """The family's adapter around a pipeline in memory."""
     module = registry.load("models", family)
-    options = {"max_sequence_length": tiny.TOKENS} | options
+    options = tokens(pipe) | options
     return getattr(module, CLASSES[family])(pipe, module.Config(path="tiny", height=size[0], width=size[1], **options))
 
 
@@ -62,7 +70,7 @@ def trains_in_bfloat16(family: str, case: str, size: tuple[int, int], guidance_s
 
 def beside(pipe: Any, size: tuple[int, int], **call: Any) -> generic.Generic:
     """The generic adapter around the same pipeline."""
-    call = {"max_sequence_length": tiny.TOKENS} | call
+    call = tokens(pipe) | call
     return generic.Generic(pipe, generic.Config(path="tiny", height=size[0], width=size[1], call=call))
 
 
@@ -86,7 +94,7 @@ def own_call(pipe: Any, size: tuple[int, int], noise: Tensor, steps: int, **call
         left.append(result[0])
         return result
 
-    call = {"max_sequence_length": tiny.TOKENS, "output_type": "pt", "return_dict": False} | call
+    call = tokens(pipe) | {"output_type": "pt", "return_dict": False} | call
     if isinstance(call.get("negative_prompt"), str):
         call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
     pipe.scheduler.step = stepping
@@ -144,7 +152,8 @@ def lora(model: Any, *, noise: float = 0.0) -> Weights:
 def backward(model: Any, weights: Weights, guidance_scale: float, steps: int = 4) -> Any:
     """Gradients of one Flow-GRPO update: a rollout of two samples, all its trained steps; returns the largest |log
     ratio| of the replay at the rollout's own batches."""
-    policy, plan = Policy(model, flow_sde.build(flow_sde.Config()), guidance_scale), window(model.schedule(steps), 0.7)
+    law: Any = flow_sde if isinstance(model.process, FlowProcess) else ddim
+    policy, plan = Policy(model, law.build(law.Config()), guidance_scale), window(model.schedule(steps), 0.7)
     cond, rows, ids = model.encode(PROMPTS), torch.arange(2), [SampleId(0, 0), SampleId(1, 0)]
     noise = Noise(0, "test", 1, model.latent_shape())
     _, edges = run(policy, plan, noise, ids, cond, rows, batch_size=2)

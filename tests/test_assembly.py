@@ -9,6 +9,7 @@ from flowrl.algorithms import awm, dgpo, diffusion_nft, fpo
 from flowrl.assembly import _require_plan, _require_whole_groups
 from flowrl.distributed import World
 from flowrl.samplers.ode import Ode
+from flowrl.schedules import Schedule
 from flowrl.strict import ConfigError
 from tests.toys import ToyAdapter
 
@@ -22,16 +23,18 @@ from tests.toys import ToyAdapter
     ids=["times", "solver"],
 )
 def test_what_a_noise_process_cannot_give_is_refused(algorithm, words):
-    """Its timesteps are known at the nodes of its grid alone, which ends above sigma 0."""
+    """Without its table of alphas_cumprod only the nodes of its grid are known, which ends above sigma 0."""
     vp, flow = ToyAdapter(vp=True), ToyAdapter()
+    grid = Schedule(vp.schedule(10).sigmas, vp.schedule(10).timesteps)
     with pytest.raises(ConfigError, match=words):
-        _require_plan(algorithm, Ode(), vp.schedule(10), vp, 0)
+        _require_plan(algorithm, Ode(), grid, vp, 0)
     _require_plan(algorithm, Ode(), flow.schedule(10), flow, 0)
 
 
-def test_rules_on_the_grid_are_accepted_on_a_noise_process():
+def test_rules_on_the_grid_and_on_sigma_are_accepted_on_a_noise_process():
     adapter = ToyAdapter(vp=True)
-    for algorithm in (diffusion_nft.build(diffusion_nft.Config()), dgpo.build(dgpo.Config())):
+    rules = (diffusion_nft.build(diffusion_nft.Config()), dgpo.build(dgpo.Config()), fpo.build(fpo.Config()))
+    for algorithm in rules:
         _require_plan(algorithm, Ode(), adapter.schedule(10), adapter, 0)
 
 

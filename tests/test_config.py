@@ -303,7 +303,7 @@ def test_the_resolved_tree_reads_back_as_the_same_run(read, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.name=sd4"], ("model: ", "name='sd4' is unknown", "did you mean 'sd3'?")),
+        (["model.name=sd33"], ("model: ", "name='sd33' is unknown", "did you mean 'sd3'?")),
         (["rollout.sampler.name=flow_sd"], ("rollout.sampler: ", "'flow_sd' is unknown", "did you mean 'flow_sde'?")),
         (["algorithm.name=flow_grop"], ("algorithm: ", "'flow_grop' is unknown", "did you mean 'flow_grpo'?")),
         (["rewards.0.name=shape"], ("rewards.0: ", "'shape' is unknown", "did you mean 'shapes'?")),

@@ -23,23 +23,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("algorithms",),
     (
-        "rollout",
-        "tree",
-        "buffer",
-        "models",
-        "spatial",
-        "matching",
-        "preview",
-        "exploration",
-        "learned_noise",
-        "value",
-        "transitions",
+        *("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
+        *("value", "transitions"),
     ),
     ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap"),
-    ("process", "schedules", "advantages", "history", "selection", "objectives"),
+    ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )
-TORCH_ONLY = ("process", "schedules", "advantages", "history", "selection", "objectives")
+TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives")
 FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes", "flowrl.embedded"}
 
 

@@ -22,6 +22,9 @@ from tests import tiny_sd3
 CONFIGS = tiny_sd3.ROOT / "assets" / "model_configs"
 KNOWN: dict[str, str] = json.loads((CONFIGS / "index.json").read_text())
 NATIVE = {
+    "sd15": "sd",
+    "sd21": "sd",
+    "sdxl": "sdxl",
     "sd35-medium": "sd3",
     "sd35-large": "sd3",
     "flux1-dev": "flux",
@@ -71,18 +74,35 @@ def test_any_other_class_goes_to_the_generic_adapter(copied, kind):
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_checkpoint_of_its_class_that_takes_a_picture_is_not_for_the_native_adapter(copied, name):
     folder = copied(name)
-    edit(folder / "transformer" / "config.json", in_channels=384)
+    edit(folder / ("transformer" if (folder / "transformer").is_dir() else "unet") / "config.json", in_channels=384)
     choice = choose(str(folder))
     assert choice.name == "generic"
     assert "cannot take this checkpoint" in choice.reason
 
 
-@pytest.mark.parametrize("name", sorted(set(NATIVE) - {"wan21-t2v-1.3b"}))
+@pytest.mark.parametrize("name", sorted(set(NATIVE) - {"wan21-t2v-1.3b", "sd15", "sd21", "sdxl"}))
 def test_another_scheduler_is_not_for_a_native_adapter_that_makes_its_own_grid(copied, name):
     folder = copied(name)
     edit(folder / "scheduler" / "scheduler_config.json", _class_name="UniPCMultistepScheduler")
     assert choose(str(folder)).name == "generic"
     assert choose(str(copied("wan21-t2v-1.3b"))).name == "wan"  # UniPC is its own
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_a_unet_family_takes_any_scheduler_of_its_process_and_no_other(copied, name):
+    folder = copied(name)
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    edit(scheduler, _class_name="UniPCMultistepScheduler")
+    assert choose(str(folder)).name == NATIVE[name]
+    for values in ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, {"prediction_type": "flow_prediction"}):
+        edit(scheduler, **values)
+        assert choose(str(folder)).name == "generic"
+
+
+def test_a_refiner_is_not_for_the_native_adapter(copied):
+    folder = copied("sdxl")
+    edit(folder / "unet" / "config.json", projection_class_embeddings_input_dim=2560)
+    assert choose(str(folder)).name == "generic"
 
 
 def test_an_option_of_another_adapter_says_which_was_chosen_and_why():
@@ -96,7 +116,9 @@ def test_an_option_of_another_adapter_says_which_was_chosen_and_why():
 
 def test_a_single_file_needs_a_name(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"single file.*set model\.name to one of flux, qwen_image, sd3, wan"):
+    with pytest.raises(
+        ModelError, match=r"single file.*set model\.name to one of flux, qwen_image, sd, sd3, sdxl, wan"
+    ):
         choose(str(tmp_path / "weights.safetensors"))
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.schedules import shift_sigmas
+from flowrl.schedules import Schedule, shift_sigmas
 from flowrl.times import GRID, Times, TimesConfig, draw, strata
 from flowrl.types import SampleId
 from tests.toys import flow_schedule, vp_schedule
@@ -166,8 +166,9 @@ def test_times_on_sigma_are_fed_in_the_networks_units_and_refused_where_these_ar
     assert torch.allclose(found.timestep, 1000 * found.sigma)
     assert found.sigma.dtype == found.timestep.dtype == torch.float32
     assert bool(((found.sigma > 0) & (found.sigma <= 1)).all())
+    unknown = Schedule(vp_schedule(10).sigmas, vp_schedule(10).timesteps)
     with pytest.raises(ValueError, match=rf"times.name={name}: .* use one of discrete, "):
-        draw(TimesConfig(name=name), vp_schedule(10), IDS, (0, 1))
+        draw(TimesConfig(name=name), unknown, IDS, (0, 1))
 
 
 # ---- identity

@@ -35,6 +35,8 @@ from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule, flow_match_euler
 from flowrl.types import Condition, Edges, LossOutput, Microbatch, NoisedBatch, Rollout, SampleId, Samples, Step
+from flowrl.vp_schedules import spaced
+from flowrl.vp_schedules import vp_schedule as vp_grid
 
 SHAPE = (2, 4, 4)
 WIDTH = 3
@@ -127,10 +129,8 @@ def vp_alphas_cumprod() -> Tensor:
 
 def vp_schedule(num_steps: int) -> Schedule:
     """SD1.x: leading spacing, offset 1; the last step ends at training step 0, not at clean data."""
-    jump = 1000 // num_steps
-    timesteps = torch.arange(num_steps - 1, -1, -1) * jump + 1
-    grid = torch.cat([timesteps, torch.zeros(1, dtype=torch.int64)])
-    return Schedule(sigmas=(1 - vp_alphas_cumprod()[grid]).sqrt().float(), timesteps=timesteps.float())
+    table, timesteps = vp_alphas_cumprod(), spaced(num_steps, "leading", steps_offset=1)
+    return vp_grid(table, timesteps, float(table[0]))
 
 
 @dataclass(frozen=True)

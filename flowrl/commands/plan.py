@@ -29,6 +29,7 @@ def command(
     from rich.console import Console
 
     from flowrl.assembly import both_prompts
+    from flowrl.checks import check_distilled
     from flowrl.config import load_config, resolve
 
     resolved = resolve(load_config(config, overrides))
@@ -38,6 +39,8 @@ def command(
     _heading(console, "Configuration, every default written out")
     console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)
     adapter, reason = _skeleton(resolved)
+    for note in check_distilled(resolved, adapter):
+        console.print(f"note: {note}", markup=False)
     plan = step_plan(resolved, adapter)
     _heading(console, "Batch geometry")
     console.print(f"{len(train)} training prompts, {len(held_out)} for evaluation")

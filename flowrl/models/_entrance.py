@@ -11,7 +11,7 @@ from torch import nn
 
 from flowrl.models._experts import Experts
 from flowrl.models._families import dead_modules, family_of, guidance_of
-from flowrl.models._grids import path_of, plain
+from flowrl.models._grids import distilled, path_of, plain
 from flowrl.models._options import Call, Size, check_components, check_fit, find_networks, frames_of
 from flowrl.models._pictures import Pictures, picture_methods
 from flowrl.models._reentry import Reentry, Visit
@@ -31,6 +31,7 @@ class Entrance:
         check_components(pipeline)
         check_fit(pipeline, self.family, self.networks)
         self.path = path_of(pipeline.scheduler)
+        self.distilled = distilled(pipeline.scheduler, next(iter(self.networks.values())).config)
         pipeline.scheduler = plain(pipeline.scheduler, self.path)
         self.process: Process = self.path.process
         self.prediction_type: PredictionType = self.path.prediction_type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from flowrl.models.base import ModelError
 from flowrl.process import FlowProcess, PredictionType, Process, VPProcess
 from flowrl.schedules import Schedule
+from flowrl.vp_schedules import last_end, vp_schedule
 
 log = logging.getLogger("flowrl")
 _VP_PREDICTIONS: dict[str, PredictionType] = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}
@@ -55,6 +56,22 @@ def path_of(scheduler: Any) -> Path:
     )
 
 
+CONSISTENCY, ADVERSARIAL = "as a consistency model (LCM)", "adversarially (SD-Turbo, SDXL-Turbo)"
+
+
+def distilled(scheduler: Any, network: Any) -> str:
+    """How a checkpoint was distilled to few steps, in words, by its scheduler and network's configuration; else empty.
+
+    LCM: an input for the guidance scale, or LCMScheduler. SD-Turbo, SDXL-Turbo: Euler-ancestral with trailing spacing.
+    """
+    kind = type(scheduler).__name__
+    if network.get("time_cond_proj_dim") is not None or kind == "LCMScheduler":
+        return CONSISTENCY
+    if kind == "EulerAncestralDiscreteScheduler" and scheduler.config.get("timestep_spacing") == "trailing":
+        return ADVERSARIAL
+    return ""
+
+
 def plain(scheduler: Any, path: Path) -> Any:
     """The scheduler with which the pipeline shows its grid: itself for flows, its DDIM for VP.
 
@@ -75,17 +92,25 @@ def plain(scheduler: Any, path: Path) -> Any:
     return kind.from_config(scheduler.config, clip_sample=False)
 
 
-def schedule_of(path: Path, scheduler: Any, timesteps: Tensor, sigmas: Tensor | None) -> Schedule:
+FinalAlpha = Literal["model", "first"]
+"""Where the last step of a VP grid ends: where the model's scheduler has it, or at the first training step. That is
+DDPO's rule, and leaves noise in it."""
+
+
+def schedule_of(
+    path: Path, scheduler: Any, timesteps: Tensor, sigmas: Tensor | None, final_alpha: FinalAlpha = "model"
+) -> Schedule:
     """The pipeline's grid as flowrl writes it: sigma falls from noise to data.
 
     Args:
         path: of the scheduler.
-        scheduler: gives alphas_cumprod.
+        scheduler: gives alphas_cumprod and where it ends.
         timesteps: the scheduler's, [K].
         sigmas: the scheduler's, [K + 1]; flows only.
+        final_alpha: of VP.
 
     Raises:
-        ModelError: no grid of single steps.
+        ModelError: no grid of single steps, or one that a noise-prediction network cannot start on.
     """
     steps = timesteps.detach().float().cpu()
     if path.is_flow:
@@ -95,11 +120,28 @@ def schedule_of(path: Path, scheduler: Any, timesteps: Tensor, sigmas: Tensor | 
             )
         levels = sigmas.detach().float().cpu()
         return Schedule(sigmas=1 - levels if rising(levels) else levels, timesteps=steps)
-    # Each step ends where the next one starts; DDIM ends the last at final_alpha_cumprod.
-    alphas = torch.as_tensor(scheduler.alphas_cumprod).double().cpu()
-    last = torch.as_tensor(scheduler.final_alpha_cumprod).double().cpu().reshape(1)
-    kept = torch.cat([alphas[timesteps.long().cpu()], last])
-    return Schedule(sigmas=(1 - kept).clamp(min=0).sqrt().float(), timesteps=steps)
+    table, own = torch.as_tensor(scheduler.alphas_cumprod), float(scheduler.final_alpha_cumprod)
+    return vp_grid(path, table, timesteps, last_end(table, timesteps, None if final_alpha == "first" else own))
+
+
+def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedule:
+    """`vp_schedules.vp_schedule`, for this network.
+
+    Raises:
+        ModelError: the last step would not move, or a noise-prediction network starts at alpha = 0.
+    """
+    try:
+        found = vp_schedule(table, timesteps, end)
+    except ValueError as error:
+        raise ModelError(f"model.path, model.final_alpha: {error}") from None
+    assert found.alphas is not None
+    if path.prediction_type == "eps" and float(found.alphas[0]) == 0:
+        raise ModelError(
+            f"model.path: the first step, timestep {float(found.timesteps[0]):g}, is pure noise (alpha = 0: "
+            "rescale_betas_zero_snr), where a network that predicts noise says nothing of the picture; use a "
+            "v-prediction checkpoint, or a scheduler without rescale_betas_zero_snr"
+        )
+    return found
 
 
 def rising(sigmas: Tensor) -> bool:

@@ -104,7 +104,8 @@ def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: Any = None, absent:
             parts[name] = value  # an option of the pipeline, such as boundary_ratio
             continue
         library, class_name = value
-        if library is None or name in absent:
+        # The safety checker is of neither library's own list, and never run.
+        if library is None or name in (*absent, "safety_checker"):
             parts[name] = None
             continue
         made = _class(diffusers if library == "diffusers" else transformers, class_name)

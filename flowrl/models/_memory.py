@@ -68,5 +68,5 @@ def require_native(shard: bool) -> None:
     if shard:
         raise ValueError(
             "shard=true: the pipeline's own call is not made in step on every process; use the family's native "
-            "adapter (model.name: sd3, flux, qwen_image or wan), or set shard=false"
+            "adapter (model.name: sd, sdxl, sd3, flux, qwen_image or wan), or set shard=false"
         )

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowrl.models._savings import place, switch_on
-from flowrl.models.base import ModelConfig, ModelError, check_size, lacks, torch_dtype
+from flowrl.models.base import ModelConfig, ModelError, check_size, lacks, require_picture_size, torch_dtype
 from flowrl.models.weights import component_names
 from flowrl.process import FlowProcess, PredictionType, Process
 from flowrl.types import Condition
@@ -98,3 +98,43 @@ class Native:
         self.device = device
         if self.unconditional is not None:
             self.unconditional = self.unconditional.to(device)
+
+
+class NativeImages(Native):
+    """A family whose VAE is an AutoencoderKL: pictures to latents and back by one shift and scale for all channels."""
+
+    height: int
+    width: int
+
+    @property
+    def _shift(self) -> float:
+        """Of the VAE's latents."""
+        return self.pipeline.vae.config.shift_factor or 0.0
+
+    def _packed(self, latents: Tensor) -> Tensor:
+        """The VAE's latents [B, C, h, w] as the network has them."""
+        return latents
+
+    def _unpacked(self, latents: Tensor) -> Tensor:
+        """The network's latents as the VAE has them, [B, C, h, w]."""
+        return latents
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        latents = self._unpacked(latents) / vae.config.scaling_factor + self._shift
+        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+    @torch.no_grad()
+    def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Clean latents of pictures: `models.base.encoded_pictures`."""
+        require_picture_size(pictures, self.height, self.width)
+        vae = self.pipeline.vae
+        law = vae.encode(2 * pictures.to(self.device, vae.dtype) - 1).latent_dist
+        latents = self._packed(law.mean.float())
+        if noise is not None:
+            if noise.shape != latents.shape:
+                raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
+            latents = latents + self._packed(law.std.float()) * noise.to(self.device)
+        return (latents - self._shift) * vae.config.scaling_factor

@@ -14,8 +14,9 @@ from flowrl.models._reentry import Prepared
 from flowrl.models.base import LoraSettings
 from flowrl.models.generic import Generic
 from flowrl.models.weights import Weights
-from flowrl.process import expand
+from flowrl.plan import deterministic
 from flowrl.rng import normal
+from flowrl.samplers.base import euler_mean
 from flowrl.types import Condition
 
 PROMPTS = ("a red circle", "two blue squares on the left of a green triangle")
@@ -35,6 +36,8 @@ def found(model: Generic) -> Iterator[tuple[str, str]]:
             model.guidance, model.guidance
         ),
     )
+    if model.distilled:
+        yield "distilled", f"{model.distilled}; few steps, x0_hat is a sample, so no losses on re-noised samples"
     yield "networks", ", ".join(f"{name} ({type(part).__name__})" for name, part in model.networks.items())
     yield "network's timestep", f"{slope:g} t + {offset:g} for the scheduler's t"
     mixed = "may share a forward" if model.batch_key(1) == 0 else "are predicted step by step"
@@ -94,12 +97,11 @@ def euler(model: Generic, x: Tensor, guidance_scale: float) -> Tensor:
     """Clean latents of the deterministic plan from noise x [1, ...]."""
     cond, grid = encoded(model, PROMPTS[:1]), model.schedule(STEPS)
     with torch.no_grad():
-        for k, timestep in enumerate(grid.timesteps.to(model.device)):
-            sigma, after = grid.sigmas[k : k + 1].to(model.device), grid.sigmas[k + 1 : k + 2].to(model.device)
-            raw = model.predict(x, timestep[None], cond, guidance_scale)
-            belief = model.process.predict(raw, x, sigma, model.prediction_type)
-            signal = expand(model.process.alpha(after), x) * belief.x0_hat
-            x = signal + expand(after, x) * belief.eps_hat
+        for k in range(len(grid)):
+            step = deterministic(grid).steps(torch.tensor([k]), model.process, model.device)
+            raw = model.predict(x, step.timestep, cond, guidance_scale)
+            belief = model.process.predict(raw, x, step.sigma, model.prediction_type, step.alpha)
+            x = euler_mean(model.process, belief, step)
     return x
 
 

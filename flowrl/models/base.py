@@ -89,6 +89,9 @@ class ModelAdapter(Protocol):
     One that makes clips declares `num_frames`, how many `decode` gives (1: pictures), so that rewards can be tried.
     Latents are [B, C, h, w] or [B, C, T, h, w]. Where the channels stand elsewhere it declares `channel_axis`; packed
     ones [B, tokens, C] have 2, and `grid()`, the (h, w) or (T, h, w) that the tokens are read from, row by row.
+    A checkpoint distilled to few steps says how in `distilled`, in words (empty: it is none), and refuses guidance
+    scales that it does not take in `check_guidance(scale)`.
+    One that can make latents of pictures has `encode_pictures(pictures, noise=None)`; see `encoded_pictures` below.
     """
 
     process: Process
@@ -206,6 +209,36 @@ def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tenso
     return adapter.decode(latents)
 
 
+def encoded_pictures(adapter: ModelAdapter, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
+    """Clean latents [B, ...] float32 of pictures [B, 3, H, W] in [0, 1], on the adapter's device: `decode` undoes it.
+
+    Args:
+        adapter: the model.
+        pictures: of the size that it makes.
+        noise: standard normal, shaped like the latents: a draw of the VAE's posterior, mean + std * noise. None: the
+            mean.
+
+    Raises:
+        ModelError: the adapter has no encoder, or makes pictures of another size.
+    """
+    encode = getattr(adapter, "encode_pictures", None)
+    if encode is None:
+        raise ModelError(
+            f"model: {type(adapter).__name__} makes no latents of pictures, so a method that trains on given pictures "
+            "cannot use it; use a native adapter of an image family (docs/models.md)"
+        )
+    return encode(pictures, noise)
+
+
+def require_picture_size(pictures: Tensor, height: int, width: int) -> None:
+    """Raise ModelError unless pictures [B, 3, H, W] have the size that the model makes."""
+    if pictures.ndim != 4 or pictures.shape[1:] != (3, height, width):
+        raise ModelError(
+            f"pictures {list(pictures.shape)} are not [B, 3, {height}, {width}], which the model makes: resize them, "
+            "or set model.height and model.width to their size"
+        )
+
+
 def channel_axis(adapter: ModelAdapter) -> int:
     """Axis of its latents [B, ...] that holds the channels: 1 unless it says otherwise."""
     return getattr(adapter, "channel_axis", 1)
@@ -239,12 +272,12 @@ def unguided(adapter: ModelAdapter) -> float:
     return getattr(adapter, "unguided", 1.0)
 
 
-def require_channels(pipeline: Any, expected: int) -> None:
+def require_channels(network: Any, expected: int) -> None:
     """Raise ModelError where the network takes more than latents: a variant that paints in or animates a picture."""
-    found = pipeline.transformer.config.in_channels
+    found = network.config.in_channels
     if found != expected:
         raise ModelError(
-            f"model.path: this {type(pipeline.transformer).__name__} takes {found} channels, not the {expected} of its "
+            f"model.path: this {type(network).__name__} takes {found} channels, not the {expected} of its "
             "latents, so it wants a picture beside the text; use model.name=generic, or a text-only checkpoint"
         )
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowrl.models._loading import load_pipeline, meta_pipeline
-from flowrl.models._native import Native, Part, on_euler
+from flowrl.models._native import NativeImages, Part, on_euler
 from flowrl.models._packed import grid_schedule, statically_shifted, token_grid
 from flowrl.models.base import (
     ModelConfig,
@@ -72,15 +72,15 @@ class Config(ModelConfig):
             raise ValueError(f"true_cfg_scale={self.true_cfg_scale} must be at least 1, which means none")
 
 
-class Flux(Native):
+class Flux(NativeImages):
     """Adapter of the family; `pipeline` holds every part, `network` the denoiser."""
 
     lora_targets = LORA_TARGETS
     channel_axis = 2
 
     def __init__(self, pipeline: Any, config: Config) -> None:
-        Native.__init__(self, pipeline, config)
-        require_channels(pipeline, 4 * pipeline.vae.config.latent_channels)
+        NativeImages.__init__(self, pipeline, config)
+        require_channels(pipeline.transformer, 4 * pipeline.vae.config.latent_channels)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height, self.width = self._sides(config, (default, default), 2 * pipeline.vae_scale_factor)
 
@@ -153,13 +153,11 @@ class Flux(Native):
                 return_dict=False,
             )[0]
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        latents = self.pipeline._unpack_latents(latents, self.height, self.width, self.pipeline.vae_scale_factor)
-        latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-        return (images.float() / 2 + 0.5).clamp(0, 1)
+    def _packed(self, latents: Tensor) -> Tensor:
+        return self.pipeline._pack_latents(latents, *latents.shape)
+
+    def _unpacked(self, latents: Tensor) -> Tensor:
+        return self.pipeline._unpack_latents(latents, self.height, self.width, self.pipeline.vae_scale_factor)
 
 
 def takes(part: Part) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from flowrl.models._encoding import SHORT, Template, hushed, learn, one_by_one
 from flowrl.models._entrance import PROBE_STEPS, Entrance
 from flowrl.models._families import FAMILIES
-from flowrl.models._grids import rising, schedule_of
+from flowrl.models._grids import FinalAlpha, rising, schedule_of
 from flowrl.models._loading import load_pipeline
 from flowrl.models._memory import require_native
 from flowrl.models._native import NO_ENCODERS
@@ -43,6 +43,9 @@ PROBE_GUIDANCE = 4.0  # above every pipeline's threshold, so that both prompts a
 class Config(ModelConfig):
     call: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's own call, such as num_frames or max_sequence_length."""
+    final_alpha: FinalAlpha = "model"
+    """Of a noise-prediction model, where the last step ends: as its scheduler says, or at the `first` training step,
+    DDPO's rule, so that the last step keeps noise and can be trained."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -54,6 +57,8 @@ class Generic(Entrance):
 
     def __init__(self, pipeline: Any, config: Config) -> None:
         Entrance.__init__(self, pipeline, config)
+        if self.path.is_flow and config.final_alpha != "model":
+            raise ModelError(f"model.final_alpha={config.final_alpha}: a flow ends at sigma 0; leave it out")
         self.device, self._dtype = torch.device("cpu"), torch_dtype(config.dtype)
         self._template: Template | None = None
         self._freed = False
@@ -139,7 +144,7 @@ class Generic(Entrance):
         with torch.no_grad(), self._explained():
             visit = self._enter(1, PROBE_GUIDANCE, steps=num_inference_steps, **answers, stop_at_network=True)
         assert visit.timesteps is not None
-        return schedule_of(self.path, self.pipeline.scheduler, visit.timesteps, visit.sigmas)
+        return schedule_of(self.path, self.pipeline.scheduler, visit.timesteps, visit.sigmas, self.config.final_alpha)
 
     # ---- prompts
 

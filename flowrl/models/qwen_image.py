@@ -85,7 +85,7 @@ class QwenImage(Native):
 
     def __init__(self, pipeline: Any, config: Config) -> None:
         Native.__init__(self, pipeline, config)
-        require_channels(pipeline, 4 * pipeline.vae.config.z_dim)
+        require_channels(pipeline.transformer, 4 * pipeline.vae.config.z_dim)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height, self.width = self._sides(config, (default, default), 2 * pipeline.vae_scale_factor)
 

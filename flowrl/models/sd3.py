@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.models._loading import load_pipeline, meta_pipeline
-from flowrl.models._native import Native, Part, on_euler
+from flowrl.models._native import NativeImages, Part, on_euler
 from flowrl.models.base import (
     ModelConfig,
     ModelError,
@@ -51,13 +51,13 @@ class Config(ModelConfig):
     """False replaces T5 by zero tokens, as SD3 allows: 9 GB less in bf16."""
 
 
-class Sd3(Native):
+class Sd3(NativeImages):
     """Adapter of the family; `pipeline` holds every part, `network` the denoiser."""
 
     lora_targets = LORA_TARGETS
 
     def __init__(self, pipeline: Any, config: Config) -> None:
-        Native.__init__(self, pipeline, config)
+        NativeImages.__init__(self, pipeline, config)
         default = pipeline.default_sample_size * pipeline.vae_scale_factor
         # Whole patches, and no longer than the table of position embeddings.
         unit = pipeline.vae_scale_factor * pipeline.patch_size
@@ -134,13 +134,6 @@ class Sd3(Native):
                 pooled_projections=cond["pooled"],
                 return_dict=False,
             )[0]
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-        return (images.float() / 2 + 0.5).clamp(0, 1)
 
 
 def takes(part: Part) -> bool:

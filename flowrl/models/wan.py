@@ -79,7 +79,7 @@ class Wan(Native):
             raise ModelError(f"model.guidance_scale_2={config.guidance_scale_2}: this model has no second expert")
         if any(part is None for part in experts.values()):
             raise ModelError("this Wan model leaves out one of its transformers; give a complete pipeline folder")
-        require_channels(pipeline, pipeline.vae.config.z_dim)
+        require_channels(pipeline.transformer, pipeline.vae.config.z_dim)
         Native.__init__(self, pipeline, config, Experts(experts) if len(experts) > 1 else None)
         unit = pipeline.vae_scale_factor_spatial * pipeline.transformer.config.patch_size[-1]
         self.height, self.width = self._sides(config, (480, 832), unit)

@@ -187,7 +187,10 @@ def takes_vp(sampler: Sampler) -> bool:
 def require_flow(process: Process, name: str) -> None:
     """Raise unless the path is a flow: the SDE laws on sigma in [0, 1] have no meaning elsewhere."""
     if not isinstance(process, FlowProcess):
-        raise ValueError(f"sampler {name!r} needs a flow model (x = (1 - sigma) x0 + sigma eps); use 'ddim' here")
+        raise ValueError(
+            f"sampler {name!r} needs a flow model (x = (1 - sigma) x0 + sigma eps), and this one "
+            "predicts noise (VP): set rollout.sampler={name: ddim, eta: 1.0}, or cps for a consistency model"
+        )
 
 
 def zeros_like_std(x: Tensor) -> Tensor:

@@ -39,6 +39,11 @@ class Config:
             raise ValueError(f"eta={self.eta} must lie in [0, 1]")
 
 
+def noise_ratio(step: Step) -> Tensor:
+    """r of the law above, [B]."""
+    return step.sigma_next * step.alpha / (step.sigma * step.alpha_next)
+
+
 def any_path_std(step: Step) -> Tensor:
     """std of the law above, [B].
 
@@ -50,8 +55,7 @@ def any_path_std(step: Step) -> Tensor:
     >>> any_path_std(StepPlan(grid, (1.0, 1.0), ()).steps(torch.arange(2), FlowProcess())).tolist()
     [0.5, 0.0]
     """
-    ratio = step.sigma_next * step.alpha / (step.sigma * step.alpha_next)
-    return step.noise_level * step.sigma_next * (1 - ratio.square()).clamp(min=0).sqrt()
+    return step.noise_level * step.sigma_next * (1 - noise_ratio(step).square()).clamp(min=0).sqrt()
 
 
 def vp_std(step: Step) -> Tensor:
@@ -60,9 +64,10 @@ def vp_std(step: Step) -> Tensor:
     return step.noise_level * step.sigma_next / step.sigma * ratio
 
 
-def direction(step: Step, std: Tensor) -> Tensor:
-    """Weight of eps_hat in the mean, [B]: what std leaves of sigma'."""
-    return (step.sigma_next.square() - std.square()).clamp(min=0).sqrt()
+def direction(step: Step) -> Tensor:
+    """Weight of eps_hat in the mean, [B]: sqrt(sigma'^2 - std^2), without its cancellation next to pure noise."""
+    eta = step.noise_level
+    return step.sigma_next * ((1 - eta) * (1 + eta) + (eta * noise_ratio(step)).square()).clamp(min=0).sqrt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +77,10 @@ class Ddim:
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         std = vp_std(step) if isinstance(process, VPProcess) else any_path_std(step)
-        return StepDistribution(mean=ddim_mean(prediction, step, direction(step, std)), std=std)
+        return StepDistribution(mean=ddim_mean(prediction, step, direction(step)), std=std)
 
     def velocity_gain(self, step: Step) -> Tensor:
-        return ddim_gain(step, direction(step, any_path_std(step)))
+        return ddim_gain(step, direction(step))
 
     def default_noise_level(self) -> float:
         return self.config.eta

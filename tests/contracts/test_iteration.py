@@ -27,7 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "diffusion_nft": {"times": {"name": "permutation", "count": 2}, "solver": "ode"},
 }
 """Method -> its options: one line more tries one method more on everything."""
-NATIVE = {"sd3": "sd3", "flux": "flux", "qwen_image": "qwen_image", "wan": "wan"}
+NATIVE = {"sd": "sd", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "qwen_image": "qwen_image", "wan": "wan"}
 """Native adapter -> tiny pipeline of its family."""
 EVERY = [("generic", name) for name in tiny.CASES | tiny.PICTURED] + list(NATIVE.items())
 FAST = {("generic", name) for name in ("sd", "sana", "ltx", "ltx_image")} | {("sd3", "sd3")}

@@ -132,7 +132,7 @@ def _assert_plain_pipelines_read_them() -> None:
 
 
 def test_the_generic_adapter_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match=r"model: shard=true.*sd3, flux, qwen_image or wan"):
+    with pytest.raises(ConfigError, match=r"model: shard=true.*sd, sdxl, sd3, flux, qwen_image or wan"):
         resolve(load_config("run.yaml", ["model={name: generic, path: nowhere/to-be-found, shard: true}"]))
 
 
@@ -155,12 +155,19 @@ TINY = (
     "rewards=[{path: mean.py}]",
 )
 CLIP = ("model.num_frames=1",)
+UNET = (
+    *("model.height=16", "model.width=16", "rollout.guidance_scale=3.0", "rollout.sampler={name: ddim}"),
+    "rewards=[{path: mean.py}]",
+)
 DEEP = "model.gradient_checkpointing=true"
 FULL, ADAPTER, BOTH = ("full",), ("lora",), ("full", "lora")
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "flux": (BOTH, ("model={name: flux, path: 'tiny:flux'}", *TINY, *UNEVEN)),
     "qwen_image": (BOTH, ("model={name: qwen_image, path: 'tiny:qwen_image'}", *TINY, *UNEVEN)),
     "wan": (BOTH, ("model={name: wan, path: 'tiny:wan'}", *TINY, *CLIP, *UNEVEN, DEEP)),
+    # Blocks inside blocks.
+    "sd": (BOTH, ("model={name: sd, path: 'tiny:sd'}", *UNET, *UNEVEN, DEEP)),
+    "sdxl": (BOTH, ("model={name: sdxl, path: 'tiny:sdxl'}", *UNET, *UNEVEN)),
     # Two experts, trained in microbatches of their own.
     "wan_2_2": (BOTH, ("model={name: wan, path: 'tiny:wan_2_2'}", *TINY, *CLIP, *UNEVEN)),
     "half": (

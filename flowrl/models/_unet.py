@@ -1,0 +1,224 @@
+"""What SD and SDXL share: a UNet on a variance-preserving process, its grids, guidance, and distilled checkpoints.
+
+Process: VP; the network predicts eps, v or x0 as its scheduler says. timestep = index of the training step, whole on
+the grids, any number between. flowrl walks the grid of DDIM with the scheduler's betas and spacing, whatever scheduler
+the checkpoint names: `ddim` with eta 1 is DDPM's step and Euler-ancestral's.
+
+Distilled checkpoints take no CFG, and their x0_hat is a sample, not a posterior mean:
+
+    time_cond_proj_dim, or LCMScheduler   consistency model (LCM). Guidance is an input of the network, an embedding of
+                                          w - 1. f = c_skip x + c_out x0_hat is handed on as the network's x0, so its
+                                          own step, alpha' f + sigma' z, is the sampler `cps` with noise_level 1.
+    EulerAncestral with trailing spacing  adversarially distilled (SD-Turbo, SDXL-Turbo): `ddim` with eta 1.
+
+Both end at alpha = 1, whatever set_alpha_to_one says, as their own schedulers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.models._grids import CONSISTENCY, FinalAlpha, distilled, path_of, plain, vp_grid
+from flowrl.models._native import NativeImages, Part
+from flowrl.models.base import ModelConfig, ModelError, autocast, classifier_free, guided, require_channels
+from flowrl.schedules import Schedule
+from flowrl.types import Condition
+from flowrl.vp_schedules import Spacing, alphas_cumprod, betas, last_end, level_at, spaced
+
+# huggingface/trl:trl/trainer/ddpo_trainer.py: attention of every block, self- and cross-attention
+LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")
+SIGMA_DATA = 0.5  # of c_skip and c_out: diffusers' LCMScheduler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UNetConfig(ModelConfig):
+    negative_prompt: str | None = None
+    """What guidance leads away from; null: what the pipeline does without one."""
+    guidance_rescale: float = 0.0
+    """Share by which a guided prediction is brought back to the std of the conditional one; 0: not at all."""
+    timestep_spacing: Spacing | None = None
+    """Of the grid; null takes the scheduler's own."""
+    final_alpha: FinalAlpha = "model"
+    """Where the last step ends: as the scheduler says (set_alpha_to_one), or at the `first` training step, DDPO's rule,
+    so that the last step keeps noise and can be trained."""
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        if not 0 <= self.guidance_rescale <= 1:
+            raise ValueError(f"guidance_rescale={self.guidance_rescale} must lie in [0, 1]")
+
+
+class UNetImages(NativeImages):
+    """A family adds `_texts`, and what else its network is given."""
+
+    lora_targets = LORA_TARGETS
+    _shift = 0.0  # these pipelines know of none
+
+    def __init__(self, pipeline: Any, config: UNetConfig) -> None:
+        NativeImages.__init__(self, pipeline, config, pipeline.unet)
+        require_channels(pipeline.unet, pipeline.vae.config.latent_channels)
+        if getattr(pipeline.vae.config, "latents_mean", None) is not None:
+            raise ModelError("model.vae: its latents have a mean of their own (latents_mean); use model.name=generic")
+        own = pipeline.scheduler
+        self.path = path_of(own)
+        if self.path.is_flow:
+            raise ModelError(f"model.path: {type(own).__name__} is a flow's; use model.name=generic")
+        self.distilled = distilled(own, pipeline.unet.config)
+        self._ddim = plain(own, self.path)
+        self.process = self.path.process
+        self.prediction_type = self.path.prediction_type
+        values = self._ddim.config
+        noise = values.trained_betas
+        if noise is None:
+            noise = betas(values.beta_schedule, values.beta_start, values.beta_end, values.num_train_timesteps)
+        self.table = alphas_cumprod(torch.as_tensor(noise), zero_snr=values.rescale_betas_zero_snr)
+        self.spacing: Spacing = config.timestep_spacing or values.timestep_spacing
+        if self.distilled:
+            self._as_distilled(own.config)
+        side = pipeline.unet.config.sample_size
+        default = (side, side) if isinstance(side, int) else tuple(side)
+        unit = pipeline.vae_scale_factor
+        self.height, self.width = self._sides(config, (default[0] * unit, default[1] * unit), unit)
+        self._texts_tokens = pipeline.text_encoder.config.max_position_embeddings if pipeline.text_encoder else 0
+
+    def _as_distilled(self, values: Any) -> None:
+        if self.config.guidance_rescale or self.config.negative_prompt:
+            raise ModelError(
+                f"model.guidance_rescale and model.negative_prompt belong to CFG, which a checkpoint distilled "
+                f"{self.distilled} does not take; leave them out"
+            )
+        if self.distilled == CONSISTENCY:
+            self.prediction_type = "x0"
+            self.spacing = self.config.timestep_spacing or "lcm"
+            self._distilled_steps = values.get("original_inference_steps", 50)
+            self._scaling = values.get("timestep_scaling", 10.0)
+
+    def dead_lora_modules(self) -> tuple[str, ...]:
+        return ()
+
+    # ---- prompts
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        if self.unconditional is None:
+            _, self.unconditional = self._encode([""])
+        return self._encode(list(prompts))[0]
+
+    def _encode(self, prompts: list[str]) -> tuple[Condition, Condition]:
+        """(of the prompts, of what guidance leads away from), as many rows each."""
+        self._require_encoders()
+        negative = self.config.negative_prompt
+        return self._texts(prompts, None if negative is None else [negative] * len(prompts))
+
+    def _texts(self, prompts: list[str], negative: list[str] | None) -> tuple[Condition, Condition]:
+        raise NotImplementedError
+
+    # ---- steps
+
+    def latent_shape(self) -> tuple[int, ...]:
+        scale = self.pipeline.vae_scale_factor
+        return (self.network.config.in_channels, self.height // scale, self.width // scale)
+
+    def schedule(self, num_inference_steps: int) -> Schedule:
+        values = self._ddim.config
+        options = {"steps_offset": values.steps_offset, "count": len(self.table)}
+        if self.distilled == CONSISTENCY:
+            options["distilled"] = self._distilled_steps
+        try:
+            timesteps = spaced(num_inference_steps, self.spacing, **options)
+        except ValueError as error:
+            raise ModelError(f"model.timestep_spacing: {error}") from None
+        own = 1.0 if values.set_alpha_to_one or self.distilled else float(self.table[0])
+        if self.config.final_alpha == "first":
+            end = last_end(self.table, timesteps, None)
+        else:
+            end = own if self.distilled else last_end(self.table, timesteps, own)
+        return vp_grid(self.path, self.table, timesteps, end)
+
+    # ---- the network
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Guidance is an input of the network."""
+        return self.network.config.get("time_cond_proj_dim") is not None
+
+    def branches(self, guidance_scale: float) -> int:
+        """Forwards for each guided sample."""
+        return 1 if self.embeds_guidance else 1 + (guidance_scale > 1)
+
+    def check_guidance(self, guidance_scale: float) -> None:
+        """Raise ModelError where this checkpoint cannot be guided so."""
+        if self.distilled and not self.embeds_guidance and guidance_scale > 1:
+            raise ModelError(
+                f"guidance_scale={guidance_scale:g}: this checkpoint is distilled {self.distilled} and takes no CFG; "
+                "set it to 1"
+            )
+
+    def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
+        self.check_guidance(guidance_scale)
+        if not self.embeds_guidance:
+            combine = self._rescaled if self.config.guidance_rescale else classifier_free
+            raw = guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale, combine=combine)
+        else:
+            scales = torch.full((len(x),), guidance_scale - 1)
+            size = self.network.config.time_cond_proj_dim
+            embedded = self.pipeline.get_guidance_scale_embedding(scales, embedding_dim=size)
+            raw = self._forward(x, timestep, cond, embedded.to(self.device, self._dtype))
+        return self._consistent(raw, x, timestep) if self.distilled == CONSISTENCY else raw
+
+    def _rescaled(self, negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
+        """CFG whose std is partly that of the conditional prediction (arXiv 2305.08891, section 3.4)."""
+        found, share = classifier_free(negative, positive, guidance_scale), self.config.guidance_rescale
+        dims = tuple(range(1, found.ndim))
+        return found * (share * positive.std(dims, keepdim=True) / found.std(dims, keepdim=True) + 1 - share)
+
+    def _forward(self, x: Tensor, timestep: Tensor, cond: Condition, guidance: Tensor | None = None) -> Tensor:
+        with autocast(self.device, self._dtype):
+            return self.network(
+                x.to(self._dtype),
+                timestep,
+                encoder_hidden_states=cond["prompt_embeds"],
+                timestep_cond=guidance,
+                added_cond_kwargs=self._added(cond),
+                return_dict=False,
+            )[0]
+
+    def _added(self, cond: Condition) -> dict[str, Tensor] | None:
+        """What the network is given beside the text."""
+        return None
+
+    def _consistent(self, raw: Tensor, x: Tensor, timestep: Tensor) -> Tensor:
+        """f = c_skip x + c_out x0_hat, [B, ...] float32 (arXiv 2310.04378, with the constants of LCMScheduler)."""
+        alpha, sigma = level_at(self.table, timestep)
+        belief = self.process.predict(raw, x, sigma, self.path.prediction_type, alpha)
+        scaled = (self._scaling * timestep.double()).square()
+        skip, out = SIGMA_DATA**2 / (scaled + SIGMA_DATA**2), (scaled / (scaled + SIGMA_DATA**2)).sqrt()
+        shape = (-1, *[1] * (x.ndim - 1))
+        return skip.float().reshape(shape) * x.float() + out.float().reshape(shape) * belief.x0_hat
+
+    def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        """Arguments with which the pipeline's own call draws one prompt as configured, by DDIM unless distilled."""
+        if not self.distilled:
+            options: dict[str, Any] = {"timestep_spacing": self.spacing}
+            if self.config.final_alpha == "first":
+                options["set_alpha_to_one"] = False
+            self.pipeline.scheduler = type(self._ddim).from_config(self._ddim.config, **options)
+        call = {"num_inference_steps": steps, "guidance_scale": guidance_scale}
+        call |= {"height": self.height, "width": self.width}
+        given = {"guidance_rescale": self.config.guidance_rescale, "negative_prompt": self.config.negative_prompt}
+        return call | {name: value for name, value in given.items() if value}
+
+
+def takes(part: Part) -> bool:
+    """Whether a checkpoint of the class is one for text alone, on a plain VP process."""
+    scheduler, vae = part("scheduler"), part("vae")
+    if part("unet").get("in_channels", 4) != vae.get("latent_channels", 4) or vae.get("latents_mean") is not None:
+        return False
+    kind = scheduler.get("_class_name", "")
+    other = kind.startswith(("FlowMatch", "EDM")) or scheduler.get("use_flow_sigmas")
+    return not other and scheduler.get("prediction_type", "epsilon") in ("epsilon", "v_prediction", "sample")

@@ -1,0 +1,98 @@
+"""Every method on a noise-prediction model: a tiny StableDiffusionPipeline, rolled out by DDIM or a solver."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl import registry
+from flowrl.metrics import Sums
+from flowrl.samplers import ddim
+from flowrl.samplers.base import step_std
+from flowrl.types import SampleId
+from tests import native
+from tests import tiny_pipelines as tiny
+from tests.toys import Session, algorithms, draw_advantages, learner_of, make_step, roll_out, rollout_of
+
+# Methods that are defined on flows only -> what their refusal tells to use instead.
+UNDEFINED = {"mix_grpo_flash": r"predicts noise \(VP\); use mix_grpo"}
+EDGES = [name for name in algorithms("edges") if name not in UNDEFINED]
+SAMPLES = algorithms("samples")
+NO_PRESET = {"grpo_guard": {"clip_range": 1e-3}, "sage_grpo": {"clip_range": 1e-3}}
+"""Nobody published a clip range for their ratio on DDIM's steps."""
+SPREAD = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])  # rewards [R, P, G]
+
+
+def build(name: str, **options: Any) -> Any:
+    module = registry.load("algorithms", name)
+    return module.build(module.Config(**NO_PRESET.get(name, {}) | options))
+
+
+def adapter() -> Any:
+    return native.adapter("sd", tiny.make("sd"), (16, 16))
+
+
+def session_of(name: str, **options: Any) -> Session:
+    return roll_out(adapter(), algorithm=build(name, **options), sampler=ddim.build(ddim.Config()), num_steps=8)
+
+
+def iterate(session: Session) -> dict[str, float]:
+    """The metrics of one iteration's updates; asserts that they moved the network."""
+    before = [p.detach().clone() for p in session.adapter.network.parameters()]
+    sums, credit = Sums(), session.algorithm.advantages(SPREAD, torch.ones(1))
+    learner_of(session, updates=1, batch_size=9).update(1, rollout_of(session, SPREAD), credit, sums)
+    after = list(session.adapter.network.parameters())
+    assert all(bool(p.isfinite().all()) for p in after)
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return sums.means()
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_a_method_on_steps_replays_its_rollout_and_trains(name):
+    session = session_of(name)
+    sampler = session.policy.sampler
+    for batch in session.batches(draw_advantages(len(session.edges))):
+        ratio = session.algorithm.log_ratio(session.networks.transition(batch), batch, sampler)
+        # Other batches than the rollout's: rounding only.
+        assert float(ratio.detach().abs().max()) <= 1e-5
+    means = iterate(session)
+    assert all(math.isfinite(value) for value in means.values())
+    assert means["grad/norm"] > 0
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_method_on_samples_trains_at_its_own_times(name):
+    session = session_of(name)
+    # What the network is fed fits the noise, also where it is no node of the grid.
+    times = session.algorithm.times(session.adapter.schedule(8), [SampleId(0, k) for k in range(4)], 1, 0)
+    table = session.plan.schedule.table
+    assert table is not None
+    log_snr = (times.sigma.double().square() / (1 - times.sigma.double().square())).log()
+    place = times.timestep.round().long()
+    near = [((1 - table) / table).log()[(place + k).clamp(0, 999)] for k in (-1, 1)]
+    assert bool(((near[0] <= log_snr + 1e-4) & (log_snr <= near[1] + 1e-4)).all())
+    means = iterate(session)
+    assert all(math.isfinite(value) for value in means.values())
+    assert means["grad/norm"] > 0
+
+
+@pytest.mark.parametrize("name", UNDEFINED)
+def test_a_method_for_flows_only_says_what_to_use(name):
+    assert name in algorithms("edges")
+    with pytest.raises(ValueError, match=UNDEFINED[name]):
+        session_of(name)
+
+
+@pytest.mark.parametrize("name", ["flow_sde", "dance_sde", "sage", "memoryless", "wan_sde"])
+def test_a_law_for_flows_only_says_what_to_use(name):
+    module, model = registry.load("samplers", name), adapter()
+    with pytest.raises(ValueError, match=rf"'{name}' needs a flow.*rollout\.sampler=\{{name: ddim, eta: 1\.0\}}"):
+        step_std(module.build(module.Config()), model.process, make_step(model.process, 0.8, 0.6, 0.5))
+
+
+def test_the_sa_solver_says_what_to_use_on_a_grid_that_ends_above_zero():
+    with pytest.raises(ValueError, match=r"ends at 0\.0292; set algorithm\.solver to ode"):
+        session_of("awm", solver="sa")

@@ -1,0 +1,122 @@
+"""The real SD1.5, SD2.1 and SDXL from their embedded configurations: counts, grids, LoRA, a plan without downloads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from flowrl import registry
+from flowrl.commands.plan import command
+from flowrl.config import ConfigError
+from flowrl.models.base import LoraSettings
+from flowrl.models.weights import Weights
+from tests.tiny_sd3 import ROOT
+
+CONFIGS = ROOT / "assets" / "model_configs"
+VAE, CLIP_L = 83_653_863, 123_060_480
+# folder -> (adapter, parameters, prediction, latents, embeddings, LoRA modules)
+REAL: dict[str, tuple[str, dict[str, int], str, tuple, dict, int]] = {
+    "sd15": (
+        "sd",
+        {"unet": 859_520_964, "vae": VAE, "text_encoder": CLIP_L},
+        "eps",
+        (4, 64, 64),
+        {"prompt_embeds": (77, 768)},
+        16 * 8,
+    ),
+    "sd21": (
+        "sd",
+        {"unet": 865_910_724, "vae": VAE, "text_encoder": 340_387_840},
+        "v",
+        (4, 96, 96),
+        {"prompt_embeds": (77, 1024)},
+        16 * 8,
+    ),
+    "sdxl": (
+        "sdxl",
+        {"unet": 2_567_463_684, "vae": VAE, "text_encoder": CLIP_L, "text_encoder_2": 694_659_840},
+        "eps",
+        (4, 128, 128),
+        {"prompt_embeds": (77, 2048), "pooled": (1280,)},
+        70 * 8,
+    ),
+}
+
+
+def real(name: str) -> Any:
+    module = registry.load("models", REAL[name][0])
+    return module.skeleton(module.Config(path="any", dtype="float16"), CONFIGS / name)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_shape_is_the_published_one(name):
+    _, counts, prediction, latents, embeddings, modules = REAL[name]
+    model = real(name)
+    parts = {k: p for k, p in model.pipeline.components.items() if isinstance(p, torch.nn.Module)}
+    assert {k: sum(p.numel() for p in part.parameters()) for k, part in parts.items()} == counts
+    assert (model.prediction_type, model.latent_shape(), model.condition_shapes()) == (prediction, latents, embeddings)
+    assert model.distilled == ""
+    grid = model.schedule(50)
+    assert grid.timesteps.int().tolist() == list(range(981, 0, -20))  # ddpo sheet 1.2
+    assert float(grid.alphas[0]) == pytest.approx(0.005776**0.5, abs=1e-5)
+    assert float(grid.alphas[-1]) == pytest.approx(0.99915**0.5, abs=1e-5)
+    with torch.device("meta"):
+        weights = Weights(model.network, LoraSettings(rank=4, alpha=4), model.lora_targets, seed=0)
+    assert sum(key.endswith("lora_A.default.weight") for key in weights.parameters) == modules
+
+
+def run_file(folder: Path, path: str, **model: Any) -> Path:
+    """A small run of that model."""
+    (folder / "prompts.txt").write_text("a cat\na dog\n")
+    tree = {
+        "name": "run",
+        "iterations": 1,
+        "model": {"path": path, "dtype": "float16", "lora": {"rank": 4, "alpha": 4}, **model},
+        "data": {"prompts": str(folder / "prompts.txt")},
+        "rollout": {"sampler": {"name": "ddim"}, "num_inference_steps": 4, "guidance_scale": 1.0, "batch_size": 2}
+        | {"prompts_per_iteration": 2, "group_size": 2},
+        "algorithm": {"name": "flow_grpo"},
+        "rewards": [{"name": "jpeg"}],
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "run.yaml"
+
+
+def plan(capsys: Any, file: Path, *words: str) -> str:
+    """What `flowrl plan` prints, in one line."""
+    command(str(file), list(words))
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_of_sd15_needs_no_download(tmp_path, capsys):
+    text = plan(capsys, run_file(tmp_path, "stable-diffusion-v1-5/stable-diffusion-v1-5", height=64, width=64))
+    assert "859,520,964" in text
+    assert "LoRA rank 4, alpha 4, 128 modules" in text
+    assert "751.00 sde, trained" in text
+    assert "distilled" not in text
+
+
+def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp_path, capsys):
+    folder = Path(shutil.copytree(CONFIGS / "sd21", tmp_path / "turbo"))
+    kind = "EulerAncestralDiscreteScheduler"
+    changes = {"_class_name": kind, "timestep_spacing": "trailing", "prediction_type": "epsilon"}
+    for name, values in (("scheduler/scheduler_config", changes), ("model_index", {"scheduler": ["diffusers", kind]})):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    file = run_file(tmp_path, str(folder), height=64, width=64)
+    text = plan(capsys, file)
+    assert "note: the model is distilled adversarially (SD-Turbo" in text
+    assert "999.00 sde, trained" in text
+    with pytest.raises(ConfigError, match=r"rollout\.guidance_scale: guidance_scale=4: .*takes no CFG; set it to 1"):
+        command(str(file), ["rollout.guidance_scale=4.0"])
+    with pytest.raises(ConfigError, match=r"'flow_sde' needs a flow.*set rollout\.sampler=\{name: ddim, eta: 1\.0\}"):
+        command(str(file), ["rollout.sampler={name: flow_sde}"])
+    capsys.readouterr()
+    words = ("rollout.sampler=null", "algorithm={name: diffusion_nft, times: {name: subset, count: 2}}")
+    assert "pulls a distilled one towards blurred means" in plan(capsys, file, *words, "optim.batch_size=2")
