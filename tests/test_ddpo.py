@@ -82,7 +82,7 @@ def ending_clean(schedule: Schedule) -> Schedule:
 
 
 def test_a_last_step_that_ends_at_clean_data_is_refused_with_the_steps_that_can_be_trained():
-    with pytest.raises(ValueError, match=r"last step \(5\).*train steps 0\.\.4 .*set_alpha_to_one"):
+    with pytest.raises(ValueError, match=r"last step \(5\).*train steps 0\.\.4 .*final_alpha=first.*set_alpha_to_one"):
         build(Config(sde_steps=[0, 5])).plan(ending_clean(vp_schedule(6)), DDIM, 1, 0)
     assert build(Config(sde_steps=[0, 5])).plan(vp_schedule(6), DDIM, 1, 0).train == (0, 5)
     # Other methods may train it as well, and leave it out unless told to.
