@@ -15,7 +15,7 @@ from flowrl.metrics import Sums
 from flowrl.rng import derive, permutation
 from flowrl.transitions import Table
 from flowrl.types import Condition, Identity, Microbatch, Rollout
-from flowrl.value import ValueNetwork, text_features
+from flowrl.value import text_features
 
 Lookup = Callable[[Sequence[Identity]], Condition]
 """Conditions of P prompts, on the device."""
@@ -66,7 +66,8 @@ class Recall:
             error = expected - part.reward.to(expected)
             if number == 0:
                 self.sums.add("policy/value_error", float(error.detach().square().mean()))
-            self._critic.descend(error)
+            assert self.algorithm.critic is not None
+            self.algorithm.critic.descend(error)
 
     def _own(self) -> Table:
         """This rank's transitions in the order (slot, sample, step), those of masked samples left out."""
@@ -94,8 +95,8 @@ class Recall:
         latents = part.latents.to(device).float().flatten(1)
         features = torch.cat([latents, text_features(cond)[place.to(device)].to(latents)], dim=1)
         seed, steps = derive(self.config.seed, "value"), len(self.rollout.plan)
-        self._critic: ValueNetwork = self.algorithm.judge(features.shape[1], steps, seed, device)
-        return part, self._critic(features, part.step.to(device))
+        critic = self.algorithm.judge(features.shape[1], steps, seed, device)
+        return part, critic(features, part.step.to(device))
 
     def _conditions(self, part: Table) -> tuple[Condition, Tensor]:
         """Conditions of the distinct prompts of n transitions, and the row of each, [n]."""
