@@ -1,8 +1,8 @@
 """Advantage rules: pure functions on rewards [R, P, G], in float64.
 
 Order everywhere: aggregate, centre, scale, normalise over the batch, clip, select. NaN marks a masked
-sample: it enters no statistic, gets advantage 0 and is never selected. A group whose rewards are all equal is
-dead: its advantages are exactly 0 under every rule.
+sample: it enters no statistic, gets advantage 0 and is never selected. A group that is compared with equal
+rewards only is dead: its advantages are exactly 0 under every rule.
 
     rule        advantage                                                                    from
     group       sum of weighted raw rewards, then (r - mean) / (std + eps)                   Flow-GRPO, Dr. GRPO
@@ -10,16 +10,19 @@ dead: its advantages are exactly 0 under every rule.
     gdpo        each reward normalised, their weighted sum normalised over the batch         GDPO
     separate    each reward normalised and clipped, one advantage per reward                 DanceGRPO
     median      sum of weighted raw rewards, then (r - median) / (median deviation + eps)    MC-GRPO
+    batch       sum of weighted raw rewards, then (r - mean) / (std + eps) over the batch    DDPO
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from flowrl.history import HistoryConfig, compared
 from flowrl.selection import SelectConfig, select
 
 Std = Literal["global", "group", "none"]
@@ -27,12 +30,13 @@ Std = Literal["global", "group", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageConfig:
-    name: Literal["group", "per_reward", "gdpo", "separate", "median"] = "group"
+    name: Literal["group", "per_reward", "gdpo", "separate", "median", "batch"] = "group"
     """The rule; see `flowrl/advantages.py`."""
     std: Std = "global"
     """Divide by the std of all samples of the iteration, of the prompt's group, or not at all (Dr. GRPO).
 
-    `per_reward`, `gdpo` (`group` only) and `separate` do so reward by reward; `median` has its own scale.
+    `per_reward`, `gdpo` (`group` only) and `separate` do so reward by reward; `median` has its own scale; `batch` has
+    the std of what it compares with, or none.
     """
     eps: float = 1e-4
     """Added to the std or the median deviation."""
@@ -46,6 +50,9 @@ class AdvantageConfig:
     """Of `median`: the deviation is at least this fraction of the group's std."""
     select: SelectConfig | None = None
     """Update on some samples of a prompt only; null: on all."""
+    history: HistoryConfig | None = None
+    """Of `batch`: mean and std of the prompt's own rewards, of this and earlier iterations, once there are enough;
+    null: always of the batch."""
 
     def __post_init__(self) -> None:
         if not self.eps >= 0:
@@ -63,9 +70,29 @@ class AdvantageConfig:
                 raise ValueError("clip=null: the median rule needs a bound, since its deviation can be next to 0")
             if self.trimmed_ratio:
                 raise ValueError(f"trimmed_ratio={self.trimmed_ratio}: the median rule takes no mean; set it to 0")
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        if self.name != "batch":
+            if self.history is not None:
+                raise ValueError(
+                    f"history: the rule {self.name!r} compares within a group; use name=batch, or leave it out"
+                )
+            return
+        if self.std == "group":
+            raise ValueError(
+                "std='group': the rule 'batch' divides by the std of what it compares with (global), or by none"
+            )
+        if self.trimmed_ratio:
+            raise ValueError(f"trimmed_ratio={self.trimmed_ratio}: the rule 'batch' leaves no reward out; set it to 0")
 
     def check_group(self, group_size: int) -> None:
         """Refuse what a group of this size cannot give; the configuration alone does not know the size."""
+        if group_size < 2 and self.name != "batch":
+            raise ValueError(
+                f"advantages.name={self.name} compares the samples of a prompt, and rollout.group_size={group_size}; "
+                "raise that to at least 2, or use advantages.name=batch"
+            )
         if self.select is not None:
             self.select.check_group(group_size)
         if self.trimmed_ratio and group_size - int(group_size * self.trimmed_ratio) < 2:
@@ -85,7 +112,7 @@ class Advantages:
     valid: Tensor
     """[P, G] bool, False where a reward that counts has failed."""
     dead: Tensor
-    """[P] bool: no reward that counts has any spread in the group."""
+    """[P] bool: what the group is compared with has no spread in any reward that counts."""
     kept: Tensor
     """[P, G] bool: takes part in the update. All valid samples of live groups, less those that a rule or a
     selection leaves out; what these have in `values` stays as it was."""
@@ -93,7 +120,14 @@ class Advantages:
     """[R'] float32 where the clip still has to follow (`unclipped`): the bound of each column; else None."""
 
 
-def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, clipped: bool = True) -> Advantages:
+def advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    config: AdvantageConfig,
+    *,
+    clipped: bool = True,
+    past: Sequence[Tensor | None] | None = None,
+) -> Advantages:
     """Advantages of all samples of an iteration by the configured rule.
 
     Args:
@@ -101,6 +135,7 @@ def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, cli
         weights: [R]; a reward of weight 0 is only logged.
         config: the rule.
         clipped: False leaves `config.clip` out.
+        past: of the rule `batch`: the rewards [n] that each prompt is compared with; None: those of the iteration.
 
     Raises:
         ValueError: rewards that do not fit the configuration, naming the key.
@@ -115,6 +150,10 @@ def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, cli
     elif config.name == "median":
         total = aggregate(rewards, weights)
         credit = median_advantages(total, eps=eps, clip=clip, ddof=ddof, min_deviation=config.min_deviation)
+    elif config.name == "batch":
+        total = aggregate(rewards, weights)
+        values, dead = compared(total, past, eps=eps, ddof=ddof, scaled=config.std == "global")
+        credit = _credit(values[:, :, None], total.isfinite(), dead, clip)
     elif config.name == "gdpo":
         credit = gdpo_advantages(rewards, weights, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
     else:
@@ -126,13 +165,15 @@ def advantages(rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, cli
     return credit
 
 
-def unclipped(rewards: Tensor, weights: Tensor, config: AdvantageConfig) -> Advantages:
+def unclipped(
+    rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, past: Sequence[Tensor | None] | None = None
+) -> Advantages:
     """The same credit for a method that multiplies before it clips: values without the clip, and `bound`.
 
     Who takes part is decided by the clipped values, as without the multiplication.
     """
-    credit, bound = advantages(rewards, weights, config), None
-    values = advantages(rewards, weights, config, clipped=False).values
+    credit, bound = advantages(rewards, weights, config, past=past), None
+    values = advantages(rewards, weights, config, clipped=False, past=past).values
     if config.clip is not None:
         bound = torch.full(values.shape[2:], config.clip)
         if config.name == "separate":  # these columns hold their reward's weight, which follows the clip

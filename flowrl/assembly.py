@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from flowrl.models._savings import cast_frozen
 from flowrl.models.base import ModelAdapter, ModelConfig, channel_axis, packed_grid, torch_dtype
 from flowrl.models.weights import Weights, component_names
 from flowrl.optim import Optimizer
+from flowrl.plan import StepPlan
 from flowrl.preferences import PreferenceSource
 from flowrl.prompts import Prompt, PromptSource, Texts, require_pictures
 from flowrl.reward import Scorer
@@ -34,7 +36,7 @@ from flowrl.schedules import Schedule
 from flowrl.sharding import split
 from flowrl.sources import Columns, load_prompts
 from flowrl.spatial import Mapper, mapper
-from flowrl.types import SampleId
+from flowrl.types import Condition, Identity, SampleId
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     for note in check_distilled(resolved, adapter):
         log.warning("%s", note)
     _require_whole_groups(algorithm, resolved.slots, world)
+    learned_with = (config, algorithm, Networks(policy, weights), optimizer, world, schedule)
     return Parts(
         resolved=resolved,
         world=world,
@@ -155,13 +158,18 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         schedule=schedule,
         sampler=sampler,
         policy=policy,
-        learner=Learner(config, algorithm, Networks(policy, weights), optimizer, world, schedule, sharded=sharded),
+        learner=Learner(*learned_with, sharded=sharded, lookup=partial(_embedded, texts)),
         evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, data.held_out, sharded, learned),
         maps=_maps(algorithm, adapter, world) if training else None,
         sharded=sharded,
         learned=learned,
         given=data.given,
     )
+
+
+def _embedded(texts: Texts, prompts: Sequence[Identity]) -> Condition:
+    """Conditions of prompts that an earlier iteration drew."""
+    return texts.lookup([Prompt(text, pictures=pictures) for text, pictures in prompts])
 
 
 def _data(config: RunConfig, algorithm: Algorithm) -> _Data:
@@ -301,8 +309,21 @@ def _require_plan(algorithm: Algorithm, sampler: Sampler, schedule: Schedule, ad
     try:
         plan = algorithm.plan(schedule, sampler, 1, seed)
         if plan.train:
-            step_std(sampler, adapter.process, plan.steps(torch.tensor(plan.train), adapter.process))
+            _require_noise(
+                plan, step_std(sampler, adapter.process, plan.steps(torch.tensor(plan.train), adapter.process))
+            )
+            algorithm.kept_edges([SampleId(0, 0)], plan, 1, seed)
         if algorithm.needs == "samples":
             algorithm.times(schedule, [SampleId(0, 0)], 1, seed)
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
+
+
+def _require_noise(plan: StepPlan, std: torch.Tensor) -> None:
+    """Raise ValueError where a trained step has std 0, [trained steps]."""
+    for k, value in zip(plan.train, std.tolist(), strict=True):
+        if not value > 0:
+            raise ValueError(
+                f"the sampler's law leaves no noise at step {k} (std 0), so it has no log-prob; leave the step out of "
+                "algorithm.sde_steps, or use a sampler with noise there"
+            )

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from flowrl.components import check_plans
+from flowrl.samplers.base import takes_vp
 from flowrl.strict import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def check(resolved: Resolved) -> None:
     if getattr(resolved.algorithm.build(), "needs", "edges") == "edges":
         _check_guidance(resolved)
         _check_steps(resolved)
+        _check_transitions(resolved)
         _check_method(resolved)
     elif resolved.algorithm.build().needs == "samples":
         _check_method(resolved)
@@ -122,30 +124,43 @@ def _check_guidance(resolved: Resolved) -> None:
 
 
 def _check_credit(resolved: Resolved) -> None:
-    """The advantage rule against the size of a group."""
-    rule = getattr(resolved.algorithm.config, "advantages", None)
-    if rule is None:
+    """The method's way to compare samples against the size of a group."""
+    check_group = getattr(resolved.algorithm.config, "check_group", None)
+    if check_group is None:
         return
     try:
-        rule.check_group(resolved.group_size)
+        check_group(resolved.group_size)
     except ValueError as error:
         raise ConfigError(f"algorithm.{error}") from None
 
 
 def _check_steps(resolved: Resolved) -> None:
-    run = resolved.run
+    run, sampler = resolved.run, resolved.sampler.build()
     steps, trained = run.rollout.num_inference_steps, getattr(resolved.algorithm.config, "sde_steps", None)
-    if steps < 2:
-        raise ConfigError(f"rollout.num_inference_steps={steps}: at least 2, since the last step is never trained")
-    if trained is not None and max(trained) > steps - 2:
+    # Flows end at clean data. Where a noise-prediction model's last step ends is known once its scheduler is.
+    flow = not takes_vp(sampler)
+    if steps < 1 + flow:
+        raise ConfigError(
+            f"rollout.num_inference_steps={steps}: at least 2, since a flow's last step ends at clean data, where no "
+            "noise is left to be scored"
+        )
+    if trained is not None and max(trained) > steps - 1 - flow:
         raise ConfigError(
             f"algorithm.sde_steps={trained}: with rollout.num_inference_steps={steps} "
-            f"the last trainable step is {steps - 2}"
+            f"the last trainable step is {steps - 1 - flow}"
         )
-    if resolved.sampler.build().default_noise_level() == 0:
+    if sampler.default_noise_level() == 0:
         raise ConfigError(
             f"rollout.sampler={run.rollout.sampler}: this sampler is deterministic, its steps have no log-prob; "
             "use flow_sde with noise_level above 0"
+        )
+
+
+def _check_transitions(resolved: Resolved) -> None:
+    if getattr(resolved.algorithm.build(), "transitions", None) is not None and resolved.model.config.shard:
+        raise ConfigError(
+            f"model.shard=true: a network that is split needs its processes in step, and the "
+            f"transitions that {resolved.algorithm.name} remembers are shared out unevenly; set it to false"
         )
 
 
@@ -177,6 +192,11 @@ def _check_exploration(resolved: Resolved) -> None:
 def _check_samples(resolved: Resolved) -> None:
     """What methods on finished samples cannot use, and the forwards that some must hold whole."""
     run, algorithm = resolved.run, resolved.algorithm.build()
+    if algorithm.unit == "group" and run.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size=1: the loss of {resolved.algorithm.name} compares the samples of a prompt; raise it "
+            "to at least 2"
+        )
     if run.rollout.shared_noise:
         raise ConfigError(
             f"rollout.shared_noise=true: the samples of {resolved.algorithm.name} differ by their initial noise; "
@@ -187,12 +207,6 @@ def _check_samples(resolved: Resolved) -> None:
             f"rollout.sampler={run.rollout.sampler}: {resolved.algorithm.name} scores no transition, so it takes no "
             "sampler; set it to null, and choose algorithm.solver"
         )
-    check_group = getattr(resolved.algorithm.config, "check_group", None)
-    if check_group is not None:
-        try:
-            check_group(resolved.group_size)
-        except ValueError as error:
-            raise ConfigError(f"algorithm.{error}") from None
     terms = algorithm.config.times.terms(run.rollout.num_inference_steps)
     taken = algorithm.taken(resolved.group_size)
     whole = {"term": 1, "sample": terms, "group": taken, "prompt": taken * terms}[algorithm.unit]
@@ -231,11 +245,17 @@ def _check_noise(resolved: Resolved) -> None:
 
 
 def _check_method(resolved: Resolved) -> None:
-    """What the method itself asks of the sampler and the number of steps, where its Config has a `check`."""
-    method = getattr(resolved.algorithm.config, "check", None)
-    if method is None:
-        return
+    """What the method itself asks of sampler, steps, samples and updates, where its Config has the checks."""
+    run, config = resolved.run, resolved.algorithm.config
+    asked = {
+        "check": (resolved.sampler.build(), run.rollout.num_inference_steps),
+        "check_geometry": (
+            *(run.samples_per_iteration, run.rollout.num_inference_steps, run.optim.updates_per_iteration),
+        ),
+    }
     try:
-        method(resolved.sampler.build(), resolved.run.rollout.num_inference_steps)
+        for name, values in asked.items():
+            if hasattr(config, name):
+                getattr(config, name)(*values)
     except ValueError as error:
         raise ConfigError(f"algorithm ({resolved.algorithm.name}): {error}") from None

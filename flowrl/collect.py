@@ -22,7 +22,7 @@ from flowrl.models.base import decoded
 from flowrl.overlap import Ahead
 from flowrl.plan import StepPlan
 from flowrl.preview import Preview
-from flowrl.prompts import Prompt, PromptSource
+from flowrl.prompts import Prompt, PromptSource, identity
 from flowrl.reward import Scores
 from flowrl.rollout import Noise, run
 from flowrl.schedules import Schedule
@@ -114,7 +114,7 @@ class Collector:
         spread = _group_spread(found.images, found.rows)
         initial = None if laws is None else noise.initial(found.ids)
         drawn = (found.samples, found.edges, found.cond, found.rows)
-        return Rollout(plan, *drawn, rewards, raw, spread, maps, initial, laws)
+        return Rollout(plan, *drawn, rewards, raw, spread, maps, initial, laws, tuple(identity(p) for p in prompts))
 
     def noise(self, iteration: int) -> Noise:
         """Of an iteration's rollout."""

@@ -109,7 +109,8 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     sampler: Options | None = None
-    """Transition law of the stochastic steps: name and its own options. Null: flow_sde, where the method needs one."""
+    """Transition law of the stochastic steps: name and its own options. Null: the method's own, where it needs one:
+    flow_sde, of ddpo and dpok ddim."""
     num_inference_steps: int = 10
     """Denoising steps of a training sample."""
     guidance_scale: float = 1.0
@@ -347,11 +348,13 @@ def resolve(run: RunConfig) -> Resolved:
     Raises:
         ConfigError, ModelError: naming the key, the value and the remedy.
     """
+    model, algorithm = model_component(run.model), component("algorithms", run.algorithm, "algorithm", "flow_grpo")
+    own_sampler = getattr(algorithm.config, "SAMPLER", "flow_sde")
     resolved = Resolved(
         run=run,
-        model=model_component(run.model),
-        sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", "flow_sde"),
-        algorithm=component("algorithms", run.algorithm, "algorithm", "flow_grpo"),
+        model=model,
+        sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", own_sampler),
+        algorithm=algorithm,
         rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
         eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),
     )

@@ -153,17 +153,7 @@ class Evaluator:
             if self.world.any(stop()):
                 raise Interrupted
             due += beside.rest()
-        own = [
-            (i, {name: float(value[j]) for name, value in scores.raw.items()})
-            for ids, scores in due
-            for j, i in enumerate(ids)
-        ]
-        names = () if self.scorer is None else self.scorer.outputs
-        table = {name: np.full((len(prompts), self.samples_per_prompt), np.nan) for name in names}
-        for part in self.world.gather(own):
-            for i, values in part:
-                for name, value in values.items():
-                    table[name][i.slot, i.sample] = value
+        table = self._gather(due, len(prompts))
         texts = tuple(p.text for p in prompts)
         told = None if agreement is None else agreement()
         settings = (tag, iteration, guidance_scale, num_inference_steps)
@@ -171,6 +161,21 @@ class Evaluator:
         if save and self.world.main:
             result.save(self.folder / "eval")
         return result
+
+    def _gather(self, due: Sequence[tuple[list[SampleId], Scores]], prompts: int) -> dict[str, np.ndarray]:
+        """Everybody's scores: output -> [P, samples_per_prompt]."""
+        own = [
+            (i, {name: float(value[j]) for name, value in scores.raw.items()})
+            for ids, scores in due
+            for j, i in enumerate(ids)
+        ]
+        names = () if self.scorer is None else self.scorer.outputs
+        table = {name: np.full((prompts, self.samples_per_prompt), np.nan) for name in names}
+        for part in self.world.gather(own):
+            for i, values in part:
+                for name, value in values.items():
+                    table[name][i.slot, i.sample] = value
+        return table
 
     def _rounds(self, prompts: int) -> list[tuple[range, bool]]:
         """This process's prompts, some at a time, and whether they count: of a sharded network all processes make as

@@ -12,11 +12,12 @@ from flowrl.algorithms.base import Networks, NoiseAlgorithm
 from flowrl.buffer import update_chunks
 from flowrl.config import ConfigError, RunConfig
 from flowrl.distributed import World
-from flowrl.learned_noise import Calibration, LearnedNoise, NoiseWeights, learned, text_features
+from flowrl.learned_noise import Calibration, LearnedNoise, NoiseWeights, learned
 from flowrl.metrics import Sums
 from flowrl.prompts import Prompt, Texts, identity
 from flowrl.rng import derive, permutation
 from flowrl.types import InitialBatch, Rollout
+from flowrl.value import text_features
 
 _TEXTS = 64  # prompts whose embeddings are on the device at once
 

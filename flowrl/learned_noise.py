@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.models.weights import Weights
-from flowrl.types import Condition, Gaussians
+from flowrl.types import Gaussians, Identity
+from flowrl.value import ValueNetwork
 
 FILE = "learned_noise.safetensors"
-Identity = tuple[str, tuple[str, ...]]
-"""Text and pictures of a prompt: prompts that are alike have one law."""
 
 
 class UnknownPrompt(KeyError):
@@ -91,23 +88,8 @@ class LearnedNoise(nn.Module):
         return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ValueConfig:
-    """Of V, the expected reward of a law."""
-
-    learning_rate: float = 1e-4
-    steps: int = 5
-    """Per iteration."""
-
-    def __post_init__(self) -> None:
-        if not (self.learning_rate > 0 and self.steps > 0):
-            raise ValueError(f"learning_rate={self.learning_rate} and steps={self.steps} must be positive")
-
-
 class Calibration:
     """V(mean, std, text): the reward that a draw from a law may expect, fitted as the laws move.
-
-    A perceptron 256-256-256-1 with ReLU on the flattened law and the features of the prompt; AdamW.
 
     Args:
         text: features of each of the P prompts, [P, F].
@@ -118,53 +100,18 @@ class Calibration:
 
     def __init__(self, text: Tensor, values: int, seed: int, learning_rate: float) -> None:
         self.text = text
-        sizes = (2 * values + text.shape[1], 256, 256, 256)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            hidden = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(sizes)]
-            self.network = nn.Sequential(*hidden, nn.Linear(sizes[-1], 1)).to(text.device)
-        self.adam = torch.optim.AdamW(self.network.parameters(), lr=learning_rate)
+        self.critic = ValueNetwork(2 * values + text.shape[1], seed, learning_rate, text.device)
 
     def __call__(self, laws: Gaussians, numbers: Tensor) -> Tensor:
         """Expected rewards, [P], of the laws of the prompts `numbers` [P]."""
         text = self.text[numbers.to(self.text.device)]
-        return self.network(torch.cat([laws.mean.flatten(1), laws.std.flatten(1), text], dim=1)).squeeze(1)
+        return self.critic(torch.cat([laws.mean.flatten(1), laws.std.flatten(1), text], dim=1))
 
     def fit(self, laws: Gaussians, numbers: Tensor, rewards: Tensor, steps: int) -> None:
         """So many steps on the mean squared error to rewards [P, G], NaN left out."""
         known = rewards.isfinite()
         for _ in range(steps):
-            error = (self(laws, numbers)[:, None] - rewards.nan_to_num())[known]
-            self.adam.zero_grad()
-            error.square().mean().backward()
-            self.adam.step()
-
-    def state(self) -> dict[str, Tensor]:
-        """Weights and moments as flat names."""
-        found: dict[str, Tensor] = {}
-        for name, p in self.network.named_parameters():
-            moments = {f"{name}.{key}": torch.as_tensor(value) for key, value in self.adam.state.get(p, {}).items()}
-            found |= {name: p.detach()} | moments
-        return found
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Inverse of `state`."""
-        self.adam.state.clear()
-        for name, p in self.network.named_parameters():
-            p.data.copy_(tensors[name])
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                value = tensors.get(f"{name}.{key}")
-                if value is not None:
-                    self.adam.state[p][key] = value.clone() if key == "step" else value.to(p.device).clone()
-
-
-def text_features(cond: Condition) -> Tensor:
-    """A vector for each prompt, [P, F] float32: its condition's floats, averaged over all but the last axis."""
-    parts = []
-    for entry in cond.tensors.values():
-        rows = [row.float().reshape(-1, row.shape[-1]).mean(dim=0) for row in entry if row.is_floating_point()]
-        parts += [torch.stack(rows)] if rows else []
-    return torch.cat(parts, dim=1)
+            self.critic.descend((self(laws, numbers)[:, None] - rewards.nan_to_num())[known])
 
 
 _JUDGE = "value"
@@ -213,7 +160,7 @@ class NoiseWeights(Weights):
                 noise.std[k].mul_(moment**-0.5)
 
     def state(self) -> dict[str, Tensor]:
-        judge = {} if self.calibration is None else self.calibration.state()
+        judge = {} if self.calibration is None else self.calibration.critic.state()
         return super().state() | {f"{_JUDGE}/{name}": value for name, value in judge.items()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
@@ -221,7 +168,7 @@ class NoiseWeights(Weights):
         judge = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         super().load_state({name: value for name, value in tensors.items() if not name.startswith(prefix)})
         if self.calibration is not None:
-            self.calibration.load_state(judge)
+            self.calibration.critic.load_state(judge)
 
     def save(self, folder: Path, pipeline_class: Any = None) -> None:
         """`learned_noise.safetensors`, which `flowrl sample` draws with."""

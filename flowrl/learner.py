@@ -14,11 +14,14 @@ from flowrl.initials import Initials
 from flowrl.metrics import Sums
 from flowrl.noising import Noising
 from flowrl.optim import Optimizer
+from flowrl.recall import Lookup, Recall
 from flowrl.replay import Replay
 from flowrl.rollout import Evaluations
 from flowrl.schedules import Schedule
 from flowrl.types import Microbatch, Rollout
 
+Work = Replay | Recall | Noising | Initials
+"""An iteration's data in shares of one update each."""
 _MAX_BAD_UPDATES = 5
 
 
@@ -33,6 +36,7 @@ class Learner:
         world: the processes.
         schedule: the model's own grid for the run's number of steps.
         sharded: every forward is a step of all processes together.
+        lookup: conditions of prompts, for methods that remember transitions.
     """
 
     def __init__(
@@ -45,8 +49,9 @@ class Learner:
         schedule: Schedule,
         *,
         sharded: bool = False,
+        lookup: Lookup | None = None,
     ) -> None:
-        self.config, self.algorithm, self.networks = config, algorithm, networks
+        self.config, self.algorithm, self.networks, self.lookup = config, algorithm, networks, lookup
         self.optimizer, self.world, self.schedule, self.sharded = optimizer, world, schedule, sharded
         self.evaluations = Evaluations(networks.policy.adapter.network)
         self.bad_updates = 0
@@ -63,7 +68,7 @@ class Learner:
             sums: receives the metrics.
             gate: dtype of the network if the parity gate is to be passed first, else None.
         """
-        work: Replay | Noising | Initials
+        work: Work
         parts = (self.config, self.algorithm, self.networks, self.world, self.evaluations, rollout, credit, iteration)
         before = self.evaluations.rows
         if self.algorithm.needs == "edges":
@@ -71,6 +76,10 @@ class Learner:
             if gate is not None:
                 work.pass_gate(gate)
                 before = self.evaluations.rows  # the gate is passed once a start: no cost of an iteration
+            if self.algorithm.transitions is not None:
+                assert self.lookup is not None
+                remembered = (self.world, rollout, credit, iteration, sums, self.lookup)
+                work = Recall(self.config, self.algorithm, self.networks, *remembered)
         elif self.algorithm.needs == "samples":
             work = Noising(*parts, self.schedule, sharded=self.sharded)
         else:
@@ -82,7 +91,7 @@ class Learner:
         self.algorithm.after_iteration(self.optimizer.updates, self.networks.weights)
         sums.add("nfe/train", self.evaluations.rows - before, len(rollout.rows))
 
-    def _one_update(self, work: Replay | Noising | Initials, number: int, sums: Sums) -> None:
+    def _one_update(self, work: Work, number: int, sums: Sums) -> None:
         """One optimizer step on the share `number`."""
         scale, names = self.optimizer.scale, self.algorithm.feedback
         tail = torch.zeros(len(names) + 1, device=self.world.device)

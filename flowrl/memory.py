@@ -183,6 +183,8 @@ def trained_share(resolved: Resolved, plan: StepPlan) -> float:
     samples = 1.0 if rule is None or rule.select is None else rule.select.keep / size
     if algorithm.needs == "noise":
         return samples
+    if algorithm.transitions is not None:  # drawn from many iterations, as many as the method says
+        return algorithm.config.batch / (run.samples_per_iteration * len(plan.train))
     kept = algorithm.kept_edges([SampleId(0, k) for k in range(size)], plan, 1, run.seed)
     return samples if kept is None else samples * float(kept.float().mean())
 

@@ -52,6 +52,22 @@ def clipped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: tuple[
     return unclipped.maximum(clipped), clipped > unclipped
 
 
+def clamped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """-A clamp(r, 1 - low, 1 + high): no gradient outside the band, whatever the sign of A; else `clipped_ratio_loss`.
+
+    Source: arXiv 2305.16381; google-research/google-research:dpok/train_online_pg.py.
+
+    >>> import torch
+    >>> clamped_ratio_loss(torch.tensor([1.0, 1.0]), torch.tensor([1.0, -2.0]), (0.5, 0.5))[0].tolist()
+    [-1.5, 3.0]
+    """
+    if log_ratio.shape != advantages.shape:
+        raise ValueError(f"log_ratio {tuple(log_ratio.shape)} and advantages {tuple(advantages.shape)} must agree")
+    ratio, (low, high) = log_ratio.exp(), clip_range
+    clamped = ratio.clamp(1 - low, 1 + high)
+    return -advantages * clamped, clamped != ratio
+
+
 def mean_square(left: Tensor, right: Tensor) -> Tensor:
     """Mean over dims of (left - right)^2, both [M, ...] -> [M] float64."""
     if left.shape != right.shape:

@@ -61,8 +61,9 @@ class StepPlan:
                 )
             if k == num_steps - 1 and float(self.schedule.sigmas[-1]) == 0:
                 raise ValueError(
-                    f"the plan trains the last step ({k}): its Gaussian is too sharp to be scored (std 0 at sigma 0); "
-                    "leave it out. Of a noise-prediction model model.final_alpha=first keeps noise in the last step"
+                    f"the plan trains the last step ({k}), which ends at clean data (sigma 0): a law has std 0 there "
+                    f"or leaves noise in the picture; train steps 0..{k - 1} (of a noise-prediction model "
+                    "model.final_alpha=first, or a scheduler with set_alpha_to_one=false, keeps noise in the last step)"
                 )
 
     def __len__(self) -> int:
@@ -118,6 +119,16 @@ def window(schedule: Schedule, noise_level: float, steps: Sequence[int] | None =
         )
     levels = tuple(noise_level if k in chosen else 0.0 for k in range(len(schedule)))
     return StepPlan(schedule=schedule, noise_level=levels, train=chosen)
+
+
+def noisy_steps(schedule: Schedule) -> tuple[int, ...]:
+    """Steps that do not end at clean data, where a law may leave noise: all of a noise-prediction model whose last step
+    ends at its least noise level, all but the last of a flow.
+
+    >>> noisy_steps(Schedule(torch.tensor([0.9, 0.4, 0.03]), torch.tensor([900.0, 400.0])))
+    (0, 1)
+    """
+    return tuple(range(len(schedule) - int(float(schedule.sigmas[-1]) == 0)))
 
 
 # ---- windows that move from iteration to iteration; iterations count from 1

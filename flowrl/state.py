@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from flowrl.trainer import Trainer
 
 
+_ALGORITHM = "algorithm/"
+
+
 def save(trainer: Trainer, iteration: int) -> None:
     """Checkpoint the end of an iteration, with the weights as a plain pipeline loads them.
 
@@ -28,6 +31,8 @@ def save(trainer: Trainer, iteration: int) -> None:
     moments, counters = trainer.optimizer.state()
     tensors = {f"weights/{k}": v for k, v in weights.state().items()}
     tensors |= {f"optim/{k}": v for k, v in moments.items()}
+    own_tensors = getattr(trainer.algorithm, "tensors", dict)()  # of a method that remembers more than plain data
+    tensors |= {f"{_ALGORITHM}{k}": v for k, v in own_tensors.items()}
     state = {
         "optimizer": counters,
         "algorithm": trainer.algorithm.state_dict(),
@@ -39,7 +44,8 @@ def save(trainer: Trainer, iteration: int) -> None:
         "config": trainer.resolved.tree(),
     }
     own = rows(weights)
-    places = {name: own[_parameter(name)] for name, value in tensors.items() if own and value.ndim}
+    split = [name for name, value in tensors.items() if own and value.ndim and not name.startswith(_ALGORITHM)]
+    places = {name: own[_parameter(name)] for name in split}
     saved, keep = Checkpoint(iteration, tensors, state, places), trainer.config.checkpoint.keep
     try:
         if own:
@@ -77,19 +83,22 @@ def load(trainer: Trainer, folder: Path, iteration: int) -> dict[str, Any]:
     own, world = rows(trainer.weights), trainer.world
 
     def wanted(name: str) -> Rows | None:
-        return own.get(_parameter(name))
+        return None if name.startswith(_ALGORITHM) else own.get(_parameter(name))
 
     # Every process reads the rows it needs; the hashes of large files are shared out.
     part = slice(world.rank, None, world.size) if own else slice(None)
     found: list[Checkpoint] = []
     trainer.agree(lambda: found.append(checkpoint.load(folder, iteration, wanted, part)))
-    split: dict[str, dict[str, Any]] = {"weights": {}, "optim": {}}
+    split: dict[str, dict[str, Any]] = {"weights": {}, "optim": {}, "algorithm": {}}
     for name, value in found[0].tensors.items():
         section, _, rest = name.partition("/")
         split[section][rest] = value
     trainer.weights.load_state(split["weights"])
     trainer.optimizer.load_state(split["optim"], found[0].state["optimizer"])
     trainer.algorithm.load_state_dict(found[0].state["algorithm"])
+    if split["algorithm"]:
+        remembering: Any = trainer.algorithm
+        remembering.load_tensors(split["algorithm"])
     trainer.source.load_state_dict(found[0].state["source"])
     trainer.collector.load_state_dict(found[0].state["collector"])
     trainer.iteration = iteration

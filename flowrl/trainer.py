@@ -198,7 +198,7 @@ class Trainer:
         timer, sums = Timer(), Sums()
         with timer.phase("iteration"):
             rollout = self._roll_out(iteration, timer, sums)
-            credit = self.algorithm.advantages(rollout.rewards, self.collector.weights)
+            credit = self.algorithm.advantages(rollout.rewards, self.collector.weights, rollout.prompts)
             gate = self.dtype if iteration == self.start + 1 else None
             with timer.phase("update"):
                 self.learner.update(iteration, rollout, credit, sums, gate=gate)

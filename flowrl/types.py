@@ -120,6 +120,10 @@ class SampleId:
     sample: int
 
 
+Identity = tuple[str, tuple[str, ...]]
+"""Who a prompt is: its whole text, and its pictures. Prompts that are alike share what is learned of one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Finished generations of this rank."""
@@ -193,6 +197,8 @@ class Rollout:
     """Latents that each of this rank's samples started from, [B, ...] float32; only where their law is learned."""
     laws: Tensor | None = None
     """Number of the law of each prompt of the iteration, [P] int64; only where it is learned."""
+    prompts: tuple[Identity, ...] = ()
+    """Of all P slots of the iteration."""
 
     @property
     def identity(self) -> Tensor:

@@ -5,6 +5,7 @@
     python scripts/lab.py --check              replay the start of stale recipes: are the numbers still the same?
     python scripts/lab.py --stale              run stale cells too
     python scripts/lab.py --seeds 0 NAME ...   only these seeds and recipes
+    python scripts/lab.py --flat               bytes of a flat picture, which the page counts sizes from
 
 A cell is one recipe and seed. docs/lab/results.json keeps its result with two fingerprints, of the recipe with its
 model and of the code that can change a number, and with the metrics of its first iterations. A cell is stale when a
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _lab_page import METRIC, Entry, page
+from _lab_page import METRIC, Entry, flat_kilobytes, page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "lab" / "results.json"
@@ -367,10 +368,12 @@ def write_page(results: dict[str, Any]) -> None:
                 searched=bool(tree["eval"].get("best_guidance")),
                 cells=cells,
                 states={seed: state(cell, now) for seed, cell in cells.items()},
+                sized={entry["name"] for entry in tree["rewards"]} == {"jpeg"},
             )
         )
     notes = ROOT / "docs" / "lab" / "notes.md"
-    PAGE.write_text(page(entries, notes.read_text(encoding="utf-8") if notes.is_file() else ""), encoding="utf-8")
+    text = notes.read_text(encoding="utf-8") if notes.is_file() else ""
+    PAGE.write_text(page(entries, text), encoding="utf-8")
     print(PAGE)
 
 
@@ -393,7 +396,11 @@ def main() -> None:
     what.add_argument("--write", action="store_true", help="only write the page")
     what.add_argument("--check", action="store_true", help="replay stale recipes and compare; 1 if any stays stale")
     what.add_argument("--stale", action="store_true", help="run stale cells again")
+    what.add_argument("--flat", action="store_true", help="only print the bytes of a flat picture")
     args = parser.parse_args()
+    if args.flat:
+        print(f"{1000 * flat_kilobytes():.0f}")
+        return
     unknown = sorted(set(args.names) - recipes().keys())
     if unknown:
         parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")

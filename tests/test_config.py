@@ -215,8 +215,21 @@ def test_updates_that_divide_the_samples_are_accepted(read, updates):
     assert read(f"optim.updates_per_iteration={updates}").optim.updates_per_iteration == updates
 
 
-def test_a_group_of_one_is_refused(read):
-    assert "group_size=1" in refusal(read, "rollout.group_size=1")
+def test_a_group_of_one_is_refused_where_samples_of_a_prompt_are_compared_and_legal_elsewhere(read):
+    one = "rollout.group_size=1", "rollout.prompts_per_iteration=4", "optim.updates_per_iteration=1"
+
+    def refused(*overrides: str) -> str:
+        return refusal(resolve, read(*one, *overrides))
+
+    assert "algorithm.advantages.name=group compares" in refused()
+    assert "rollout.group_size=1" in refused("algorithm={name: flow_grpo, advantages: {name: median}}")
+    assert "raise it to at least 2" in refused(
+        "algorithm={name: dgpo, advantages: {name: batch}}", "rollout.sampler=null"
+    )
+    filtered = "algorithm={name: diffusion_nft, advantages: {name: batch}, filter: {}}"
+    assert "filter compares the samples of a prompt" in refused(filtered, "rollout.sampler=null")
+    for method in ("flow_grpo, advantages: {name: batch}", "ddpo", "dpok, sde_steps: [0]"):
+        assert resolve(read(*one, f"algorithm={{name: {method}}}")).run.rollout.group_size == 1
 
 
 @pytest.mark.parametrize("size", [1, 5, 7, 1000])
@@ -509,6 +522,10 @@ def test_validate_refuses_what_is_no_mapping():
         (["rollout.sampler={name: sage, eta: 0}"], ("'sage'", "no log-prob", "use flow_sde", "above 0")),
         # A window outside the grid, or none.
         (["algorithm.sde_steps=[0, 9]"], ("sde_steps=[0, 9]", "last trainable step is 8")),
+        # On a path that may end above clean data the grid decides, once there is one; beyond it nothing is.
+        (["rollout.sampler={name: ddim}", "algorithm.sde_steps=[0, 10]"], ("last trainable step is 9",)),
+        (["algorithm={name: ddpo, estimator: score}"], ("optim.updates_per_iteration (now ", "to 1")),
+        (["algorithm={name: dpok}"], ("optim.updates_per_iteration=", "algorithm.policy_steps=5")),
         (["algorithm.sde_steps=[0, 3, 0]"], ("sde_steps=[0, 3, 0] names a step twice", "use [0, 3]")),
         (["algorithm={name: flow_grpo_fast, high: 12}"], ("12", "must end at 9 or before")),
         (["algorithm={name: flow_grpo_fast, sde_steps: [0]}"], ("sde_steps=[0]", "leave it null")),
@@ -534,7 +551,7 @@ def test_validate_refuses_what_is_no_mapping():
         (["algorithm.kl={divisor: sigma}"], ("kl.divisor = 'sigma'", "'variance', 'flow_grpo' or 'none'")),
         (["algorithm={name: flow_dppo, divisor: flow_grpo}"], ("divisor = 'flow_grpo'", "'variance' or 'none'")),
         (["algorithm={name: grpo_guard, reweight: dance}"], ("'exact', 'flow_grpo', 'dance_grpo' or 'none'",)),
-        (["algorithm.advantages={name: grop}"], ("'group', 'per_reward', 'gdpo', 'separate' or 'median'",)),
+        (["algorithm.advantages={name: grop}"], ("'group', 'per_reward', 'gdpo', 'separate', 'median' or 'batch'",)),
         (["algorithm.advantages={std: batch}"], ("'global', 'group' or 'none'",)),
     ],
 )

@@ -20,10 +20,12 @@ from tests.recipes import FOLDER, PAIRED, RECIPES, adapter, at, recipe
 ASKED = {
     "flux": {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard"},
     "qwen_image": {"flow_grpo_fast"},
-    "sd": {"dance_grpo"},
+    "sd": {"dance_grpo", "ddpo"},
     "sd35_large": {"flow_grpo"},
     "wan": {"flow_grpo", "sage_grpo"},
 }
+# What the paper calls the two ways of a reward.
+REWARDS = {"compressibility": "jpeg", "incompressibility": "jpeg"}
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_its_geometry_is_valid_and_its_names_are_those_of_the_file(name):
     run = recipe(name)
     tree, (method, reward) = run.tree(), name.partition("/")[2].split("-")
     assert run.algorithm.name == method
-    assert [plan.name for plan in run.rewards] == [reward]
+    assert [plan.name for plan in run.rewards] == [REWARDS.get(reward, reward)]
     # The same forwards in rollout and training: half precision depends on the batch.
     assert at(tree, "rollout.batch_size") == at(tree, "optim.batch_size")
     assert choose(run.model.config.path).name == run.model.name  # its name could be left out

@@ -21,7 +21,7 @@ from flowrl.algorithms.find import Config, Find, build
 from flowrl.config import ConfigError, EmaConfig, OptimConfig, load_config, resolve
 from flowrl.distributed import World
 from flowrl.initials import Initials, require_own_prompts
-from flowrl.learned_noise import Calibration, LearnedNoise, NoiseWeights, UnknownPrompt, text_features
+from flowrl.learned_noise import Calibration, LearnedNoise, NoiseWeights, UnknownPrompt
 from flowrl.learner import Learner
 from flowrl.metrics import Sums
 from flowrl.objectives import gaussian_log_prob, noise_prior
@@ -30,6 +30,7 @@ from flowrl.prompts import Prompt
 from flowrl.rollout import Noise, Policy
 from flowrl.samplers import flow_sde
 from flowrl.types import Condition, InitialBatch, Rollout, SampleId, Samples
+from flowrl.value import text_features
 from tests.toys import ALONE, SHAPE, ToyAdapter, flow_schedule
 
 ROOT = Path(__file__).resolve().parents[1]

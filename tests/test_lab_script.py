@@ -257,6 +257,33 @@ def test_the_page_tells_the_states_apart(lab, monkeypatch):
     assert "| tested | | | | | | | not run |".replace(" ", "") in lab.PAGE.read_text().replace(" ", "")
 
 
+def test_recipes_rewarded_for_size_have_a_table_of_their_own(lab, monkeypatch):
+    """Bytes above a flat picture's, not strict accuracy, which such a reward may cost."""
+    lab.recipes()["quickstart"].write_text(RECIPE.replace("name: score", "name: jpeg"))
+    one = cell(lab, gain=-0.1)
+    size = {"mean": 0.842, "low": 0.8, "high": 0.9, "n": 512}
+    one["summary"]["base"]["jpeg_kb"] = size
+    one["summary"]["tuned"]["jpeg_kb"] = size | {"mean": 0.742}
+    one["summary"]["difference"]["jpeg_kb"] = {"mean": -0.1, "low": -0.12, "high": -0.08, "n": 512}
+    monkeypatch.setattr("_lab_page.flat_kilobytes", lambda: 0.642)
+    lab.write_page({"quickstart/0": one})
+    text = lab.PAGE.read_text()
+    assert "| quickstart | tested | 0 | 200 | 100 | -50.0 [-60.0, -40.0] | 40.0 to 30.0 | 50 | 5.00 + 0.10 |" in text
+    assert "a flat\npicture's, 642 (`python scripts/lab.py --flat`)" in text
+    assert "| quickstart | tested | -10.0 |" not in text
+
+
+def test_a_flat_picture_of_any_colour_has_nearly_the_same_bytes(lab):
+    import numpy as np
+
+    from rewards.jpeg import jpeg_kilobytes
+
+    flat = lab.flat_kilobytes()
+    for colour in ((0, 0, 0), (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (30, 200, 90)):
+        picture = np.broadcast_to(np.array(colour, dtype=np.uint8), (32, 32, 3)).copy()
+        assert abs(jpeg_kilobytes(picture, 95) - flat) < 0.01
+
+
 def test_results_have_one_line_a_cell(lab):
     results = {f"quickstart/{seed}": cell(lab) for seed in (0, 1)}
     lab.write_results(results)

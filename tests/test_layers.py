@@ -20,15 +20,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("preferences", "pairdata", "labels", "records", "pairing", "pairplan", "pairfolder"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
-        *("initials", "rewardcheck", "serving", "given", "offline", "calls", "judges"),
+        *("initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall"),
     ),
     ("algorithms",),
-    ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
+    (
+        *("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
+        *("value", "transitions"),
+    ),
     ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap", "threads"),
-    ("process", "schedules", "vp_schedules", "advantages", "selection", "objectives"),
+    ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )
-TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "selection", "objectives")
+TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives")
 FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes", "flowrl.embedded"}
 
 

@@ -9,15 +9,17 @@ from typing import ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages, advantages, unclipped
+from flowrl.advantages import AdvantageConfig, Advantages
+from flowrl.algorithms._credit import Rule
 from flowrl.algorithms.base import Networks, parity_tolerance
 from flowrl.models.weights import Weights
 from flowrl.objectives import clipped_ratio_loss
-from flowrl.plan import StepPlan, window
+from flowrl.plan import StepPlan, noisy_steps, step_subsets, window
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
-from flowrl.types import LossOutput, Member, Microbatch, SampleId
+from flowrl.transitions import Transitions
+from flowrl.types import Identity, LossOutput, Member, Microbatch, SampleId
 
 Ratio = Literal["plain", "ratio_norm"]
 
@@ -66,9 +68,12 @@ class GrpoConfig:
     SEPARATE: ClassVar[bool] = False  # whether the loss takes one advantage per reward
     SPATIAL: ClassVar[bool] = False  # whether the loss takes one ratio and one advantage per position
     WINDOWED: ClassVar[bool] = False  # whether the method chooses the steps itself
+    SAMPLER: ClassVar[str] = "flow_sde"  # where the run names none
+    LAST: ClassVar[bool] = False  # whether the last step is trained too, where it leaves noise
 
     sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last (of ddpo and dpok: with
+    the last where it leaves noise)."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     guidance_scale: float | None = None
@@ -107,6 +112,10 @@ class GrpoConfig:
     def by_position(self) -> bool:
         """Whether every latent position has its own ratio."""
         return self.spatial is not None and self.spatial.ratio == "position"
+
+    def check_group(self, group_size: int) -> None:
+        """Refuse what a group of this size cannot give; called before a model is loaded."""
+        self.advantages.check_group(group_size)
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         """Refuse what the run's sampler and number of denoising steps do not allow; called before a model is loaded.
@@ -154,6 +163,28 @@ class ClippedConfig(GrpoConfig):
                 f"{sampler.log_prob_form!r}: set spatial.ratio=sample, or use flow_sde or dance_sde"
             )
         self.clip(sampler)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubsetConfig(ClippedConfig):
+    """Options of the methods that train some of a sample's steps, drawn for each sample."""
+
+    timestep_fraction: float = 1.0
+    """Share of the trained steps that each sample keeps, rounded down."""
+
+    def __post_init__(self) -> None:
+        ClippedConfig.__post_init__(self)
+        if not 0 < self.timestep_fraction <= 1:
+            raise ValueError(f"timestep_fraction={self.timestep_fraction} must lie in (0, 1]")
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        ClippedConfig.check(self, sampler, num_steps)
+        trained = num_steps - (not self.LAST) if self.sde_steps is None else len(set(self.sde_steps))
+        if int(trained * self.timestep_fraction) < 1:
+            raise ValueError(
+                f"timestep_fraction={self.timestep_fraction} of {trained} trained steps keeps none; "
+                f"it must be at least {1 / trained:.3g}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,22 +256,25 @@ class GrpoBase(Generic[C]):
     needs: Literal["edges"] = "edges"
     columns: tuple[str, ...] = ()
     members: tuple[Member, ...] = ()
+    transitions: Transitions | None = None
     feedback: tuple[str, ...] = ()
     behaviour = "policy"
     passes = 1
     level = "experimental"
 
     def __init__(self, config: C) -> None:
-        self.config = config
+        self.config, self.rule = config, Rule(config.advantages)
         self.roles: tuple[str, ...] = ("reference",) if config.kl.coef > 0 else ()
         self.spatial = config.spatial
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
+        steps = self.config.sde_steps
+        if steps is None and self.config.LAST:
+            steps = noisy_steps(schedule)
+        return window(schedule, sampler.default_noise_level(), steps)
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        rule = advantages if self.spatial is None else unclipped
-        return rule(rewards, weights, self.config.advantages)
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        return self.rule(rewards, weights, prompts, clipped=self.spatial is None)
 
     def log_prob_form(self, sampler: Sampler) -> LogProbForm:
         return "position" if self.config.by_position else sampler.log_prob_form
@@ -265,12 +299,15 @@ class GrpoBase(Generic[C]):
         return parity_tolerance(clip, dtype)
 
     def state_dict(self) -> dict:
-        return {}
+        return self.rule.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        if state:
+        foreign = self.rule.load_state_dict(state)
+        if foreign:
             name = type(self).__module__.rpartition(".")[2]
-            raise ValueError(f"{name} keeps no state, the checkpoint has {sorted(state)}")
+            raise ValueError(
+                f"{name} keeps {sorted(self.state_dict()) or 'no state'}, the checkpoint has {sorted(state)}"
+            )
 
 
 P = TypeVar("P", bound=ClippedConfig)
@@ -284,3 +321,13 @@ class ClippedGrpo(GrpoBase[P]):
         log_ratio = self.log_ratio(policy, batch, sampler)
         terms = clipped_terms(log_ratio, merged(batch), self.config.clip(sampler))
         return with_reference(terms, policy, batch, networks, self.config.kl)
+
+
+S = TypeVar("S", bound=SubsetConfig)
+
+
+class SubsetGrpo(GrpoBase[S]):
+    """A method whose samples keep a random part of the trained steps each."""
+
+    def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor | None:
+        return step_subsets(ids, plan.train, self.config.timestep_fraction, seed, iteration).flatten()

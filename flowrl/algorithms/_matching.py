@@ -16,7 +16,8 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages, advantages
+from flowrl.advantages import AdvantageConfig, Advantages
+from flowrl.algorithms._credit import Rule
 from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs, evaluate, is_cfg, training_guidance
 from flowrl.models.weights import Weights
@@ -26,7 +27,7 @@ from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
 from flowrl.times import Times, TimesConfig, draw
-from flowrl.types import LossOutput, Member, NoisedBatch, SampleId, Unit
+from flowrl.types import Identity, LossOutput, Member, NoisedBatch, SampleId, Unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +121,10 @@ class MatchingConfig(NoisedConfig):
             raise ValueError(f"solver_noise={self.solver_noise} must not be negative")
         if self.solver_noise > 0 and self.solver != "sa":
             raise ValueError(f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}")
+
+    def check_group(self, group_size: int) -> None:
+        """Refuse what a group of this size cannot give; called before a model is loaded."""
+        self.advantages.check_group(group_size)
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         NoisedConfig.check(self, sampler, num_steps)
@@ -227,13 +232,22 @@ class NoisedBase(Generic[N]):
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        if state:
-            name = type(self).__module__.rpartition(".")[2]
-            raise ValueError(f"{name} keeps no state, the checkpoint has {sorted(state)}")
+        refuse_foreign(self, state)
+
+
+def refuse_foreign(algorithm: NoisedBase, foreign: dict) -> None:
+    """Raise ValueError where a checkpoint holds state of another method."""
+    if foreign:
+        name, own = type(algorithm).__module__.rpartition(".")[2], sorted(algorithm.state_dict())
+        raise ValueError(f"{name} keeps {own or 'no state'}, the checkpoint has {sorted(foreign)}")
 
 
 class MatchingBase(NoisedBase[C]):
     """A method that draws its samples."""
+
+    def __init__(self, config: C) -> None:
+        NoisedBase.__init__(self, config)
+        self.rule = Rule(config.advantages)
 
     def taken(self, group_size: int) -> int:
         rule = self.config.advantages.select
@@ -245,8 +259,14 @@ class MatchingBase(NoisedBase[C]):
             return stochastic_solver(schedule, config.solver_noise)
         return deterministic(schedule, config.solver)
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        return advantages(rewards, weights, self.config.advantages)
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        return self.rule(rewards, weights, prompts)
+
+    def state_dict(self) -> dict:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        refuse_foreign(self, self.rule.load_state_dict(state))
 
 
 def referred(guidance: dict[str, float], networks: Networks, own: float) -> dict[str, float]:

@@ -14,18 +14,19 @@ Source: arXiv 2509.25050; scxue/advantage_weighted_matching:advantage_weighted_m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
 
-from flowrl.advantages import Advantages, advantages
+from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, pull
 from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs
 from flowrl.objectives import ErrorWeighting, clipped_ratio_loss, group_mean, matching_log_prob
 from flowrl.times import TimesConfig
-from flowrl.types import LossOutput, NoisedBatch
+from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "tested"
 
@@ -72,8 +73,8 @@ class Awm(MatchingBase[Config]):
         self.behaviour = "anchor" if config.off_policy else "policy"
         self.unit = "sample" if config.ratio == "sample" else "term"
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        credit, config = advantages(rewards, weights, self.config.advantages), self.config
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        credit, config = self.rule(rewards, weights, prompts), self.config
         assert config.advantages.clip is not None
         return replace(credit, values=credit.values * (config.advantage_max / config.advantages.clip))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import Advantages
-from flowrl.learned_noise import NoiseWeights, ValueConfig
+from flowrl.learned_noise import NoiseWeights
 from flowrl.models.weights import Weights
 from flowrl.plan import StepPlan
 from flowrl.rollout import Policy
@@ -18,7 +18,9 @@ from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
 from flowrl.times import Times
-from flowrl.types import LossOutput, Member, Microbatch, NoisedBatch, SampleId, Unit
+from flowrl.transitions import Transitions
+from flowrl.types import Identity, LossOutput, Member, Microbatch, NoisedBatch, SampleId, Unit
+from flowrl.value import ValueConfig, ValueNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,10 @@ class Algorithm(Protocol):
         """Steps of this iteration, the same on every rank; `seed` is the run's, for windows drawn at random."""
         ...
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        """From all rewards of the iteration, [R, P, G] with NaN for failures, and weights [R].
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        """From all rewards of the iteration, [R, P, G] with NaN for failures, and weights [R]; asked for once.
 
+        `prompts` are those of the P slots, for rules that remember them. The same on every process.
         With `spatial` they come unclipped, with their bound: the clip follows the map.
         """
         ...
@@ -93,11 +96,13 @@ class EdgeAlgorithm(Algorithm, Protocol):
     """A method on the stochastic steps of a rollout and their log-probs.
 
     `columns` are extras of the rollout; `spatial` how its advantages are spread over a picture, None where a sample
-    has one.
+    has one; `transitions` what is kept over iterations (`TransitionAlgorithm`), None where an iteration trains its own
+    steps, each once a pass.
     """
 
     columns: tuple[str, ...]
     spatial: SpatialConfig | None
+    transitions: Transitions | None
 
     def log_prob_form(self, sampler: Sampler) -> LogProbForm:
         """Of the stored log-probs: the sampler's own, unless the method needs another."""
@@ -113,6 +118,26 @@ class EdgeAlgorithm(Algorithm, Protocol):
 
     def parity_tolerance(self, sampler: Sampler, dtype: torch.dtype) -> float:
         """Largest |log ratio| allowed when the rollout is replayed before the first update."""
+        ...
+
+
+class TransitionAlgorithm(EdgeAlgorithm, Protocol):
+    """A method that trains on transitions of this and earlier iterations, drawn anew for each update.
+
+    `critic` expects their rewards. Both are the same on every process, and `tensors` puts them into the checkpoint.
+    """
+
+    transitions: Transitions
+    critic: ValueNetwork | None
+
+    def judge(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
+        """The critic, made for so many features of a transition where there is none yet."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """After `load_state_dict`."""
         ...
 
 

@@ -14,24 +14,19 @@ Source: arXiv 2505.07818; XueZeyue/DanceGRPO:fastvideo/train_grpo_flux.py, train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor
-
 from flowrl.advantages import AdvantageConfig
-from flowrl.algorithms._grpo import ClippedConfig, GrpoBase, clipped_terms, with_reference
+from flowrl.algorithms._grpo import SubsetConfig, SubsetGrpo, clipped_terms, with_reference
 from flowrl.algorithms.base import Networks
-from flowrl.plan import StepPlan, step_subsets
-from flowrl.samplers.base import Sampler
-from flowrl.types import LossOutput, Microbatch, SampleId
+from flowrl.types import LossOutput, Microbatch
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedConfig):
+class Config(SubsetConfig):
     SEPARATE: ClassVar[bool] = True
     SPATIAL: ClassVar[bool] = True
 
@@ -41,26 +36,9 @@ class Config(ClippedConfig):
         default_factory=lambda: AdvantageConfig(name="separate", std="group", eps=1e-8, ddof=1)
     )
 
-    def __post_init__(self) -> None:
-        ClippedConfig.__post_init__(self)
-        if not 0 < self.timestep_fraction <= 1:
-            raise ValueError(f"timestep_fraction={self.timestep_fraction} must lie in (0, 1]")
 
-    def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedConfig.check(self, sampler, num_steps)
-        trained = num_steps - 1 if self.sde_steps is None else len(set(self.sde_steps))
-        if int(trained * self.timestep_fraction) < 1:
-            raise ValueError(
-                f"timestep_fraction={self.timestep_fraction} of {trained} trained steps keeps none; "
-                f"it must be at least {1 / trained:.3g}"
-            )
-
-
-class DanceGrpo(GrpoBase[Config]):
+class DanceGrpo(SubsetGrpo[Config]):
     level = LEVEL
-
-    def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor | None:
-        return step_subsets(ids, plan.train, self.config.timestep_fraction, seed, iteration).flatten()
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         policy, sampler = networks.transition(batch), networks.policy.sampler

@@ -88,11 +88,12 @@ class Dgpo(MatchingBase[Config]):
         return "policy" if start is None or updates < start else "average"
 
     def state_dict(self) -> dict:
-        return {"behaviour": self.behaviour}
+        return {"behaviour": self.behaviour} | self.rule.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        if set(state) != {"behaviour"} or state["behaviour"] not in ("policy", "average"):
-            raise ValueError(f"dgpo keeps its behaviour, the checkpoint has {sorted(state)}")
+        own = self.rule.load_state_dict(state)
+        if set(own) != {"behaviour"} or own["behaviour"] not in ("policy", "average"):
+            raise ValueError(f"dgpo keeps {sorted(self.state_dict())}, the checkpoint has {sorted(state)}")
         self.behaviour = state["behaviour"]
 
 

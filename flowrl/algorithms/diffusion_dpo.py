@@ -12,6 +12,7 @@ Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py; flow form:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, agreement, given_signs, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
 from flowrl.times import TimesConfig
-from flowrl.types import LossOutput, NoisedBatch
+from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
 
@@ -52,7 +53,7 @@ class DiffusionDpo(NoisedBase[Config]):
         NoisedBase.__init__(self, config)
         self.roles = ("reference",)
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         return given_signs(rewards)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:

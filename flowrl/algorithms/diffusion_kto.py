@@ -10,6 +10,7 @@ Source: arXiv 2404.04465; jacklishufan/diffusion-kto:train_kto_sd_v1.5.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +24,7 @@ from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs
 from flowrl.objectives import Utility, label_loss
 from flowrl.times import TimesConfig
-from flowrl.types import LossOutput, NoisedBatch
+from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
 
@@ -60,7 +61,7 @@ class DiffusionKto(NoisedBase[Config]):
         NoisedBase.__init__(self, config)
         self.roles = ("reference",)
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         return given_signs(rewards)
 
     def gain(self, outputs: Outputs) -> Tensor:

@@ -14,17 +14,18 @@ Source: arXiv 2509.16117; NVlabs/DiffusionNFT:scripts/train_nft_sd3.py. arXiv 25
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
 
-from flowrl.advantages import Advantages, advantages, aggregate
+from flowrl.advantages import Advantages, aggregate
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
 from flowrl.objectives import negative_aware_loss, optimality
 from flowrl.times import TimesConfig
-from flowrl.types import LossOutput, NoisedBatch
+from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "tested"
 
@@ -71,6 +72,11 @@ class Config(MatchingConfig):
         if self.advantages.clip is None:
             raise ValueError("advantages.clip=null: optimality is the advantage within its bound; give one")
 
+    def check_group(self, group_size: int) -> None:
+        MatchingConfig.check_group(self, group_size)
+        if self.filter is not None and group_size < 2:
+            raise ValueError("filter compares the samples of a prompt, and rollout.group_size=1; set it to null")
+
     @property
     def lag(self) -> LagConfig:
         return OLD_SCHEDULES[self.old] if isinstance(self.old, str) else self.old
@@ -84,8 +90,8 @@ class DiffusionNft(MatchingBase[Config]):
         MatchingBase.__init__(self, config)
         self.roles, self.lags = (*self.roles, "old"), {"old": config.lag}
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        credit = advantages(rewards, weights, self.config.advantages)
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        credit = self.rule(rewards, weights, prompts)
         credit = replace(credit, values=by_mode(credit.values, self.config.mode))
         if self.config.filter is None:
             return credit

@@ -12,22 +12,25 @@ Source: arXiv 2407.19453; vpx-ecnu/FIND:dist_train2.py, with what its loop leave
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages, advantages, aggregate
+from flowrl.advantages import AdvantageConfig, Advantages
+from flowrl.algorithms._credit import Rule, plain_rewards
 from flowrl.algorithms.base import Networks
-from flowrl.learned_noise import NoiseWeights, ValueConfig, learned
+from flowrl.learned_noise import NoiseWeights, learned
 from flowrl.models.weights import Weights
 from flowrl.objectives import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
 from flowrl.plan import StepPlan, deterministic
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
-from flowrl.types import InitialBatch, LossOutput, Member
+from flowrl.types import Identity, InitialBatch, LossOutput, Member
+from flowrl.value import ValueConfig
 
 LEVEL = "tested"
 _GROUP = AdvantageConfig(std="none", clip=None)
@@ -78,6 +81,11 @@ class Config:
         if not self.prior_coef >= 0:
             raise ValueError(f"prior_coef={self.prior_coef} must not be negative")
 
+    def check_group(self, group_size: int) -> None:
+        """V compares a sample with no other of its prompt, so one is enough for it."""
+        if self.baseline == "group":
+            self.advantages.check_group(group_size)
+
 
 class Find:
     needs: Literal["noise"] = "noise"
@@ -86,7 +94,7 @@ class Find:
     level = LEVEL
 
     def __init__(self, config: Config) -> None:
-        self.config, self.passes, self.iterations = config, config.passes, 0
+        self.config, self.passes, self.iterations, self.rule = config, config.passes, 0, Rule(config.advantages)
         self.train_std, self.value = config.train_std, config.value if config.baseline == "value" else None
         self.behaviour = "policy" if config.refresh == 1 else "old"
         self.roles: tuple[str, ...] = () if config.refresh == 1 else ("old",)
@@ -94,14 +102,11 @@ class Find:
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         return deterministic(schedule, self.config.solver)
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """Where V is the baseline, rewards as they are: `calibrated` takes it away."""
         if self.config.baseline == "group":
-            return advantages(rewards, weights, self.config.advantages)
-        total = aggregate(rewards, weights)
-        valid = total.isfinite()
-        none = torch.zeros(len(total), dtype=torch.bool)
-        return Advantages(values=total.nan_to_num().float()[:, :, None], valid=valid, dead=none, kept=valid)
+            return self.rule(rewards, weights, prompts)
+        return plain_rewards(rewards, weights)
 
     def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
         """(A [P, G], V's mean squared error) of the laws `numbers` [P] that drew the samples; then V's own steps."""
@@ -156,11 +161,11 @@ class Find:
             weights.snapshot("old")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"iterations": self.iterations}
+        return {"iterations": self.iterations} | self.rule.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != {"iterations"}:
-            raise ValueError(f"find keeps the number of iterations alone, the checkpoint has {sorted(state)}")
+        if set(self.rule.load_state_dict(state)) != {"iterations"}:
+            raise ValueError(f"find keeps {sorted(self.state_dict())}, the checkpoint has {sorted(state)}")
         self.iterations = state["iterations"]
 
 

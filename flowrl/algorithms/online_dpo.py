@@ -16,20 +16,21 @@ X-GenGroup/Flow-Factory:trainers/dpo.py (`policy`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.advantages import Advantages, advantages, aggregate
+from flowrl.advantages import Advantages, aggregate
 from flowrl.algorithms._matching import MatchingBase, MatchingConfig
 from flowrl.algorithms._preference import Space, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
 from flowrl.models.weights import Weights
 from flowrl.selection import best_and_worst
 from flowrl.times import TimesConfig
-from flowrl.types import LossOutput, NoisedBatch
+from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
 
@@ -72,8 +73,8 @@ class OnlineDpo(MatchingBase[Config]):
     def taken(self, group_size: int) -> int:
         return 2
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
-        credit = advantages(rewards, weights, self.config.advantages)
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        credit = self.rule(rewards, weights, prompts)
         return best_against_worst(credit, aggregate(rewards, weights), self.config.least_gap)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
@@ -88,12 +89,13 @@ class OnlineDpo(MatchingBase[Config]):
             weights.follow("lagged", 0.0)
 
     def state_dict(self) -> dict:
-        return {"refreshes": self.refreshes}
+        return {"refreshes": self.refreshes} | self.rule.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        if set(state) != {"refreshes"}:
+        own = self.rule.load_state_dict(state)
+        if set(own) != {"refreshes"}:
             raise ValueError(f"online_dpo keeps how often it has refreshed, the checkpoint has {sorted(state)}")
-        self.refreshes = state["refreshes"]
+        self.refreshes = own["refreshes"]
 
 
 def best_against_worst(credit: Advantages, total: Tensor, least_gap: float) -> Advantages:

@@ -11,6 +11,7 @@ Source: arXiv 2304.06767; yifan123/flow_grpo:scripts/train_sd3_sft.py (`ties`, k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages, aggregate
 from flowrl.algorithms._imitation import ImitationBase, ImitationConfig, imitation
+from flowrl.types import Identity
 
 LEVEL = "experimental"
 
@@ -48,7 +50,7 @@ class Raft(ImitationBase[Config]):
     def taken(self, group_size: int) -> int:
         return group_size if self.config.ties else self.config.best
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         total, config = aggregate(rewards, weights), self.config
         credit = imitation(best_of(total, config.best, ties=config.ties), total)
         if not config.skip_equal:

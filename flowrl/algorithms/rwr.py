@@ -13,6 +13,7 @@ Source: arXiv 2305.13301 (its baselines); yifan123/flow_grpo:scripts/train_sd3_s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from flowrl.advantages import Advantages, aggregate
 from flowrl.algorithms._imitation import ImitationBase, ImitationConfig, imitation
 from flowrl.objectives import softmax_weights
+from flowrl.types import Identity
 
 LEVEL = "experimental"
 
@@ -43,7 +45,7 @@ class Config(ImitationConfig):
 class Rwr(ImitationBase[Config]):
     level = LEVEL
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         return imitation(self.weights(aggregate(rewards, weights)), aggregate(rewards, weights))
 
     def weights(self, total: Tensor) -> Tensor:

@@ -148,11 +148,11 @@ class SageGrpo(GrpoBase[Config]):
             weights.snapshot("anchor")
 
     def state_dict(self) -> dict:
-        return {"trust_coef": self.coef}
+        return {"trust_coef": self.coef} | self.rule.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        if set(state) != {"trust_coef"}:
-            raise ValueError(f"sage_grpo keeps trust_coef, the checkpoint has {sorted(state)}")
+        if set(self.rule.load_state_dict(state)) != {"trust_coef"}:
+            raise ValueError(f"sage_grpo keeps {sorted(self.state_dict())}, the checkpoint has {sorted(state)}")
         self.coef = float(state["trust_coef"])
 
 

@@ -16,6 +16,7 @@ Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,7 +35,7 @@ from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
 from flowrl.times import TimesConfig
-from flowrl.types import LossOutput, NoisedBatch
+from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
 EARLIER = "earlier"
@@ -91,7 +92,7 @@ class Seppo(NoisedBase[Config]):
         self.behaviour = _name(drawn_checkpoint(self.made, self.config.keep, seed) % self.config.keep)
         return deterministic(schedule, self.config.solver)
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         return given_signs(rewards)
 
     def outputs(self, batch: NoisedBatch, networks: Networks) -> Outputs:

@@ -9,6 +9,7 @@ Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py (`--sft`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import given_signs
 from flowrl.algorithms.base import Networks
 from flowrl.times import TimesConfig
-from flowrl.types import LossOutput, NoisedBatch
+from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
 
@@ -32,7 +33,7 @@ class Sft(NoisedBase[Config]):
     level = LEVEL
     members = ("chosen",)
 
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Advantages:
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         return given_signs(rewards)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:

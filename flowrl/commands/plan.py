@@ -113,7 +113,8 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     from flowrl.schedules import Schedule, shift_sigmas
 
     steps, algorithm = resolved.run.rollout.num_inference_steps, resolved.algorithm.build()
-    sigmas = shift_sigmas(torch.linspace(1, 0, steps + 1), getattr(algorithm.config, "shift", 1.0))
+    end = 0.03 if getattr(resolved.model.config, "final_alpha", "model") == "first" else 0.0
+    sigmas = shift_sigmas(torch.linspace(1, end, steps + 1), getattr(algorithm.config, "shift", 1.0))
     schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, flow_timestep(sigmas[:-1]))
     try:
         plan = algorithm.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)

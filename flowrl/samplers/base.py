@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from flowrl.process import Process, expand
+from flowrl.process import FlowProcess, Process, VPProcess, expand
 from flowrl.types import Prediction, Step
 
 LogProbForm = Literal["mean", "sum", "unscaled", "position"]
@@ -171,10 +171,21 @@ def step_std(sampler: Sampler, process: Process, step: Step) -> Tensor:
     return sampler.transition(process, Prediction(zeros, zeros, zeros), zeros, step).std
 
 
+def takes_vp(sampler: Sampler) -> bool:
+    """Whether the law has steps on a noise-prediction model's path too."""
+    process, half = VPProcess(), torch.full((1,), 0.5)
+    fixed = {name: half for name in ("sigma_ceiling", "timestep")} | {"index": torch.zeros(1, dtype=torch.int64)}
+    noise, less = torch.full((1,), sampler.default_noise_level()), half / 2
+    levels = {"sigma": half, "alpha": process.alpha(half), "sigma_next": less, "alpha_next": process.alpha(less)}
+    try:
+        step_std(sampler, process, Step(**levels, noise_level=noise, **fixed))
+    except ValueError:
+        return False
+    return True
+
+
 def require_flow(process: Process, name: str) -> None:
     """Raise unless the path is a flow: the SDE laws on sigma in [0, 1] have no meaning elsewhere."""
-    from flowrl.process import FlowProcess
-
     if not isinstance(process, FlowProcess):
         raise ValueError(
             f"sampler {name!r} needs a flow model (x = (1 - sigma) x0 + sigma eps), and this one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from flowrl import registry
-from flowrl.advantages import Advantages
+from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._matching import MatchingConfig
+from flowrl.history import HistoryConfig
 from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.metrics import Sums
 from flowrl.samplers import flow_sde
@@ -329,6 +331,29 @@ def test_the_state_survives_a_checkpoint_and_a_foreign_one_is_refused(name):
     assert other.state_dict() == state
     with pytest.raises(ValueError, match="foreign"):
         other.load_state_dict({"foreign": 1})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rewards_of_earlier_iterations_are_part_of_the_state_where_a_rule_remembers_them(name):
+    """A method that forgot them would go on from a checkpoint with other advantages."""
+    module, memory = registry.load("algorithms", name), HistoryConfig(buffer_size=4, min_count=2)
+    own = getattr(module.Config(), "advantages", None)
+    try:
+        options = {"baseline": "group"} if name == "find" else {}
+        config = module.Config(advantages=AdvantageConfig(name="batch", history=memory), **options)
+    except (TypeError, ValueError):
+        # Refused, or there is no rule at all.
+        assert own in (None, AdvantageConfig())
+        return
+    algorithm, other = module.build(config), module.build(config)
+    algorithm.advantages(SPREAD, torch.ones(1), [("a", ()), ("b", ())])
+    state = json.loads(json.dumps(algorithm.state_dict()))
+    assert [row[0] for row in state["history"]] == ["a", "b"]
+    other.load_state_dict(state)
+    found, same = (each.advantages(SPREAD + 1, torch.ones(1), [("a", ()), ("c", ())]) for each in (algorithm, other))
+    assert torch.equal(found.values, same.values)
+    with pytest.raises(ValueError, match="foreign"):
+        other.load_state_dict(state | {"foreign": 1})
 
 
 @pytest.mark.parametrize("name", NAMES)

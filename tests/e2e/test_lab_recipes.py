@@ -39,7 +39,12 @@ def fit(recipe: Path, *overrides: str, resume: bool = False) -> dict:
     return Trainer(resolve(load_config(recipe, [*small(recipe), *overrides]))).fit(resume=resume)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
+def each(*slow: str) -> list:
+    """Every recipe; `slow` ones, whose code another walks too, wait for the long suite."""
+    return [pytest.param(file, marks=pytest.mark.slow if file.stem in slow else (), id=file.stem) for file in RECIPES]
+
+
+@pytest.mark.parametrize("recipe", each("ddpo-compressibility", "ddpo-incompressibility"))
 def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, recipe: Path):
     make_pairs(place / "pairs", 4)
     whole = fit(recipe, "name=whole", "iterations=2")
@@ -111,8 +116,8 @@ def watch_credit(monkeypatch: pytest.MonkeyPatch) -> list:
 
     seen, rule = [], DanceGrpo.advantages
 
-    def watched(self, rewards, weights):
-        credit = rule(self, rewards, weights)
+    def watched(self, rewards, weights, prompts=()):
+        credit = rule(self, rewards, weights, prompts)
         seen.append(credit.values)
         return credit
 

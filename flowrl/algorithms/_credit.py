@@ -1,0 +1,52 @@
+"""An advantage rule with its memory, and the credit of methods that have a value network instead of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import AdvantageConfig, Advantages, advantages, aggregate, unclipped
+from flowrl.history import RewardHistory
+from flowrl.types import Identity
+
+
+class Rule:
+    """A configured advantage rule. What it remembers belongs into the checkpoint."""
+
+    def __init__(self, config: AdvantageConfig) -> None:
+        self.config = config
+        self.history = None if config.history is None else RewardHistory(config.history)
+
+    def __call__(
+        self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = (), *, clipped: bool = True
+    ) -> Advantages:
+        """Credit of an iteration; its rewards [R, P, G] are remembered, so it is asked for once.
+
+        `clipped` False gives it unclipped, with its bound.
+        """
+        past = None if self.history is None else self.history.add(prompts, aggregate(rewards, weights))
+        return (advantages if clipped else unclipped)(rewards, weights, self.config, past=past)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.history is None else {"history": self.history.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Take the memory out of a method's state; the rest of it."""
+        if self.history is None or "history" not in state:
+            return dict(state)
+        self.history.load_state(state["history"])
+        return {name: value for name, value in state.items() if name != "history"}
+
+
+def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
+    """Rewards as they are, for a method that takes the expectation of a value network away later.
+
+    Nothing is compared within a group, so none is dead.
+    """
+    total = aggregate(rewards, weights)
+    valid = total.isfinite()
+    none = torch.zeros(len(total), dtype=torch.bool)
+    return Advantages(values=total.nan_to_num().float()[:, :, None], valid=valid, dead=none, kept=valid)

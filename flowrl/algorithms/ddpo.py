@@ -1,0 +1,89 @@
+"""DDPO: every denoising step is an action of a Gaussian policy, rewarded by the finished picture.
+
+    1. roll out by DDIM with eta = 1, every step that leaves noise stochastic and trained
+    2. A = (r - mean) / (std + 1e-6), of the prompt's own newest rewards once there are `min_count`, else of the whole
+       iteration; clipped to +-5
+    3. of its trained steps each sample keeps int(K * timestep_fraction), drawn anew
+    4. importance: max(-A ratio, -A clamp(ratio, 1 - c, 1 + c)), ratio = exp(log p(x'|x) - log p_old(x'|x))
+       score:      -A log p(x'|x), whose gradient is right only before the policy moves: one update per rollout
+       log p is the mean over latent dims; the loss the mean over samples and steps
+
+No KL, no reference, no value network. The guided prediction is what is trained (`rollout.guidance_scale`).
+
+Source: arXiv 2305.13301; kvablack/ddpo-pytorch:scripts/train.py, config/base.py; jannerm/ddpo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms._grpo import (
+    SubsetConfig,
+    SubsetGrpo,
+    Terms,
+    clipped_terms,
+    merged,
+    ratio_metrics,
+    with_reference,
+)
+from flowrl.algorithms.base import Networks
+from flowrl.history import HistoryConfig
+from flowrl.types import LossOutput, Microbatch
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(SubsetConfig):
+    SAMPLER: ClassVar[str] = "ddim"
+    LAST: ClassVar[bool] = True
+
+    estimator: Literal["importance", "score"] = "importance"
+    """`importance`: the clipped ratio (DDPO-IS); `score`: REINFORCE (DDPO-SF), for one update per rollout."""
+    advantages: AdvantageConfig = field(
+        default_factory=lambda: AdvantageConfig(name="batch", eps=1e-6, history=HistoryConfig())
+    )
+    passes: int = 1
+    """Times that an iteration goes through its samples."""
+
+    def __post_init__(self) -> None:
+        SubsetConfig.__post_init__(self)
+        if self.passes < 1:
+            raise ValueError(f"passes={self.passes} must be at least 1")
+        if self.estimator == "score" and self.passes > 1:
+            raise ValueError(
+                f"passes={self.passes}: estimator=score is right for the policy that drew the samples; use 1"
+            )
+
+    def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
+        """Refuse optimizer steps of an iteration that the estimator does not allow."""
+        if self.estimator == "score" and updates != 1:
+            raise ValueError(
+                "estimator=score has no ratio for samples of an older policy: set optim.updates_per_iteration "
+                f"(now {updates}) to 1, or estimator to importance"
+            )
+
+
+class Ddpo(SubsetGrpo[Config]):
+    level = LEVEL
+
+    def __init__(self, config: Config) -> None:
+        SubsetGrpo.__init__(self, config)
+        self.passes = config.passes
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        policy, sampler = networks.transition(batch), networks.policy.sampler
+        log_ratio = self.log_ratio(policy, batch, sampler)
+        if self.config.estimator == "importance":
+            terms = clipped_terms(log_ratio, merged(batch), self.config.clip(sampler))
+        else:
+            (advantage,) = merged(batch)
+            loss = -advantage * log_ratio  # less log p_old, a constant, so that it begins at 0
+            terms = Terms(loss, ratio_metrics(log_ratio, loss), {"policy/ratio": log_ratio.detach().exp()})
+        return with_reference(terms, policy, batch, networks, self.config.kl)
+
+
+def build(config: Config) -> Ddpo:
+    return Ddpo(config)

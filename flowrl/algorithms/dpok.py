@@ -1,0 +1,178 @@
+"""DPOK: policy gradient on remembered transitions, with a value network and a KL to the pretrained model.
+
+    1. roll out by DDIM with eta = 1; all transitions (x, x', step, log p_old, r) go into a buffer of the newest 1000
+    2. V(x, text, step) makes `value.steps` steps of its own AdamW on the mean of (V - r)^2 over 256 of them
+    3. `policy_steps` times: 24 of them, A = r - V, ratio = exp(log p(x'|x) - log p_old(x'|x)), log p the mean over dims
+       loss = -w A clamp(ratio, 1 - c, 1 + c) + kl.coef * KL(policy | reference)
+
+Clamped alone, without PPO's max with the unclipped term: outside the band there is no gradient, whatever the sign of A.
+
+Source: arXiv 2305.16381; google-research/google-research:dpok/train_online_pg.py, dpok/reward_model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import AdvantageConfig, Advantages
+from flowrl.algorithms._credit import plain_rewards
+from flowrl.algorithms._grpo import ClippedConfig, GrpoBase, KLConfig, merged, ratio_metrics
+from flowrl.algorithms.base import Networks
+from flowrl.objectives import clamped_ratio_loss, clipped_ratio_loss
+from flowrl.samplers.base import KLDivisor
+from flowrl.transitions import Transitions
+from flowrl.types import Identity, LossOutput, Microbatch
+from flowrl.value import ValueConfig, ValueNetwork
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticConfig(ValueConfig):
+    batch_size: int = 256
+    """Transitions of a step."""
+
+    def __post_init__(self) -> None:
+        ValueConfig.__post_init__(self)
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnchorKL(KLConfig):
+    coef: float = 0.01
+    divisor: KLDivisor = "variance"
+    form: Literal["gaussian", "eps_mse"] = "gaussian"
+    """`gaussian`: KL of the step's two Gaussians, mean over dims of (mean - mean_ref)^2 / (2 std^2); `eps_mse`: mean of
+    (eps_hat - eps_hat_ref)^2, as released."""
+
+    def __post_init__(self) -> None:
+        if self.divisor != "variance":
+            raise ValueError(f"kl.divisor={self.divisor!r}: leave it out; kl.form says which KL there is")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(ClippedConfig):
+    SAMPLER: ClassVar[str] = "ddim"
+    LAST: ClassVar[bool] = True
+
+    buffer: int = 1000
+    """Newest transitions of the run that are kept."""
+    batch: int = 24
+    """Transitions of a policy step, over all processes."""
+    policy_steps: int = 5
+    """Optimizer steps per iteration."""
+    value: CriticConfig = field(default_factory=CriticConfig)
+    reward_weight: float = 100.0
+    """w, against the KL."""
+    surrogate: Literal["clamp", "ppo"] = "clamp"
+    """`clamp`: -w A clamp(ratio), as released; `ppo`: max of that and -w A ratio, which pulls back what went too far
+    the wrong way."""
+    kl: AnchorKL = field(default_factory=AnchorKL)
+
+    def __post_init__(self) -> None:
+        ClippedConfig.__post_init__(self)
+        if self.advantages != AdvantageConfig():
+            raise ValueError("advantages: the value network is what rewards are compared with; leave it out")
+        if self.old_log_prob != "rollout":
+            raise ValueError(
+                f"old_log_prob={self.old_log_prob!r}: transitions are mixed anew for every update, so no batch of the "
+                "rollout or of an earlier update is repeated; use rollout"
+            )
+        for name in ("buffer", "batch", "policy_steps", "reward_weight"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+
+    def check_group(self, group_size: int) -> None:
+        """V compares a sample with no other of its prompt, so one is enough."""
+
+    def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
+        """Refuse updates that are counted elsewhere, and a buffer that cannot hold one iteration."""
+        if updates != 1:
+            raise ValueError(
+                f"optim.updates_per_iteration={updates} would share out samples, and every policy step draws its own; "
+                f"set it to 1 (algorithm.policy_steps={self.policy_steps} counts the steps)"
+            )
+        made = samples * (num_steps - 1 if self.sde_steps is None else len(self.sde_steps))
+        if made > self.buffer:
+            raise ValueError(
+                f"buffer={self.buffer} holds less than the {made} transitions of one iteration, of which the first "
+                f"would never be trained; raise it to at least {made}, or draw fewer samples"
+            )
+
+
+class Dpok(GrpoBase[Config]):
+    level = LEVEL
+
+    def __init__(self, config: Config) -> None:
+        GrpoBase.__init__(self, config)
+        self.passes = config.policy_steps
+        self.transitions: Transitions = Transitions(config.buffer)
+        self.critic: ValueNetwork | None = None
+        self.saved: dict[str, Tensor] = {}  # of a checkpoint's critic, until its features are known
+
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        """Rewards as they are: V is taken away when transitions are drawn."""
+        return plain_rewards(rewards, weights)
+
+    def judge(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
+        """The critic, made for so many features of a transition where there is none yet."""
+        if self.critic is None:
+            self.critic = ValueNetwork(features, seed, self.config.value.learning_rate, device, num_steps)
+            if self.saved:
+                self.critic.load_state(self.saved)
+        return self.critic
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        config, policy, sampler = self.config, networks.policy, networks.policy.sampler
+        belief = policy.predict(batch.latents, batch.start, batch.cond)
+        law = policy.distribution(belief, batch.latents, batch.start).at(batch.parent)
+        log_ratio, bound = self.log_ratio(law, batch, sampler), config.clip(sampler)
+        rule = clamped_ratio_loss if config.surrogate == "clamp" else clipped_ratio_loss
+        (advantage,) = merged(batch)
+        surrogate, clipped = rule(log_ratio, advantage, (bound, bound))
+        loss = config.reward_weight * surrogate
+        metrics = ratio_metrics(log_ratio, loss) | {"policy/clip_fraction": clipped.float().sum()}
+        if config.kl.coef > 0:
+            with torch.no_grad(), networks.weights.using("reference"):
+                anchor = policy.predict(batch.latents, batch.start, batch.cond)
+            if config.kl.form == "gaussian":
+                kl = law.kl(policy.distribution(anchor, batch.latents, batch.start).at(batch.parent))
+            else:
+                kl = (belief.eps_hat - anchor.eps_hat).square().flatten(1).mean(dim=1)[batch.parent]
+            loss = loss + config.kl.coef * kl
+            metrics["policy/kl_reference"] = kl.detach().sum()
+        per_step = {"policy/ratio": log_ratio.detach().exp(), "policy/clip_fraction": clipped.float()}
+        return LossOutput(loss=loss.sum(), metrics=metrics, per_step=per_step)
+
+    # ---- checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"prompts": self.transitions.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"prompts"}:
+            raise ValueError(f"dpok keeps the prompts of its transitions, the checkpoint has {sorted(state)}")
+        self.transitions.load_state(state["prompts"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        critic = self.saved if self.critic is None else self.critic.state()
+        found = {f"transitions.{name}": value for name, value in self.transitions.tensors().items()}
+        return found | {f"value.{name}": value for name, value in critic.items()}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        parts: dict[str, dict[str, Tensor]] = {"transitions": {}, "value": {}}
+        for name, value in tensors.items():
+            section, _, rest = name.partition(".")
+            parts[section][rest] = value
+        self.transitions.load_tensors(parts["transitions"])
+        self.critic, self.saved = None, parts["value"]
+
+
+def build(config: Config) -> Dpok:
+    return Dpok(config)
