@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -100,7 +101,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     require_metadata(train, held_out, resolved, [plan.card for plan in both])
     entries = build_rewards(both)
     require_metadata(train, held_out, resolved, [entry.reward.card for entry in entries])
-    scorer, watched = _scorer(entries[: len(resolved.rewards)]), _scorer(entries)
+    scorer, watched = build_scorer(entries[: len(resolved.rewards)]), build_scorer(entries)
     adapter = resolved.model.build()
     for entry in watched.distinct:
         require_modality(entry.name, entry.reward.card, clips=getattr(adapter, "num_frames", 1) > 1)
@@ -112,8 +113,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     else:
         weights = _weights(resolved, adapter, world, dtype if sharded else None)
     learned = weights.network if isinstance(weights, NoiseWeights) else None
-    _probe(scorer, train[:2], adapter)
-    _probe(watched, held_out[:2], adapter)
+    probe(scorer, train[:2], adapter)
+    probe(watched, held_out[:2], adapter)
     texts = Texts(adapter, (*train, *held_out), cache=config.data.cache_text)
     if isinstance(weights, NoiseWeights):
         add_calibration(algorithm, weights, texts, train, config.seed)
@@ -274,8 +275,16 @@ def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
     return [entry for _, entry in built]
 
 
-def _scorer(entries: Sequence[WeightedReward]) -> Scorer:
-    return Scorer(entries, on_error=lambda text: log.warning("%s", text))
+def build_scorer(entries: Sequence[WeightedReward], **options: Any) -> Scorer:
+    """A scorer that tells the log of errors, unless `options` say otherwise.
+
+    Raises:
+        ConfigError: entries that do not go together, as only the built rewards show.
+    """
+    try:
+        return Scorer(entries, **({"on_error": lambda text: log.warning("%s", text)} | options))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:
@@ -287,14 +296,21 @@ def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.T
 def require_metadata(
     train: Sequence[Prompt], held_out: Sequence[Prompt], resolved: Resolved, cards: Sequence[Card | None]
 ) -> None:
-    """Refuse a prompt whose record lacks what a reward needs; `cards` are those of the rewards, then of eval.rewards.
+    """Refuse a prompt that a reward cannot judge: its record lacks a key, or the reward's `check_prompt` refuses it.
+
+    Args:
+        train: prompts that are trained on.
+        held_out: prompts of the evaluations.
+        resolved: whose rewards are asked.
+        cards: those of the rewards, then of eval.rewards.
 
     Raises:
-        ConfigError: naming the reward, the prompt and the key.
+        ConfigError: naming the reward, the prompt and what is wrong with it.
     """
     plans, trained = (*resolved.rewards, *resolved.eval_rewards), len(resolved.rewards)
     for place, (plan, card) in enumerate(zip(plans, cards, strict=True)):
         needed = () if card is None else card.requires + (("images",) if card.modality == "edit" else ())
+        check = getattr(plan.module, "check_prompt", None)
         for key, prompts in (("data.prompts", train if place < trained else ()), ("data.eval_prompts", held_out)):
             for number, prompt in enumerate(prompts, 1):
                 lacking = [name for name in needed if name not in prompt.metadata]
@@ -303,6 +319,11 @@ def require_metadata(
                         f"{key}: prompt {number}, {prompt.text[:60]!r}, has no {lacking[0]!r}, which the reward "
                         f"{plan.name!r} needs; give it in every record of a .jsonl or data set, or leave the reward out"
                     )
+                try:
+                    if check is not None:
+                        check(prompt.text, prompt.metadata)
+                except RewardError as error:
+                    raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {error}") from None
 
 
 def require_modality(name: str, card: Card, *, clips: bool) -> None:
@@ -323,7 +344,7 @@ def require_modality(name: str, card: Card, *, clips: bool) -> None:
         )
 
 
-def _probe(scorer: Scorer, prompts: list[Prompt], adapter: ModelAdapter) -> None:
+def probe(scorer: Scorer, prompts: Sequence[Prompt], adapter: ModelAdapter) -> None:
     """Score noise: a broken reward ends the run here; one that scores none of it is told of."""
     height, width = getattr(adapter, "height", PROBE_PX), getattr(adapter, "width", PROBE_PX)
     images = probe_batch(len(prompts), height, width, getattr(adapter, "num_frames", 1))

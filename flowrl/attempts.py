@@ -108,14 +108,15 @@ class Attempts:
 class Search:
     """Halves of a batch, and halves of those, each tried once, until what fails is one sample.
 
-    One bad sample of n costs 2 log2 n calls, and no batch more than 2 n. Where log2 n + 2 calls in a row have failed
-    and none has succeeded, it is no sample's fault (a server is away) and the rest is masked untried.
+    One bad sample of n costs 2 log2 n calls, and no batch more than 2 n. Where the first 2 log2 n calls have all
+    failed, it is no sample's fault (a server is away) and the rest is masked untried. Both halves are tried before
+    either is cut: bad samples beside each other, as those of a bad prompt are, do not look like that.
     """
 
     def __init__(self, attempts: Attempts, batch: Batch) -> None:
         self.attempts, self.batch = attempts, batch
         self.scores = attempts._masked(len(batch))
-        self.left: int | None = math.ceil(math.log2(len(batch))) + 2
+        self.left: int | None = 2 * math.ceil(math.log2(len(batch)))
         """Failures that it still takes to give up; None once a call has succeeded."""
 
     def run(self) -> dict[str, Tensor]:
@@ -124,18 +125,21 @@ class Search:
 
     def _halves(self, start: int, stop: int) -> None:
         middle = (start + stop + 1) // 2
-        for low, high in ((start, middle), (middle, stop)):
-            if low == high or self.left == 0:
-                continue
-            part = self.batch.part(low, high)
-            alone = f" for the prompt {part.prompts[0]!r}" if high - low == 1 else ""
-            found = self.attempts._once(part, f"(a part of {high - low} of its batch{alone})")
-            if found is not None:
-                self._keep(found, low, high)
-            else:
-                self.left = self.left and self.left - 1
-                if high - low > 1:
-                    self._halves(low, high)
+        for part in [part for part in ((start, middle), (middle, stop)) if not self._tried(*part)]:
+            self._halves(*part)
+
+    def _tried(self, low: int, high: int) -> bool:
+        """Whether there is nothing more to be done about a part."""
+        if low == high or self.left == 0:
+            return True
+        part = self.batch.part(low, high)
+        alone = f" for the prompt {part.prompts[0]!r}" if high - low == 1 else ""
+        found = self.attempts._once(part, f"(a part of {high - low} of its batch{alone})")
+        if found is not None:
+            self._keep(found, low, high)
+            return True
+        self.left = self.left and self.left - 1
+        return high - low == 1
 
     def _keep(self, found: Mapping[str, Tensor], low: int, high: int) -> None:
         self.left = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flowrl.components import check_plans
 from flowrl.samplers.base import takes_vp
 from flowrl.strict import ConfigError
 
@@ -46,6 +47,7 @@ def check_distilled(resolved: Resolved, adapter: Any) -> list[str]:
         return []
     scales = {"rollout.guidance_scale": run.rollout.guidance_scale, "eval.guidance_scale": run.eval.guidance_scale}
     scales["algorithm.guidance_scale"] = getattr(method.config, "guidance_scale", None)
+    scales["eval.best_guidance"] = max(run.eval.best_guidance, default=None)
     for key, scale in scales.items():
         try:
             if scale is not None and hasattr(adapter, "check_guidance"):
@@ -70,6 +72,7 @@ def _check_rewards(resolved: Resolved) -> None:
             if plan.entry == other.entry and plan.same_component(other):
                 why = "training rewards are evaluated anyway" if key.startswith("eval") else "raise its weight instead"
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
+    check_plans(plans)
 
 
 def _check_guidance(resolved: Resolved) -> None:

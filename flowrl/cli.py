@@ -10,7 +10,20 @@ from typing import NoReturn
 
 import typer
 
-COMMANDS = ("train", "plan", "doctor", "sample", "eval", "gallery", "score", "serve", "list", "export", "bench")
+COMMANDS = (
+    "train",
+    "plan",
+    "doctor",
+    "sample",
+    "eval",
+    "gallery",
+    "score",
+    "pairs",
+    "serve",
+    "list",
+    "export",
+    "bench",
+)
 
 app = typer.Typer(
     name="flowrl",

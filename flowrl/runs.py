@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ _MAY_CHANGE = ("iterations", "checkpoint", "output", "model.shard")
 class RunFolder:
     """`<output>/<name>`; one writer at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, key: str = "output") -> None:
+        self.path, self.key = path, key
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.checkpoints = path / "checkpoints"
         self._lock: int | None = None
@@ -46,7 +47,7 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise ConfigError(
-                f"output: the run folder {self.path} cannot be written ({error.strerror}); set output=..."
+                f"{self.key}: the run folder {self.path} cannot be written ({error.strerror}); choose another place"
             ) from None
         deadline = time.monotonic() + wait_s
         while True:
@@ -78,7 +79,7 @@ class RunFolder:
         saved = checkpoint.available(self.checkpoints)
         started = bool(saved or self.metrics.rows())
         if file.is_file() and started:
-            changed = _differences(yaml.safe_load(file.read_text(encoding="utf-8")), tree)
+            changed = differences(yaml.safe_load(file.read_text(encoding="utf-8")), tree)
             if changed:
                 raise ConfigError(
                     f"the run folder {self.path} holds a run with another configuration: {'; '.join(changed)}. "
@@ -111,15 +112,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _differences(old: Options, new: Options, prefix: str = "") -> list[str]:
+def differences(old: Options, new: Options, may_change: Sequence[str] = _MAY_CHANGE, prefix: str = "") -> list[str]:
+    """ "key was 1, now 2" of every value of two trees that is not the same; of `may_change` nothing is said."""
     found = []
     for key in sorted(set(old) | set(new)):
         place = f"{prefix}{key}"
         a, b = old.get(key), new.get(key)
-        if a == b or place in _MAY_CHANGE:
+        if a == b or place in may_change:
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{place}.")
+            found += differences(a, b, may_change, f"{place}.")
         else:
             found.append(f"{place} was {a!r}, now {b!r}")
     return found
@@ -155,6 +157,6 @@ def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any
         "processes": processes,
         "threads_per_process": torch.get_num_threads(),
         "seed": resolved.run.seed,
-        "rewards": ", ".join(f"{plan.name} x {plan.entry.weight}" for plan in resolved.rewards),
+        "rewards": ", ".join(f"{plan.label} x {plan.entry.weight}" for plan in resolved.rewards),
         "levels": {"algorithm": getattr(resolved.algorithm.build(), "level", "experimental")},
     }

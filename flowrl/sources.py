@@ -12,7 +12,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,10 @@ def load_prompts(source: str, key: str, columns: Columns = Columns()) -> list[Pr
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
     if source.startswith("hf:"):
-        path, split = _split_of(source.removeprefix("hf:"))
+        path, split = split_of(source.removeprefix("hf:"))
         folder = Path(path).expanduser()
-        return _prompts(_data_set(path, split, columns, where), where, folder if folder.is_dir() else None, columns)
+        rows = open_data_set(path, split, columns.subset, where)
+        return _prompts(_rows(rows, columns), where, folder if folder.is_dir() else None, columns)
     file = _find(source)
     if file is None:
         raise ConfigError(f"{where}: there is no such file; give {_FORMS}")
@@ -119,7 +120,7 @@ def _parquet(file: Path, where: str) -> Iterator[tuple[str, dict]]:
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
-        raise _missing(error, where) from None
+        raise missing_package(error, where) from None
     try:
         table = parquet.read_table(file)
     except (ArrowException, OSError) as error:
@@ -128,26 +129,37 @@ def _parquet(file: Path, where: str) -> Iterator[tuple[str, dict]]:
     yield from ((f"row {number}", record) for number, record in enumerate(records, 1))
 
 
-def _missing(error: ModuleNotFoundError, where: str) -> ConfigError:
+def missing_package(error: ModuleNotFoundError, where: str) -> ConfigError:
     return ConfigError(f'{where} needs a package that is not installed ({error.name}): run pip install "flowrl[data]"')
 
 
-def _split_of(path: str) -> tuple[str, str | None]:
+def split_of(path: str) -> tuple[str, str | None]:
     """(path, split) of `PATH` or `PATH:SPLIT`; a split may be a part of one, `train[:100]`.
 
-    >>> _split_of("owner/name:train[:100]"), _split_of("/data/set")
+    >>> split_of("owner/name:train[:100]"), split_of("/data/set")
     (('owner/name', 'train[:100]'), ('/data/set', None))
     """
     found = re.fullmatch(r"(?P<path>.+?):(?P<split>\w[\w.\-]*(\[[^\]]*\])?)", path)
     return (found["path"], found["split"]) if found else (path, None)
 
 
-def _data_set(path: str, split: str | None, columns: Columns, where: str) -> Iterator[tuple[str, dict]]:
-    """Rows of a data set on the hub or in a folder; pictures stay as they are stored."""
+def open_data_set(path: str, split: str | None, subset: str | None, where: str, key: str = "data.subset") -> Any | None:
+    """Rows of a data set on the hub or in a folder, mapped into memory; None: it has none.
+
+    Args:
+        path: a hub id or a folder.
+        split: of it; None: `train`, or the only one.
+        subset: of a set that has several.
+        where: for messages, like
+        key: the option that sets the subset.
+
+    Raises:
+        ConfigError: a package is not installed, there is no such set or split, or it cannot be loaded.
+    """
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise _missing(error, where) from None
+        raise missing_package(error, where) from None
     folder = Path(path).expanduser()
     saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
@@ -160,20 +172,20 @@ def _data_set(path: str, split: str | None, columns: Columns, where: str) -> Ite
             rows = splits[chosen]
         else:
             path = str(folder) if folder.is_dir() else path
-            names = datasets.get_dataset_split_names(path, columns.subset)
+            names = datasets.get_dataset_split_names(path, subset)
             chosen = _choose(split, names, where)
-            rows = datasets.load_dataset(path, columns.subset, split=chosen)
+            rows = datasets.load_dataset(path, subset, split=chosen)
     except ConfigError:
         raise
     except IndexError:  # load_from_disk() of a set without rows
-        return iter(())
+        return None
     # Whatever a hub, a network or a broken file can raise is the user's to mend.
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).splitlines()[:2])  # the second line names the subsets, where one is wanted
         raise ConfigError(
-            f"{where}, data.subset={columns.subset!r}: the data set cannot be loaded ({type(error).__name__}: {reason})"
+            f"{where}, {key}={subset!r}: the data set cannot be loaded ({type(error).__name__}: {reason})"
         ) from None
-    return _rows(rows.with_format(None), columns, datasets)
+    return rows.with_format(None)
 
 
 def _choose(split: str | None, names: Sequence[str], where: str) -> str:
@@ -186,16 +198,28 @@ def _choose(split: str | None, names: Sequence[str], where: str) -> str:
     return wanted
 
 
-def _rows(rows: Any, columns: Columns, datasets: Any) -> Iterator[tuple[str, dict]]:
-    pictures = columns.names(rows.column_names)
+def _rows(rows: Any | None, columns: Columns) -> Iterator[tuple[str, dict]]:
+    if rows is None:
+        return iter(())
+    return ((f"row {number}", record) for number, record in enumerate(as_stored(rows, columns.names), 1))
+
+
+def as_stored(rows: Any, pictures: Callable[[Iterable[str]], Sequence[str]]) -> Any:
+    """Rows whose pictures in the columns that `pictures` chooses stay as they are stored, {bytes, path}.
+
+    Sound, films and pictures that nobody asked for are no metadata: those columns are left out.
+    """
+    import datasets
+
+    wanted = pictures(rows.column_names)
     for name, kind in dict(rows.features).items():
         inner = getattr(kind, "feature", kind)
-        if name in pictures and isinstance(inner, datasets.Image):
+        if name in wanted and isinstance(inner, datasets.Image):
             plain = datasets.Image(decode=False)
             rows = rows.cast_column(name, plain if inner is kind else type(kind)(plain))
         elif hasattr(inner, "decode_example"):
-            rows = rows.remove_columns(name)  # sound, films and pictures that nobody asked for are no metadata
-    return ((f"row {number}", record) for number, record in enumerate(rows, 1))
+            rows = rows.remove_columns(name)
+    return rows
 
 
 # ---- from a record to a prompt

@@ -1,10 +1,10 @@
-"""Published weights as they lie on disk or on the hub, put into a network without a tensor left over. A helper."""
+"""Published weights as they lie on disk or on the hub, put into a network without a tensor missing. A helper."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,37 @@ from torch import Tensor, nn
 from flowrl.reward import RewardError
 
 Network = TypeVar("Network", bound=nn.Module)
+
+
+def place(device: str | None) -> torch.device:
+    """Where a network runs; none takes the GPU if there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def whole(kind: Any, name: str, *, reward: str, unused: tuple[str, ...] = (), **options: Any) -> Any:
+    """`kind.from_pretrained(name, **options)` of transformers, frozen; what that raises is the caller's to word.
+
+    Args:
+        kind: a class of transformers.
+        name: a folder or a hub id.
+        reward: its name, for messages.
+        unused: beginnings of the names of weights that take no part in a score, which may be missing.
+        **options: of `from_pretrained`.
+
+    Raises:
+        RewardError: the checkpoint lacks weights; transformers draws them at random with no more than a warning.
+    """
+    with torch.random.fork_rng(devices=[]):
+        network, info = kind.from_pretrained(name, output_loading_info=True, **options)
+    # Of parameters alone: buffers, such as tables of positions, are computed where a file has none.
+    drawn = {key for key, _ in network.named_parameters()} & info["missing_keys"]
+    lacking = sorted(key for key in drawn if not key.startswith(unused))
+    if lacking:
+        raise RewardError(
+            f"reward {reward!r}: {name!r} is no {type(network).__name__}: it lacks {len(lacking)} of its weights, such "
+            f"as {lacking[0]!r}"
+        )
+    return network.eval().requires_grad_(False)
 
 
 def find(where: str, name: str, *, reward: str) -> Path:

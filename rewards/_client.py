@@ -118,7 +118,9 @@ class Client:
         except (TypeError, ValueError) as error:
             raise RewardError(f"reward 'remote': the metadata of {prompt!r} is no JSON: {error}") from None
         sources = tuple(_source(path) for path in paths)
-        values = sample.numel() * (4 if self.config.encoding == "float32" else 1)
+        # What is not finite travels as float32 whatever is asked for (`pack`).
+        exact = self.config.encoding == "float32" or not bool(sample.isfinite().all())
+        values = sample.numel() * (4 if exact else 1)
         # A PNG of noise is a little larger than its pixels; base64 takes 4 bytes for 3.
         raw = 1.01 * values + sum(len(source.data) for source in sources)
         size = math.ceil(raw * 4 / 3) + len(text) + len(json.dumps(prompt)) + _OVERHEAD_BYTES * (1 + len(sources))
@@ -268,7 +270,9 @@ class Client:
             self._require_same(message["rewards"][self.config.reward]["fingerprint"])
         # What every server takes.
         self.limits = {n: min(int(m["limits"][n]) for m in found.values()) for n in ("items", "bytes", "pixels")}
-        return _card(next(iter(found.values()))["rewards"][self.config.reward]["card"], self.config)
+        card = _card(next(iter(found.values()))["rewards"][self.config.reward]["card"], self.config)
+        # A cache of scores that outlives the servers must not outlive what they compute.
+        return dataclasses.replace(card, version=f"{card.version} at {self.fingerprint}")
 
     def _ask(self, url: str) -> Any:
         import httpx

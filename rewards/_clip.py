@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.reward import RewardError
+from rewards import _checkpoints
 from rewards._pixels import Pixels, Preprocess
 
 Tower = Literal["clip", "siglip"]
@@ -77,7 +78,7 @@ def load(model: str, tokenizer: str, *, device: str | None, preprocess: Preproce
     """
     from transformers import AutoTokenizer, CLIPModel
 
-    network = _network(CLIPModel, model, f"reward {reward!r}", device)
+    network = _network(CLIPModel, model, reward, device)
     try:
         words = AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
@@ -96,37 +97,28 @@ def load_vision(model: str, tower: Tower, *, device: str | None, preprocess: Pre
     """
     from transformers import CLIPModel, SiglipVisionModel
 
-    who = f"reward {reward!r}"
     if tower == "siglip":
-        network, half = _network(SiglipVisionModel, model, who, device), (0.5, 0.5, 0.5)
+        network, half = _network(SiglipVisionModel, model, reward, device), (0.5, 0.5, 0.5)
         pixels = Pixels(size=network.config.image_size, preprocess=preprocess, fit="squash", mean=half, std=half)
         return Vision(network, pixels, network.config.hidden_size)
     # Not CLIPVisionModelWithProjection: it takes the width from another place of the configuration than CLIPModel.
-    network = _network(CLIPModel, model, who, device)
+    network = _network(CLIPModel, model, reward, device)
     network.text_model = network.text_projection = None
     pixels = Pixels(size=network.config.vision_config.image_size, preprocess=preprocess)
     return Vision(network, pixels, network.config.projection_dim)
 
 
-def _network(kind: Any, model: str, who: str, device: str | None) -> Any:
+def _network(kind: Any, model: str, reward: str, device: str | None) -> Any:
     try:
-        network, info = kind.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+        network = _checkpoints.whole(kind, model, reward=reward, dtype=torch.float32)
+    except RewardError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise RewardError(
-            f"{who} cannot load {kind.__name__} {model!r}; give a folder or a hub id that can be reached: {error}"
+            f"reward {reward!r} cannot load {kind.__name__} {model!r}; give a folder or a hub id that can be reached: "
+            f"{error}"
         ) from error
-    # What a checkpoint lacks is drawn at random with no more than a warning.
-    if info["missing_keys"]:
-        raise RewardError(
-            f"{who}: {model!r} is no {kind.__name__}: it lacks {len(info['missing_keys'])} of its weights, such as "
-            f"{min(info['missing_keys'])!r}"
-        )
-    return network.eval().requires_grad_(False).to(place(device))
-
-
-def place(device: str | None) -> str:
-    """Where a network runs; none takes the GPU if there is one."""
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return network.to(_checkpoints.place(device))
 
 
 def projected(features: Any) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.reward import RewardError
+from rewards import _checkpoints
 from rewards._clip import projected
 from rewards._images import to_uint8
 
@@ -35,13 +36,14 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "") ->
 
     try:
         processor = AutoImageProcessor.from_pretrained(name)
-        model = AutoModel.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False)
+        # Of a ViT the class token is taken; DINO's checkpoints have no pooler behind it.
+        model = _checkpoints.whole(AutoModel, name, reward=reward, unused=("pooler.",), dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward {reward!r} cannot load backbone={name!r}; give {instead}a folder or hub id of a CLIP or "
             f"DINOv2 that can be reached: {error}"
         ) from error
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _checkpoints.place(device)
     model.to(place)
 
     def part(pictures: Sequence[Tensor]) -> Tensor:

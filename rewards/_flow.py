@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.reward import RewardError
+from rewards import _checkpoints
 
 log = logging.getLogger("flowrl")
 
@@ -39,7 +40,9 @@ def load_raft(file: str, *, device: str | None, reward: str) -> Magnitude:
     """
     from torchvision.models.optical_flow import raft_large
 
-    model = raft_large(weights=None, progress=False)
+    # Weights are drawn before they are loaded, from the global random state.
+    with torch.random.fork_rng(devices=[]):
+        model = raft_large(weights=None, progress=False)
     try:
         content = Path(file).read_bytes()
         model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
@@ -50,7 +53,7 @@ def load_raft(file: str, *, device: str | None, reward: str) -> Magnitude:
         ) from error
     if not sha256(content).hexdigest().startswith(_DIGEST):
         log.warning("reward %r: %s is not the checkpoint that VBench uses (sha256 %s...)", reward, file, _DIGEST)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _checkpoints.place(device)
     model.eval().requires_grad_(False).to(place)
 
     def prepared(pixels: np.ndarray) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowrl.embedded import asset_folder
 from flowrl.reward import RewardError
-from rewards._clip import place
+from rewards._checkpoints import place
 from rewards._pixels import Fit, Interpolation, Pixels, Preprocess
 
 CONFIG = "open_clip_config.json"

@@ -62,7 +62,7 @@ class Pixels:
             raise ValueError(f"a picture must be [3, H, W], got {list(picture.shape)}")
         # Tested first: a crop or a clamp could hide it.
         if not picture.isfinite().all():
-            return torch.full((3, self.size, self.size), torch.nan, device=picture.device)
+            return broken(picture, self.size, self.preprocess)
         resized = resize(picture, resized_shape(*picture.shape[-2:], self.size, self.fit))
         if self.fit == "crop":
             resized = self._centre(resized)
@@ -83,6 +83,11 @@ class Pixels:
         margins = [side - self.size for side in pixels.shape[-2:]]
         top, left = (round(m / 2) if self.half_even_crop else m // 2 for m in margins)
         return pixels[..., top : top + self.size, left : left + self.size]
+
+
+def broken(picture: Tensor, size: int, preprocess: Preprocess) -> Tensor:
+    """[3, size, size] of NaN for a picture that is not finite, where the others of its batch are: PIL's in memory."""
+    return torch.full((3, size, size), torch.nan, device="cpu" if preprocess == "exact" else picture.device)
 
 
 def resized_shape(height: int, width: int, size: int, fit: Fit) -> tuple[int, int]:

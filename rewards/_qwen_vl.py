@@ -246,6 +246,6 @@ def load(
     body = {n: t.to(getattr(torch, dtype)) for n, t in tensors.items() if not n.startswith("rm_head.")}
     _checkpoints.fill(backbone, body, reward=reward, source=source)
     _checkpoints.fill(rated, in_head, reward=reward, source=source)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = _checkpoints.place(device)
     ids = tuple(tokenizer.convert_tokens_to_ids(list(marks)))
     return Regressor(backbone.to(place), rated.to(place), tokenizer, ids, positions, reward)

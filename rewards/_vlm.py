@@ -7,16 +7,29 @@ from float32 logits over the whole vocabulary, before any sampling rule.
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from flowrl.reward import RewardError
+from rewards import _checkpoints
+from rewards._images import jpeg
 from rewards._judge import Counters, Question, Writing, joined
+
+_FORMER_NAMES = {
+    r"^visual\.": "model.visual.",
+    r"^model\.(?=layers\.|embed_tokens\.|norm\.)": "model.language_model.",
+    r"^language_model\.model\.": "model.language_model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(vision_tower|multi_modal_projector)\.": r"model.\1.",
+}
+"""Modules of Qwen-VL and LLaVA before transformers 4.52 -> now. transformers renames weights itself, adapters not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +152,8 @@ class LocalJudge:
         conversations = []
         for question in questions:
             turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in question.turns()]
-            pictures = [{"type": "image", "image": Image.fromarray(image)} for image in question.images]
+            shown = [_seen(image, question.jpeg_quality) for image in question.images]
+            pictures = [{"type": "image", "image": image} for image in shown]
             turns[0]["content"] = [*pictures, *turns[0]["content"]]
             conversations.append(turns)
         inputs = self.processor.apply_chat_template(
@@ -182,6 +196,12 @@ class LocalJudge:
         return tokenizer.batch_decode(new, skip_special_tokens=True)
 
 
+def _seen(pixels: np.ndarray, jpeg_quality: int | None) -> Image.Image:
+    if jpeg_quality is None:
+        return Image.fromarray(pixels)
+    return Image.open(io.BytesIO(jpeg(pixels, jpeg_quality))).convert("RGB")
+
+
 def _stacked(rows: Sequence[Tensor], width: int | None) -> Tensor:
     """[B] or [B, width] float64 on the CPU, also where there are no rows."""
     if not rows:
@@ -204,24 +224,43 @@ def load(local: Local, reward: str) -> LocalJudge:
     """A frozen judge from a folder or the hub; safetensors only.
 
     Raises:
-        RewardError: the weights can neither be found nor downloaded, or are of no such model.
+        RewardError: the weights can neither be found nor downloaded, are of no such model, or not whole.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     try:
-        model = AutoModelForImageTextToText.from_pretrained(
-            local.model, dtype=getattr(torch, local.dtype), use_safetensors=True
-        )
+        options = {"dtype": getattr(torch, local.dtype), "use_safetensors": True}
+        model = _checkpoints.whole(AutoModelForImageTextToText, local.model, reward=reward, **options)
         processor = AutoProcessor.from_pretrained(local.model)
         if local.adapter is not None:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, local.adapter, use_safetensors=True).merge_and_unload()
+            model = _adapted(model, local.adapter, reward)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward {reward!r} cannot load the judge model={local.model!r}"
             f"{f' with adapter={local.adapter!r}' if local.adapter else ''}; give a folder or a hub id of an "
             f"image-text-to-text model that can be reached: {error}"
         ) from error
-    place = local.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return LocalJudge(model.eval().requires_grad_(False).to(place), processor, local.batch_size, reward)
+    return LocalJudge(model.to(_checkpoints.place(local.device)), processor, local.batch_size, reward)
+
+
+def _adapted(model: Any, adapter: str, reward: str) -> Any:
+    """The model with a LoRA merged into it.
+
+    Raises:
+        RewardError: not every weight of the one belongs to the other; peft scores with the plain model then, and warns.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    inner = getattr(model, "model", None)
+    renamed = _FORMER_NAMES if hasattr(inner, "language_model") else {}
+    with torch.random.fork_rng(devices=[]):
+        adapted = get_peft_model(model, PeftConfig.from_pretrained(adapter))
+        found = adapted.load_adapter(adapter, "default", key_mapping=renamed)
+    strange = [*found.missing_keys, *found.unexpected_keys]
+    if strange:
+        raise RewardError(
+            f"reward {reward!r}: adapter={adapter!r} does not fit the judge: {len(found.missing_keys)} of its weights "
+            f"are missing and {len(found.unexpected_keys)} are not known, such as {strange[0]!r}; it was trained on "
+            "another model, or by a library that names weights otherwise"
+        )
+    return adapted.merge_and_unload().eval().requires_grad_(False)

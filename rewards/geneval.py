@@ -111,6 +111,11 @@ def read_clauses(metadata: Mapping[str, Any], key: str) -> list[Clause]:
     return clauses
 
 
+def check_prompt(prompt: str, metadata: Mapping[str, Any]) -> None:
+    """Raise RewardError for a record that is not one of GenEval's, before anything is loaded."""
+    read_clauses(metadata, "include"), read_clauses(metadata, "exclude")
+
+
 def _check(clause: Clause, position: int) -> None:
     if clause.count < 1:
         raise ValueError(f"count={clause.count} must be at least 1")
@@ -210,9 +215,17 @@ def exact(sight: Sight, include: Sequence[Clause]) -> dict[str, float]:
     }
 
 
+def _names(config: Config) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((config.mode, *REPORTED)))
+
+
+def card_of(config: Config) -> Card:
+    return replace(CARD, outputs=tuple(f"geneval_{name}" for name in _names(config)))
+
+
 def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collection[str] | None = None) -> Reward:
     """The reward on any detector and colour classifier; `labels` are the classes that the detector knows."""
-    names = tuple(dict.fromkeys((config.mode, *REPORTED)))
+    names = _names(config)
 
     def one(picture: Tensor, record: Mapping[str, Any]) -> dict[str, float]:
         include, exclude = read_clauses(record, "include"), read_clauses(record, "exclude")
@@ -233,7 +246,7 @@ def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collec
         rows = [one(picture, record) for picture, record in zip(images, metadata, strict=True)]
         return {f"geneval_{name}": torch.tensor([row[name] for row in rows]) for name in names}
 
-    return Reward(score, replace(CARD, outputs=tuple(f"geneval_{name}" for name in names)))
+    return Reward(score, card_of(config))
 
 
 def _require_known(labels: Collection[str] | None, clauses: Sequence[Clause]) -> None:

@@ -28,7 +28,7 @@ from flowrl.reward import Card, Reward, RewardError
 from rewards import _checkpoints, _clip, _open_clip
 from rewards._frames import framewise
 from rewards._images import to_uint8
-from rewards._pixels import normalised, padded, resized_shape
+from rewards._pixels import broken, normalised, padded, resized_shape
 
 LEVEL = "experimental"
 Version = Literal["v2.1", "v2.0"]
@@ -81,7 +81,7 @@ def prepared(picture: Tensor, size: int, *, preprocess: _clip.Preprocess = "fast
     if picture.ndim != 3 or picture.shape[0] != 3:
         raise ValueError(f"a picture must be [3, H, W], got {list(picture.shape)}")
     if not picture.isfinite().all():
-        return torch.full((3, size, size), torch.nan, device=picture.device)
+        return broken(picture, size, preprocess)
     exact = preprocess == "exact"
     pixels = torch.from_numpy(to_uint8(picture)).permute(2, 0, 1).float() / 255 if exact else picture.float()
     shape = resized_shape(*pixels.shape[-2:], size, "pad")
@@ -122,7 +122,7 @@ def _load(path: Path, device: str | None) -> tuple[Any, Any]:
         network.load_state_dict(state)
     except RuntimeError as error:
         raise RewardError(f"reward 'hpsv2': {str(path)!r} holds no {ARCHITECTURE} of open_clip: {error}") from error
-    return network.to(_clip.place(device)), tokenizer
+    return network.to(_checkpoints.place(device)), tokenizer
 
 
 def _state(path: Path) -> Mapping[str, Tensor]:
@@ -133,6 +133,15 @@ def _state(path: Path) -> Mapping[str, Tensor]:
         return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
         raise RewardError(f"reward 'hpsv2': {str(path)!r} is not laid out as {_FILES['v2.1']}: {error!r}") from error
+
+
+def card_of(config: Config) -> Card:
+    return replace(
+        CARD,
+        outputs=(f"hpsv2_{config.version[-1]}",),
+        version=f"HPS {config.version}" + ("" if config.antialias else ", no antialias"),
+        differentiable=config.preprocess == "fast",
+    )
 
 
 def build(config: Config) -> Reward:
@@ -148,10 +157,4 @@ def build(config: Config) -> Reward:
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
 
-    card = replace(
-        CARD,
-        outputs=(f"hpsv2_{config.version[-1]}",),
-        version=f"HPS {config.version}" + ("" if config.antialias else ", no antialias"),
-        differentiable=config.preprocess == "fast",
-    )
-    return Reward(framewise(score, config.frames), card)
+    return Reward(framewise(score, config.frames), card_of(config))

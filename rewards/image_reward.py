@@ -171,7 +171,7 @@ def load(config: Config) -> Network:
     except KeyError as error:
         raise RewardError(f"reward 'image_reward': {path} or its med_config.json lacks {error}") from None
     _checkpoints.fill(network, tensors, reward="image_reward", source=path)
-    return network.to(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return network.to(_checkpoints.place(config.device))
 
 
 def pixels(picture: Tensor, size: int, preprocess: _clip.Preprocess) -> Tensor:

@@ -48,8 +48,8 @@ _FRAME_INTERVAL = 4
 class Config:
     allow_extra_text: bool = True
     """Full score where the target is part of what was read (as Flow-GRPO does); false punishes every extra letter."""
-    min_confidence: float = 0.5
-    """Lines that the reader is less sure of are ignored; Flow-GRPO takes every line (0)."""
+    min_confidence: float = 0.0
+    """Lines that the reader is less sure of are ignored; 0 takes every line, as published, RapidOCR itself has 0.5."""
     detection_side: int = 736
     """Text is looked for with the shorter side at this many pixels or more; less is faster on small pictures."""
     workers: int = 0
@@ -62,6 +62,11 @@ class Config:
             raise ValueError(f"detection_side={self.detection_side} must be at least 32, one cell of the detector")
         if self.workers < 0:
             raise ValueError(f"workers={self.workers} must be 0, to read in this process, or a number of processes")
+
+
+def check_prompt(prompt: str, metadata: dict) -> None:
+    """Raise RewardError for a prompt that asks for no text, before anything is loaded."""
+    target_text(prompt, metadata)
 
 
 def target_text(prompt: str, metadata: dict) -> str:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
+from rewards import _checkpoints
 from rewards._frames import frame_indices
 from rewards._images import to_uint8
 
@@ -95,20 +96,19 @@ def load(config: Config) -> tuple[Any, Any]:
     """The classifier, frozen and float32, and its preprocessing.
 
     Raises:
-        RewardError: the weights can neither be found nor downloaded.
+        RewardError: the weights can neither be found nor downloaded, or are not whole.
     """
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     try:
-        model = AutoModelForImageClassification.from_pretrained(config.model, dtype=torch.float32)
+        model = _checkpoints.whole(AutoModelForImageClassification, config.model, reward="safety", dtype=torch.float32)
         processor = AutoImageProcessor.from_pretrained(config.model)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward 'safety' cannot load the classifier {config.model!r}; give a folder or a hub id that can be "
             f"reached: {error}"
         ) from error
-    place = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.eval().requires_grad_(False).to(place), processor
+    return model.to(_checkpoints.place(config.device)), processor
 
 
 def build(config: Config) -> Reward:

@@ -187,12 +187,26 @@ def _best_pair(relation: str, table: np.ndarray, found: Sequence[Found]) -> tupl
     return best
 
 
+def asked(prompt: str) -> Scene:
+    """The scene that a prompt asks for.
+
+    Raises:
+        RewardError: it is no caption of this world.
+    """
+    try:
+        return parse(prompt)
+    except ValueError as error:
+        raise RewardError(f"reward 'shapes': {error}") from None
+
+
+def check_prompt(prompt: str, metadata: dict) -> None:
+    """Raise RewardError for a prompt that is no caption of this world, before anything is loaded."""
+    asked(prompt)
+
+
 def build(config: Config) -> Reward:
     def one(picture: Tensor, prompt: str) -> tuple[float, float]:
-        try:
-            scene = parse(prompt)
-        except ValueError as error:
-            raise RewardError(f"reward 'shapes': {error}") from None
+        scene = asked(prompt)
         pixels = picture.detach().float().cpu().numpy()
         if not np.isfinite(pixels).all():
             return math.nan, math.nan

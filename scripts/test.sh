@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Lint and every test that is not marked slow; further words go to pytest.
+# Lint and every test that is not marked slow, two files at a time; further words go to pytest.
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
 environment
 ruff check .
 ruff format --check .
-python -m pytest -m "not slow and not gpu" "$@"
+# A file stays on one worker, since its fixtures are shared; tests are single-threaded, so a worker takes one core.
+python -m pytest --numprocesses "${FLOWRL_TEST_WORKERS:-2}" --dist loadfile -m "not slow and not gpu" "$@"

@@ -20,7 +20,7 @@ from tests.recipes import FOLDER, RECIPES, adapter, at, recipe
 ASKED = {
     "flux": {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard"},
     "qwen_image": {"flow_grpo_fast"},
-    "sd": {"ddpo"},
+    "sd": {"ddpo", "dance_grpo"},
     "sd35_large": {"flow_grpo"},
     "wan": {"flow_grpo", "sage_grpo"},
 }

@@ -11,11 +11,13 @@ import pytest
 import torch
 import yaml
 
-from flowrl import registry
-from flowrl.commands.plan import command
+from flowrl import memory, registry
+from flowrl.commands.plan import command, step_plan, transition_std
 from flowrl.config import ConfigError
+from flowrl.models import sd
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights import Weights
+from tests.recipes import ADAMW, NO_EMA, advantages, check_values, recipe
 from tests.tiny_sd3 import ROOT
 
 CONFIGS = ROOT / "assets" / "model_configs"
@@ -71,6 +73,23 @@ def test_the_real_shape_is_the_published_one(name):
     assert sum(key.endswith("lora_A.default.weight") for key in weights.parameters) == modules
 
 
+def test_dance_grpo_on_sd14_has_the_published_values():
+    """grpo_family sheet 4.1 and 4.2, column SD1.4."""
+    run = recipe("sd/dance_grpo-hpsv2")
+    expected = ADAMW | NO_EMA | advantages("separate", "group", eps=1e-8, ddof=1)
+    expected |= {"rollout.sampler": {"name": "ddim", "eta": 1.0}, "rollout.num_inference_steps": 50}
+    expected |= {"rollout.guidance_scale": 5.0, "rollout.group_size": 16, "rollout.prompts_per_iteration": 4 * 8}
+    expected |= {"rollout.shared_noise": True, "algorithm.timestep_fraction": 1.0, "algorithm.clip_range": 1e-4}
+    expected |= {"optim.learning_rate": 1e-5, "optim.updates_per_iteration": 4 * 16 // (8 * 4), "iterations": 300}
+    expected |= {"model.path": "CompVis/stable-diffusion-v1-4", "model.height": 512, "model.lora": None}
+    check_values(run.tree(), expected)
+    model = real("sd15")
+    plan = step_plan(run, model)
+    assert plan.train == tuple(range(49))
+    stds = dict(zip(plan.schedule.timesteps.int().tolist(), transition_std(run, model, plan), strict=True))
+    assert [stds[t] for t in (981, 481, 41, 1)] == pytest.approx([0.4545, 0.2877, 0.0999, 0], abs=1e-4)
+
+
 def run_file(folder: Path, path: str, **model: Any) -> Path:
     """A small run of that model."""
     (folder / "prompts.txt").write_text("a cat\na dog\n")
@@ -94,6 +113,7 @@ def plan(capsys: Any, file: Path, *words: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_plan_of_sd15_needs_no_download(tmp_path, capsys):
     text = plan(capsys, run_file(tmp_path, "stable-diffusion-v1-5/stable-diffusion-v1-5", height=64, width=64))
     assert "859,520,964" in text
@@ -102,21 +122,31 @@ def test_a_plan_of_sd15_needs_no_download(tmp_path, capsys):
     assert "distilled" not in text
 
 
-def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp_path, capsys):
+def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp_path, capsys, monkeypatch):
+    def stop(*_: Any, **__: Any) -> None:
+        # The measurement itself has its tests, and takes seconds.
+        raise ConfigError("measured elsewhere")
+
     folder = Path(shutil.copytree(CONFIGS / "sd21", tmp_path / "turbo"))
     kind = "EulerAncestralDiscreteScheduler"
     changes = {"_class_name": kind, "timestep_spacing": "trailing", "prediction_type": "epsilon"}
     for name, values in (("scheduler/scheduler_config", changes), ("model_index", {"scheduler": ["diffusers", kind]})):
         path = folder / f"{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    model = sd.skeleton(sd.Config(path="any", height=64, width=64), folder)
+    monkeypatch.setattr(memory, "skeleton", lambda resolved: model)
+    monkeypatch.setattr(memory, "estimate", stop)
     file = run_file(tmp_path, str(folder), height=64, width=64)
-    text = plan(capsys, file)
-    assert "note: the model is distilled adversarially (SD-Turbo" in text
-    assert "999.00 sde, trained" in text
-    with pytest.raises(ConfigError, match=r"rollout\.guidance_scale: guidance_scale=4: .*takes no CFG; set it to 1"):
-        command(str(file), ["rollout.guidance_scale=4.0"])
-    with pytest.raises(ConfigError, match=r"'flow_sde' needs a flow.*set rollout\.sampler=\{name: ddim, eta: 1\.0\}"):
-        command(str(file), ["rollout.sampler={name: flow_sde}"])
-    capsys.readouterr()
-    words = ("rollout.sampler=null", "algorithm={name: diffusion_nft, times: {name: subset, count: 2}}")
-    assert "pulls a distilled one towards blurred means" in plan(capsys, file, *words, "optim.batch_size=2")
+    nft = ("rollout.sampler=null", "algorithm={name: diffusion_nft, times: {name: subset, count: 2}}")
+    for words, reason in (
+        ((), "measured elsewhere"),
+        ((*nft, "optim.batch_size=2"), "measured elsewhere"),
+        (("rollout.guidance_scale=4.0",), r"rollout\.guidance_scale: guidance_scale=4: .*takes no CFG; set it to 1"),
+        (("rollout.sampler={name: flow_sde}",), r"'flow_sde' needs.*set rollout\.sampler=\{name: ddim, eta: 1\.0\}"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            command(str(file), list(words))
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("note: the model is distilled adversarially (SD-Turbo" in text) == ("CFG" not in reason)
+        assert ("pulls a distilled one towards blurred means" in text) == (words[:2] == nft)
+        assert ("999.00 sde, trained" in text) == (words == ())

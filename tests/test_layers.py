@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "commands", "__main__", "__init__"),
     (
         *("trainer", "collect", "learner", "replay", "noising", "evaluate", "gallery", "checkpoint", "optim"),
+        *("preferences", "pairdata", "labels", "records", "pairing", "pairplan", "pairfolder"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
         *("initials", "rewardcheck", "serving", "recall"),
@@ -26,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
         *("value", "transitions"),
     ),
-    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap"),
+    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap", "threads"),
     ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )

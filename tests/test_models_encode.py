@@ -12,7 +12,7 @@ from flowrl.models.base import ModelError, encoded_pictures
 from tests import native
 from tests import tiny_pipelines as tiny
 
-FAMILIES = ("sd", "sdxl", "sd3", "flux")
+FAMILIES = ("sdxl", "sd3", "flux")
 SIZE = (24, 16)
 
 

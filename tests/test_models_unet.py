@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from flowrl.models import sd, sdxl
 from flowrl.models._grids import ADVERSARIAL, CONSISTENCY
 from flowrl.models.base import ModelError, branches
+from flowrl.models.generic import Config, Generic
 from flowrl.plan import StepPlan
 from flowrl.process import VPProcess
 from flowrl.rollout import Noise, Policy, run
@@ -27,7 +28,8 @@ SIZE, IDS = (24, 16), [SampleId(0, 0), SampleId(1, 0)]
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SNR = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 KINDS = {"sd": {}, "sd v": SNR, "sdxl": {}, "sdxl v": {"prediction_type": "v_prediction"}}
-BOTH = ("sd", "sdxl")
+SLOW = pytest.mark.slow
+BOTH = ["sd", pytest.param("sdxl", marks=SLOW)]
 
 
 def made(kind: str) -> Any:
@@ -69,9 +71,10 @@ def own_call(pipe: Any, noise: Noise, steps: int, **call: Any) -> Tensor:
 # ---- the adapter is the pipeline
 
 
-@pytest.mark.parametrize("eta", [0.0, 1.0])
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("scale", "eta"), [(1.0, 0.0), (3.0, 1.0), pytest.param(1.0, 1.0, marks=SLOW), pytest.param(3.0, 0.0, marks=SLOW)]
+)
+@pytest.mark.parametrize("kind", ["sd", "sd v", "sdxl", pytest.param("sdxl v", marks=SLOW)])
 def test_ddim_reproduces_the_pipelines_own_call(kind, scale, eta):
     pipe = made(kind)
     model = adapter(kind, pipe)
@@ -92,7 +95,7 @@ def test_rescaled_guidance_and_the_negative_prompt_are_the_pipelines(family):
     assert_close(x0, own_call(pipe, noise, 3, guidance_scale=3.0, **call), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sd", "sdxl", *(pytest.param(kind, marks=SLOW) for kind in ("sd v", "sdxl v"))])
 def test_its_prediction_and_grid_are_the_generic_adapters(kind):
     pipe = made(kind)
     model, other = adapter(kind, pipe), native.beside(pipe, SIZE)
@@ -116,7 +119,7 @@ def test_every_sample_has_its_own_timestep_whole_or_not(family):
     assert 0 < float((close - here).abs().max()) < 0.05 * float((far - here).abs().max())
 
 
-@pytest.mark.parametrize("family", BOTH)
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
 def test_the_shapes_of_a_condition_are_known_without_encoding(family):
     model = adapter(family)
     cond = model.encode(native.PROMPTS)
@@ -134,6 +137,18 @@ def test_ddpos_last_step_keeps_its_noise():
     clean, first = adapter("sd", model.pipeline), adapter("sd", model.pipeline, final_alpha="first")
     assert float(clean.schedule(5).sigmas[-1]) == 0 < float(first.schedule(5).sigmas[-1])
     assert torch.equal(clean.schedule(5).timesteps, first.schedule(5).timesteps)
+
+
+def test_the_generic_adapter_ends_where_it_is_told():
+    pipe, size = made("sd"), {"height": SIZE[0], "width": SIZE[1]}
+    pipe.scheduler = DDIMScheduler(**BETAS, clip_sample=False, steps_offset=1)
+    rules = ("model", "first")
+    clean, first = (Generic(pipe, Config(path="tiny", final_alpha=rule, **size)).schedule(5) for rule in rules)
+    assert torch.equal(clean.sigmas[:-1], first.sigmas[:-1])
+    assert float(clean.sigmas[-1]) == 0 < float(first.sigmas[-1])
+    with pytest.raises(ModelError, match=r"model\.final_alpha=first: a flow ends at sigma 0; leave it out"):
+        Generic(tiny.make("sd3"), Config(path="tiny", final_alpha="first", **size))
+    assert native.beside(turbo(), SIZE).distilled == ADVERSARIAL
 
 
 # ---- LoRA
@@ -162,7 +177,8 @@ def test_a_saved_lora_gives_the_same_picture_in_a_plain_pipeline(family, tmp_pat
     assert_close(x0, after, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", BOTH)
+@SLOW
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
 def test_it_trains_in_bfloat16(family):
     native.trains_in_bfloat16(family, family, SIZE, 3.0)
 

@@ -38,6 +38,17 @@ def scored(*entries: WeightedReward, **options):
     return Scorer(entries, **options).score(IMAGES, PROMPTS, METADATA)
 
 
+def test_a_score_does_not_depend_on_the_autocast_of_who_asks():
+    def product(images, prompts, metadata) -> Tensor:
+        return images.flatten(1) @ torch.full((12,), 1 / 12)
+
+    here = scored(entry(product)).raw["mine"]
+    with torch.autocast("cpu", torch.bfloat16):
+        there = scored(entry(product)).raw["mine"]
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(here, there)
+
+
 class Flaky:
     """Raises on its first calls, and ever after for pictures brighter than `limit`."""
 
@@ -180,7 +191,7 @@ def test_a_users_interrupt_is_not_swallowed():
 
 
 def test_two_rewards_with_the_same_output_are_refused():
-    with pytest.raises(ValueError, match=r"'mine' is produced by two entries \('mine' and 'again'\).*options"):
+    with pytest.raises(ValueError, match=r"'mine' is produced by 'mine' and by 'again'.*prefix: a makes it a_mine"):
         Scorer([entry(brightness), entry(brightness, "again")])
 
 

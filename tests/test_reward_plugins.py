@@ -84,7 +84,7 @@ def test_an_entry_point_that_names_no_module_is_refused(installed, value, words)
 
 
 def resolved(rewards: int, evaluated: int = 0) -> SimpleNamespace:
-    plans = [SimpleNamespace(name=f"r{i}") for i in range(rewards + evaluated)]
+    plans = [SimpleNamespace(name=f"r{i}", module=None) for i in range(rewards + evaluated)]
     return SimpleNamespace(rewards=tuple(plans[:rewards]), eval_rewards=tuple(plans[rewards:]))
 
 
@@ -99,6 +99,31 @@ def test_a_prompt_without_what_a_reward_requires_is_named():
         require_metadata([WHOLE, BARE], [WHOLE], resolved(1), [card])
     with pytest.raises(ConfigError, match=r"data\.eval_prompts: prompt 1"):
         require_metadata([WHOLE], [BARE], resolved(1), [card])
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "reason"),
+    [
+        ("ocr", Prompt('a sign "Open"', {}), Prompt("a sign", {}), "asks for no text"),
+        (
+            "geneval",
+            Prompt("a dog", {"include": [{"class": "dog", "count": 1}]}),
+            Prompt("no dog", {"include": [{"class": "dog", "count": 0}]}),
+            "count=0 must be at least 1",
+        ),
+        ("shapes", Prompt("a red circle"), Prompt("a cat"), "reward 'shapes'"),
+        ("jpeg", Prompt("anything", {}), None, ""),
+    ],
+)
+def test_a_prompt_that_a_reward_cannot_judge_is_named_before_anything_is_loaded(name, good, bad, reason):
+    plan = reward_plan({"name": name}, "rewards.0")
+    both = SimpleNamespace(rewards=(plan,), eval_rewards=())
+    require_metadata([good], [good], both, [plan.card])
+    if bad is not None:
+        with pytest.raises(ConfigError, match=rf"data\.prompts: prompt 2, .*{reason}"):
+            require_metadata([good, bad], [good], both, [plan.card])
+        with pytest.raises(ConfigError, match=rf"data\.eval_prompts: prompt 1, .*{reason}"):
+            require_metadata([good], [bad], both, [plan.card])
 
 
 def test_a_reward_that_is_only_evaluated_asks_nothing_of_the_training_prompts():

@@ -149,6 +149,11 @@ def test_a_relation_holds_for_swapped_boxes_the_other_way_round():
         ((-30, -30, -20, -20), {"left of", "above"}),
         # The offset is 3, of which a tenth of both widths (2) is margin: a third is left, less than half.
         ((3, 0, 13, 10), set()),
+        # With that margin, half of the offset is left from 4 on; of 3 for a box of twice the width, from 6 on.
+        ((3.9, 0, 13.9, 10), set()),
+        ((4.1, 0, 14.1, 10), {"right of"}),
+        ((0.9, 0, 20.9, 10), set()),
+        ((1.1, 0, 21.1, 10), {"right of"}),
     ],
 )
 def test_relations_to_a_box_at_the_origin(box, relations):
@@ -204,6 +209,7 @@ def test_an_object_is_cut_out_on_grey():
     assert (crop[0, 0] == 0x99).all()
     assert np.array_equal(crop[1:], pixels[2:4, 2:7])
     assert cut_out(pixels, Detection("dog", 1.0, (2.4, 1.0, 2.3, 1.1))).shape == (1, 1, 3)
+    assert cut_out(pixels, Detection("dog", 1.0, (7.7, 5.8, 8.0, 6.0))).tolist() == pixels[5:, 7:].tolist()
 
 
 @pytest.fixture(scope="module")

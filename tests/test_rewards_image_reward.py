@@ -13,7 +13,8 @@ from flowrl.reward import RewardError, Scorer, WeightedReward
 from rewards import image_reward
 from rewards.image_reward import CARD, Config, build, pixels, raw_score, renamed
 
-PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town by the sea in the rain", "a cat", "x", ""]
+# The second is longer than the model reads: the tokenizer's words are letters.
+PROMPTS = ["a cat", " ".join("abcdefghijklmnopqrstuvwxyz" * 2), "a cat", "x", ""]
 WIDTH, LAYERS, PATCH, SIDE = 128, 2, 8, 4
 TEXT, TEXT_HEADS, VOCABULARY = 24, 3, 34
 
@@ -197,6 +198,7 @@ def test_scores_equal_blip_written_out_on_the_published_weights(reward, folder):
     expected = []
     for image, prompt in zip(pictures(), PROMPTS, strict=True):
         tokens = tokenizer(prompt).input_ids
+        assert (len(tokens) > 35) == (prompt == PROMPTS[1])
         tokens = tokens if len(tokens) <= 35 else tokens[:34] + tokens[-1:]
         expected.append(straight_line(weights, published_pixels(image, SIDE * PATCH), tokens))
     scores = scored(reward, pictures())

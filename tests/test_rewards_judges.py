@@ -318,6 +318,10 @@ def test_the_final_score_of_the_older_model(answer, expected):
     assert grades("v1.5", answer) == (pytest.approx([expected]) if expected else [pytest.approx(math.nan, nan_ok=True)])
 
 
+def test_of_an_answer_that_says_a_grade_twice_the_last_one_counts():
+    assert grades("v1.5", "Final Score: 2 would be harsh.\nFinal Score: 4") == [4.0]
+
+
 def test_unified_reward_reports_the_axes_and_masks_what_it_cannot_read(scripted):
     scripted.words = lambda q: {10: GOOD, 20: "no", 30: None}[brightness(q)[0]]
     reward = unified_reward.build(unified_reward.Config())

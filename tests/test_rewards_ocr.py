@@ -140,6 +140,14 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ocr.build(Config())
 
 
+def test_every_line_is_taken_as_published_unless_asked_otherwise(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ocr, "engine", lambda *options: asked.append(options))
+    for config in (Config(), Config(min_confidence=0.5)):
+        ocr.load_reader(config)
+    assert asked == [(0.0, 736), (0.5, 736)]
+
+
 def tensors(numbers) -> tuple[torch.Tensor, list[str]]:
     drawn = [render(number) for number in numbers]
     pixels = torch.from_numpy(np.stack([picture for picture, _ in drawn]))

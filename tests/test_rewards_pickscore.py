@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
 from rewards import _clip
-from rewards._pixels import Pixels
+from rewards._pixels import Pixels, broken
 from rewards.pickscore import Config, build
 from tests import toy_clip
 
@@ -109,6 +109,12 @@ def test_a_picture_with_nan_is_masked_and_no_other(reward):
     masked = scored(reward, images)
     assert masked.isnan().tolist() == [False, True, False, False, False]
     assert_close(masked[[0, 2, 3, 4]], expected[[0, 2, 3, 4]], rtol=0, atol=1e-4)
+
+
+def test_the_row_of_a_broken_picture_lies_where_the_rows_of_the_others_do():
+    elsewhere = torch.empty(3, 5, 5, device="meta")
+    assert broken(elsewhere, 4, "exact").device.type == "cpu", "PIL's pictures are in memory, wherever they came from"
+    assert broken(elsewhere, 4, "fast").device.type == "meta"
 
 
 def test_gradients_reach_the_pictures_only_where_the_card_says_so(reward, folder):

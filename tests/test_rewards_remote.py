@@ -135,6 +135,28 @@ def test_chunks_keep_to_the_limits_of_bytes_and_pixels_too():
     assert sum(sizes) == 20
 
 
+def test_pictures_that_are_not_finite_are_counted_with_the_bytes_that_they_take():
+    lengths: list[int] = []
+
+    def answer(asked):
+        lengths.append(len(json.dumps(asked)))
+        return 200, results(asked, lambda item: None)
+
+    with scripted(answer) as url:
+        reward = client(url, max_megabytes=0.1)
+        reward.score(torch.full((24, 3, 32, 32), math.nan), ["0"] * 24, [{}] * 24)
+    assert sum(lengths) > 24 * 3 * 32 * 32 * 4
+    assert max(lengths) <= 100_000
+
+
+def test_a_cache_tells_apart_what_the_servers_compute():
+    cards = []
+    for served in (Card(outputs=("mine",)), Card(outputs=("mine",), source="another")):
+        with serving(Inline(card=served)) as url:
+            cards.append(client(url).card)
+    assert cards[0].version != cards[1].version
+
+
 def test_lists_of_different_sizes_and_empty_batches_are_taken():
     images = [torch.full((3, 4, 5), 0.2), torch.full((3, 6, 2), 0.6)]
     with serving(Inline()) as url:

@@ -74,6 +74,12 @@ def test_the_veto_falls_from_the_bound_on(folder):
     assert 0 < found["safety_ok"].sum() < 6
 
 
+def test_the_bound_itself_is_vetoed(folder, reward):
+    unsafe = 1 - scored(reward, pictures(1))["safety"]
+    strict = build(Config(model=folder, device="cpu", veto_above=unsafe.item()))
+    assert scored(strict, pictures(1))["safety_ok"].tolist() == [0.0]
+
+
 def test_several_classes_may_be_unsafe(folder):
     images = pictures(3)
     one, other, both = (
@@ -142,3 +148,17 @@ def test_options_and_weights_that_cannot_be_are_named(tmp_path):
         Config(frames=0)
     with pytest.raises(RewardError, match=r"'safety' cannot load the classifier .*nowhere"):
         build(Config(model=str(tmp_path / "nowhere")))
+
+
+def test_a_classifier_without_its_last_layer_is_refused(folder, tmp_path):
+    """transformers draws it at random: every picture would have a probability, and none would mean anything."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if not name.startswith("classifier.")}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RewardError, match=r"'safety'.*lacks 2 of its weights, such as 'classifier\.bias'"):
+        build(Config(model=str(tmp_path), device="cpu"))

@@ -300,6 +300,51 @@ def test_a_lora_is_merged_into_the_judge(llava, tmp_path):
         assert (plain.model(**inputs).logits - expected).abs().max() > 0.01
 
 
+@pytest.fixture
+def lora(llava, tmp_path):
+    """(a function that saves a LoRA under renamed weights, the logits of the model with it)."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+
+    tuned = get_peft_model(_vlm.load(local(llava), "x").model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for name, weight in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(0))
+    tuned.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    saved = load_file(file)
+    assert {name.split(".")[3] for name in saved} == {"language_model", "vision_tower"}
+
+    def save(renamed) -> str:
+        save_file({new: value for name, value in saved.items() if (new := renamed(name))}, file)
+        return str(tmp_path)
+
+    return save, lambda inputs: tuned(**inputs).logits
+
+
+@pytest.mark.parametrize("former", [".model.layers.", ".language_model.model.layers."])
+def test_a_lora_under_the_names_of_former_transformers_is_merged_too(llava, lora, former):
+    save, expected = lora
+    words = {".model.language_model.layers.": former, ".model.vision_tower.": ".vision_tower."}
+    folder = save(lambda name: next(name.replace(new, old) for new, old in words.items() if new in name))
+    merged = _vlm.load(local(llava, adapter=folder), "x")
+    with torch.no_grad():
+        inputs = merged._inputs([question()])
+        assert_close(merged.model(**inputs).logits, expected(inputs), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "renamed",
+    [lambda name: name.replace("language_model", "decoder"), lambda name: None if "layers.0" in name else name],
+)
+def test_a_lora_that_does_not_fit_is_refused_where_peft_would_score_without_it(llava, lora, renamed):
+    folder = lora[0](renamed)
+    before = torch.random.get_rng_state()
+    with pytest.raises(RewardError, match=r"reward 'x': adapter=.* does not fit the judge: \d+ of its weights"):
+        _vlm.load(local(llava, adapter=folder), "x")
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
 def test_weights_that_cannot_be_found_are_named(tmp_path):
     with pytest.raises(RewardError, match=r"'vlm_judge' cannot load the judge model=.*nowhere"):
         judge(str(tmp_path / "nowhere"))

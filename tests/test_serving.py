@@ -24,7 +24,7 @@ from flowrl.strict import ConfigError
 from rewards import jpeg
 from rewards._transport import pack
 from rewards._wire import SCHEMA, Picture, write_picture
-from tests.serving import Inline, brightness, message, serving
+from tests.serving import Inline, brightness, message, pictures, serving
 
 REWARD = '''
 """A reward that does what the prompt says."""
@@ -73,6 +73,14 @@ def address(url: str) -> tuple[str, int]:
 # ---- bodies
 
 
+def nested(levels: int) -> list:
+    """Lists inside each other."""
+    found: list = []
+    for _ in range(levels - 1):
+        found = [found]
+    return found
+
+
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
@@ -80,6 +88,7 @@ def address(url: str) -> tuple[str, int]:
         (b"\xff\xfe\x00", "json"),
         (b"[" * 100_000, "json"),
         (b'{"schema": 1, "x": NaN}', "json"),
+        (b'{"schema": 1, "x": 1e999}', "json"),
         (b"[]", "form"),
         (b"{}", "schema"),
         (message(schema=2), "schema"),
@@ -90,6 +99,7 @@ def address(url: str) -> tuple[str, int]:
         (message(items=[message()["items"][0]] * 2), "form"),
         (message(items=[message()["items"][0] | {"promt": "x"}]), "form"),
         (message(items=[message()["items"][0] | {"metadata": {"images": ["/etc/passwd"]}}]), "form"),
+        (message(items=[message()["items"][0] | {"metadata": {"x": nested(33)}}]), "form"),
         (message(request_id=7), "form"),
         (message(request_id="x" * 1000), "form"),
     ],
@@ -316,6 +326,11 @@ def test_what_waits_beyond_the_limit_is_refused_for_another_try():
         assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "busy")
         assert float(answer.headers["retry-after"]) > 0
         assert works(url, "small enough")
+    size = sum(len(pack(picture, "png").data) for picture in pictures(3))
+    with serving(Inline(), limits=Limits(waiting_bytes=size)) as url:
+        answer = post(url, message(4))
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "busy")
+        assert all(works(url, f"small enough {k}") for k in range(2))
 
 
 # ---- rewards that fail
@@ -347,6 +362,54 @@ def test_a_scorer_of_groups_that_raises_gives_no_part_of_the_group_a_score():
 
     with serving(Inline(odd, Card(outputs=("mine",), needs_groups=True))) as url:
         assert values(post(url, message(3))) == [None] * 3
+
+
+class Stumbling(Inline):
+    """Raises what no runner should, or forgets a result, the first times that it is asked."""
+
+    def __init__(self, *failures: Exception | str) -> None:
+        super().__init__()
+        self.failures, self.killed = list(failures), 0
+
+    async def run(self, items):
+        found = await super().run(items)
+        failure = self.failures.pop(0) if self.failures else None
+        if isinstance(failure, Exception):
+            raise failure
+        return found[:-1] if failure == "forgets" else found
+
+    def kill(self):
+        self.killed += 1
+
+
+def test_an_exception_outside_of_the_reward_costs_its_request_and_not_the_server():
+    runner = Stumbling(RecursionError("too deep"), "forgets", ValueError("strange"))
+    with serving(runner) as url:
+        for name, text in (("deep", "too deep"), ("short", "1 results for 2"), ("strange", "strange")):
+            answer = post(url, message(2, name))
+            assert values(answer) == [None, None]
+            error = answer.json()["results"][0]["error"]
+            assert error["kind"] == "failed"
+            assert text in error["text"]
+        assert works(url, "after all that")
+    assert runner.killed == 3
+
+
+def test_a_decoder_may_raise_anything_and_costs_its_own_picture_alone(monkeypatch):
+    from flowrl.serving import worker
+
+    def decoded(picture, own=worker.unpack):
+        if picture.shape == (3, 2, 2):
+            raise struct.error("a chunk that no one thought of")
+        return own(picture)
+
+    monkeypatch.setattr(worker, "unpack", decoded)
+    body = message(3, "strange picture")
+    body["items"][1]["picture"] = write_picture(pack(torch.zeros(3, 2, 2), "png"))
+    with serving(Inline()) as url:
+        answer = post(url, body)
+    assert values(answer) == [0.0, None, 514.0]
+    assert answer.json()["results"][1]["error"]["kind"] == "picture"
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from flowrl.solvers import Solver
 from flowrl.types import Identity, InitialBatch, LossOutput
 from flowrl.value import ValueConfig
 
-LEVEL = "experimental"
+LEVEL = "tested"
 _GROUP = AdvantageConfig(std="none", clip=None)
 
 

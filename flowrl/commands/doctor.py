@@ -34,7 +34,20 @@ def command(
             if any(plan.same_component(earlier) for earlier in plans[:place]):
                 continue
             failed |= not _report(f"reward {plan.name}", lambda plan=plan: _probe(plan, resolved))
+        failed |= not _report(f"model {resolved.model.config.path}", lambda: _model(resolved))
     raise SystemExit(1 if failed else 0)
+
+
+def _model(resolved) -> str:
+    """What its JSON files tell, where they are here."""
+    from flowrl.checks import check_distilled
+    from flowrl.memory import UnknownModel, skeleton
+
+    try:
+        notes = check_distilled(resolved, skeleton(resolved))
+    except UnknownModel as error:
+        return f"adapter {resolved.model.name}; {error}"
+    return "; ".join([f"adapter {resolved.model.name}", *notes])
 
 
 def _report(what: str, check) -> bool:

@@ -204,6 +204,8 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
     from flowrl.config import ConfigError
     from flowrl.samplers.base import step_std
 
+    if not any(plan.stochastic):
+        return [0.0] * len(plan)  # a method without log-probs has no sampler of its own to ask
     step = plan.steps(torch.arange(len(plan)), adapter.process)
     try:
         stds = step_std(resolved.sampler.build(), adapter.process, step)

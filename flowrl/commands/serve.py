@@ -38,6 +38,7 @@ def command(
         bytes=size,
         pixels=max_pixels,
         waiting=max(least.waiting, 4 * max_items),
+        waiting_bytes=max(least.waiting_bytes, 4 * size),
         held_bytes=max(least.held_bytes, 4 * size),
         score_s=score_s,
         request_s=request_s,

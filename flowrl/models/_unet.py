@@ -84,7 +84,7 @@ class UNetImages(NativeImages):
         default = (side, side) if isinstance(side, int) else tuple(side)
         unit = pipeline.vae_scale_factor
         self.height, self.width = self._sides(config, (default[0] * unit, default[1] * unit), unit)
-        self._texts_tokens = pipeline.text_encoder.config.max_position_embeddings if pipeline.text_encoder else 0
+        self._text_tokens = pipeline.text_encoder.config.max_position_embeddings if pipeline.text_encoder else 0
 
     def _as_distilled(self, values: Any) -> None:
         if self.config.guidance_rescale or self.config.negative_prompt:

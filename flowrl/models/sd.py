@@ -40,7 +40,7 @@ class Sd(UNetImages):
 
     def condition_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of one prompt's embeddings: what `encode` returns, without its first dimension."""
-        return {"prompt_embeds": (self._texts_tokens, self.network.config.cross_attention_dim)}
+        return {"prompt_embeds": (self._text_tokens, self.network.config.cross_attention_dim)}
 
 
 def build(config: Config) -> Sd:

@@ -61,7 +61,7 @@ class Sdxl(UNetImages):
 
     def condition_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of one prompt's embeddings: what `encode` returns, without its first dimension."""
-        embeds = (self._texts_tokens, self.network.config.cross_attention_dim)
+        embeds = (self._text_tokens, self.network.config.cross_attention_dim)
         return {"prompt_embeds": embeds, "pooled": (self._pooled,)}
 
     def _added(self, cond: Condition) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ class Service:
         try:
             # A client that goes away leaves the work to whoever asks again.
             return await asyncio.shield(task)
-        except Refusal:
+        except Exception:
             self._answers.pop(request.request_id, None)
             raise
 

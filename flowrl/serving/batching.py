@@ -77,6 +77,7 @@ class Batcher:
         """Of the reward: card, fingerprint, options, versions; known when its workers have started."""
         self.live = 0
         self._queue: deque[_Waiting] = deque()
+        self._held = 0
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         counters.watch("flowrl_waiting_items", lambda: len(self._queue), reward=name)
@@ -113,6 +114,11 @@ class Batcher:
         if len(self._queue) + len(items) > self.limits.waiting:
             text = f"{len(self._queue)} samples are waiting for {self.name!r}; try again, or another server"
             raise Refusal(503, "busy", text)
+        size = sum(len(picture.data) for item in items for picture in (item.picture, *item.sources))
+        if self._held + size > self.limits.waiting_bytes:
+            text = f"{self._held} bytes of pictures are waiting for {self.name!r}; try again, or another server"
+            raise Refusal(503, "busy", text)
+        self._held += size
         job = _Job(items, [None] * len(items), asyncio.get_running_loop().create_future())
         self._queue.extend(_Waiting(job, row) for row in range(len(items)))
         self._arrived.set()
@@ -124,6 +130,7 @@ class Batcher:
         finally:
             # Whoever gave up waits no more: its samples are not scored for nobody.
             job.done.cancel()
+            self._held -= size
         self.counters.add("flowrl_items_total", len(items), reward=self.name)
         for result in job.results:
             if result is not None and result["error"] is not None:
@@ -184,6 +191,8 @@ class Batcher:
         try:
             async with asyncio.timeout(self.limits.score_s):
                 found = await runner.run([one.item for one in batch])
+                if len(found) != len(batch):
+                    raise RuntimeError(f"{len(found)} results for {len(batch)} samples")
         except TimeoutError:
             log.warning("reward %r took longer than %g s: its worker is ended", self.name, self.limits.score_s)
             kind, text, final = "time", f"the reward took longer than {self.limits.score_s:g} s", single
@@ -191,6 +200,9 @@ class Batcher:
             log.warning("reward %r: %s", self.name, error)
             # The death may have had nothing to do with the batch: a single request has a second try too.
             kind, text, final = "died", str(error), single and batch[0].alone
+        except Exception as error:  # whatever it is, the next requests must still be served
+            log.exception("reward %r: a batch failed outside of the reward", self.name)
+            kind, text, final = "failed", f"{type(error).__name__}: {error}", single
         else:
             for one, result in zip(batch, found, strict=True):
                 one.job.settle(one.row, result)
@@ -214,7 +226,7 @@ class Batcher:
             self.counters.add("flowrl_worker_restarts_total", reward=self.name)
             try:
                 found = await runner.start()
-            except WorkerFailed as error:
+            except (WorkerFailed, OSError) as error:  # OSError: no process or socket to be had at the moment
                 log.warning("reward %r cannot be started again: %s", self.name, error)
                 continue
             if found["fingerprint"] == self.about["fingerprint"]:

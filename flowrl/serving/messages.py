@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from rewards._wire import SCHEMA, Picture, WireError, read_picture, require_sche
 _REQUEST_KEYS = {"schema", "request_id", "reward", "items"}
 _ITEM_KEYS = {"id", "prompt", "metadata", "picture", "sources"}
 _ID_LENGTH = 128
+_DEPTH = 32
+"""Lists and objects inside each other in a sample's metadata."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,8 @@ class Limits:
     """Pictures in the metadata of a sample."""
     waiting: int = 4096
     """Samples of a reward that may wait; more are refused (503)."""
+    waiting_bytes: int = 2 << 30
+    """Of pictures of a reward that wait or are being scored; more are refused (503)."""
     held_bytes: int = 256 << 20
     """Bodies being read, together; more are refused (503)."""
     connections: int = 256
@@ -90,7 +95,7 @@ def parse_request(body: bytes, limits: Limits, rewards: Collection[str]) -> Requ
         Refusal: 400 no JSON of this form, 404 no such reward, 413 more than the limits allow.
     """
     try:
-        message = json.loads(body, parse_constant=_no_constant)
+        message = json.loads(body, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "json", f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(message, dict):
@@ -140,6 +145,8 @@ def _item(record: Any, where: str, limits: Limits) -> Item:
     )
     if not _is_id(name) or not isinstance(prompt, str) or not isinstance(metadata, dict):
         raise Refusal(400, "form", f"{where}: id and prompt must be strings, metadata an object")
+    if _deeper(metadata, _DEPTH):
+        raise Refusal(400, "form", f"{where}.metadata: more than {_DEPTH} lists and objects inside each other")
     if "images" in metadata:
         raise Refusal(400, "form", f"{where}.metadata.images: paths are not read here; send the pictures in sources")
     if not isinstance(sources, list) or len(sources) > limits.sources:
@@ -163,3 +170,18 @@ def _shown(message: dict[str, Any]) -> list[str]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON; null says that there is none")
+
+
+def _finite(text: str) -> float:
+    # Python reads 1e999 as infinity, which cannot be written to a worker.
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether more than `levels` lists and objects lie inside each other: what can just be read cannot be written."""
+    if not isinstance(value, dict | list):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper(one, levels - 1) for one in inside)

@@ -34,7 +34,7 @@ def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:
     for row, item in enumerate(items):
         try:
             samples[row] = unpack(item.picture)
-        except (OSError, ValueError, SyntaxError) as error:  # what PIL raises for what is no picture
+        except Exception as error:  # PIL raises many kinds for what is no picture; none may end the worker
             results[row] = failed(outputs, "picture", f"the picture cannot be decoded: {error}")
     if whole and results:
         text = "another picture of the group cannot be decoded"

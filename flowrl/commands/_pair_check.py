@@ -1,0 +1,104 @@
+"""`flowrl pairs --check`: a preference set as training would see it, with every picture opened."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowrl.pairdata import Picture, Preference
+    from flowrl.preferences import PreferenceSet
+
+
+@dataclass
+class Look:
+    """What opening every picture showed."""
+
+    pairs: int = 0
+    """With both pictures, or the one of a winner, readable."""
+    unreadable: list[str] = field(default_factory=list)
+    """The first few pictures that are not."""
+    broken: int = 0
+    """Pairs with one of them."""
+    alike: list[str] = field(default_factory=list)
+    """The first few pairs of two pictures with the same bytes."""
+    equal: int = 0
+    """How many there are."""
+    sizes: set[tuple[int, int]] = field(default_factory=set)
+
+
+def look(source: str, words: Sequence[str]) -> bool:
+    """Print what the set holds, and whether a training on pairs would take it.
+
+    Raises:
+        ConfigError: no such set or column, or nothing in it can be used.
+    """
+    from flowrl.metrics import set_up_logging
+    from flowrl.preferences import PreferenceOptions, load_preferences
+    from flowrl.strict import apply_override, validate
+
+    tree: dict[str, Any] = {}
+    for word in words:
+        apply_override(tree, word)
+    options = validate(PreferenceOptions, tree, "")
+    set_up_logging(None, main=True)
+    # All of it is to be seen before it is judged.
+    pairs = load_preferences(source, "SOURCE", dataclasses.replace(options, max_broken=1.0), paired=False)
+    found = _opened(pairs)
+    print(f"{found.pairs} of {len(pairs)} records have readable pictures, of {_sizes(found.sizes)}")
+    print(f"{sum(1 for _ in pairs.captions())} distinct prompts")
+    for count, shown, what in (
+        (found.broken, found.unreadable, "records with a picture that cannot be read"),
+        (found.equal, found.alike, "records of two equal pictures"),
+    ):
+        if count:
+            print(f"{count} {what}: {'; '.join(shown)}{' ...' if count > len(shown) else ''}")
+    share = (pairs.report.broken + found.broken) / pairs.report.rows
+    good = share <= options.max_broken and found.pairs > 0
+    verdict = "ok" if good else "too much"
+    print(f"broken: {share:.2%} of {pairs.report.rows} records, max_broken={options.max_broken}: {verdict}")
+    return good
+
+
+def _opened(pairs: PreferenceSet) -> Look:
+    from flowrl.metrics import Progress
+    from flowrl.pairdata import EXAMPLES, Unreadable
+
+    found, bar = Look(), Progress(len(pairs), "opening", show=True)
+    for index in range(len(pairs)):
+        try:
+            pair = pairs.read(index)
+            for picture in _pictures(pair):
+                found.sizes.add(picture.open().size)
+        except Unreadable as error:
+            found.broken += 1
+            found.unreadable += [str(error)] if len(found.unreadable) < EXAMPLES else []
+        else:
+            found.pairs += 1
+            if pair.rejected is not None and _bytes(pair.chosen) == _bytes(pair.rejected):
+                found.equal += 1
+                found.alike += [pair.key] if len(found.alike) < EXAMPLES else []
+        bar.update(1)
+    bar.close()
+    return found
+
+
+def _pictures(pair: Preference) -> Iterator[Picture]:
+    yield pair.chosen
+    if pair.rejected is not None:
+        yield pair.rejected
+
+
+def _bytes(picture: Picture) -> bytes:
+    """What its file holds."""
+    assert picture.source is not None
+    return picture.source if isinstance(picture.source, bytes) else picture.source.read_bytes()
+
+
+def _sizes(sizes: set[tuple[int, int]]) -> str:
+    if not sizes:
+        return "no size"
+    small, large = (pick(sizes, key=lambda size: size[0] * size[1]) for pick in (min, max))
+    return f"{small[0]}x{small[1]}" + ("" if small == large else f" to {large[0]}x{large[1]} pixels")

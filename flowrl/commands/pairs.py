@@ -1,0 +1,90 @@
+"""`flowrl pairs`: preference pairs from a model and its rewards, and a look at a preference set."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="YAML file; with --check: a preference set.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="a.b=c words; with --check: columns, such as label=best.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the pairs; the same command goes on.")] = None,
+    count: Annotated[
+        int | None, typer.Option("--count", min=1, help="Pairs; default: what one round over the prompts gives.")
+    ] = None,
+    per_prompt: Annotated[
+        int | None, typer.Option("--per-prompt", help="Samples of a prompt; default: rollout.group_size.")
+    ] = None,
+    margin: Annotated[float, typer.Option("--margin", help="A best that is not more above the worst is a tie.")] = 0.0,
+    processes: Annotated[int, typer.Option("--processes", help="Processes on this machine.", min=1)] = 1,
+    check: Annotated[
+        bool, typer.Option("--check", help="Open every picture of a preference set; 1 if no training would take it.")
+    ] = False,
+) -> None:
+    """Draw samples of the training prompts, score them, and keep the best and the worst of each prompt as a pair."""
+    from flowrl.config import ConfigError
+
+    if check:
+        if out is not None or count is not None or per_prompt is not None or margin or processes > 1:
+            raise ConfigError("--check takes a preference set and columns only; leave the other options out")
+        from flowrl.commands._pair_check import look
+
+        raise SystemExit(0 if look(target, words or []) else 1)
+    if out is None:
+        raise ConfigError("--out DIR is required: a folder for the pairs")
+    from flowrl.config import load_config, resolve
+    from flowrl.pairing import make
+    from flowrl.pairplan import Wanted
+    from flowrl.pairplan import check as refuse
+
+    resolved = resolve(load_config(target, words))
+    wanted = Wanted(resolved.run.rollout.group_size if per_prompt is None else per_prompt, margin, count)
+    refuse(resolved, wanted)
+    if processes > 1 and "WORLD_SIZE" not in os.environ:
+        raise SystemExit(_launch(out, processes))
+    done = make(resolved, wanted, out)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{out}: {done}")
+        _read_back(out, done.pairs)
+    if not done.pairs or (count is not None and done.pairs < count):
+        raise SystemExit(_short(done.pairs, count, margin))
+
+
+def _launch(out: Path, processes: int) -> int:
+    """Hold the folder and run this command line in several processes."""
+    from flowrl.distributed import launch
+    from flowrl.runs import RunFolder
+
+    folder = RunFolder(out, "--out")
+    descriptor = folder.lock()
+    os.environ["FLOWRL_LOCKED"] = "1"
+    try:
+        return launch(sys.argv[1:], processes, pass_fds=[descriptor])
+    finally:
+        folder.unlock()
+
+
+def _read_back(out: Path, pairs: int) -> None:
+    """The set as a training would load it."""
+    from flowrl.preferences import load_preferences
+
+    if pairs:
+        load_preferences(str(out), "data.pairs")
+
+
+def _short(pairs: int, count: int | None, margin: float) -> int:
+    wanted = "" if count is None else f" of {count}"
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"flowrl: {pairs} pairs{wanted}: in a whole round over the prompts no sample was more than {margin:g} "
+            "above another; lower --margin, or raise --per-prompt",
+            file=sys.stderr,
+        )
+    return 1

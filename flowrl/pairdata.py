@@ -1,0 +1,131 @@
+"""What a preference set is made of: pictures not opened yet, pairs of them, and a report of what was left out."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl.prompts import Prompt, open_picture
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+TIE, SAME, NO_LABEL = "tie", "same picture twice", "no label"
+NO_RECORD, NO_CAPTION, NO_PICTURE = "not a record", "no caption", "missing picture"
+NO_REJECTED, BAD_LABEL, BAD_MARGIN = "no rejected picture", "label not 0, 0.5 or 1", "margin not a number from 0"
+BY_RULE = (TIE, SAME, NO_LABEL)
+"""Pairs without a preference: nothing is wrong with them, and there may be any number."""
+EXAMPLES = 3
+"""Kept of each reason."""
+
+
+class Unreadable(Exception):
+    """A picture or its row cannot be read; `where` names the file or row, `reason` says what is wrong."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where} cannot be read: {reason}")
+        self.where, self.reason = where, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture of a set, not opened yet."""
+
+    source: Path | bytes | None
+    """A file, or what a file would hold; None: the row has none."""
+    where: str
+    """For messages."""
+    uid: str | None = None
+    """Its name in the set, where the set gives one."""
+
+    @property
+    def key(self) -> str:
+        """Who it is, whichever pairs it stands in: the set's own name for it, its path, or the hash of its bytes."""
+        if self.uid is not None or self.source is None:
+            return f"uid:{self.uid}"
+        if isinstance(self.source, Path):
+            return f"file:{self.source}"
+        return f"sha256:{hashlib.sha256(self.source).hexdigest()}"
+
+    def open(self) -> Image:
+        """RGB, turned upright.
+
+        Raises:
+            Unreadable: there is none, or it is broken.
+        """
+        if not self.source:
+            raise Unreadable(self.where, "there are no bytes")
+        try:
+            return open_picture(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source)
+        except MemoryError:
+            raise
+        # Decoders raise what they happen to meet in broken bytes: OSError, SyntaxError, ValueError, struct.error, ...
+        except Exception as error:
+            raise Unreadable(self.where, f"{type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A prompt, the picture that is preferred, and the one that is not."""
+
+    prompt: Prompt
+    """Everything else of the record is its metadata."""
+    chosen: Picture
+    rejected: Picture | None
+    """None: the record has a winner only."""
+    margin: float | None
+    """By how much a reward preferred it, above 0, where the set says."""
+    key: str
+    """Of the record, unique in the set."""
+
+
+@dataclass
+class Report:
+    """What a set holds, and what was left out and why."""
+
+    where: str
+    rows: int = 0
+    winners_only: int = 0
+    """Usable records without a rejected picture."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Reason -> records skipped."""
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> the first few of them."""
+
+    def skip(self, reason: str, example: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        shown = self.examples.setdefault(reason, [])
+        if len(shown) < EXAMPLES:
+            shown.append(example)
+
+    @property
+    def usable(self) -> int:
+        return self.rows - sum(self.counts.values())
+
+    @property
+    def broken(self) -> int:
+        """Skipped for another reason than that nothing is preferred."""
+        return sum(count for reason, count in self.counts.items() if reason not in BY_RULE)
+
+    def facts(self) -> dict[str, Any]:
+        """For provenance.json."""
+        return {
+            "source": self.where,
+            "rows": self.rows,
+            "usable": self.usable,
+            "winners_only": self.winners_only,
+            "skipped": dict(self.counts),
+            "examples": {reason: list(shown) for reason, shown in self.examples.items()},
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.usable} of {self.rows} records are used"]
+        if self.winners_only:
+            lines[0] += f", {self.winners_only} of them with a chosen picture only"
+        for reason, count in self.counts.items():
+            rest = f" and {count - EXAMPLES} more" if count > EXAMPLES else ""
+            lines.append(f"  skipped {count}, {reason}: {'; '.join(self.examples[reason])}{rest}")
+        return "\n".join(lines)

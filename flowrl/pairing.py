@@ -1,0 +1,310 @@
+"""`flowrl pairs`: preference pairs from a model and its rewards, the best and the worst of each prompt's samples.
+
+A round draws G samples of every training prompt, in an order of its own; prompt by prompt they become a pair, a tie or
+nothing. What comes of a prompt in a round depends on (seed, round, prompt) alone, so the pairs are the same whatever
+the batch, the number of processes, or the place where an earlier call was interrupted. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from flowrl import media
+from flowrl.assembly import build_rewards, build_scorer, probe, require_metadata, require_modality
+from flowrl.collect import Abandoned
+from flowrl.config import ConfigError, Resolved
+from flowrl.distributed import Elsewhere, World, join
+from flowrl.metrics import Progress, log, set_up_logging
+from flowrl.models._savings import cast_frozen
+from flowrl.models.base import ModelAdapter, decoded
+from flowrl.models.weights import Weights, component_names
+from flowrl.pairfolder import PICTURES, Done, PairFolder
+from flowrl.pairplan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
+from flowrl.prompts import Prompt, Texts, require_pictures
+from flowrl.reward import RewardError, Scorer, Scores
+from flowrl.rng import derive, permutation
+from flowrl.rollout import Noise, Policy, run
+from flowrl.runs import RunFolder, provenance
+from flowrl.trainer import Stopped
+from flowrl.types import SampleId
+
+T = TypeVar("T")
+
+PATIENCE = 30
+"""Groups of samples, and at least a whole round of them, that may give no pair before the command gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What came of a prompt's samples in one round."""
+
+    number: int
+    """Of the prompt."""
+    best: int
+    worst: int
+    margin: float
+    """Of the weighted sums of the training values; NaN where fewer than two samples have one."""
+    masked: int
+    """Samples without a value."""
+    scores: tuple[dict[str, float | None], dict[str, float | None]]
+    """Of the best and the worst: the weighted sum as `total`, and the raw outputs."""
+
+
+def enough(done: Done, prompts: int, wanted: Wanted) -> bool:
+    """There are as many pairs as wanted, or it is no use to go on."""
+    if wanted.count is None:
+        return done.groups >= prompts
+    return done.pairs >= wanted.count or done.groups - done.last_pair >= max(prompts, PATIENCE)
+
+
+def judge(number: int, scores: Scores) -> Group:
+    """The best and the worst of a prompt's scores; of equal ones the first."""
+    total = scores.total.double()
+    valid = total.isfinite()
+    masked = int((~valid).sum())
+    if int(valid.sum()) < 2:
+        return Group(number, 0, 0, math.nan, masked, ({}, {}))
+    best = int(total.masked_fill(~valid, -math.inf).argmax())
+    worst = int(total.masked_fill(~valid, math.inf).argmin())
+    told = [{"total": float(total[k])} | {n: _number(v[k]) for n, v in scores.raw.items()} for k in (best, worst)]
+    return Group(number, best, worst, float(total[best] - total[worst]), masked, (told[0], told[1]))
+
+
+def _number(value: Tensor) -> float | None:
+    """NaN, of a reward of weight 0 that failed, is not JSON."""
+    return float(value) if bool(value.isfinite()) else None
+
+
+class Pairing:
+    """Draws, judges and writes.
+
+    Args:
+        resolved: the configuration; its algorithm and optimizer do not matter.
+        prompts: its training prompts.
+        wanted: see there.
+        world: the processes; each takes whole prompts.
+
+    Raises:
+        ConfigError, ModelError, RewardError: something the user can mend.
+    """
+
+    def __init__(self, resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted, world: World) -> None:
+        config = resolved.run
+        self.config, self.prompts, self.wanted, self.world = config, prompts, wanted, world
+        require_metadata(prompts, (), resolved, [p.card for p in (*resolved.rewards, *resolved.eval_rewards)])
+        entries = build_rewards(resolved.rewards)
+        self.scorer: Scorer = build_scorer(entries)
+        self.adapter: ModelAdapter = resolved.model.build()
+        if getattr(self.adapter, "num_frames", 1) > 1:
+            raise ConfigError(
+                "model.num_frames: `flowrl pairs` makes pairs of pictures, and this model makes clips; set it to 1"
+            )
+        for entry in self.scorer.distinct:
+            require_modality(entry.name, entry.reward.card, clips=False)
+        require_pictures(prompts, self.adapter, "data.prompts", prompts[0])
+        _freeze(resolved, self.adapter, world)
+        probe(self.scorer, prompts[:2], self.adapter)
+        self.texts = Texts(self.adapter, prompts, cache=config.data.cache_text)
+        self.policy = Policy(self.adapter, resolved.sampler.build(), config.rollout.guidance_scale)
+        schedule = self.adapter.schedule(config.rollout.num_inference_steps)
+        try:
+            self.plan = rollout_plan(resolved, schedule)
+        except ValueError as error:
+            raise ConfigError(f"rollout: {error}") from None
+        self.signals: list[int] = []
+
+    def fill(self, folder: PairFolder) -> None:
+        """Go on until there is enough.
+
+        Raises:
+            Stopped: a signal came; all but the prompts under way is in the folder.
+            RewardError: too many samples could not be scored; what was done before is in the folder.
+        """
+        handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while not enough(folder.done, len(self.prompts), self.wanted):
+                self._step(folder)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _step(self, folder: PairFolder) -> None:
+        """The next prompts, as many as an iteration of training has: what is scored together is then the same."""
+        done, prompts = folder.done, len(self.prompts)
+        number, place = divmod(done.groups, prompts)
+        order = permutation(prompts, self.config.seed, "pairs", number).tolist()
+        chosen = order[place : place + self.config.rollout.prompts_per_iteration]
+        pictures: dict[int, Tensor] = {}
+        try:
+            found = self.world.together(lambda: self._attempt(number, self._own(chosen), pictures), (RewardError,))
+        except Elsewhere as error:
+            raise RewardError(str(error)) from None
+        if self.world.any(bool(self.signals)):
+            self._stop(folder)
+        groups = {group.number: group for part in found for group in part}
+        used = self._used([groups[k] for k in chosen], done.pairs)
+        kept = [group for group in used if group.margin > self.wanted.margin]
+        self.world.together(lambda: [self._keep(folder, number, g, pictures) for g in kept if g.number in pictures])
+        lines = [self._line(number, group) for group in kept]
+        if self.world.main:
+            folder.append(lines, _tally(used, kept))
+            log.info("round %d: %d of %d prompts; %s", number + 1, place + len(used), prompts, folder.done)
+        folder.done = self.world.gather(folder.done)[0]
+
+    def _attempt(self, number: int, own: Sequence[int], pictures: dict[int, Tensor]) -> list[Group]:
+        """This process's groups; `pictures` is given the best and the worst of each, [2, 3, H, W]."""
+        if not own:
+            return []
+        bar = Progress(len(own) * self.wanted.per_prompt, f"round {number + 1}", show=self.world.main)
+        try:
+            return self._draw(number, own, bar, pictures)
+        except Abandoned:
+            return []
+        finally:
+            bar.close()
+
+    def _own(self, chosen: Sequence[int]) -> Sequence[int]:
+        rank, size = self.world.rank, self.world.size
+        return chosen[rank * len(chosen) // size : (rank + 1) * len(chosen) // size]
+
+    def _draw(self, number: int, own: Sequence[int], bar: Progress, pictures: dict[int, Tensor]) -> list[Group]:
+        config, group = self.config, self.wanted.per_prompt
+        noise = Noise(config.seed, "pairs", number, self.adapter.latent_shape(), config.rollout.shared_noise)
+        ids = [SampleId(prompt, k) for prompt in own for k in range(group)]
+        rows = torch.arange(len(own)).repeat_interleave(group)
+        cond = self.texts.lookup([self.prompts[prompt] for prompt in own])
+        parts: list[Tensor] = []
+
+        def decode(start: int, x0: Tensor) -> None:
+            where = rows[start : start + len(x0)]
+            parts.append(decoded(self.adapter, x0.to(self.world.device), cond, where).cpu())
+
+        def watch(count: int) -> None:
+            bar.update(count)
+            if self.signals:
+                raise Abandoned
+
+        options: dict[str, Any] = {"batch_size": config.rollout.batch_size, "device": self.world.device}
+        with torch.no_grad():
+            run(self.policy, self.plan, noise, ids, cond, rows, **options, progress=watch, finished=decode)
+        images, asked = torch.cat(parts), [self.prompts[i.slot] for i in ids]
+        scores = self.scorer.score(images, [p.text for p in asked], [p.metadata for p in asked])
+        groups = []
+        for place, prompt in enumerate(own):
+            part = slice(place * group, (place + 1) * group)
+            raw = {name: value[part] for name, value in scores.raw.items()}
+            groups.append(judge(prompt, Scores(raw, scores.values[:, part], scores.weights)))
+            pictures[prompt] = images[part][[groups[-1].best, groups[-1].worst]]
+        return groups
+
+    def _used(self, groups: Sequence[Group], before: int) -> list[Group]:
+        """Those up to the last pair that is wanted."""
+        used: list[Group] = []
+        for group in groups:
+            if self.wanted.count is not None and before >= self.wanted.count:
+                break
+            used.append(group)
+            before += group.margin > self.wanted.margin
+        return used
+
+    def _keep(self, folder: PairFolder, number: int, group: Group, pictures: dict[int, Tensor]) -> None:
+        for image, name in zip(pictures[group.number], self._names(number, group), strict=True):
+            media.write(image, folder.path / name.removesuffix(".png"))
+
+    def _names(self, number: int, group: Group) -> tuple[str, str]:
+        """Paths of the best and the worst, relative to the folder."""
+        stem = f"{PICTURES}/{number:03d}-{group.number:06d}"
+        return f"{stem}-{group.best:03d}.png", f"{stem}-{group.worst:03d}.png"
+
+    def _line(self, number: int, group: Group) -> dict[str, Any]:
+        prompt, (chosen, rejected) = self.prompts[group.number], self._names(number, group)
+        drawn = {"seed": self.config.seed, "round": number, "prompt": group.number}
+        drawn |= {"chosen": group.best, "rejected": group.worst}
+        own = (prompt.text, chosen, rejected, group.margin, *group.scores, drawn)
+        return dict(zip(OWN, own, strict=True)) | prompt.metadata
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self.signals:
+            raise KeyboardInterrupt
+        self.signals.append(number)
+
+    def _stop(self, folder: PairFolder) -> NoReturn:
+        numbers = [n for n in self.world.gather(self.signals[0] if self.signals else None) if n]
+        if self.world.main:
+            log.info("stopped: %s; the same command goes on", folder.done)
+        raise Stopped(numbers[0])
+
+
+def _freeze(resolved: Resolved, adapter: ModelAdapter, world: World) -> None:
+    """The network that draws, on its device: the untouched one, with `model.init_lora` where one is set."""
+    options = resolved.model.config
+    if options.lora is not None and options.init_lora is not None:
+        weights = Weights(adapter.network, options.lora, adapter.lora_targets, derive(resolved.run.seed, "lora"))
+        weights.load_lora(options.init_lora)
+    adapter.network.requires_grad_(False)
+    cast_frozen(component_names(adapter.network).values(), options)
+    adapter.to(world.device)
+
+
+def _tally(used: Sequence[Group], kept: Sequence[Group]) -> dict[str, int]:
+    """What the groups came to, to be added up."""
+    last = max((place for place, group in enumerate(used, 1) if group in kept), default=0)
+    unscored = sum(math.isnan(group.margin) for group in used)
+    return {
+        "groups": len(used),
+        "pairs": len(kept),
+        "ties": len(used) - len(kept) - unscored,
+        "unscored": unscored,
+        "masked_samples": sum(group.masked for group in used),
+        "last_pair": last,
+    }
+
+
+def make(resolved: Resolved, wanted: Wanted, out: Path) -> Done:
+    """Fill the folder `out`, or go on filling it, with the processes of this group; how far it is then.
+
+    Raises:
+        ConfigError, ModelError, RewardError: something the user can mend.
+        Stopped: a signal came.
+    """
+    check(resolved, wanted)
+    world, lock = join(), RunFolder(out, "--out")
+    try:
+        set_up_logging(None, main=world.main)
+        prompts = training_prompts(resolved)
+        facts = {"provenance": provenance(resolved, str(world.device), world.size)}
+        folder = PairFolder(out, made_with(resolved, prompts, wanted), facts)
+        folder.done = _agree(world, lambda: _begin(folder, lock) if world.main else folder.done)[0]
+        if not enough(folder.done, len(prompts), wanted):
+            if folder.done.groups and world.main:
+                log.info("going on behind %s", folder.done)
+            ready: list[Pairing] = []
+            _agree(world, lambda: ready.append(Pairing(resolved, prompts, wanted, world)))
+            ready[0].fill(folder)
+        return folder.done
+    finally:
+        lock.unlock()
+        world.close()
+
+
+def _begin(folder: PairFolder, lock: RunFolder) -> Done:
+    if "FLOWRL_LOCKED" not in os.environ:
+        lock.lock()
+    return folder.begin()
+
+
+def _agree(world: World, work: Callable[[], T]) -> list[T]:
+    """Do something on every process; where it fails anywhere with a user's error, all stop with it."""
+    try:
+        return world.together(work, (ConfigError, ValueError, RewardError))
+    except Elsewhere as error:
+        raise ConfigError(str(error)) from None
