@@ -15,7 +15,7 @@ from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
 from flowrl.given import Given, require_encoder
 from flowrl.initials import add_calibration, noise_weights, require_own_prompts
-from flowrl.judges import build_rewards, make_scorer, probe, require_metadata, require_modality
+from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.labels import LabelledSource
 from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.learner import Learner
@@ -180,7 +180,7 @@ def _judges(resolved: Resolved, data: _Data) -> tuple[Scorer | None, Scorer | No
     entries = build_rewards(both)
     require_metadata(data.train, data.held_out, resolved, [entry.reward.card for entry in entries])
     trained = entries[: len(resolved.rewards)]
-    return (make_scorer(trained) if trained else None), (make_scorer(entries) if entries else None)
+    return (build_scorer(trained) if trained else None), (build_scorer(entries) if entries else None)
 
 
 def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAdapter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from flowrl.components import check_plans
 from flowrl.strict import ConfigError
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _check_rewards(resolved: Resolved) -> None:
             if plan.entry == other.entry and plan.same_component(other):
                 why = "training rewards are evaluated anyway" if key.startswith("eval") else "raise its weight instead"
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
+    check_plans(plans)
 
 
 def _check_guidance(resolved: Resolved) -> None:

@@ -6,15 +6,18 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flowrl import registry
-from flowrl.reward import Card, Gate, Reward, WeightedReward
+from flowrl.reward import Card, Gate, Reward, RewardError, WeightedReward, doubled_output
 from flowrl.scorecache import Folder, Memory, ScoreCache
 from flowrl.strict import ConfigError, Options, validate
+from flowrl.threads import TimeLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class RewardEntry:
     """A built-in reward, one that an installed package brings, or a dotted module path."""
     path: str | None = None
     """Your own file with `score(images, prompts, metadata)`."""
+    prefix: str | None = None
+    """Before the name of every output, as in h14_clip_cos; so the same reward may stand there with other options."""
     weight: float = 1.0
     """Share in the training value; 0 only looks at it."""
     outputs: dict[str, float] = field(default_factory=dict)
@@ -95,6 +100,8 @@ class RewardEntry:
     """Search a batch that fails to the last for the samples that make it fail; false masks the whole of it."""
     max_failed_share: float | None = None
     """Above this share of samples without a value of this entry the run stops; null: half, all rewards together."""
+    timeout: float | None = None
+    """Seconds after which a call of a reward in this process has failed, though it goes on; null: none."""
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.path is None):
@@ -107,6 +114,10 @@ class RewardEntry:
             raise ValueError(f"max_failed_share={self.max_failed_share} must lie in [0, 1]")
         if self.cache == "":
             raise ValueError("cache='' is no folder; give a path, or memory")
+        if self.prefix is not None and not re.fullmatch("[A-Za-z0-9_]+", self.prefix):
+            raise ValueError(f"prefix={self.prefix!r} must be letters, digits and _")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout} must be above 0; null sets none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +133,26 @@ class RewardPlan:
         return self.entry.name or Path(str(self.entry.path)).stem
 
     @property
+    def label(self) -> str:
+        """The name with the prefix, for messages."""
+        return self.name if self.entry.prefix is None else f"{self.entry.prefix}_{self.name}"
+
+    @property
     def card(self) -> Card | None:
-        """What is declared before anything is loaded; that of the built reward may say more."""
+        """What is declared for these options before anything is loaded, if anything is; without the prefix.
+
+        That of the built reward may say more, but has the same outputs.
+        """
+        if hasattr(self.module, "card_of"):
+            return self.module.card_of(self.config)
         return getattr(self.module, "CARD", None)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of its values, with the prefix; none where only the built reward knows them."""
+        bare = () if hasattr(self.module, "build") else (self.name,)
+        known = bare if self.card is None else self.card.outputs
+        return tuple(known if self.entry.prefix is None else (f"{self.entry.prefix}_{name}" for name in known))
 
     def same_component(self, other: RewardPlan) -> bool:
         """Whether both entries name one component with the same options of its own: it is then built and run once."""
@@ -140,9 +168,8 @@ class RewardPlan:
         Raises:
             ConfigError: a cache for a reward whose scores depend on the rest of the batch.
         """
-        entry = self.entry
+        entry, cache = self.entry, None
         reward = self._reward() if sibling is None else sibling.reward
-        cache = None
         if entry.cache is not None:
             if reward.card.needs_groups:
                 raise ConfigError(
@@ -153,7 +180,7 @@ class RewardPlan:
             if sibling is not None and sibling.cache is not None and sibling.cache.place == entry.cache:
                 cache = sibling.cache
         return WeightedReward(
-            name=self.name,
+            name=self.label,
             reward=reward,
             weight=entry.weight,
             outputs=dict(entry.outputs),
@@ -168,6 +195,23 @@ class RewardPlan:
         )
 
     def _reward(self) -> Reward:
+        """The component, named and timed as the entry says.
+
+        Raises:
+            RewardError: its outputs are not those that were declared.
+        """
+        reward = self._component()
+        declared = () if self.card is None else self.card.outputs
+        if declared and reward.card.outputs != declared:
+            raise RewardError(
+                f"reward {self.name!r} has the outputs {list(reward.card.outputs)}, but declared {list(declared)}; "
+                "where options change them, define card_of(config) beside CARD, so that they are known beforehand"
+            )
+        if self.entry.timeout is not None:
+            reward = Reward(TimeLimit(reward.score, self.entry.timeout), reward.card)
+        return reward if self.entry.prefix is None else reward.prefixed(self.entry.prefix)
+
+    def _component(self) -> Reward:
         if hasattr(self.module, "build"):
             return self.module.build(self.config)
         # Nothing is known of a bare function, so nothing is refused for it.
@@ -177,7 +221,9 @@ class RewardPlan:
     def _cache(self, card: Card) -> ScoreCache:
         place = str(self.entry.cache)
         store = Memory() if place == "memory" else Folder(Path(place).expanduser())
-        return ScoreCache(store, self.fingerprint(card), place=place, pictures=card.modality == "edit")
+        return ScoreCache(
+            store, self.fingerprint(card), place=place, pictures=card.modality == "edit", prefix=self.entry.prefix
+        )
 
     def fingerprint(self, card: Card) -> str:
         """Tells this scorer, its version and options from every other: SHA-256, in hexadecimal.
@@ -188,7 +234,9 @@ class RewardPlan:
         if not name.startswith("rewards.") and self.module.__file__:
             name, source = self.name, hashlib.sha256(Path(self.module.__file__).read_bytes()).hexdigest()
         options = self.config and dataclasses.asdict(self.config)
-        told = json.dumps([name, source, card.version, list(card.outputs), options], sort_keys=True, default=str)
+        start = 0 if self.entry.prefix is None else len(f"{self.entry.prefix}_")
+        outputs = [output[start:] for output in card.outputs]
+        told = json.dumps([name, source, card.version, outputs, options], sort_keys=True, default=str)
         return hashlib.sha256(told.encode()).hexdigest()
 
 
@@ -224,3 +272,28 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
             f"{', '.join(sorted(common))}"
         )
     return RewardPlan(entry, module, None)
+
+
+def check_plans(plans: Sequence[tuple[str, RewardPlan]]) -> None:
+    """Refuse (key, entry)s that cannot stand side by side, before any of them is built.
+
+    Raises:
+        ConfigError: an output of two rewards, or two entries of one reward that name or time it differently.
+    """
+    distinct: list[tuple[str, RewardPlan]] = []
+    for key, plan in plans:
+        earlier = next(((where, other) for where, other in distinct if plan.same_component(other)), None)
+        if earlier is None:
+            distinct.append((key, plan))
+            continue
+        where, other = earlier
+        for option in ("prefix", "timeout"):
+            mine, theirs = getattr(plan.entry, option), getattr(other.entry, option)
+            if mine != theirs:
+                raise ConfigError(
+                    f"{key}.{option}={mine}: it is the reward of {where} ({plan.name}) with the same options, which "
+                    f"is built and run once, and there it is {theirs}; set it alike in both"
+                )
+    clash = doubled_output([(f"{key} ({plan.label})", plan.outputs) for key, plan in distinct])
+    if clash is not None:
+        raise ConfigError(clash)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from flowrl.distributed import World
 from flowrl.initials import numbers_of
 from flowrl.learned_noise import LearnedNoise
 from flowrl.models.base import ModelAdapter, decoded
+from flowrl.overlap import Beside
 from flowrl.plan import deterministic
 from flowrl.prompts import Prompt, Texts
-from flowrl.reward import Scorer
+from flowrl.reward import Scorer, Scores
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers.ode import Ode
 from flowrl.types import SampleId
@@ -131,27 +133,33 @@ class Evaluator:
         plan = deterministic(self.adapter.schedule(num_inference_steps))
         laws = None if self.learned is None else self.learned.drawn_from(numbers_of(self.learned, prompts))
         noise = Noise(self.seed, "eval", None, self.adapter.latent_shape(), laws=laws)
-        own: list[tuple[SampleId, dict[str, float]]] = []
-        for slots, counts in self._rounds(len(prompts)):
-            if stop():
-                break
-            ids = [SampleId(slot, k) for slot in slots for k in range(self.samples_per_prompt)]
-            texts = [prompts[i.slot].text for i in ids]
-            rows = torch.arange(len(slots)).repeat_interleave(self.samples_per_prompt)
-            cond = self.texts.lookup([prompts[slot] for slot in slots])
-            samples, _ = run(policy, plan, noise, ids, cond, rows, batch_size=self.batch_size, device=self.world.device)
-            if not counts:
-                continue
-            images = decoded(self.adapter, samples.x0.to(self.world.device), cond, rows).cpu()
-            scores = {}
-            if self.scorer is not None:
-                scores = self.scorer.score(images, texts, [prompts[i.slot].metadata for i in ids]).raw
-            own += [(i, {name: float(value[j]) for name, value in scores.items()}) for j, i in enumerate(ids)]
-            if save:
-                self._keep(tag, ids, images)
-            progress(len(ids))
-        if self.world.any(stop()):
-            raise Interrupted
+        due: list[tuple[list[SampleId], Scores]] = []
+        with nullcontext() if self.scorer is None else Beside(self.scorer) as beside:
+            for slots, counts in self._rounds(len(prompts)):
+                if stop():
+                    break
+                ids = [SampleId(slot, k) for slot in slots for k in range(self.samples_per_prompt)]
+                rows = torch.arange(len(slots)).repeat_interleave(self.samples_per_prompt)
+                cond = self.texts.lookup([prompts[slot] for slot in slots])
+                options = {"batch_size": self.batch_size, "device": self.world.device}
+                samples, _ = run(policy, plan, noise, ids, cond, rows, **options)
+                if not counts:
+                    continue
+                images = decoded(self.adapter, samples.x0.to(self.world.device), cond, rows).cpu()
+                asked = [prompts[i.slot] for i in ids]
+                if beside is not None:
+                    due += beside.add(ids, images, [p.text for p in asked], [p.metadata for p in asked])
+                if save:
+                    self._keep(tag, ids, images)
+                progress(len(ids))
+            if self.world.any(stop()):
+                raise Interrupted
+            due += [] if beside is None else beside.rest()
+        own = [
+            (i, {name: float(value[j]) for name, value in scores.raw.items()})
+            for ids, scores in due
+            for j, i in enumerate(ids)
+        ]
         names = () if self.scorer is None else self.scorer.outputs
         table = {name: np.full((len(prompts), self.samples_per_prompt), np.nan) for name in names}
         for part in self.world.gather(own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -26,9 +27,16 @@ def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
     return [entry for _, entry in built]
 
 
-def make_scorer(entries: Sequence[WeightedReward]) -> Scorer:
-    """Runs them with the failure policy of training; what fails is warned of."""
-    return Scorer(entries, on_error=lambda text: log.warning("%s", text))
+def build_scorer(entries: Sequence[WeightedReward], **options: Any) -> Scorer:
+    """A scorer that tells the log of errors, unless `options` say otherwise.
+
+    Raises:
+        ConfigError: entries that do not go together, as only the built rewards show.
+    """
+    try:
+        return Scorer(entries, **({"on_error": lambda text: log.warning("%s", text)} | options))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:

@@ -1,23 +1,61 @@
-"""Scoring beside sampling: finished batches of a rollout go to some rewards while the next ones are sampled.
+"""Scoring beside other work: some rewards score what is there while the next pictures are sampled or read.
 
-Only rewards whose cards say `overlap` take part, each in one thread of its own, which has the batches in their order.
-Each sample meets the reward as it would afterwards, tries and masks are the Scorer's, and the batches are those of the
-rollout whatever the timing, so that the scores are the same. Rewards of whole groups wait for the groups.
+Only rewards whose cards say `overlap` take part, each in one thread of its own, which has its batches in their order.
+Each sample meets the reward as it would without, tries and masks are the Scorer's, and the batches do not depend on
+timing, so that the scores are the same. `Ahead` has the samples of a rollout, whose batches are parts of one whole;
+`Beside` has batches that are complete in themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.reward import Scorer, Scores
+from flowrl.reward import Scorer, Scores, WeightedReward
+from flowrl.threads import Ambient
+
+Outputs = dict[str, Tensor]
+
+
+class Lanes:
+    """A thread for each of some rewards, in the surroundings of the one that makes this."""
+
+    def __init__(self, scorer: Scorer, entries: Sequence[WeightedReward]) -> None:
+        self.scorer, self.ambient = scorer, Ambient()
+        self.pools = [(entry, ThreadPoolExecutor(1, "flowrl-reward")) for entry in entries]
+
+    def __bool__(self) -> bool:
+        return bool(self.pools)
+
+    def submit(self, *batch: Any) -> dict[int, Future[Outputs]]:
+        """`Scorer.raw` on a batch, by the identity of the entry."""
+        return {id(e): pool.submit(self.ambient.run, self.scorer.raw, e, *batch) for e, pool in self.pools}
+
+    def close(self) -> None:
+        """What waits is not scored; what is under way ends by itself, so that a slow server holds up no one's end."""
+        for _, pool in self.pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def others(self, *batch: Any) -> dict[int, Outputs]:
+        """The rewards without a thread score a batch now."""
+        own = {id(entry) for entry, _ in self.pools}
+        return {id(e): self.scorer.raw(e, *batch) for e in self.scorer.distinct if id(e) not in own}
+
+    def combine(self, found: Mapping[int, Outputs], errors: Sequence[str]) -> Scores:
+        """The scores from every reward's outputs, in the order of the rewards."""
+        joined: Outputs = {}
+        for entry in self.scorer.distinct:
+            joined |= found[id(entry)]
+        return self.scorer.combine(joined, errors)
 
 
 class Ahead:
-    """Scores of B samples whose pictures come batch by batch.
+    """Scores of B samples whose pictures come batch by batch. Rewards of whole groups wait for the groups.
 
     Args:
         scorer: of the run.
@@ -28,19 +66,16 @@ class Ahead:
         self.scorer, self.prompts, self.metadata = scorer, prompts, metadata
         self.done = 0
         self.errors: list[str] = []
-        early = [e for e in scorer.distinct if e.reward.card.overlap and not e.reward.card.needs_groups]
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._lanes = [(entry, _thread(device)) for entry in early]
-        self._found: list[list[Future[dict[str, Tensor]]]] = [[] for _ in early]
+        cards = [(entry, entry.reward.card) for entry in scorer.distinct]
+        self.lanes = Lanes(scorer, [entry for entry, card in cards if card.overlap and not card.needs_groups])
+        self._found: list[dict[int, Future[Outputs]]] = []
 
     def __bool__(self) -> bool:
         """Whether any reward takes part."""
-        return bool(self._lanes)
+        return bool(self.lanes)
 
     def close(self) -> None:
-        """What waits is not scored; what is under way ends by itself, so that a slow server holds up no one's end."""
-        for _, pool in self._lanes:
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.lanes.close()
 
     def add(self, images: Tensor) -> None:
         """The next pictures, [b, ...].
@@ -50,13 +85,13 @@ class Ahead:
         """
         part = slice(self.done, self.done + len(images))
         self.done = part.stop
+        for earlier in self._found:
+            for future in earlier.values():
+                if future.done():
+                    future.result()
         # Laid out as a part of the whole would be: a sum over other strides may differ in its last bit.
-        given = images.contiguous(), self.prompts[part], self.metadata[part], self.errors
-        for (entry, pool), found in zip(self._lanes, self._found, strict=True):
-            for earlier in found:
-                if earlier.done():
-                    earlier.result()
-            found.append(pool.submit(self.scorer.raw, entry, *given))
+        batch = images.contiguous(), self.prompts[part], self.metadata[part], self.errors
+        self._found.append(self.lanes.submit(*batch))
 
     def scores(self, images: Tensor) -> Scores:
         """The scores, when all pictures [B, ...] are there; the other rewards score them now.
@@ -64,25 +99,53 @@ class Ahead:
         Raises:
             RewardError: as `Scorer.score`.
         """
-        if not self._lanes:
+        if not self.lanes:
             return self.scorer.score(images, self.prompts, self.metadata)
         assert self.done == len(self.prompts), "pictures are missing"
-        early = {id(entry): found for (entry, _), found in zip(self._lanes, self._found, strict=True)}
-        joined: dict[int, dict[str, Tensor]] = {}
-        for entry in self.scorer.distinct:
-            if id(entry) not in early:
-                joined[id(entry)] = self.scorer.raw(entry, images, self.prompts, self.metadata, self.errors)
-        for key, found in early.items():
-            parts = [future.result() for future in found]
-            joined[key] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        ordered: dict[str, Tensor] = {}
-        for entry in self.scorer.distinct:
-            ordered |= joined[id(entry)]
-        return self.scorer.combine(ordered, self.errors)
+        found = self.lanes.others(images, self.prompts, self.metadata, self.errors)
+        for entry, _ in self.lanes.pools:
+            parts = [futures[id(entry)].result() for futures in self._found]
+            found[id(entry)] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return self.lanes.combine(found, self.errors)
 
 
-def _thread(device: int | None) -> ThreadPoolExecutor:
-    """One thread; the current GPU is a thread's own, and a new thread's is the first."""
-    if device is None:
-        return ThreadPoolExecutor(1, "flowrl-reward")
-    return ThreadPoolExecutor(1, "flowrl-reward", torch.cuda.set_device, (device,))
+class Beside:
+    """Scores of one batch after another, each as `Scorer.score` gives them; used as a context.
+
+    Where a reward overlaps, a batch's scores come back when the next batch is added, or with the rest; so no more than
+    two batches of pictures are held, however slow the reward is.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.lanes = Lanes(scorer, [entry for entry in scorer.distinct if entry.reward.card.overlap])
+        self._waiting: deque[tuple[Any, dict[int, Outputs], dict[int, Future[Outputs]], list[str]]] = deque()
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.lanes.close()
+
+    def add(self, key: Any, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[tuple[Any, Scores]]:
+        """Begin with a batch, and (key, scores) of what is due: the batch before, or this one where none overlaps.
+
+        Raises:
+            RewardError: as `Scorer.score`, perhaps for the batch before.
+        """
+        errors: list[str] = []
+        batch = images, prompts, metadata, errors
+        begun = self.lanes.submit(*batch)
+        self._waiting.append((key, self.lanes.others(*batch), begun, errors))
+        return self._take(1 if self.lanes else 0)
+
+    def rest(self) -> list[tuple[Any, Scores]]:
+        """What has not come back yet."""
+        return self._take(0)
+
+    def _take(self, left: int) -> list[tuple[Any, Scores]]:
+        due = []
+        while len(self._waiting) > left:
+            key, now, begun, errors = self._waiting.popleft()
+            later = {place: future.result() for place, future in begun.items()}
+            due.append((key, self.lanes.combine(now | later, errors)))
+        return due

@@ -22,7 +22,7 @@ from flowrl import media
 from flowrl.collect import Abandoned
 from flowrl.config import ConfigError, Resolved
 from flowrl.distributed import Elsewhere, World, join
-from flowrl.judges import build_rewards, make_scorer, probe, require_metadata, require_modality
+from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.metrics import Progress, log, set_up_logging
 from flowrl.models._savings import cast_frozen
 from flowrl.models.base import ModelAdapter, decoded
@@ -102,7 +102,7 @@ class Pairing:
         self.config, self.prompts, self.wanted, self.world = config, prompts, wanted, world
         require_metadata(prompts, (), resolved, [p.card for p in (*resolved.rewards, *resolved.eval_rewards)])
         entries = build_rewards(resolved.rewards)
-        self.scorer: Scorer = make_scorer(entries)
+        self.scorer: Scorer = build_scorer(entries)
         self.adapter: ModelAdapter = resolved.model.build()
         if getattr(self.adapter, "num_frames", 1) > 1:
             raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -49,8 +49,8 @@ class Card:
     needs_groups: bool = False
     """True where a score depends on the other samples of the prompt."""
     overlap: bool = False
-    """True where scoring leaves the sampling device alone (a server, a reader on the CPU): finished batches of a
-    rollout are then scored in a thread while the next ones are sampled."""
+    """True where scoring leaves the sampling device alone (a server, a reader on the CPU): finished batches are then
+    scored in a thread while the next ones are sampled, or read from files."""
     level: str = "experimental"
     """"tested" (a CPU test scores with it), "verified" (real weights, with numbers), "experimental"."""
     licence: str = "unknown"
@@ -63,6 +63,15 @@ class Reward:
 
     score: ScoreFunction
     card: Card
+
+    def prefixed(self, prefix: str) -> Reward:
+        """The same reward with "<prefix>_" before the name of every output."""
+
+        def renamed(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
+            result = self.score(images, prompts, metadata)
+            return {f"{prefix}_{k}": v for k, v in result.items()} if isinstance(result, Mapping) else result
+
+        return Reward(renamed, replace(self.card, outputs=tuple(f"{prefix}_{name}" for name in self.card.outputs)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +217,21 @@ def score_once(
     return checked
 
 
+def doubled_output(rewards: Sequence[tuple[str, Sequence[str]]]) -> str | None:
+    """What is wrong, and the remedy, where two of different rewards (who, outputs) share an output; None: nothing."""
+    owner: dict[str, str] = {}
+    for who, outputs in rewards:
+        for name in outputs:
+            if name in owner:
+                return (
+                    f"the output {name!r} is produced by {owner[name]} and by {who}, which are not one reward with the "
+                    f"same options; give one of them a prefix (prefix: a makes it a_{name}), make their own options "
+                    "equal, or drop one"
+                )
+            owner[name] = who
+    return None
+
+
 def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[WeightedReward]) -> None:
     """Refuse entries that do not go together; `distinct` are the first of each reward.
 
@@ -216,14 +240,9 @@ def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[Weighted
             an earlier entry of the same reward.
     """
     outputs = [name for entry in distinct for name in entry.reward.card.outputs]
-    doubled = sorted({name for name in outputs if outputs.count(name) > 1})
-    if doubled:
-        names = " and ".join(repr(e.name) for e in distinct if doubled[0] in e.reward.card.outputs)
-        raise ValueError(
-            f"rewards: the output {doubled[0]!r} is produced by two entries ({names}) that are not one reward with the "
-            "same options; make their options equal (weight, outputs, scale, offset, clip, gate and max_failed_share "
-            "may differ), or drop one"
-        )
+    clash = doubled_output([(repr(entry.name), entry.reward.card.outputs) for entry in distinct])
+    if clash is not None:
+        raise ValueError(f"rewards: {clash}")
     first = {id(entry.reward): entry for entry in distinct}
     for entry in entries:
         own = list(entry.reward.card.outputs)

@@ -87,10 +87,20 @@ class ScoreCache:
         fingerprint: whatever tells this scorer from every other, its version and options included.
         place: of the store, as the configuration names it.
         pictures: whether the files under metadata["images"] are part of what is scored, as an edit's source is.
+        prefix: what the run puts before the names of the outputs; the store knows them without.
     """
 
-    def __init__(self, store: Store, fingerprint: str, *, place: str = "memory", pictures: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        fingerprint: str,
+        *,
+        place: str = "memory",
+        pictures: bool = False,
+        prefix: str | None = None,
+    ) -> None:
         self.store, self.fingerprint, self.place, self.pictures = store, fingerprint, place, pictures
+        self.prefix = "" if prefix is None else f"{prefix}_"
 
     def key(self, image: Tensor, prompt: str, record: Mapping) -> str | None:
         """Of one picture [3, H, W] or clip [F, 3, H, W].
@@ -117,7 +127,8 @@ class ScoreCache:
 
     def get(self, key: str | None, outputs: Sequence[str]) -> dict[str, float] | None:
         """The scores under a key, or None; a file that does not hold a number for each output is none."""
-        found = None if key is None else self.store.get(key)
+        kept = None if key is None else self.store.get(key)
+        found = None if kept is None else {f"{self.prefix}{name}": value for name, value in kept.items()}
         if found is None or set(found) != set(outputs):
             return None
         numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in found.values())
@@ -126,4 +137,4 @@ class ScoreCache:
     def put(self, key: str | None, scores: Mapping[str, float]) -> None:
         """Keep the scores of a sample, unless one of them is missing."""
         if key is not None and all(math.isfinite(value) for value in scores.values()):
-            self.store.put(key, scores)
+            self.store.put(key, {name.removeprefix(self.prefix): value for name, value in scores.items()})

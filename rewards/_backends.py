@@ -16,6 +16,8 @@ from rewards._chat import Http
 from rewards._judge import Judge, JudgeScore
 from rewards._vlm import Local
 
+QWEN = Local(model="Qwen/Qwen3-VL-4B-Instruct")
+"""The judge of rewards that ask for none in particular."""
 Score = Callable[[Any, Sequence[str], Sequence[dict]], Tensor | Mapping[str, Tensor]]
 
 
@@ -53,6 +55,16 @@ class Backend:
         return f"{local.model} {local.adapter} {local.dtype}"
 
 
+def judge_card(*outputs: str, **own: Any) -> Card:
+    """A card with what the judges of pictures have in common; `own` comes before it.
+
+    Memory is that of a judge of 4 billion parameters in bfloat16.
+    """
+    sees = "as the judge's processor takes it; Qwen-VL keeps the aspect"
+    common: dict[str, Any] = {"low": 0.0, "high": 1.0, "modality": "image", "resolution": sees, "memory_gib": 8.3}
+    return Card(outputs=outputs, **(common | own))
+
+
 def judged(
     name: str, card: Card, config: Backend, default: Local, score: Callable[[Judge], Score], *text: str
 ) -> Reward:
@@ -60,5 +72,7 @@ def judged(
     judge = config.load(name, default)
     digest = hashlib.sha256(repr((config.backend, config.identity(default), *text)).encode()).hexdigest()[:12]
     memory = judge.memory_gib if isinstance(judge, _vlm.LocalJudge) else 0.0
-    card = dataclasses.replace(card, memory_gib=memory, version=f"{card.version}-{digest}")
+    # A server leaves this process idle.
+    version, overlap = f"{card.version}-{digest}", config.backend == "http"
+    card = dataclasses.replace(card, memory_gib=memory, version=version, overlap=overlap)
     return Reward(score=JudgeScore(name, judge, score(judge)), card=card)

@@ -27,6 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.reward import RewardError
+from rewards._images import jpeg
 from rewards._judge import Counters, Question, Writing, joined, log
 
 _RETRIED = {408, 409, 425, 429}
@@ -282,8 +283,10 @@ def load(config: Http, reward: str) -> HttpJudge:
     return HttpJudge(config, reward)
 
 
-def png_url(pixels: np.ndarray) -> str:
-    """A lossless data URL of [H, W, 3] uint8: JPEG would change what the judge sees."""
+def data_url(pixels: np.ndarray, jpeg_quality: int | None = None) -> str:
+    """[H, W, 3] uint8 as a lossless PNG, or as a JPEG, which changes what the judge sees."""
+    if jpeg_quality is not None:
+        return f"data:image/jpeg;base64,{base64.b64encode(jpeg(pixels, jpeg_quality)).decode()}"
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -291,7 +294,8 @@ def png_url(pixels: np.ndarray) -> str:
 
 def _messages(question: Question) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in question.turns()]
-    pictures = [{"type": "image_url", "image_url": {"url": png_url(image)}} for image in question.images]
+    urls = [data_url(image, question.jpeg_quality) for image in question.images]
+    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     messages[0]["content"] = [*pictures, {"type": "text", "text": question.text}]
     return messages
 

@@ -58,8 +58,8 @@ class ColorNamer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Mask2Former:
-    """Instance segmentation, one picture at a time, so that no score depends on the padding of a batch."""
+class _Network:
+    """A detector of transformers, one picture at a time, so that no score depends on the padding of a batch."""
 
     model: Any
     processor: Any
@@ -68,7 +68,17 @@ class Mask2Former:
 
     @property
     def labels(self) -> frozenset[str]:
-        return _labels(self.model)
+        """Names of the classes, GenEval's where they differ from COCO's."""
+        return frozenset(map(self._label, self.model.config.id2label))
+
+    def _label(self, index: int) -> str:
+        name = self.model.config.id2label[index]
+        return RENAMED.get(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask2Former(_Network):
+    """Instance segmentation."""
 
     def __call__(self, pixels: np.ndarray) -> list[Detection]:
         device = self.model.device
@@ -84,7 +94,6 @@ class Mask2Former:
         """The best (query, class) pairs; [Q, C] and [Q, H, W]."""
         queries, classes = probabilities.shape
         best, flat = probabilities.flatten().topk(queries)
-        names = self.model.config.id2label
         found = []
         for probability, index in zip(best.tolist(), flat.tolist(), strict=True):
             logits = masks[index // classes]
@@ -94,24 +103,14 @@ class Mask2Former:
             confidence = probability * float(logits.sigmoid()[inside].mean())
             if confidence < self.floor:
                 continue
-            label = names[index % classes]
             mask = inside.cpu().numpy()
-            found.append(Detection(RENAMED.get(label, label), confidence, box_of(mask), mask))
+            found.append(Detection(self._label(index % classes), confidence, box_of(mask), mask))
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class BoxDetector:
-    """Object detection without masks (DETR and its kin), one picture at a time."""
-
-    model: Any
-    processor: Any
-    floor: float = 0.05
-    """Detections below this confidence are dropped."""
-
-    @property
-    def labels(self) -> frozenset[str]:
-        return _labels(self.model)
+class BoxDetector(_Network):
+    """Object detection without masks (DETR and its kin)."""
 
     def __call__(self, pixels: np.ndarray) -> list[Detection]:
         device, (height, width) = self.model.device, pixels.shape[:2]
@@ -121,20 +120,14 @@ class BoxDetector:
         (seen,) = self.processor.post_process_object_detection(
             outputs, threshold=self.floor, target_sizes=[(height, width)]
         )
-        names, found = self.model.config.id2label, []
+        found = []
         for confidence, index, corners in zip(*(seen[k].tolist() for k in ("scores", "labels", "boxes")), strict=True):
             left, top, right, bottom = (
                 min(max(value, 0.0), side) for value, side in zip(corners, (width, height) * 2, strict=True)
             )
             if right > left and bottom > top:
-                label = names[index]
-                found.append(Detection(RENAMED.get(label, label), confidence, (left, top, right, bottom)))
+                found.append(Detection(self._label(index), confidence, (left, top, right, bottom)))
         return found
-
-
-def _labels(model: Any) -> frozenset[str]:
-    """Names of the classes, GenEval's where they differ from COCO's."""
-    return frozenset(RENAMED.get(name, name) for name in model.config.id2label.values())
 
 
 def load_detector(model: str, *, device: str | None, reward: str) -> Mask2Former | BoxDetector:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
+from PIL import Image
 from torch import Tensor
 
 
@@ -14,3 +17,10 @@ def to_uint8(picture: Tensor) -> np.ndarray | None:
     if not values.isfinite().all():
         return None
     return (values * 255).round().clamp(0, 255).byte().permute(1, 2, 0).contiguous().numpy()
+
+
+def jpeg(pixels: np.ndarray, quality: int) -> bytes:
+    """An [H, W, 3] uint8 picture as a JPEG file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="JPEG", quality=quality)
+    return file.getvalue()

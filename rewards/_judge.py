@@ -6,6 +6,7 @@ A question that was not answered is NaN, never 0.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import math
@@ -46,10 +47,12 @@ class Question:
     """Each [H, W, 3] uint8."""
     exchange: tuple[str, str] | None = None
     """An answer that could not be used, and what was wrong with it: the question is asked once more."""
+    jpeg_quality: int | None = None
+    """Of the JPEG through which the pictures are seen; none: as they are."""
 
     def key(self) -> str:
-        """Equal for equal text, pictures and exchange."""
-        digest = hashlib.sha256(repr((self.text, self.exchange)).encode())
+        """Equal for equal text, exchange and pictures as they are seen."""
+        digest = hashlib.sha256(repr((self.text, self.exchange, self.jpeg_quality)).encode())
         for image in self.images:
             digest.update(repr(image.shape).encode())
             digest.update(np.ascontiguousarray(image).data)
@@ -153,10 +156,15 @@ class JudgeScore:
         return result
 
 
-def ask_about(images: Sequence[Tensor], texts: Sequence[str]) -> list[Question | None]:
+def ask_about(
+    images: Sequence[Tensor], texts: Sequence[str], *, jpeg_quality: int | None = None
+) -> list[Question | None]:
     """One question a picture; None for a picture that is not finite."""
     pixels = [to_uint8(image) for image in images]
-    return [None if p is None else Question(text, (p,)) for p, text in zip(pixels, texts, strict=True)]
+    return [
+        None if p is None else Question(text, (p,), jpeg_quality=jpeg_quality)
+        for p, text in zip(pixels, texts, strict=True)
+    ]
 
 
 def where_asked(questions: Sequence[Question | None], ask: Callable[[list[Question]], Tensor]) -> Tensor:
@@ -211,7 +219,7 @@ def ask_json(
         answers[row], wrong = _read_json(text, schema)
         if wrong is not None:
             complaint = f"That answer cannot be used: {wrong}. Answer again, with the JSON object alone."
-            again[row] = Question(questions[row].text, questions[row].images, (text, complaint))
+            again[row] = dataclasses.replace(questions[row], exchange=(text, complaint))
     if again:
         judge.counters.add(reasks=len({question.key() for question in again.values()}))
         for row, text in zip(again, judge.write(list(again.values()), writing), strict=True):

@@ -7,16 +7,19 @@ from float32 logits over the whole vocabulary, before any sampling rule.
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from flowrl.reward import RewardError
 from rewards import _checkpoints
+from rewards._images import jpeg
 from rewards._judge import Counters, Question, Writing, joined
 
 _FORMER_NAMES = {
@@ -149,7 +152,8 @@ class LocalJudge:
         conversations = []
         for question in questions:
             turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in question.turns()]
-            pictures = [{"type": "image", "image": Image.fromarray(image)} for image in question.images]
+            shown = [_seen(image, question.jpeg_quality) for image in question.images]
+            pictures = [{"type": "image", "image": image} for image in shown]
             turns[0]["content"] = [*pictures, *turns[0]["content"]]
             conversations.append(turns)
         inputs = self.processor.apply_chat_template(
@@ -190,6 +194,12 @@ class LocalJudge:
         new = tokens[:, inputs["input_ids"].shape[1] :]
         self.counters.add(completion_tokens=int((new != how.pad_token_id).sum()))
         return tokenizer.batch_decode(new, skip_special_tokens=True)
+
+
+def _seen(pixels: np.ndarray, jpeg_quality: int | None) -> Image.Image:
+    if jpeg_quality is None:
+        return Image.fromarray(pixels)
+    return Image.open(io.BytesIO(jpeg(pixels, jpeg_quality))).convert("RGB")
 
 
 def _stacked(rows: Sequence[Tensor], width: int | None) -> Tensor:

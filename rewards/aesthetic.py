@@ -246,6 +246,22 @@ def _file(head: str) -> Path:
     return _checkpoints.find(repository, file, reward="aesthetic")
 
 
+def card_of(config: Config) -> Card:
+    """With the published head's range; a head of your own has its own."""
+    known = PUBLISHED[config.version]
+    return replace(
+        CARD,
+        outputs=(f"aesthetic_{config.version.replace('.', '_')}",),
+        **_bounds(known.fingerprint[0], known.fingerprint[4]),
+        memory_gib=1.2 if known.tower == "clip" else 1.6,
+        version=config.version if config.published else f"{config.version}, own head {config.head}",
+        differentiable=config.preprocess == "fast",
+        licence=f"{known.licence if config.published else 'unknown'} (head), "
+        f"{'MIT (CLIP)' if known.tower == 'clip' else 'Apache-2.0 (SigLIP)'}",
+        source=known.where.removeprefix("the repository "),
+    )
+
+
 def build(config: Config) -> Reward:
     known, head = PUBLISHED[config.version], load_head(config)
     backbone = config.backbone or known.backbone
@@ -265,16 +281,5 @@ def build(config: Config) -> Reward:
             return placed(embeddings)
 
     w, b = head.affine()
-    card = replace(
-        CARD,
-        outputs=(f"aesthetic_{config.version.replace('.', '_')}",),
-        **_bounds(float(b), float(w.norm())),
-        resolution=vision.pixels.resolution,
-        memory_gib=1.2 if known.tower == "clip" else 1.6,
-        version=config.version if config.published else f"{config.version}, own head {config.head}",
-        differentiable=config.preprocess == "fast",
-        licence=f"{known.licence if config.published else 'unknown'} (head), "
-        f"{'MIT (CLIP)' if known.tower == 'clip' else 'Apache-2.0 (SigLIP)'}",
-        source=known.where.removeprefix("the repository "),
-    )
+    card = replace(card_of(config), **_bounds(float(b), float(w.norm())), resolution=vision.pixels.resolution)
     return Reward(framewise(score, config.frames), card)

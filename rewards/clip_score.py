@@ -71,9 +71,14 @@ class Config:
             raise ValueError("tokenizer is transformers'; open_clip finds its own")
 
 
-def build(config: Config) -> Reward:
-    clip = _load(config)
+def card_of(config: Config) -> Card:
     output, factor = _CONVENTIONS[config.convention]
+    low = -1.0 if config.convention == "cos" else 0.0
+    return replace(CARD, outputs=(output,), low=low, high=factor, differentiable=config.preprocess == "fast")
+
+
+def build(config: Config) -> Reward:
+    clip, factor = _load(config), _CONVENTIONS[config.convention][1]
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         cosine = (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
@@ -81,13 +86,9 @@ def build(config: Config) -> Reward:
 
     default = config.model == Config().model
     card = replace(
-        CARD,
-        outputs=(output,),
-        low=-1.0 if config.convention == "cos" else 0.0,
-        high=factor,
+        card_of(config),
         resolution=clip.pixels.resolution,
         memory_gib=sum(p.numel() for p in clip.model.parameters()) * 4 / 2**30,
-        differentiable=config.preprocess == "fast",
         licence=CARD.licence if default else f"MIT (code); weights: see {config.model}",
     )
     return Reward(framewise(score, config.frames), card)

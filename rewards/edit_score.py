@@ -28,8 +28,8 @@ from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.reward import Card, Reward, RewardError
-from rewards._backends import Backend, judged
+from flowrl.reward import Reward, RewardError
+from rewards._backends import Backend, judge_card, judged
 from rewards._images import to_uint8
 from rewards._judge import Judge, Question, Writing, ask_json, mean_or_nan, read_text, strict_fields
 from rewards._vlm import Local
@@ -37,13 +37,11 @@ from rewards._vlm import Local
 LEVEL = "experimental"
 DEFAULT = Local(model="Qwen/Qwen2.5-VL-7B-Instruct", adapter="EditScore/EditScore-7B")
 PARTS = ("success", "kept", "sc", "pq")
-CARD = Card(
-    outputs=("edit_score", *(f"edit_score_{part}" for part in PARTS)),
-    low=0.0,
+CARD = judge_card(
+    *("edit_score", *(f"edit_score_{part}" for part in PARTS)),
     high=10.0,
     transform=(0.1, 0.0),
     modality="edit",
-    resolution="as the judge's processor takes it; Qwen-VL keeps the aspect",
     requires=("images",),
     memory_gib=15.5,
     level=LEVEL,

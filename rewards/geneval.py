@@ -215,9 +215,17 @@ def exact(sight: Sight, include: Sequence[Clause]) -> dict[str, float]:
     }
 
 
+def _names(config: Config) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((config.mode, *REPORTED)))
+
+
+def card_of(config: Config) -> Card:
+    return replace(CARD, outputs=tuple(f"geneval_{name}" for name in _names(config)))
+
+
 def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collection[str] | None = None) -> Reward:
     """The reward on any detector and colour classifier; `labels` are the classes that the detector knows."""
-    names = tuple(dict.fromkeys((config.mode, *REPORTED)))
+    names = _names(config)
 
     def one(picture: Tensor, record: Mapping[str, Any]) -> dict[str, float]:
         include, exclude = read_clauses(record, "include"), read_clauses(record, "exclude")
@@ -238,7 +246,7 @@ def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collec
         rows = [one(picture, record) for picture, record in zip(images, metadata, strict=True)]
         return {f"geneval_{name}": torch.tensor([row[name] for row in rows]) for name in names}
 
-    return Reward(score, replace(CARD, outputs=tuple(f"geneval_{name}" for name in names)))
+    return Reward(score, card_of(config))
 
 
 def _require_known(labels: Collection[str] | None, clauses: Sequence[Clause]) -> None:

@@ -135,6 +135,15 @@ def _state(path: Path) -> Mapping[str, Tensor]:
         raise RewardError(f"reward 'hpsv2': {str(path)!r} is not laid out as {_FILES['v2.1']}: {error!r}") from error
 
 
+def card_of(config: Config) -> Card:
+    return replace(
+        CARD,
+        outputs=(f"hpsv2_{config.version[-1]}",),
+        version=f"HPS {config.version}" + ("" if config.antialias else ", no antialias"),
+        differentiable=config.preprocess == "fast",
+    )
+
+
 def build(config: Config) -> Reward:
     network, tokenizer = _load(find_weights(config), config.device)
     size = network.visual.image_size[0]
@@ -148,10 +157,4 @@ def build(config: Config) -> Reward:
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
 
-    card = replace(
-        CARD,
-        outputs=(f"hpsv2_{config.version[-1]}",),
-        version=f"HPS {config.version}" + ("" if config.antialias else ", no antialias"),
-        differentiable=config.preprocess == "fast",
-    )
-    return Reward(framewise(score, config.frames), card)
+    return Reward(framewise(score, config.frames), card_of(config))

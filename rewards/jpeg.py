@@ -7,7 +7,6 @@ Source: DDPO, arXiv:2305.13301; kvablack/ddpo-pytorch:ddpo_pytorch/rewards.py.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +15,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from flowrl.reward import Card, Reward
-from rewards._images import to_uint8
+from rewards._images import jpeg, to_uint8
 
 LEVEL = "tested"
 CARD = Card(
@@ -49,9 +47,7 @@ class Config:
 
 def jpeg_kilobytes(pixels: np.ndarray, quality: int) -> float:
     """Thousands of bytes of an [H, W, 3] uint8 picture as a JPEG."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format="JPEG", quality=quality)
-    return file.tell() / 1000
+    return len(jpeg(pixels, quality)) / 1000
 
 
 def build(config: Config) -> Reward:

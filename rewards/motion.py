@@ -123,16 +123,20 @@ def spaced(frames: Sequence[np.ndarray], fps: float) -> tuple[Sequence[np.ndarra
     return frames[::step], fps / step
 
 
+def card_of(config: Config) -> Card:
+    more = {"motion_consistency": config.backbone, "motion_degree": config.flow_weights}
+    given = tuple(name for name, weights in more.items() if weights is not None)
+    return replace(CARD, outputs=(*CARD.outputs, *given), memory_gib=0.4 if given else 0.0)
+
+
 def build(config: Config) -> Reward:
+    card = card_of(config)
     embed: Embed | None = None
     speed: Magnitude | None = None
-    outputs = CARD.outputs
     if config.backbone is not None:
         embed = network(config.backbone, config.device, reward="motion")
-        outputs = (*outputs, "motion_consistency")
     if config.flow_weights is not None:
         speed = load_raft(config.flow_weights, device=config.device, reward="motion")
-        outputs = (*outputs, "motion_degree")
 
     def one(clip: Tensor) -> dict[str, float]:
         if clip.ndim != 4 or len(clip) < 3:
@@ -143,7 +147,7 @@ def build(config: Config) -> Reward:
         pixels = [to_uint8(frame) for frame in clip]
         frames = [frame for frame in pixels if frame is not None]
         if len(frames) < len(pixels):
-            return dict.fromkeys(outputs, math.nan)
+            return dict.fromkeys(card.outputs, math.nan)
         strength = fmean(difference(a, b) for a, b in pairwise(frames))
         apart, fps = spaced(frames, config.fps)
         moved = dynamics(apart)
@@ -165,6 +169,6 @@ def build(config: Config) -> Reward:
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         rows = [one(clip) for clip in images]
-        return {name: torch.tensor([row[name] for row in rows]) for name in outputs}
+        return {name: torch.tensor([row[name] for row in rows]) for name in card.outputs}
 
-    return Reward(score, replace(CARD, outputs=outputs, memory_gib=0.4 if embed or speed else 0.0))
+    return Reward(score, card)

@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards._backends import Backend, Score, judged
+from rewards._backends import Backend, Score, judge_card, judged
 from rewards._images import to_uint8
 from rewards._judge import Judge, Question, Writing, log, where_asked
 from rewards._vlm import Local
@@ -35,14 +35,12 @@ from rewards._vlm import Local
 LEVEL = "experimental"
 DEFAULT = Local(model="CodeGoat24/UnifiedReward-2.0-qwen3vl-4b")
 AXES = ("alignment", "coherence", "style")
-CARD = Card(
-    outputs=("unified_reward", *(f"unified_reward_{axis}" for axis in AXES)),
+CARD = judge_card(
+    *("unified_reward", *(f"unified_reward_{axis}" for axis in AXES)),
     low=1.0,
     high=5.0,
     transform=(0.25, -0.25),
-    modality="image",
     resolution="as the judge's processor takes it (v1.5: 512 x 512, the aspect is lost)",
-    memory_gib=8.3,
     level=LEVEL,
     licence="MIT (code and texts); weights unverified",
     source="arXiv:2503.05236",
@@ -150,15 +148,19 @@ def _score(judge: Judge, config: Config, names: Sequence[str]) -> Score:
     return score
 
 
+def card_of(config: Config) -> Card:
+    return (
+        CARD if config.version == "v2.0" else dataclasses.replace(CARD, outputs=CARD.outputs[:1], transform=(0.2, 0.0))
+    )
+
+
 def build(config: Config) -> Reward:
     text = question(config.version, "a photo of a cat")
     assert hashlib.sha256(text.encode()).hexdigest() == SHA256[config.version], "the prompt text was changed"
-    card = CARD
-    if config.version == "v1.5":
-        if config.backend == "local":
-            raise RewardError(
-                "reward 'unified_reward': version v1.5 is a LLaVA checkpoint that transformers cannot load; serve it "
-                "(SGLang, chat template chatml-llava) and set backend: http, or take version: v2.0"
-            )
-        card = dataclasses.replace(CARD, outputs=CARD.outputs[:1], transform=(0.2, 0.0))
+    if config.version == "v1.5" and config.backend == "local":
+        raise RewardError(
+            "reward 'unified_reward': version v1.5 is a LLaVA checkpoint that transformers cannot load; serve it "
+            "(SGLang, chat template chatml-llava) and set backend: http, or take version: v2.0"
+        )
+    card = card_of(config)
     return judged("unified_reward", card, config, DEFAULT, lambda judge: _score(judge, config, card.outputs), text)

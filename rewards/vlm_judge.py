@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
 from rewards import _rubrics
-from rewards._backends import Backend, Score, judged
+from rewards._backends import QWEN, Backend, Score, judge_card, judged
 from rewards._images import to_uint8
 from rewards._judge import (
     DIGITS,
@@ -43,18 +43,11 @@ from rewards._judge import (
     yes_share,
 )
 from rewards._rubrics import Rubric
-from rewards._vlm import Local
 from rewards.diversity import groups_of
 
 LEVEL = "experimental"
-DEFAULT = Local(model="Qwen/Qwen3-VL-4B-Instruct")
-CARD = Card(
-    outputs=("vlm_judge",),
-    low=0.0,
-    high=1.0,
-    modality="image",
-    resolution="as the judge's processor takes it; Qwen-VL keeps the aspect",
-    memory_gib=8.3,
+CARD = judge_card(
+    "vlm_judge",
     level=LEVEL,
     licence="Apache-2.0 (Qwen3-VL; unverified); another judge's own",
     source="arXiv:2404.01291; PKU-YuanGroup/Edit-R1; CodeGoat24/Pref-GRPO",
@@ -153,16 +146,22 @@ def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int
     return score
 
 
-def build(config: Config) -> Reward:
+def card_of(config: Config) -> Card:
     rubric = _rubrics.load(config.rubric, "vlm_judge")
+    if rubric.scale != "score":
+        return dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise")
+    names = ("vlm_judge", *(f"vlm_judge_{axis}" for axis in rubric.axes))
+    return dataclasses.replace(CARD, outputs=names, low=rubric.low, high=rubric.high)
+
+
+def build(config: Config) -> Reward:
+    rubric, card = _rubrics.load(config.rubric, "vlm_judge"), card_of(config)
     text = rubric.model_dump_json()
     if rubric.scale == "score":
-        names = ("vlm_judge", *(f"vlm_judge_{axis}" for axis in rubric.axes))
-        card = dataclasses.replace(CARD, outputs=names, low=rubric.low, high=rubric.high)
+        tokens = config.max_tokens
         return judged(
-            "vlm_judge", card, config, DEFAULT, lambda judge: _by_axes(judge, rubric, names, config.max_tokens), text
+            "vlm_judge", card, config, QWEN, lambda judge: _by_axes(judge, rubric, card.outputs, tokens), text
         )
-    card = dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise")
     how = _pairwise if rubric.scale == "pairwise" else _by_probability
     options = {"yes_no": YES_NO, "expectation": DIGITS, "pairwise": FIRST_SECOND}[rubric.scale]
 
@@ -170,4 +169,4 @@ def build(config: Config) -> Reward:
         judge.check_options(options)
         return how(judge, rubric)
 
-    return judged("vlm_judge", card, config, DEFAULT, checked, text)
+    return judged("vlm_judge", card, config, QWEN, checked, text)

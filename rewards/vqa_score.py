@@ -17,20 +17,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.reward import Card, Reward
-from rewards._backends import Backend, Score, judged
+from flowrl.reward import Reward
+from rewards._backends import QWEN, Backend, Score, judge_card, judged
 from rewards._judge import Judge, ask_about, where_asked
-from rewards._vlm import Local
 
 LEVEL = "experimental"
-DEFAULT = Local(model="Qwen/Qwen3-VL-4B-Instruct")
-CARD = Card(
-    outputs=("vqa_score",),
-    low=0.0,
-    high=1.0,
-    modality="image",
-    resolution="as the judge's processor takes it; Qwen-VL keeps the aspect",
-    memory_gib=8.3,
+CARD = judge_card(
+    "vqa_score",
     level=LEVEL,
     licence="Apache-2.0 (Qwen3-VL and t2v_metrics; unverified); another judge's own",
     source="arXiv:2404.01291",
@@ -60,6 +53,4 @@ def _score(judge: Judge, config: Config) -> Score:
 
 
 def build(config: Config) -> Reward:
-    return judged(
-        "vqa_score", CARD, config, DEFAULT, lambda judge: _score(judge, config), config.question, config.answer
-    )
+    return judged("vqa_score", CARD, config, QWEN, lambda judge: _score(judge, config), config.question, config.answer)

@@ -1,4 +1,6 @@
-"""Write docs/rewards.md from the cards of rewards/ and docs/rewards/notes.md: `python -m scripts.make_rewards_doc`.
+"""Write docs/rewards.md from the cards of rewards/, docs/rewards/notes.md and docs/rewards/proxy.md.
+
+    python -m scripts.make_rewards_doc
 
 Running it again changes nothing; a test compares the file with what this writes. Nothing is loaded or downloaded.
 """
@@ -17,7 +19,7 @@ from flowrl.reward import Card
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "rewards.md"
 PAGES = ROOT / "docs" / "rewards"
-NOTES = PAGES / "notes.md"
+NOTES, PROXY = PAGES / "notes.md", PAGES / "proxy.md"
 SEES = {"any": "pictures, clips", "image": "pictures", "video": "clips", "edit": "source and result"}
 HEAD = """# Rewards
 
@@ -39,6 +41,15 @@ pictures alone is refused for a model that makes clips, and the other way round.
 
 | reward | resolution | every record needs | memory | transform | licence | source |
 |---|---|---|---|---|---|---|
+"""
+EXAMPLE = """
+## Over-optimisation, an example
+
+A learned reward stands for what one wants and is not it. In the shapes world both can be measured: below, training is
+on the cosine of `tiny-clip`, in `multi_reward` with the verifier of `shapes` beside it, in the other recipes without.
+How the cells were run, and every one of them: [Proxy against gold](rewards/proxy.md).
+
+![the proxy and the strict verifier against iterations](rewards/proxy.svg)
 """
 
 
@@ -91,6 +102,13 @@ def pages() -> str:
     return "\n## More\n\n" + "".join(found) if found else ""
 
 
+def example() -> str:
+    """The curves of docs/rewards/proxy.md, and what it says of them in short."""
+    _, _, rest = PROXY.read_text(encoding="utf-8").partition("## In short\n")
+    short = rest.partition("\n## ")[0].strip()
+    return EXAMPLE + (f"\n{short}\n" if short else "")
+
+
 def page() -> str:
     """The whole file."""
     known = list(cards())
@@ -99,7 +117,8 @@ def page() -> str:
     entry = (
         f"\nEvery entry of `rewards` takes, with these defaults: {options()}. The other keys are the reward's own.\n"
     )
-    return HEAD + first + DETAILS + second + entry + "\n" + NOTES.read_text(encoding="utf-8") + pages()
+    notes = NOTES.read_text(encoding="utf-8")
+    return HEAD + first + DETAILS + second + entry + "\n" + notes + example() + pages()
 
 
 def main() -> None:

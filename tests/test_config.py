@@ -431,15 +431,51 @@ def test_entries_of_one_reward_with_the_same_options_share_what_is_built(read, t
     assert clipped.clip == (0, 1)
 
 
-def test_entries_of_one_reward_with_other_options_are_refused(read):
+def test_entries_of_one_reward_with_other_options_need_a_prefix(read):
     from flowrl.judges import build_rewards
     from flowrl.reward import Scorer
 
-    found = resolve(read(f"rewards=[{STRICT}, {{name: shapes, surplus_penalty: 0.5}}]"))
+    other = "{name: shapes, surplus_penalty: 0.5}"
+    message = refusal(resolve, read(f"rewards=[{STRICT}, {other}]"))
+    assert "'shapes_strict' is produced by rewards.0 (shapes) and by rewards.1 (shapes)" in message
+    assert "give one of them a prefix (prefix: a makes it a_shapes_strict)" in message
+    message = refusal(resolve, read(f"rewards=[{STRICT}]", f"eval.rewards=[{other}]"))
+    assert "rewards.0 (shapes) and by eval.rewards.0 (shapes)" in message
+    found = resolve(read(f"rewards=[{STRICT}, {other[:-1]}, prefix: hard}}]"))
     first, second = build_rewards(found.rewards)
     assert first.reward is not second.reward
-    with pytest.raises(ValueError, match=r"'shapes_partial' is produced by two entries.*make their options equal"):
-        Scorer([first, second])
+    assert Scorer([first, second]).outputs == (
+        *("shapes_strict", "shapes_partial"),
+        *("hard_shapes_strict", "hard_shapes_partial"),
+    )
+
+
+def test_two_models_of_one_reward_are_refused_before_either_is_looked_for(read):
+    """Neither exists: the names are known without them, whatever options change them."""
+    one, other = "name: clip_score, model: /nowhere/a", "name: clip_score, model: /nowhere/b"
+    message = refusal(resolve, read(f"rewards=[{{{one}}}, {{{other}}}]"))
+    assert "'clip_cos' is produced by rewards.0 (clip_score) and by rewards.1 (clip_score)" in message
+    resolve(read(f"rewards=[{{{one}}}, {{{other}, prefix: b}}]"))
+    resolve(read(f"rewards=[{{{one}}}, {{{other}, convention: percent}}]"))
+    message = refusal(resolve, read(f"rewards=[{{{one}, prefix: b}}, {{{other}, prefix: b}}]"))
+    assert "'b_clip_cos' is produced by rewards.0 (b_clip_score)" in message
+    servers = "name: remote, servers: [http://127.0.0.1:1]"
+    resolve(read(f"rewards=[{{{servers}, reward: a}}, {{{servers}, reward: b}}]"))  # only the servers know
+
+
+@pytest.mark.parametrize("option", ["prefix: a", "timeout: 5"])
+def test_one_reward_cannot_be_named_or_timed_in_two_ways(read, option):
+    key = option.partition(":")[0]
+    message = refusal(resolve, read(f"rewards=[{STRICT}, {PARTIAL[:-1]}, {option}}}]"))
+    assert f"rewards.1.{key}={option.partition(': ')[2]}" in message
+    assert "the reward of rewards.0 (shapes)" in message
+    both = [each[:-1] + f", {option}}}" for each in (STRICT, PARTIAL)]
+    resolve(read(f"rewards=[{', '.join(both)}]"))
+
+
+@pytest.mark.parametrize("prefix", ["", "a b", "a/b", "a."])
+def test_a_prefix_is_part_of_a_name(read, prefix):
+    assert "must be letters, digits and _" in refusal(resolve, read(f"rewards=[{{name: jpeg, prefix: '{prefix}'}}]"))
 
 
 def test_an_entry_that_says_the_same_twice_is_refused(read):

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("algorithms",),
     ("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
-    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap"),
+    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap", "threads"),
     ("process", "schedules", "vp_schedules", "advantages", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )

@@ -9,9 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flowrl import media
 from flowrl.collect import Abandoned, Collector
+from flowrl.commands import score
+from flowrl.distributed import World
+from flowrl.evaluate import Evaluator, Interrupted
 from flowrl.metrics import Timer
-from flowrl.overlap import Ahead
+from flowrl.overlap import Ahead, Beside
 from flowrl.plan import deterministic
 from flowrl.prompts import Prompt, Texts
 from flowrl.reward import Card, Reward, RewardError, Scorer, WeightedReward
@@ -177,3 +181,133 @@ def test_the_pieces_do_not_depend_on_how_fast_a_reward_is():
     ahead.close()
     assert torch.equal(found.raw["mine"], scorer.score(images, [""] * 6, [{"k": k} for k in range(6)]).raw["mine"])
     assert math.isfinite(float(found.total.sum()))
+
+
+# ---- batches that are complete in themselves
+
+
+def test_beside_gives_each_batch_its_own_scores_in_order_and_holds_two_at_most():
+    """Also of rewards that need whole groups: a batch holds whole ones."""
+    held: list[int] = []
+
+    def run(overlap: bool):
+        entries = [entry(brightness, overlap=overlap), entry(brightness, "late")]
+        entries.append(entry(spread, "s", needs_groups=True, overlap=overlap))
+        found = []
+        with Beside(Scorer(entries)) as beside:
+            for k in range(4):
+                images = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(k))
+                found += beside.add(k, images, [""] * 3, [{"k": k}] * 3)
+                held.append(k + 1 - len(found))
+            return found + beside.rest()
+
+    def spread(images, prompts, metadata):
+        return images.mean(dim=(1, 2, 3)) - images.mean()
+
+    beside, plain = run(True), run(False)
+    assert [key for key, _ in beside] == [key for key, _ in plain] == [0, 1, 2, 3]
+    assert held == [1, 1, 1, 1, 0, 0, 0, 0]
+    for (_, one), (_, other) in zip(beside, plain, strict=True):
+        assert list(one.raw) == list(other.raw) == ["mine", "late", "s"]
+        assert all(torch.equal(one.raw[name], other.raw[name]) for name in one.raw)
+        assert torch.equal(one.values, other.values)
+
+
+def test_beside_stops_where_a_batch_by_itself_has_too_many_failures():
+    def fails(images, prompts, metadata):
+        if metadata[0]["k"] == 1:
+            raise ConnectionError("server is away")
+        return brightness(images, prompts, metadata)
+
+    with Beside(Scorer([entry(fails, overlap=True)])) as beside:
+        assert beside.add(0, torch.rand(2, 3, 4, 4), [""] * 2, [{"k": 0}] * 2) == []
+        assert [key for key, _ in beside.add(1, torch.rand(2, 3, 4, 4), [""] * 2, [{"k": 1}] * 2)] == [0]
+        with pytest.raises(RewardError, match=r"2 of 2 samples.*server is away"):
+            beside.rest()
+
+
+class Waits:
+    """Scores its first batch only once `event` is set: what must happen first is for the test to say."""
+
+    def __init__(self) -> None:
+        self.event, self.came = threading.Event(), []
+
+    def __call__(self, images, prompts, metadata):
+        if not self.came:
+            self.came.append(self.event.wait(WAIT_S))
+        return torch.stack([image.mean() for image in images])
+
+
+def evaluator(folder, adapter, scorer: Scorer) -> Evaluator:
+    """Of six prompts, two a batch."""
+    prompts = tuple(Prompt(f"prompt {k}", {}) for k in range(6))
+    return Evaluator(
+        adapter=adapter,
+        texts=Texts(adapter, prompts, cache=False),
+        scorer=scorer,
+        world=World(0, 1, torch.device("cpu")),
+        folder=folder,
+        prompts=prompts,
+        seed=3,
+        samples_per_prompt=1,
+        batch_size=2,
+        save_images=0,
+    )
+
+
+def test_an_evaluation_samples_the_next_prompts_while_a_reward_scores(tmp_path):
+    """The first batch has no scores before the second is in the network: one after the other would wait for ever."""
+
+    def run(overlap: bool, reward):
+        adapter, steps = ToyAdapter(), 4
+        forwards: list[int] = []
+
+        def seen(*_: object) -> None:
+            forwards.append(len(forwards))
+            if len(forwards) > steps and isinstance(reward, Waits):
+                reward.event.set()
+
+        adapter.network.register_forward_pre_hook(seen)
+        evaluate = evaluator(tmp_path, adapter, Scorer([entry(reward, overlap=overlap)]))
+        return evaluate("base", 0, guidance_scale=1.0, num_inference_steps=steps, save=False).scores["mine"]
+
+    waits = Waits()
+    beside = run(True, waits)
+    assert waits.came == [True]
+    assert (beside == run(False, lambda *batch: torch.stack([image.mean() for image in batch[0]]))).all()
+
+
+def test_an_evaluation_that_is_stopped_waits_for_no_reward(tmp_path):
+    waits, done = Waits(), []
+    evaluate = evaluator(tmp_path, ToyAdapter(), Scorer([entry(waits, overlap=True)]))
+    options = {"guidance_scale": 1.0, "num_inference_steps": 2}
+    with pytest.raises(Interrupted):
+        evaluate("base", 0, **options, progress=done.append, stop=lambda: len(done) == 1)
+    assert not waits.event.is_set()
+    assert waits.came == []
+    waits.event.set()
+
+
+def test_flowrl_score_reads_the_next_files_while_a_reward_scores(tmp_path, monkeypatch):
+    waits, read = Waits(), media.read
+
+    def reads(file):
+        if file.name == "2.png":
+            waits.event.set()
+        return read(file)
+
+    for number in range(4):
+        media.write(torch.full((3, 8, 8), number / 5), tmp_path / f"{number}")
+    samples = [(file, "", {}) for file in sorted(tmp_path.iterdir())]
+    plain = list(score._scored(Scorer([entry(_ready())]), [samples[:2], samples[2:]]))
+    monkeypatch.setattr(media, "read", reads)
+    beside = list(score._scored(Scorer([entry(waits, overlap=True)]), [samples[:2], samples[2:]]))
+    assert waits.came == [True]
+    assert beside == plain
+    assert [line["image"] for line in beside] == ["0.png", "1.png", "2.png", "3.png"]
+
+
+def _ready() -> Waits:
+    waits = Waits()
+    waits.event.set()
+    return waits

@@ -147,6 +147,34 @@ def test_the_page_tells_the_fall_after_the_best_and_what_was_not_run(proxy, file
     assert "proxy.svg" in proxy.page(cells, facts)
 
 
+def test_in_short_names_the_recipe_that_falls_furthest_and_the_one_that_falls_least(proxy):
+    cells = {"flow_grpo/0": cell([0.3, 0.6, 0.2]), "grpo_guard/0": cell([0.3, 0.4, 0.5])}
+    cells["flow_grpo_kl/1"] = cell([0.3, 0.4, 0.3])
+    first, furthest, least, last = proxy.in_short(cells)
+    assert first == "3 of 12 cells have been run."
+    assert furthest == (
+        "With `flow_grpo` (1 of 3 seeds) the proxy goes from 0.500 to 0.700 in 50 iterations; of the pictures, 30.0 % "
+        "pass the verifier before, 60.0 % at the best evaluation (iteration 25) and 20.0 % at the end."
+    )
+    assert least.startswith("With `grpo_guard` (1 of 3 seeds)")
+    assert "50.0 % at the best evaluation (iteration 50) and 50.0 % at the end" in least
+    assert "too high" in last
+    assert len(proxy.in_short({"flow_grpo/0": cells["flow_grpo/0"]})) == 3, "one recipe is told once"
+    assert proxy.in_short({}) == ["0 of 12 cells have been run."]
+
+
+def test_the_rewards_page_shows_the_curves_with_what_they_say_in_short(proxy, files, monkeypatch):
+    script, cells = proxy.make_rewards_doc, {"flow_grpo/0": cell([0.3, 0.6, 0.2])}
+    facts = json.loads(proxy.PRETRAINING.read_text(encoding="utf-8"))
+    monkeypatch.setattr(script, "PROXY", proxy.PAGE)
+    proxy.PAGE.write_text(proxy.page(cells, facts), encoding="utf-8")
+    shown = script.example()
+    assert "(rewards/proxy.svg)" in shown
+    assert "(rewards/proxy.md)" in shown
+    assert shown.endswith("\n" + "\n".join(proxy.in_short(cells)) + "\n")
+    assert "An open_clip" not in shown
+
+
 def test_the_picture_has_a_line_a_seed_and_their_mean_in_both_panels(proxy, files):
     cells = {f"flow_grpo/{seed}": cell([0.3, 0.6, 0.2]) for seed in (0, 1)}
     proxy.draw(cells, files / "a.svg")

@@ -191,7 +191,7 @@ def test_a_users_interrupt_is_not_swallowed():
 
 
 def test_two_rewards_with_the_same_output_are_refused():
-    with pytest.raises(ValueError, match=r"'mine' is produced by two entries \('mine' and 'again'\).*options"):
+    with pytest.raises(ValueError, match=r"'mine' is produced by 'mine' and by 'again'.*prefix: a makes it a_mine"):
         Scorer([entry(brightness), entry(brightness, "again")])
 
 

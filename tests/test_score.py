@@ -53,6 +53,15 @@ def test_several_rewards_score_every_picture_in_one_line_each(capsys, tmp_path, 
     assert "mine: mean 0.4 over 3, 0 failed" in told
 
 
+def test_one_reward_twice_with_other_options_by_a_prefix(capsys, tmp_path, folder):
+    words = ["jpeg", "low=jpeg"]
+    lines, told = run(capsys, folder, words, options=["low.quality=10"], batch_size=2)
+    assert all(line["jpeg_kb"] >= line["low_jpeg_kb"] > 0 for line in lines)
+    assert "low_jpeg_kb: mean" in told
+    single, _ = run(capsys, folder, ["jpeg"], options=["quality=10"], batch_size=2)
+    assert [line["low_jpeg_kb"] for line in lines] == [line["jpeg_kb"] for line in single]
+
+
 def test_records_are_matched_by_file_name_and_lines_by_order(capsys, tmp_path, folder):
     text = "def score(images, prompts, metadata):\n    return [r.get('want', -1) for r in metadata]\n"
     records = [{"prompt": f"p{n}", "image": f"elsewhere/{n}.png", "want": n} for n in (3, 1, 2)]
@@ -100,7 +109,12 @@ def test_clips_are_scored_by_a_reward_that_takes_them_and_refused_by_one_that_do
         ({}, "either --reward"),
         ({"reward": ["jpeg"], "check": "jpeg"}, "either --reward"),
         ({"reward": ["jpeg", "shapes"], "options": ["quality=3"]}, "say whose it is"),
-        ({"reward": ["jpeg", "jpeg"]}, "named twice"),
+        ({"reward": ["jpeg", "jpeg"]}, "named twice; give one a prefix, --reward PREFIX=jpeg"),
+        ({"reward": ["jpeg", "a b=jpeg"]}, "prefix='a b' must be letters"),
+        (
+            {"reward": ["clip_score", "rewards.clip_score"], "options": ["clip_score.model=x"]},
+            "give one of them a prefix",
+        ),
         ({"reward": ["geneval"]}, "needs 'include' for every picture"),
         ({"check": "geneval", "images": None}, "needs include for every sample"),
         ({"reward": ["jpeg"], "prompts": "two.txt"}, "2 lines for 3 pictures"),

@@ -362,3 +362,76 @@ def test_entries_of_one_reward_share_their_cache(tmp_path):
     first, second = build_rewards(plans)
     assert first.cache is second.cache
     Scorer([first, second])
+
+
+# ---- prefixes
+
+SHIFTED = (
+    "from dataclasses import dataclass\nfrom flowrl.reward import Card, Reward\n\n"
+    "CARD = Card(outputs=('a', 'b'), low=0.0, modality='any')\ncalls = []\n\n"
+    "@dataclass(frozen=True, kw_only=True)\nclass Config:\n    shift: float = 0.0\n\n"
+    "def build(config):\n    def score(images, prompts, metadata):\n        calls.append(len(prompts))\n"
+    "        light = [float(i.mean()) + config.shift for i in images]\n"
+    "        return {'a': light, 'b': [10 * v for v in light]}\n    return Reward(score, CARD)\n"
+)
+
+
+def shifted(tmp_path, **options):
+    file = tmp_path / "shifted.py"
+    file.write_text(SHIFTED)
+    return reward_plan({"path": str(file), **options}, "rewards.0")
+
+
+GREY = torch.arange(4).reshape(-1, 1, 1, 1).expand(-1, 3, 2, 2) / 10
+
+
+def of(*plans):
+    return Scorer([plan.build() for plan in plans]).score(GREY, [""] * 4, [{}] * 4)
+
+
+def test_a_prefix_names_every_output_everywhere_and_changes_no_number(tmp_path):
+    plain = of(shifted(tmp_path, shift=0.5))
+    found = of(
+        shifted(tmp_path, gate={"output": "x_a", "at_least": 0.65, "floor": -1.0}),
+        shifted(tmp_path, shift=0.5, prefix="x", outputs={"x_b": 2.0}, clip=[0.0, 7.5]),
+    )
+    assert list(found.raw) == ["a", "b", "x_a", "x_b"]
+    assert all(torch.equal(found.raw[f"x_{name}"], plain.raw[name]) for name in ("a", "b"))
+    assert found.values[0].tolist() == pytest.approx([-1.0, -1.0, 0.2, 0.3])
+    assert found.values[1].tolist() == pytest.approx([10.0, 12.0, 14.0, 15.0])
+    built = shifted(tmp_path, prefix="x").build()
+    assert (built.name, built.reward.card.outputs, built.reward.card.low) == ("x_shifted", ("x_a", "x_b"), 0.0)
+    with pytest.raises(ValueError, match=r"'x_shifted' has no output 'a'; it has \['x_a', 'x_b'\]"):
+        of(shifted(tmp_path, prefix="x", outputs={"a": 1.0}))
+
+
+def test_a_bare_score_function_takes_a_prefix_too(tmp_path):
+    made = plan(tmp_path, prefix="x")
+    assert made.outputs == ("x_mine",)
+    assert of(made).raw["x_mine"].tolist() == [0.0] * 4
+
+
+def test_the_counts_and_failures_of_a_reward_go_by_its_prefixed_name(tmp_path):
+    scorer = Scorer([plan(tmp_path, "raise ValueError('no')", prefix="x", weight=0).build()], max_failed_share=1.0)
+    assert scorer.score(GREY, [""] * 4, [{}] * 4).raw["x_mine"].isnan().all()
+    assert scorer.take_counts()["x_mine_masked"] == 4
+
+
+def test_a_cache_knows_scores_by_their_own_names_whatever_the_prefix(tmp_path):
+    cache = {"cache": str(tmp_path / "kept")}
+    first = of(shifted(tmp_path, **cache))
+    made = shifted(tmp_path, prefix="x", **cache)
+    again = of(made)
+    assert made.module.calls == [], "everything was known"
+    assert all(torch.equal(again.raw[f"x_{name}"], first.raw[name]) for name in ("a", "b"))
+    other = shifted(tmp_path, prefix="x", shift=1.0, **cache)
+    of(other)
+    assert other.module.calls == [4], "other options are another scorer"
+    assert set(json.loads(next((tmp_path / "kept").rglob("*.json")).read_text())) == {"a", "b"}
+
+
+def test_outputs_that_differ_from_what_was_declared_are_refused_when_built(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(SHIFTED.replace("return Reward(score, CARD)", "return Reward(score, Card(outputs=('a', 'c')))"))
+    with pytest.raises(RewardError, match=r"has the outputs \['a', 'c'\], but declared \['a', 'b'\].*card_of"):
+        reward_plan({"path": str(file)}, "rewards.0").build()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    import torch
+
     from flowrl.components import RewardPlan
     from flowrl.reward import Scorer
 
@@ -22,7 +24,11 @@ def command(
         Path | None, typer.Argument(help="Folder of pictures or clips (.png, .jpg, .webp, .gif), or one file.")
     ] = None,
     reward: Annotated[
-        list[str] | None, typer.Option("--reward", help="Name, dotted path, or your own .py file; may be given again.")
+        list[str] | None,
+        typer.Option(
+            "--reward",
+            help="Name, dotted path, or your own .py file; PREFIX=NAME puts PREFIX_ before its outputs.",
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -34,7 +40,7 @@ def command(
     ] = None,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value options of the reward; REWARD.key=value where there are several."),
+        typer.Option("--set", help="key=value options of the reward; of several, NAME.key=value or PREFIX.key=value."),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples that are scored together.")] = 16,
     out: Annotated[Path | None, typer.Option("--out", help="Write the lines there instead.")] = None,
@@ -44,8 +50,7 @@ def command(
 ) -> None:
     """One line of JSON per picture or clip, NaN is null, then a summary. Exit code 1 if a reward scored nothing."""
     from flowrl.config import ConfigError
-    from flowrl.judges import build_rewards
-    from flowrl.reward import Scorer
+    from flowrl.judges import build_rewards, build_scorer
 
     if (check is None) == (not reward):
         raise ConfigError("give either --reward NAME (again for more) or --check NAME")
@@ -57,26 +62,32 @@ def command(
         raise ConfigError("IMAGES is required: a folder of pictures or clips")
     entries = build_rewards(plans)
     # What fails is told and stays null: nothing is trained here, so nothing needs to stop.
-    scorer = Scorer(entries, batch_size=batch_size, max_failed_share=1.0, on_error=_warn)
+    scorer = build_scorer(entries, batch_size=batch_size, max_failed_share=1.0, on_error=_warn)
     size = len(samples) if any(entry.reward.card.needs_groups for entry in entries) else batch_size
-    values: dict[str, list[float]] = {name: [] for name in scorer.outputs}
-    lines = []
-    for start in range(0, len(samples), size):
-        for record in _scored(scorer, samples[start : start + size]):
-            for name, column in values.items():
-                if record[name] is not None:
-                    column.append(record[name])
-            lines.append(json.dumps(record, ensure_ascii=False))
-            if out is None:
-                print(lines[-1])
-    if out is not None:
-        from flowrl.checkpoint import write_atomically
-
-        write_atomically(out, "".join(f"{line}\n" for line in lines))
+    batches = [samples[start : start + size] for start in range(0, len(samples), size)]
+    values = _told(_scored(scorer, batches), scorer.outputs, out)
     for name, column in values.items():
         mean = f"mean {sum(column) / len(column):.6g} over {len(column)}" if column else "no sample scored"
         _warn(f"{name}: {mean}, {len(samples) - len(column)} failed")
     raise SystemExit(0 if all(values.values()) else 1)
+
+
+def _told(records: Iterator[dict[str, Any]], outputs: Sequence[str], out: Path | None) -> dict[str, list[float]]:
+    """Print the lines as they come, or write them to `out` in the end; the numbers by output."""
+    from flowrl.checkpoint import write_atomically
+
+    values: dict[str, list[float]] = {name: [] for name in outputs}
+    lines = []
+    for record in records:
+        for name, column in values.items():
+            if record[name] is not None:
+                column.append(record[name])
+        lines.append(json.dumps(record, ensure_ascii=False))
+        if out is None:
+            print(lines[-1])
+    if out is not None:
+        write_atomically(out, "".join(f"{line}\n" for line in lines))
+    return values
 
 
 def _warn(text: str) -> None:
@@ -85,16 +96,20 @@ def _warn(text: str) -> None:
 
 def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
     """The rewards with their options; of several each option names its own."""
-    from flowrl.components import reward_plan
+    from flowrl.components import check_plans, reward_plan
     from flowrl.config import ConfigError
     from flowrl.strict import apply_override
 
     trees: dict[str, dict[str, Any]] = {}
-    for reward in rewards:
-        name = Path(reward).stem if reward.endswith(".py") else reward
+    for word in rewards:
+        before, equals, after = word.partition("=")
+        reward, prefix = (after, before) if equals else (word, None)
+        name = prefix or (Path(reward).stem if reward.endswith(".py") else reward)
         if name in trees:
-            raise ConfigError(f"--reward {reward}: {name!r} is named twice")
+            raise ConfigError(f"--reward {word}: {name!r} is named twice; give one a prefix, --reward PREFIX={reward}")
         trees[name] = {"path" if reward.endswith(".py") else "name": reward}
+        if prefix is not None:
+            trees[name]["prefix"] = prefix
     for word in options:
         owner = next((name for name in trees if word.startswith(f"{name}.")), None)
         if owner is None and len(trees) > 1:
@@ -103,7 +118,9 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
             )
         only = next(iter(trees))
         apply_override(trees[owner or only], word if owner is None else word.removeprefix(f"{owner}."))
-    return [reward_plan(tree, f"--reward {name}") for name, tree in trees.items()]
+    plans = [(f"--reward {name}", reward_plan(tree, f"--reward {name}")) for name, tree in trees.items()]
+    check_plans(plans)
+    return [plan for _, plan in plans]
 
 
 # ---- what is scored
@@ -133,7 +150,7 @@ def _matched(files: Sequence[Path], prompts: Path) -> list[tuple[Path, str, dict
     """Files with their prompts: by the name under "image" where every record has one, else in their order."""
     from flowrl.config import ConfigError
 
-    records = list(_records(prompts))
+    records = list(_lines(prompts))
     if records and all(isinstance(record.get("image"), str) for _, record in records):
         named = {Path(record["image"]).name: (text, record) for text, record in records}
         lacking = [file.name for file in files if file.name not in named]
@@ -150,7 +167,7 @@ def _matched(files: Sequence[Path], prompts: Path) -> list[tuple[Path, str, dict
     return [(file, *record) for file, record in zip(files, records, strict=True)]
 
 
-def _records(file: Path) -> Iterator[tuple[str, dict]]:
+def _lines(file: Path) -> Iterator[tuple[str, dict]]:
     """(prompt, metadata) of each line; pictures under "images" are found beside the file."""
     from flowrl.config import ConfigError
 
@@ -171,31 +188,57 @@ def _records(file: Path) -> Iterator[tuple[str, dict]]:
         yield str(text), record
 
 
-def _scored(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> Iterator[dict[str, Any]]:
-    """A record a sample; null for what is no picture or could not be scored."""
+def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]]) -> Iterator[dict[str, Any]]:
+    """A record a sample; null for what is no picture or could not be scored.
+
+    While the next batch is read, rewards that overlap score the one before.
+    """
+    from flowrl.overlap import Beside
+
+    with Beside(scorer) as beside:
+        for samples in batches:
+            rows, images = _opened(scorer, samples)
+            kept = [samples[place] for place in rows]
+            texts, metadata = [text for _, text, _ in kept], [record for _, _, record in kept]
+            for (before, opened), scores in beside.add((samples, rows), images, texts, metadata):
+                yield from _records(scorer.outputs, before, opened, scores.raw)
+        for (before, opened), scores in beside.rest():
+            yield from _records(scorer.outputs, before, opened, scores.raw)
+
+
+def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[list[int], Any]:
+    """Places of the samples that could be read, and their pictures, in one tensor where they are of one size."""
     import torch
 
     from flowrl import media
     from flowrl.judges import require_modality
 
-    opened: list[tuple[int, torch.Tensor]] = []
+    rows: list[int] = []
+    images: list[torch.Tensor] = []
     for place, (file, _, _) in enumerate(samples):
         try:
-            opened.append((place, media.read(file)))
+            images.append(media.read(file))
         except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises
             _warn(f"{file.name} cannot be read: {error}")
+        else:
+            rows.append(place)
     for entry in scorer.distinct:
-        for clips in {image.ndim == 4 for _, image in opened}:
+        for clips in {image.ndim == 4 for image in images}:
             require_modality(entry.name, entry.reward.card, clips=clips)
-    images: Any = [image for _, image in opened]
-    if len({image.shape for image in images}) == 1:
-        images = torch.stack(images)
-    kept = [samples[place] for place, _ in opened]
-    raw = scorer.score(images, [text for _, text, _ in kept], [record for _, _, record in kept]).raw if kept else {}
-    rows = {place: row for row, (place, _) in enumerate(opened)}
+    return rows, torch.stack(images) if len({image.shape for image in images}) == 1 else images
+
+
+def _records(
+    outputs: Sequence[str],
+    samples: Sequence[tuple[Path, str, dict]],
+    opened: Sequence[int],
+    raw: Mapping[str, torch.Tensor],
+) -> Iterator[dict[str, Any]]:
+    """The lines of a batch, of which the samples at the places `opened` were scored."""
+    rows = {place: row for row, place in enumerate(opened)}
     for place, (file, text, _) in enumerate(samples):
         record: dict[str, Any] = {"image": file.name, "prompt": text}
-        for name in scorer.outputs:
+        for name in outputs:
             value = float(raw[name][rows[place]]) if place in rows else float("nan")
             record[name] = None if value != value else value
         yield record
@@ -228,7 +271,7 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
             loaded = torch.stack(loaded)
         given = Material(loaded, [text for _, text, _ in part], [record for _, _, record in part])
     elif prompts is not None:
-        records = list(_records(prompts))
+        records = list(_lines(prompts))
         if not records:
             raise ConfigError(f"--prompts {prompts} is empty")
         chosen = [records[i % len(records)] for i in range(COUNT)]

@@ -247,7 +247,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     steps, guidance = _get(config, "rollout", "num_inference_steps"), _get(config, "rollout", "guidance_scale")
     sampler += [f"{steps} steps" if steps else None, f"guidance {guidance}" if guidance is not None else None]
     rewards = [
-        f"{entry.get('name') or entry.get('path')} x {entry.get('weight', 1.0):g}"
+        f"{' '.join(filter(None, (entry.get('prefix'), entry.get('name') or entry.get('path'))))} x "
+        f"{entry.get('weight', 1.0):g}"
         for entry in (config.get("rewards") or [])
     ]
     seeds = ", ".join(map(str, run.base.seeds)) if run.base else ""

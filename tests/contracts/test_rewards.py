@@ -44,6 +44,15 @@ def test_the_options_do_not_hide_behind_those_of_every_entry(module):
     assert module.__doc__.strip().splitlines()[0].endswith(".") or "?" in module.__doc__.strip().splitlines()[0]
 
 
+def test_what_is_declared_for_the_default_options_is_the_card(module):
+    if not hasattr(module, "card_of"):
+        return
+    required = {"remote": {"servers": ["http://127.0.0.1:1"], "reward": "a"}}
+    name = module.__name__.partition(".")[2]
+    declared = module.card_of(module.Config(**required.get(name, {})))
+    assert declared == (None if name == "remote" else module.CARD), "only the servers know what they serve"
+
+
 def test_no_two_rewards_share_an_output():
     outputs = [name for each in NAMES for name in registry.load("rewards", each).CARD.outputs]
     assert len(outputs) == len(set(outputs))
