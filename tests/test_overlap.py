@@ -54,6 +54,7 @@ def collector(scorer: Scorer, signalled=lambda: False) -> Collector:
         sharded=False,
         world=ALONE,
     )
+    found.scorer = scorer
     found.config = SimpleNamespace(rollout=SimpleNamespace(batch_size=4))
     found.world, found.signalled, found.evaluations = ALONE, signalled, Evaluations(adapter.network)
     return found
