@@ -270,8 +270,6 @@ def geometry(config: RunConfig) -> None:
     if config.data.pairs is not None:
         total, what = config.data.pairs_per_iteration, "pairs of an iteration"
         made_of = f"data.pairs_per_iteration={total}"
-    elif rollout.group_size < 2:
-        raise ValueError("rollout.group_size=1: a group-relative advantage needs at least 2 samples per prompt")
     updates = config.optim.updates_per_iteration
     if total % updates:
         valid = [n for n in range(1, total + 1) if total % n == 0]
