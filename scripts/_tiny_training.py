@@ -47,8 +47,9 @@ class Settings:
     snapshot_every: int = 1200
 
     def facts(self) -> dict[str, Any]:
-        """What `pretraining.json` tells of them."""
-        return {k: v for k, v in vars(self).items() if k not in ("output", "vae_from", "first_cycle")}
+        """What `pretraining.json` tells of them: how the VAE was trained, or whose it is."""
+        facts = {k: v for k, v in vars(self).items() if k not in ("output", "vae_from", "first_cycle")}
+        return facts if self.vae_from is None else facts | {"vae_steps": 0, "vae_from": self.vae_from.name}
 
 
 class Objective(Protocol):
