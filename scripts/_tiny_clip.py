@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from _tiny_sd3 import CLIP_LENGTH, clip_tokenizer
+from _tiny_text import CLIP_LENGTH, clip_tokenizer
 from torch import Tensor
 
 from flowrl import shapes

@@ -32,7 +32,9 @@ LORA = LoraSettings(rank=4, alpha=10)
 
 @cache
 def script(name: str) -> ModuleType:
-    """A module of scripts/."""
+    """A module of scripts/, which finds those beside it."""
+    if (folder := str(ROOT / "scripts")) not in sys.path:
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

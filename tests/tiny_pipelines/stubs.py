@@ -90,7 +90,7 @@ def words(side: str = "right", special: tuple[str, ...] = ()) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    known = ["<pad>", "</s>", "<unk>", *tiny_sd3.script("_tiny_sd3").words(), "left", "right", "on", "the", "of"]
+    known = ["<pad>", "</s>", "<unk>", *tiny_sd3.script("_tiny_text").words(), "left", "right", "on", "the", "of"]
     vocab = {word: number for number, word in enumerate(dict.fromkeys(known))}
     made = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -118,7 +118,7 @@ def t5(width: int = 32) -> tuple[Any, Any]:
 def clip(*, projection: bool = False, positions: int = 12) -> tuple[Any, Any]:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-    tokenizer = tiny_sd3.script("_tiny_sd3").clip_tokenizer()
+    tokenizer = tiny_sd3.script("_tiny_text").clip_tokenizer()
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
