@@ -46,7 +46,7 @@ def alphas_cumprod(betas: Tensor, *, zero_snr: bool = False) -> Tensor:
 
     `zero_snr` shifts and scales its root so that the last is 0 and the first stays (rescale_betas_zero_snr).
 
-    >>> alphas_cumprod(torch.tensor([0.19, 0.75])).tolist()
+    >>> alphas_cumprod(torch.tensor([0.19, 0.75], dtype=torch.float64)).tolist()
     [0.81, 0.2025]
     """
     table = (1 - betas.double()).cumprod(0)

@@ -131,7 +131,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_these_are_all_the_recipes():
-    names = {f"flow_grpo-{name}" for name in RECIPES} | set(METHODS)
+    names = {f"flow_grpo-{name}" for name in RECIPES} | set(METHODS) | {"diffusion_dpo-pickapic"}
     assert {file.name for file in FOLDER.iterdir()} == {f"{name}.yaml" for name in names}
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.advantages import AdvantageConfig, advantages
+from flowrl.advantages import group_advantages
 from flowrl.reward import RewardError, Scorer, WeightedReward
 from rewards.diversity import Config, build, colour_waves, diversity_gain
 from tests import toy_clip
@@ -81,7 +81,7 @@ def test_one_sample_alone_has_ln_2_and_so_no_advantage():
     """grpo_family 7.5."""
     gain = diversity_gain(draw(3, 1, 4))
     assert_close(gain, torch.full((3, 1), LN2))
-    credit = advantages(gain[None], torch.ones(1), AdvantageConfig(std="group"))
+    credit = group_advantages(gain)
     assert credit.values.abs().max() == 0
     assert credit.dead.all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -24,6 +25,7 @@ SAMPLES = algorithms("samples")
 NO_PRESET = {"grpo_guard": {"clip_range": 1e-3}, "sage_grpo": {"clip_range": 1e-3}}
 """Nobody published a clip range for their ratio on DDIM's steps."""
 SPREAD = torch.tensor([[[0.9, 0.2], [0.1, 0.8]]])  # rewards [R, P, G]
+PROMPTS = (("one", ()), ("two", ()))
 
 
 def build(name: str, **options: Any) -> Any:
@@ -43,8 +45,10 @@ def session_of(name: str, num_steps: int = 6, **options: Any) -> Session:
 def iterate(session: Session) -> dict[str, float]:
     """The metrics of one iteration's updates; asserts that they moved the network."""
     before = [p.detach().clone() for p in session.adapter.network.parameters()]
-    sums, credit = Sums(), session.algorithm.advantages(SPREAD, torch.ones(1))
-    learner_of(session, updates=1, batch_size=9).update(1, rollout_of(session, SPREAD), credit, sums)
+    sums, credit = Sums(), session.algorithm.advantages(SPREAD, torch.ones(1), PROMPTS)
+    learner = learner_of(session, updates=1, batch_size=9)
+    learner.lookup = lambda prompts: session.cond.index(torch.tensor([PROMPTS.index(p) for p in prompts]))
+    learner.update(1, dataclasses.replace(rollout_of(session, SPREAD), prompts=PROMPTS), credit, sums)
     after = list(session.adapter.network.parameters())
     assert all(bool(p.isfinite().all()) for p in after)
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
