@@ -368,7 +368,7 @@ def write_page(results: dict[str, Any]) -> None:
                 searched=bool(tree["eval"].get("best_guidance")),
                 cells=cells,
                 states={seed: state(cell, now) for seed, cell in cells.items()},
-                sized={entry["name"] for entry in tree["rewards"]} == {"jpeg"},
+                sized={entry["name"] for entry in tree.get("rewards", [])} == {"jpeg"},
             )
         )
     notes = ROOT / "docs" / "lab" / "notes.md"
