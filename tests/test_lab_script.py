@@ -257,6 +257,12 @@ def test_the_page_tells_the_states_apart(lab, monkeypatch):
     assert "| tested | | | | | | | not run |".replace(" ", "") in lab.PAGE.read_text().replace(" ", "")
 
 
+def test_a_recipe_of_given_pairs_has_no_rewards_and_a_row(lab):
+    lab.recipes()["quickstart"].write_text(RECIPE.replace("rewards: [{name: score}]\n", ""))
+    lab.write_page({"quickstart/0": cell(lab)})
+    assert "| quickstart | tested | +10.0 |" in lab.PAGE.read_text()
+
+
 def test_recipes_rewarded_for_size_have_a_table_of_their_own(lab, monkeypatch):
     """Bytes above a flat picture's, not strict accuracy, which such a reward may cost."""
     lab.recipes()["quickstart"].write_text(RECIPE.replace("name: score", "name: jpeg"))
