@@ -115,7 +115,8 @@ def test_its_tokenizer_has_the_words_of_the_world_and_spells_others(pipe):
 def test_the_record_is_of_the_scripts_settings(scripts):
     """Seed 0 on two processes, and the calls that the script reports; the lab's leaves something to learn."""
     model = scripts.MODELS["tiny-sd"]
-    settings = scripts.Settings(seed=0, processes=2, output=FOLDER, cycles=model.cycles)
+    options = {"cycles": model.cycles, "vae_from": scripts.VAE_FROM["tiny-sd"]}
+    settings = scripts.Settings(seed=0, processes=2, output=FOLDER, **options)
     assert record()["settings"] == json.loads(json.dumps(settings.facts()))
     assert list(record()["strict"]) == list(model.calls)
     assert 0.30 <= record()["strict"][next(iter(model.calls))]["all"] <= 0.65
