@@ -62,8 +62,8 @@ class StepPlan:
             if k == num_steps - 1 and float(self.schedule.sigmas[-1]) == 0:
                 raise ValueError(
                     f"the plan trains the last step ({k}), which ends at clean data (sigma 0): a law has std 0 there "
-                    f"or leaves noise in the picture; train steps 0..{k - 1}, or of a noise-prediction model set "
-                    "model.final_alpha=first, which keeps noise in the last step"
+                    f"or leaves noise in the picture; train steps 0..{k - 1} or, of a noise-prediction model, "
+                    "keep noise in the last one: model.final_alpha=first, or a scheduler with set_alpha_to_one=false"
                 )
 
     def __len__(self) -> int:
