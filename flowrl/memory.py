@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,17 +242,15 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     stored = {name: size(part) for name, part in parts.items()}
     stored["denoiser"] -= _FLOAT * trained if config.lora else 0
     own = shard(resolved.slots, resolved.group_size, 0, processes)
-
-    def resident(names: Iterable[str]) -> int:
-        return sum(stored[name] for name in names if name not in away)
-
+    here = {name: 0 if name in away else held for name, held in stored.items()}
+    texts = sum(here[name] for name in encoders)
     prompt = sum(torch.Size(shape).numel() for shape in adapter.condition_shapes().values()) * dtype.itemsize
     embeddings = prompt * prompts if run.data.caches_text else 0
     ema, snapshots = (trained * _FLOAT if run.optim.ema else 0), trained * _FLOAT * len(roles)
-    base = size(adapter.network) + resident(["vae"])
+    base = size(adapter.network) + here["vae"]
     at_work = max(resolved.slots, run.eval.batch_size // run.eval.samples_per_prompt)
     loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
-    loaded += (0 if run.data.caches_text else resident(encoders)) + (_FLOAT * trained if frozen else 0)
+    loaded += (0 if run.data.caches_text else texts) + (_FLOAT * trained if frozen else 0)
     terms = algorithm.passes * terms_per_sample(resolved, plan)
     samples, slots = len(own), len({slot for slot, _ in own})
     sampled, trained_on = forward_rows(run, plan, samples, slots, trained_share(resolved, plan), terms)
@@ -275,7 +273,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         latents=samples * (nodes_per_sample(plan) + 1 + frozen) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
         pictures=_pictures(resolved, adapter, samples),
         phases=(
-            Phase("encode", base + resident(encoders), transient["encode"]),
+            Phase("encode", base + texts, transient["encode"]),
             *(Phase(name, loaded, transient[name]) for name in _phases(resolved)),
         ),
         rollout_flop=_times(transient["forward_flop"], sampled),

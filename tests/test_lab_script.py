@@ -55,7 +55,8 @@ def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(module, "ROOT", tmp_path)
+    for place in (module, importlib.import_module("_lab_fingerprints")):
+        monkeypatch.setattr(place, "ROOT", tmp_path)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "docs" / "lab" / "results.json")
     monkeypatch.setattr(module, "PAGE", tmp_path / "docs" / "lab.md")
     monkeypatch.setattr(module, "RUNS", tmp_path / "runs")
@@ -129,9 +130,12 @@ def test_a_changed_value_of_the_recipe_changes_its_fingerprint(lab: ModuleType):
 
 
 def test_the_real_quickstart_depends_on_the_loop_and_not_on_the_gallery(lab: ModuleType, monkeypatch):
-    monkeypatch.setattr(lab, "ROOT", SCRIPTS.parent)
+    import _lab_fingerprints
+
+    for place in (lab, _lab_fingerprints):
+        monkeypatch.setattr(place, "ROOT", SCRIPTS.parent)
     tree = lab.read_recipe(lab.recipes()["quickstart"])
-    found = {str(file.relative_to(SCRIPTS.parent)) for file in lab.code_files(tree)}
+    found = {str(file.relative_to(SCRIPTS.parent)) for file in _lab_fingerprints.code_files(tree)}
     wanted = (
         "advantages",
         "config",
@@ -144,7 +148,7 @@ def test_the_real_quickstart_depends_on_the_loop_and_not_on_the_gallery(lab: Mod
     )
     assert {f"flowrl/{name}.py" for name in wanted} | {"rewards/shapes.py", "flowrl/samplers/flow_sde.py"} <= found
     assert not any("gallery" in name or "metrics" in name or "cps" in name for name in found)
-    assert sum(file.suffix == ".safetensors" for file in lab.model_files(tree)) == 5
+    assert sum(file.suffix == ".safetensors" for file in _lab_fingerprints.model_files(tree)) == 5
 
 
 def stale_results(lab: ModuleType) -> dict:

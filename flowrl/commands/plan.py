@@ -59,13 +59,18 @@ def command(
     if adapter is None:
         console.print(reason)
         return
-    from flowrl.memory import estimate
-
     texts: set[Any] = {(p.text, p.pictures) for p in (*train, *held_out)}
     if given is not None and run.data.caches_text:
         texts |= {(text, ()) for text in given.captions()}
-    result = estimate(resolved, adapter, plan, prompts=len(texts))
-    console.print(_memory_table(resolved, result, len(texts)))
+    _memory(console, resolved, adapter, plan, len(texts))
+
+
+def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, texts: int) -> None:
+    """What the run holds and computes, with `texts` distinct texts."""
+    from flowrl.memory import estimate
+
+    result = estimate(resolved, adapter, plan, prompts=texts)
+    console.print(_memory_table(resolved, result, texts))
     console.print(_phase_table(result))
     largest = "largest: not known"
     if result.peak is not None:
