@@ -1,0 +1,107 @@
+"""Fingerprints of a lab cell: what its numbers depend on, as the working tree is now."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+# Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
+# named here counts, so a new one cannot be forgotten.
+SILENT = ("checkpoint", "checks", "export", "media", "memory", "metrics", "registry", "runs", "state", "strict")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """What a cell depends on."""
+
+    recipe: str
+    """The parsed recipe and the model it names."""
+    code: str
+    """Every module of the run that can change a number."""
+
+
+def read_recipe(recipe: Path) -> dict[str, Any]:
+    return yaml.safe_load(recipe.read_text(encoding="utf-8"))
+
+
+def _words(value: Any) -> Iterator[str]:
+    """All strings of a parsed recipe."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _words(part)
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    """Files of this repository that a module imports, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            target = ROOT / (name.replace(".", "/") + ".py")
+            if name.startswith(("flowrl.", "rewards.")) and target.is_file():
+                yield target
+
+
+def code_files(tree: dict[str, Any]) -> list[Path]:
+    """What a recipe's run imports, from the trainer and the recipe's own components down."""
+    rewards = [*tree.get("rewards", []), *tree.get("eval", {}).get("rewards", [])]
+    starts = [
+        "flowrl/trainer.py",
+        f"flowrl/models/{tree['model']['name']}.py",
+        *(f"flowrl/samplers/{law['name']}.py" for law in [tree["rollout"].get("sampler")] if law),
+        f"flowrl/algorithms/{tree['algorithm']['name']}.py",
+        *(f"rewards/{entry['name']}.py" for entry in rewards),
+    ]
+    silent = {ROOT / "flowrl" / f"{name}.py" for name in SILENT}
+    waiting, found = [ROOT / start for start in starts], set[Path]()
+    while waiting:
+        file = waiting.pop()
+        if file not in found | silent and file.is_file():
+            found.add(file)
+            waiting += _imported(file)
+    return sorted(found)
+
+
+def model_files(tree: dict[str, Any]) -> list[Path]:
+    """Weights, configurations and tokenizers of the models in assets/ that a recipe names."""
+    folders = {ROOT / "assets" / word for word in _words(tree) if re.fullmatch(r"[\w.-]+", word)}
+    patterns = ("**/*.safetensors", "*/*.json", "model_index.json")
+    return sorted({file for folder in folders for pattern in patterns for file in folder.glob(pattern)})
+
+
+def _digest(digest: Any, files: list[Path]) -> str:
+    for file in files:
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def fingerprints(recipe: Path) -> Fingerprints:
+    """As the working tree is now."""
+    tree = read_recipe(recipe)
+    start = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
+    return Fingerprints(_digest(start, model_files(tree)), _digest(hashlib.sha256(), code_files(tree)))
+
+
+def state(cell: dict[str, Any] | None, now: Fingerprints) -> str:
+    """Of a cell: "not run", "fresh", "replayed" (fresh by a replay), "stale: recipe" or "stale: code"."""
+    if cell is None:
+        return "not run"
+    if cell["recipe"] != now.recipe:
+        return "stale: recipe"
+    if cell["code"] == now.code:
+        return "fresh"
+    return "replayed" if cell.get("checked", {}).get("code") == now.code else "stale: code"
