@@ -293,7 +293,7 @@ def by_identity(world: World, ids: Sequence[SampleId], values: Tensor, prompts: 
     """Everybody's numbers [K, B] of their own samples as one table [K, P, G]; NaN where nobody has the sample."""
     table = torch.full((len(values), prompts, group), torch.nan)
     for own, part in world.gather((list(ids), values)):
-        slot, sample = torch.tensor([i.slot for i in own]), torch.tensor([i.sample for i in own])
+        slot, sample = torch.tensor([[i.slot, i.sample] for i in own], dtype=torch.int64).reshape(-1, 2).T
         table[:, slot, sample] = part
     return table
 

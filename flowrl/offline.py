@@ -139,21 +139,23 @@ class HeldOutPairs:
         self.config = dataclasses.replace(run, optim=dataclasses.replace(run.optim, updates_per_iteration=1))
         self.count = self.given.held_out_count
         low, high = (rank * self.count // self.world.size for rank in (self.world.rank, self.world.rank + 1))
-        self.slots = range(low, high)
+        self.own = range(low, high)
+        # A process without a pair shares in the forwards of a sharded network with one that it does not count.
+        self.slots = self.own or range(min(1, self.count))
         self.latents: Latents | None = None
 
     def __call__(self) -> np.ndarray:
         """[N] float64: 1 preferred, 0 not, 1/2 undecided, NaN where a picture cannot be read; with labels the mean of
         both pictures'."""
-        latents, ids = self._latents(), self._ids(self.slots)
-        rewards = by_identity(self.world, ids, latents.rewards[None], self.count, len(PAIR))
+        latents, ids = self._latents(), self._ids(self.own)
+        rewards = by_identity(self.world, ids, latents.rewards[None, : len(ids)], self.count, len(PAIR))
         credit = self.parts.algorithm.advantages(rewards, torch.ones(1))
-        starts = range(0, len(self.slots), _CHUNK)
+        starts = range(0, len(self.own), _CHUNK)
         most = max(self.world.gather(len(starts)))
         sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
         for place in range(most if self.parts.sharded else len(starts)):
             idle = place >= len(starts)
-            chunk = self.slots[:1] if idle else self.slots[starts[place] : starts[place] + _CHUNK]
+            chunk = self.slots[:1] if idle else self.own[starts[place] : starts[place] + _CHUNK]
             found = self._judged(chunk, latents, rewards, credit)
             sums += 0 if idle else found
         total = torch.stack(self.world.gather(sums)).sum(dim=0).reshape(self.count, len(PAIR))

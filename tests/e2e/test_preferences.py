@@ -107,6 +107,21 @@ def test_one_and_two_processes_take_the_same_first_update(pairs: Path, name: str
     assert_same_gradient("one", "two")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_process_without_a_held_out_pair_takes_part(pairs: Path, shard: bool):
+    make_pairs(pairs / "heldout", 1, seed=1000)
+    data = SCENE[0].replace("data={", "data={eval_pairs: heldout, ")
+    full = ("model={name: sd3, path: tiny-sd3, lora: null, max_sequence_length: 9}", f"model.shard={str(shard).lower()}")
+    words = (data, *SCENE[1:4], *full, METHODS["diffusion_dpo"], "iterations=1", "optim.updates_per_iteration=1")
+    one = train("name=one", *words[:-4], "model.shard=false", *words[-3:])
+    code, output = finish(start("train", "run.yaml", "name=two", *words, "--processes", "2"))
+    assert code == 0, output
+    two = json.loads(Path("runs/two/summary.json").read_text())
+    assert two["implicit_accuracy"] == one["implicit_accuracy"]
+    assert two["implicit_accuracy"]["n"] == 1
+
+
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_table_like_pick_a_pics_is_learned_from_and_held_out_pairs_preferred(place: Path, form: str):
     """Bright against dark noise: told apart after a few updates; label 0 means the second is preferred."""
