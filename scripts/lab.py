@@ -250,11 +250,12 @@ def check_recipe(name: str, recipe: Path, results: dict[str, Any], seeds: list[i
 # ---- the files
 
 
-def write_results(results: dict[str, Any]) -> None:
+def write_results(results: dict[str, Any], file: Path | None = None) -> None:
     """One cell to a line: short, and two branches that add cells merge."""
+    file = file or RESULTS
     lines = (f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in results.items())
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def write_page(results: dict[str, Any]) -> None:

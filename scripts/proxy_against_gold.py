@@ -2,6 +2,7 @@
 
     python scripts/proxy_against_gold.py                      run missing cells, then write picture and page
     python scripts/proxy_against_gold.py --write              only write picture and page
+    python scripts/proxy_against_gold.py --check              replay the start of stale recipes, as the lab does
     python scripts/proxy_against_gold.py --stale              run stale cells too
     python scripts/proxy_against_gold.py --seeds 0 NAME ...   only these seeds and recipes
 
@@ -74,9 +75,15 @@ def run_missing(names: list[str], cells: Cells, seeds: list[int], *, stale: bool
             state = lab.state(cells.get(f"{name}/{seed}"), lab.fingerprints(recipe))
             if state == "not run" or (stale and state.startswith("stale")):
                 cells[f"{name}/{seed}"] = run_cell(name, recipe, seed)
-                lines = (f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in cells.items())
-                NUMBERS.parent.mkdir(parents=True, exist_ok=True)
-                NUMBERS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+                lab.write_results(cells, NUMBERS)
+
+
+def check(names: list[str], cells: Cells, seeds: list[int]) -> bool:
+    """Replay recipes whose cells are stale by their code; whether every cell is fresh then."""
+    try:
+        return all([lab.check_recipe(name, recipes()[name], cells, seeds) for name in names])
+    finally:
+        lab.write_results(cells, NUMBERS)
 
 
 # ---- the picture
@@ -269,20 +276,25 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, choices=lab.SEEDS, default=list(lab.SEEDS), help="default: all")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true", help="only write picture and page")
+    what.add_argument("--check", action="store_true", help="replay stale recipes and compare; 1 if any stays stale")
     what.add_argument("--stale", action="store_true", help="run stale cells again")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - recipes().keys())
     if unknown:
         parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
     cells = json.loads(NUMBERS.read_text(encoding="utf-8")) if NUMBERS.is_file() else {}
-    if not args.write:
-        run_missing(args.names or list(recipes()), cells, args.seeds, stale=args.stale)
+    names, fresh = args.names or list(recipes()), True
+    if args.check:
+        fresh = check(names, cells, args.seeds)
+    elif not args.write:
+        run_missing(names, cells, args.seeds, stale=args.stale)
     PAGES.mkdir(parents=True, exist_ok=True)
     if cells:
         draw(cells, PICTURE)
     PAGE.write_text(page(cells, json.loads(PRETRAINING.read_text(encoding="utf-8"))), encoding="utf-8")
     print(PAGE)
     make_rewards_doc.main()
+    raise SystemExit(0 if fresh else 1)
 
 
 if __name__ == "__main__":
