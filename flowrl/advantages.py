@@ -118,6 +118,10 @@ class Advantages:
     selection leaves out; what these have in `values` stays as it was."""
     bound: Tensor | None = None
     """[R'] float32 where the clip still has to follow (`unclipped`): the bound of each column; else None."""
+    steps: Tensor | None = None
+    """[P, G, K] float32 where a tree credits every step of a sample's path, instead of `values`; else None."""
+    pruned: Tensor | None = None
+    """With `steps`, [P, G, K] bool: those that are not trained, instead of `kept`."""
 
 
 def advantages(

@@ -286,12 +286,14 @@ def both_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def _require_samples(resolved: Resolved, world: World) -> None:
+    count = getattr(resolved.algorithm.config, "leaves", None)
+    leaves = 1 if count is None else count(resolved.run.rollout.num_inference_steps)
     samples = resolved.slots * resolved.group_size
-    if samples < world.size:
+    if samples // leaves < world.size:
         what = "data.pairs_per_iteration" if resolved.members else "rollout.prompts_per_iteration x rollout.group_size"
         raise ConfigError(
-            f"{what} = {samples} samples cannot keep {world.size} processes busy; raise one of them or start fewer "
-            "processes"
+            f"{what} = {samples} samples{f' in trees of {leaves}' if leaves > 1 else ''} cannot keep {world.size} "
+            "processes busy; raise one of them or start fewer processes"
         )
 
 

@@ -28,6 +28,7 @@ def check(resolved: Resolved) -> None:
         _check_steps(resolved)
         _check_transitions(resolved)
         _check_method(resolved)
+        _check_trees(resolved)
     elif resolved.algorithm.build().needs == "samples":
         _check_method(resolved)
         _check_samples(resolved)
@@ -153,6 +154,17 @@ def _check_steps(resolved: Resolved) -> None:
         raise ConfigError(
             f"rollout.sampler={run.rollout.sampler}: this sampler is deterministic, its steps have no log-prob; "
             "use flow_sde with noise_level above 0"
+        )
+
+
+def _check_trees(resolved: Resolved) -> None:
+    """The samples of a prompt are the leaves of whole trees, where a method has trees."""
+    count, rollout = getattr(resolved.algorithm.config, "leaves", None), resolved.run.rollout
+    leaves = 1 if count is None else count(rollout.num_inference_steps)
+    if rollout.group_size % leaves:
+        raise ConfigError(
+            f"rollout.group_size={rollout.group_size}: the samples of a prompt are the leaves of whole trees, and one "
+            f"of {resolved.algorithm.name} has {leaves} here; use a multiple of {leaves}"
         )
 
 

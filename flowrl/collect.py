@@ -114,7 +114,20 @@ class Collector:
         spread = _group_spread(found.images, found.rows)
         initial = None if laws is None else noise.initial(found.ids)
         drawn = (found.samples, found.edges, found.cond, found.rows)
-        return Rollout(plan, *drawn, rewards, raw, spread, maps, initial, laws, tuple(identity(p) for p in prompts))
+        known, paths = tuple(identity(p) for p in prompts), self._paths(found, plan, rewards)
+        return Rollout(plan, *drawn, rewards, raw, spread, maps, initial, laws, known, paths)
+
+    def _paths(self, found: Draw, plan: StepPlan, rewards: Tensor) -> Tensor | None:
+        """Everybody's log-probs along the ways of a tree, [P, G, K], where credit asks for them."""
+        if plan.tree is None or not self.parts.algorithm.weighs_paths:
+            return None
+        edges, leaf = found.edges, torch.tensor([i.sample % plan.leaves for i in found.ids])
+        own, first = torch.full((len(plan), len(leaf)), torch.nan), torch.arange(len(leaf)) - leaf
+        own[edges.step, edges.sample] = edges.old_log_prob
+        for k in range(len(plan)):
+            child = plan.tree.child(k)[leaf]
+            own[k] = torch.where(child >= 0, own[k, first + child.clamp(min=0)], torch.nan)
+        return by_identity(self.world, found.ids, own, *rewards.shape[1:]).permute(1, 2, 0)
 
     def noise(self, iteration: int) -> Noise:
         """Of an iteration's rollout."""
@@ -146,7 +159,7 @@ class Collector:
     ) -> Draw:
         """`group` samples of each prompt, decoded and scored; this process's share of them."""
         parts, world, size = self.parts, self.world, batch_size or self.config.rollout.batch_size
-        own = [SampleId(*pair) for pair in shard(len(prompts), group, world.rank, world.size)]
+        own = [SampleId(*pair) for pair in shard(len(prompts), group, world.rank, world.size, plan.leaves)]
         slots, rows = slots_and_rows(own)
         bar = Progress(len(own), text, show=world.main)
         asked = [prompts[i.slot] for i in own]
@@ -324,12 +337,13 @@ def drawn_in_step(
         batch_size: null takes the rollout's.
         further: options of `run`.
     """
-    size = batch_size or parts.resolved.run.rollout.batch_size
+    size, leaves = batch_size or parts.resolved.run.rollout.batch_size, plan.leaves
     options = {"batch_size": size, "device": parts.world.device}
     found = run(parts.policy, plan, noise, ids, cond, rows, progress=watch, **options, **further)
-    idle = math.ceil(largest_shard(*whole, parts.world.size) / size) - math.ceil(len(ids) / size)
+    together = plan.drawn_together(size)
+    idle = math.ceil(largest_shard(*whole, parts.world.size, leaves) / together) - math.ceil(len(ids) / together)
     for _ in range(idle if parts.sharded else 0):
         with parts.learner.evaluations.uncounted():
-            run(parts.policy, plan, noise, ids[:1], cond, rows[:1], **options)
+            run(parts.policy, plan, noise, ids[:leaves], cond, rows[:leaves], **options)
         watch(0)
     return found

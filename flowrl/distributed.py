@@ -124,22 +124,25 @@ def watch_parent(parent: int, interval_s: float = 0.2) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def shard(num_prompts: int, group_size: int, rank: int, size: int) -> list[tuple[int, int]]:
+def shard(num_prompts: int, group_size: int, rank: int, size: int, leaves: int = 1) -> list[tuple[int, int]]:
     """The (slot, sample) pairs of a rank: whole groups while there are prompts enough, else split by sample.
 
-    >>> shard(2, 2, 1, 2), shard(1, 4, 1, 2)
-    ([(1, 0), (1, 1)], [(0, 2), (0, 3)])
+    Neighbouring `leaves` samples, those of a tree, stay together.
+
+    >>> shard(2, 2, 1, 2), shard(1, 4, 1, 2), shard(1, 6, 1, 2, leaves=3)
+    ([(1, 0), (1, 1)], [(0, 2), (0, 3)], [(0, 3), (0, 4), (0, 5)])
     """
     if num_prompts >= size:
         low, high = rank * num_prompts // size, (rank + 1) * num_prompts // size
         return [(slot, sample) for slot in range(low, high) for sample in range(group_size)]
-    every = [(slot, sample) for slot in range(num_prompts) for sample in range(group_size)]
-    return every[rank * len(every) // size : (rank + 1) * len(every) // size]
+    trees = [(slot, first) for slot in range(num_prompts) for first in range(0, group_size, leaves)]
+    own = trees[rank * len(trees) // size : (rank + 1) * len(trees) // size]
+    return [(slot, first + leaf) for slot, first in own for leaf in range(leaves)]
 
 
-def largest_shard(num_prompts: int, group_size: int, size: int) -> int:
+def largest_shard(num_prompts: int, group_size: int, size: int, leaves: int = 1) -> int:
     """Samples of the rank that has most."""
-    return max(len(shard(num_prompts, group_size, rank, size)) for rank in range(size))
+    return max(len(shard(num_prompts, group_size, rank, size, leaves)) for rank in range(size))
 
 
 def free_port() -> int:

@@ -7,17 +7,18 @@ move are pure functions of the iteration, the same on every rank, so a resumed r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from flowrl.branching import Branching
 from flowrl.process import Process
 from flowrl.rng import permutation, stream
 from flowrl.sa_solver import noise_levels, sa_schedule
-from flowrl.schedules import Schedule, shift_sigmas
+from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
 from flowrl.types import SampleId, Step
 
@@ -31,6 +32,12 @@ class StepPlan:
     train: tuple[int, ...]
     solver: tuple[Solver, ...] = ()
     """How each step without a law is taken; empty: `ode` everywhere. `sa` takes its noise level as tau."""
+    tree: Branching | None = None
+    """Where rollouts of a prompt part after a common start; None: each goes its own way from its own noise."""
+    spread: float | None = None
+    """Of a tree: siblings share a noise, each adds s times its own; None is without end: they share nothing."""
+    inflation: float = 1.0
+    """Of a tree: factor on the std where it splits, in draw and density alike; other than 1, another law."""
 
     def __post_init__(self) -> None:
         num_steps = len(self.schedule)
@@ -39,6 +46,8 @@ class StepPlan:
         for name, values in (("noise levels", self.noise_level), ("solvers", self.solver)):
             if len(values) != num_steps:
                 raise ValueError(f"the plan has {len(values)} {name} for {num_steps} steps")
+        if self.tree is not None:
+            self._check_tree(self.tree)
         self._check_trained(num_steps)
         for k, solver in enumerate(self.solver):
             if solver not in get_args(Solver):
@@ -48,6 +57,22 @@ class StepPlan:
                     f"the plan gives step {k} a noise level ({self.noise_level[k]:g}) and the solver {solver!r}: "
                     "a stochastic step takes its law from the sampler"
                 )
+
+    def _check_tree(self, tree: Branching) -> None:
+        if tree.num_steps != len(self.schedule):
+            raise ValueError(f"the tree has {tree.num_steps} steps, the plan {len(self.schedule)}")
+        if set(self.solver) != {"ode"}:
+            raise ValueError(f"a tree takes its steps without a law by `ode`, not by {sorted(set(self.solver))}")
+        for k, (planned, taken) in enumerate(zip(self.stochastic, tree.stochastic, strict=True)):
+            if planned != taken:
+                raise ValueError(
+                    f"the tree takes step {k} {'by the law' if taken else 'without a law'}, and its noise level is "
+                    f"{self.noise_level[k]:g}"
+                )
+        if self.spread is not None and not self.spread >= 0:
+            raise ValueError(f"spread={self.spread} must not be negative")
+        if not self.inflation > 0:
+            raise ValueError(f"inflation={self.inflation} must be positive")
 
     def _check_trained(self, num_steps: int) -> None:
         outside = [k for k in self.train if not 0 <= k < num_steps]
@@ -59,7 +84,7 @@ class StepPlan:
                     f"the plan trains step {k}, which is deterministic (noise level {self.noise_level[k]:g}): "
                     "it has no log-prob"
                 )
-            if k == num_steps - 1 and float(self.schedule.sigmas[-1]) == 0:
+            if self.end(k) == num_steps and float(self.schedule.sigmas[-1]) == 0:
                 raise ValueError(
                     f"the plan trains the last step ({k}), which ends at clean data (sigma 0): a law has std 0 there "
                     f"or leaves noise in the picture; train steps 0..{k - 1} or, of a noise-prediction model, "
@@ -74,9 +99,26 @@ class StepPlan:
         """Steps that draw from the sampler's law, which has a density."""
         return tuple(level > 0 and how != "sa" for level, how in zip(self.noise_level, self.solver, strict=True))
 
-    def steps(self, index: Tensor, process: Process, device: torch.device | str = "cpu") -> Step:
-        """The steps of `index` [B] as [B] tensors."""
+    @property
+    def leaves(self) -> int:
+        """Samples that one start leads to: a tree's leaves, or 1."""
+        return 1 if self.tree is None else self.tree.leaves
+
+    def drawn_together(self, batch_size: int) -> int:
+        """Samples of a batch: as many whole trees as it holds, at least one."""
+        return self.leaves * max(1, batch_size // self.leaves)
+
+    def end(self, k: int) -> int:
+        """Where the stochastic step from place k of the grid ends."""
+        return k + 1 if self.tree is None else self.tree.end(k)
+
+    def steps(
+        self, index: Tensor, process: Process, device: torch.device | str = "cpu", ends: Tensor | None = None
+    ) -> Step:
+        """The steps of `index` [B] as [B] tensors; `ends` [B] are their ends, where not those of stochastic steps."""
         index = index.cpu()
+        if ends is None:
+            ends = torch.tensor([self.end(k) for k in range(len(self))])[index]
         sigmas = self.schedule.sigmas
         alphas = process.alpha(sigmas) if self.schedule.alphas is None else self.schedule.alphas
         # Some laws diverge at the noisiest sigma; official code bounds it by the grid's second value.
@@ -84,12 +126,14 @@ class StepPlan:
         columns = {
             "alpha": alphas[index],
             "sigma": sigmas[index],
-            "alpha_next": alphas[index + 1],
-            "sigma_next": sigmas[index + 1],
+            "alpha_next": alphas[ends],
+            "sigma_next": sigmas[ends],
             "timestep": self.schedule.timesteps[index],
             "noise_level": torch.tensor(self.noise_level)[index],
             "sigma_ceiling": ceiling.clone(),
         }
+        if self.tree is not None and self.inflation != 1:
+            columns["std_scale"] = torch.where(torch.tensor(self.tree.splits)[index], self.inflation, 1.0)
         return Step(index=index.to(device), **{name: value.to(device) for name, value in columns.items()})
 
 
@@ -271,93 +315,3 @@ def _mix_start(config: MixWindow, limit: int, iteration: int) -> int:
         if start >= limit:
             start = 0 if config.roll_back else limit - 1
     return start
-
-
-# ---- MixGRPO-Flash
-
-
-def flow_timestep(sigma: Tensor) -> Tensor:
-    """What most flow networks are fed."""
-    return 1000 * sigma
-
-
-def flash_schedule(
-    schedule: Schedule, last: int, ratio: float, shift: float, timestep: Callable[[Tensor], Tensor] = flow_timestep
-) -> Schedule:
-    """A full flow grid up to step `last` (e), then n nodes from sigma_{e+1} to 0 instead of S - e: e + n steps.
-
-    The nodes are even before the shift, as in `shifted_linspace`; n = int((S - e) * ratio), at least 2. The
-    released code allows n = 1, whose only node is sigma_{e+1}: the image would stay noisy.
-
-    Args:
-        schedule: S steps that end at sigma 0.
-        last: last step that keeps its place, the window's end.
-        ratio: share of the nodes behind it that are kept, in (0, 1].
-        shift: resolution shift of the grid.
-        timestep: what the network is fed at sigmas [n]; it must repeat the schedule's own timesteps.
-
-    Raises:
-        ValueError: `last` leaves no step behind it, the grid does not end at 0, or has another `timestep` or `shift`.
-    """
-    num_steps, sigmas = len(schedule), schedule.sigmas
-    if not 0 <= last <= num_steps - 2:
-        raise ValueError(f"the window ends at step {last}: of {num_steps} steps it must end in 0..{num_steps - 2}")
-    if not 0 < ratio <= 1:
-        raise ValueError(f"the share of kept steps is {ratio:g}; it must be in (0, 1]")
-    if schedule.table is not None:
-        raise ValueError(
-            "only a flow grid can be shortened behind the window, and this model predicts noise (VP); use mix_grpo, "
-            "which keeps the whole grid"
-        )
-    if float(sigmas[-1]) != 0 or float(sigmas[0]) > 1:
-        raise ValueError(f"only a flow grid in [0, 1] can be shortened; this one ends at sigma {float(sigmas[-1]):g}")
-    if not torch.allclose(timestep(sigmas[:-1]), schedule.timesteps, rtol=1e-4):
-        raise ValueError(
-            "the schedule's timesteps are not those of its sigmas: pass what the network is fed, timestep="
-        )
-    _require_shift(sigmas[:-1].double(), shift)
-    nodes = max(int((num_steps - last) * ratio), 2)
-    even = torch.linspace(float(shift_sigmas(sigmas[last + 1].double(), 1 / shift)), 0, nodes, dtype=torch.float64)
-    # The first node is taken over, not computed: steps up to `last` stay bitwise those of the full grid.
-    tail = shift_sigmas(even, shift).float()[1:]
-    return Schedule(
-        sigmas=torch.cat([sigmas[: last + 2], tail]),
-        timesteps=torch.cat([schedule.timesteps[: last + 2], timestep(tail[:-1])]),
-    )
-
-
-def _require_shift(sigmas: Tensor, shift: float) -> None:
-    """Raise unless the nodes [S] of a grid are even before that shift: behind the window it would go on as another."""
-    if len(sigmas) < 3:
-        return
-
-    def unevenness(value: float) -> float:
-        gaps = shift_sigmas(sigmas, 1 / value).diff().abs()
-        return float(gaps.max() / gaps.min().clamp(min=1e-12)) - 1
-
-    if unevenness(shift) > 0.05:
-        own = min((round(1 + 0.05 * k, 2) for k in range(281)), key=unevenness)
-        hint = f"it is about {own:g}" if unevenness(own) <= 0.05 else "no shift makes this grid even"
-        raise ValueError(f"shift={shift:g} is not the resolution shift of the model's own grid; {hint}")
-
-
-def flash(
-    schedule: Schedule,
-    noise_level: float,
-    steps: Sequence[int],
-    *,
-    ratio: float,
-    shift: float,
-    solver: Solver = "dpm2_midpoint",
-    timestep: Callable[[Tensor], Tensor] = flow_timestep,
-) -> StepPlan:
-    """`window` on a grid shortened behind it by `flash_schedule`, where `solver` takes the steps."""
-    full = window(schedule, noise_level, steps)
-    last = max(full.train)
-    short = flash_schedule(schedule, last, ratio, shift, timestep)
-    return replace(
-        full,
-        schedule=short,
-        noise_level=full.noise_level[: last + 1] + (0.0,) * (len(short) - last - 1),
-        solver=tuple("ode" if k <= last else solver for k in range(len(short))),
-    )

@@ -46,14 +46,22 @@ class Replay:
         self.rollout, self.adapter, self.sharded = rollout, networks.policy.adapter, sharded
         self.evaluations = evaluations
         self.recompute = getattr(algorithm.config, "old_log_prob", "rollout") == "recompute"
-        identity = rollout.identity
-        self.advantage = self._advantages(credit, identity, sums)[rollout.edges.sample]  # [E, R', *pos]
-        useful = credit.kept.flatten().nonzero().squeeze(1)
-        chunks = update_chunks(useful, config.optim.updates_per_iteration, config.seed, iteration)
+        edges, identity, leaves = rollout.edges, rollout.identity, rollout.plan.leaves
         kept = algorithm.kept_edges(rollout.samples.ids, rollout.plan, iteration, config.seed)
+        if credit.steps is None or credit.pruned is None:
+            self.advantage = self._advantages(credit, identity, sums)[edges.sample]  # [E, R', *pos]
+            taken = credit.kept
+        else:
+            place = identity[edges.sample], edges.step
+            self.advantage = credit.steps.flatten(0, 1)[place][:, None]
+            live, taken = ~credit.pruned.flatten(0, 1)[place], ~credit.pruned.all(dim=2)
+            kept = live if kept is None else live & kept
+        # A tree's edges share their starts, so it stays whole; a chain is a tree of one leaf.
+        useful = taken.flatten().reshape(-1, leaves).any(dim=1).nonzero().squeeze(1)
+        chunks = update_chunks(useful, config.optim.updates_per_iteration, config.seed, iteration)
         self.shares = []
         for number, chunk in enumerate(chunks):
-            inside = torch.isin(identity[rollout.edges.sample], chunk)
+            inside = torch.isin(identity[edges.sample] // leaves, chunk)
             rows = (inside if kept is None else inside & kept).nonzero().squeeze(1)
             self.shares.append(rows[permutation(len(rows), config.seed, "edges", iteration, number, world.rank)])
 
@@ -131,8 +139,9 @@ class Replay:
         worst, step = self._deviation(torch.cat(self.shares)[:size])
         # The first rollout batch at its first trained step, in the rollout's order.
         edges, first = self.rollout.edges, min(self.rollout.plan.train)
-        same = ((edges.step == first) & (edges.sample < self.config.rollout.batch_size)).nonzero().squeeze(1)
-        exact, _ = self._deviation(same[:size])
+        together = self.rollout.plan.drawn_together(self.config.rollout.batch_size)
+        same = ((edges.step == first) & (edges.sample < together)).nonzero().squeeze(1)
+        exact, _ = self._deviation(same[: size * self.rollout.plan.leaves])
         worst, step, exact = max(self.world.gather((worst, step, exact)))
         tolerance = self.algorithm.parity_tolerance(self.networks.policy.sampler, dtype)
         log.info(

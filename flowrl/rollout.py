@@ -6,9 +6,10 @@ exactly as they were fed onward, so the first ratio is 1 by construction.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 from flowrl.models.base import ModelAdapter, channel_axis
 from flowrl.plan import StepPlan
+from flowrl.recorder import COLUMNS, Recorder, join
 from flowrl.rng import normal
+from flowrl.routes import Move, Routes
 from flowrl.sa_solver import sa_step
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
 from flowrl.solvers import History, solve
@@ -43,7 +46,8 @@ class Policy:
     def distribution(self, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         """The sampler's law on that belief."""
         law = self.sampler.transition(self.adapter.process, prediction, x, step)
-        return replace(law, channel_axis=channel_axis(self.adapter))
+        std = law.std if step.std_scale is None else step.std_scale * law.std
+        return replace(law, std=std, channel_axis=channel_axis(self.adapter))
 
 
 class Evaluations:
@@ -105,15 +109,13 @@ class Noise:
         eps = normal(self.shape, self.seed, f"{self.purpose}/initial", keys)
         return eps if self.laws is None else self.laws.at(torch.tensor([i.slot for i in ids])).sample(eps)
 
-    def starts(self, ids: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
-        """Samples with distinct initial noise [N], and for each sample the one of them it starts with [B]."""
-        slots = [i.slot for i in ids] if self.shared_start else list(range(len(ids)))
-        distinct = list(dict.fromkeys(slots))
-        return torch.tensor([slots.index(s) for s in distinct]), torch.tensor([distinct.index(s) for s in slots])
-
     def step(self, ids: Sequence[SampleId], index: int) -> Tensor:
-        """Noise of step `index`, [B, ...] float32; chains have branch 0."""
+        """Noise of step `index`, [B, ...] float32; a node of a tree has that of its first leaf."""
         return normal(self.shape, self.seed, f"{self.purpose}/step", [(*self._key(i), index, 0) for i in ids])
+
+    def common(self, ids: Sequence[SampleId], index: int) -> Tensor:
+        """What children share of the noise of step `index`, [B, ...]; `ids` are the first leaves of their parents."""
+        return normal(self.shape, self.seed, f"{self.purpose}/step", [(*self._key(i), index, 1) for i in ids])
 
 
 @torch.no_grad()
@@ -132,18 +134,18 @@ def run(
     progress: Callable[[int], None] = lambda count: None,
     finished: Callable[[int, Tensor], None] = lambda start, x0: None,
 ) -> tuple[Samples, Edges]:
-    """Denoise B samples along the plan.
+    """Denoise B samples along the plan; those of a tree share its nodes, all nodes of a step one forward.
 
     Args:
         policy: adapter, sampler and guidance.
         plan: the denoising steps.
         noise: keyed noise.
-        ids: B identities; they key the noise.
+        ids: B identities; they key the noise. A tree's leaves lie together, all of them.
         cond: conditions of the prompts.
         rows: row of `cond` of each sample, [B].
-        batch_size: samples per network forward.
+        batch_size: samples per network forward; a tree is drawn whole, larger ones in several forwards a step.
         form: of the stored log-probs.
-        columns: extras per trained edge; `mean_old` [E, ...] is the one there is.
+        columns: extras per trained edge, of `recorder.COLUMNS`.
         device: where the forward runs.
         progress: called with the number of samples just finished.
         finished: called before that with the place of the first of them and their latents [b, ...], on the CPU.
@@ -151,127 +153,130 @@ def run(
     Returns:
         Samples in the order of `ids`, and the trained edges ordered by (sample, step), on the CPU.
     """
-    unknown = sorted(set(columns) - {"mean_old"})
+    unknown = sorted(set(columns) - set(COLUMNS))
     if unknown:
-        raise ValueError(f"rollout column {unknown[0]!r} is unknown; there is: mean_old")
-    latents, parts, nodes_before = [], [], 0
-    for start in range(0, len(ids), batch_size):
-        part = list(ids[start : start + batch_size])
-        picked = cond.index(rows[start : start + batch_size])
-        x0, edges = _chains(policy, plan, noise, part, picked, form, columns, device)
+        raise ValueError(f"rollout column {unknown[0]!r} is unknown; there are: {', '.join(COLUMNS)}")
+    latents, parts, nodes_before, size = [], [], 0, plan.drawn_together(batch_size)
+    for start in range(0, len(ids), size):
+        part, picked = list(ids[start : start + size]), cond.index(rows[start : start + size])
+        walk = _Walk(policy, plan, noise, part, picked, Recorder(form, columns, channel_axis(policy.adapter)), device)
+        x0, edges = walk(batch_size)
         parts.append((edges, nodes_before, start))
         nodes_before += len(edges.nodes)
         latents.append(x0)
         finished(start, x0)
         progress(len(part))
-    return Samples(x0=torch.cat(latents), ids=tuple(ids)), _join(parts)
+    return Samples(x0=torch.cat(latents), ids=tuple(ids)), join(parts)
 
 
-def _chains(
-    policy: Policy,
-    plan: StepPlan,
-    noise: Noise,
-    ids: list[SampleId],
-    cond: Condition,
-    form: LogProbForm,
-    columns: Sequence[str],
-    device: torch.device | str,
-) -> tuple[Tensor, Edges]:
-    """One batch through all steps.
+@dataclass(slots=True)
+class _Front:
+    """What is at one place of the grid: a row for every node there."""
 
-    Samples that start from one noise are one row of the frontier x until the first stochastic step parts them.
-    """
-    process, recorder, history = policy.adapter.process, _Recorder(form, columns, channel_axis(policy.adapter)), None
-    leads, owner = noise.starts(ids)
-    at, alone, trail = cond.index(leads), [ids[j] for j in leads.tolist()], None
-    # Unscaled also where sigmas[0] < 1 (VP, sigma_max < 1): so do the pipelines, and so they were trained.
-    x = noise.initial(alone).to(device)
-    for k in range(len(plan)):
-        step = plan.steps(torch.full((len(x),), k), process, device)
-        prediction = policy.predict(x, step, at)
+    leads: Tensor
+    """First sample of each node, [N] ascending."""
+    x: Tensor
+    history: History | None
+    stored: Tensor
+    """Numbers among the recorded nodes, [N]; -1 where a row is not one."""
+
+    @staticmethod
+    def join(parts: Sequence[_Front]) -> _Front:
+        """Rows that came by different steps, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        leads, order = torch.cat([part.leads for part in parts]).sort()
+        x = torch.cat([part.x for part in parts])
+        return _Front(leads, x[order.to(x.device)], None, torch.cat([part.stored for part in parts])[order])
+
+
+class _Walk:
+    """One batch through all steps. What starts from one noise is one row until a stochastic step parts it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        plan: StepPlan,
+        noise: Noise,
+        ids: list[SampleId],
+        cond: Condition,
+        recorder: Recorder,
+        device: torch.device | str,
+    ) -> None:
+        self.policy, self.plan, self.noise, self.ids, self.cond = policy, plan, noise, ids, cond
+        self.recorder, self.device, self.process = recorder, device, policy.adapter.process
+        self.routes = Routes.of(plan, ids, shared_start=noise.shared_start)
+        self.trail: Any = None
+
+    def __call__(self, batch_size: int) -> tuple[Tensor, Edges]:
+        """(clean latents [B, ...] float32, the trained edges), on the CPU."""
+        leads = self.routes.at(0)
+        # Unscaled also where sigmas[0] < 1 (VP, sigma_max < 1): so do the pipelines, and so they were trained.
+        start = self.noise.initial(self._ids(leads)).to(self.device)
+        arrived = {0: [_Front(leads, start, None, torch.full((len(leads),), -1))]}
+        for k in range(len(self.plan)):
+            if k in arrived:
+                for end, part in self._step(k, _Front.join(arrived.pop(k)), batch_size):
+                    arrived.setdefault(end, []).append(part)
+        last = _Front.join(arrived.pop(len(self.plan)))
+        x0 = last.x[torch.searchsorted(last.leads, self.routes.node[-1]).to(last.x.device)]
+        return x0.float().cpu(), self.recorder.edges(x0)
+
+    def _step(self, k: int, front: _Front, batch_size: int) -> list[tuple[int, _Front]]:
+        """What the rows of a place become, by where their steps end."""
+        step = self.plan.steps(torch.full((len(front.x),), k), self.process, self.device)
+        prediction = self._predict(front, step, batch_size)
         # Stochastic steps leave their x0_hat too: a solver that follows a window goes on from them.
-        before, history = history, History.of(prediction, step)
-        if not plan.stochastic[k]:
-            last = k == len(plan) - 1
-            if plan.solver[k] == "sa":
-                xi = noise.step(alone, k).to(device) if plan.noise_level[k] > 0 else torch.zeros_like(x)
-                x, trail = sa_step(prediction, x, step, trail, xi, last=last)
+        history = None if self.plan.tree else History.of(prediction, step)
+        found = []
+        for move in self.routes.moves(k, front.leads):
+            rows = move.parent.to(front.x.device)
+            if move.noisy:
+                x_next, stored = self._draw(k, front, step, prediction, move)
             else:
-                x = solve(plan.solver[k], process, prediction, x, step, None if last else before)
-            recorder.skip()
-            continue
-        distribution = policy.distribution(prediction, x, step).at(owner)
-        x_next = distribution.sample(noise.step(ids, k).to(device))
-        if k in plan.train:
-            recorder.add(k, x, owner, x_next, distribution)
-        else:
-            recorder.skip()
-        x, history, owner, at = x_next, history.at(owner), torch.arange(len(ids)), cond
-    return x[owner].float().cpu(), recorder.edges(x)
+                x_next, stored = self._solve(k, front, step, prediction, move.end)[rows], torch.full((len(rows),), -1)
+            part = _Front(move.leads, x_next, None if history is None else history.at(rows), stored)
+            found.append((move.end, part))
+        return found
 
+    def _predict(self, front: _Front, step: Step, batch_size: int) -> Prediction:
+        """The network at all rows; in several forwards where a tree is larger than a batch."""
+        cond, size = self.cond, len(front.x)
+        if size != len(cond):
+            cond = cond.index(front.leads)
+        if size <= batch_size:
+            return self.policy.predict(front.x, step, cond)
+        parts = []
+        for rows in torch.arange(size).split(batch_size):
+            here = rows.to(front.x.device)
+            parts.append(self.policy.predict(front.x[here], step.at(here), cond.index(rows)))
+        return Prediction(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Prediction)))
 
-class _Recorder:
-    """The trained steps of one batch: every latent once, as a node, and the edges between them."""
+    def _draw(self, k: int, front: _Front, step: Step, prediction: Prediction, move: Move) -> tuple[Tensor, Tensor]:
+        """Children [M, ...] by the law, and their numbers among the recorded nodes."""
+        rows = move.parent.to(front.x.device)
+        law = self.policy.distribution(prediction, front.x, step).at(rows)
+        xi, plan = self.noise.step(self._ids(move.leads), k), self.plan
+        if plan.spread is not None and plan.tree is not None and plan.tree.splits[k]:
+            common = self.noise.common(self._ids(front.leads[move.parent]), k)
+            xi = (common + plan.spread * xi) / math.sqrt(1 + plan.spread**2)
+        x_next = law.sample(xi.to(self.device))
+        if k not in plan.train:
+            return x_next, torch.full((len(rows),), -1)
+        latents = front.x, front.stored, move.parent, x_next
+        return x_next, self.recorder.add(k, *latents, move.leads, law, prediction.velocity)
 
-    def __init__(self, form: LogProbForm, columns: Sequence[str], axis: int) -> None:
-        self.form, self.columns, self.axis = form, columns, axis
-        self.nodes: list[Tensor] = []
-        self.records: list[dict[str, Tensor]] = []
-        self.place: Tensor | None = None  # node that holds each sample's present latents, [B]
+    def _solve(self, k: int, front: _Front, step: Step, prediction: Prediction, end: int) -> Tensor:
+        """All rows one step on, without a law."""
+        plan, x, last = self.plan, front.x, end == len(self.plan)
+        if plan.solver[k] == "sa":
+            noisy = plan.noise_level[k] > 0
+            xi = self.noise.step(self._ids(front.leads), k).to(self.device) if noisy else torch.zeros_like(x)
+            x_next, self.trail = sa_step(prediction, x, step, self.trail, xi, last=last)
+            return x_next
+        if end != plan.end(k):
+            step = plan.steps(step.index, self.process, self.device, torch.full((len(x),), end))
+        return solve(plan.solver[k], self.process, prediction, x, step, None if last else front.history)
 
-    def skip(self) -> None:
-        """A step that is not trained: the latents behind it are not a node."""
-        self.place = None
-
-    def add(self, k: int, x: Tensor, owner: Tensor, x_next: Tensor, distribution: StepDistribution) -> None:
-        """The step from x [N, ...] to x_next [B, ...]; sample b came from row owner[b]."""
-        parent = self._store(x)[owner] if self.place is None else self.place
-        self.place = self._store(x_next)
-        extras = {"mean_old": distribution.mean.cpu()} if "mean_old" in self.columns else {}
-        self.records.append(
-            {
-                "parent": parent,
-                "child": self.place,
-                "step": torch.full((len(x_next),), k),
-                "sample": torch.arange(len(x_next)),
-                "old_log_prob": distribution.log_prob(x_next, self.form).cpu(),
-            }
-            | extras
-        )
-
-    def _store(self, x: Tensor) -> Tensor:
-        """Keep latents [n, ...] as nodes; their numbers [n]."""
-        before = sum(len(part) for part in self.nodes)
-        self.nodes.append(x.cpu())
-        return before + torch.arange(len(x))
-
-    def edges(self, x: Tensor) -> Edges:
-        """Ordered by (sample, step); `x` gives the shape where there are none."""
-        if not self.records:
-            none = torch.zeros(0, dtype=torch.int64)
-            position = x.shape[1 : self.axis] + x.shape[self.axis + 1 :]
-            return Edges(
-                nodes=x.new_zeros((0, *x.shape[1:])).cpu(),
-                parent=none,
-                child=none,
-                step=none,
-                sample=none,
-                old_log_prob=torch.zeros(0, *(position if self.form == "position" else ())),
-            )
-        table = {name: torch.stack([r[name] for r in self.records], dim=1).flatten(0, 1) for name in self.records[0]}
-        fixed = {name: table.pop(name) for name in ("parent", "child", "step", "sample", "old_log_prob")}
-        return Edges(nodes=torch.cat(self.nodes), columns=table, **fixed)
-
-
-def _join(parts: list[tuple[Edges, int, int]]) -> Edges:
-    """Edges of several batches as one table; rows of nodes and samples are moved along."""
-    names = parts[0][0].columns
-    return Edges(
-        nodes=torch.cat([e.nodes for e, _, _ in parts]),
-        parent=torch.cat([e.parent + before for e, before, _ in parts]),
-        child=torch.cat([e.child + before for e, before, _ in parts]),
-        step=torch.cat([e.step for e, _, _ in parts]),
-        sample=torch.cat([e.sample + start for e, _, start in parts]),
-        old_log_prob=torch.cat([e.old_log_prob for e, _, _ in parts]),
-        columns={name: torch.cat([e.columns[name] for e, _, _ in parts]) for name in names},
-    )
+    def _ids(self, samples: Tensor) -> list[SampleId]:
+        return [self.ids[j] for j in samples.tolist()]

@@ -199,6 +199,8 @@ class Trainer:
         with timer.phase("iteration"):
             rollout = self._roll_out(iteration, timer, sums)
             credit = self.algorithm.advantages(rollout.rewards, self.collector.weights, rollout.prompts)
+            if rollout.plan.tree is not None:
+                credit = self.algorithm.on_tree(credit, rollout, self.collector.weights, iteration)
             gate = self.dtype if iteration == self.start + 1 else None
             with timer.phase("update"):
                 self.learner.update(iteration, rollout, credit, sums, gate=gate)

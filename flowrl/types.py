@@ -29,7 +29,8 @@ class Step:
 
     All are [B]: alpha, sigma and their `_next` float32 (x = alpha * x0 + sigma * eps), `timestep` in the
     network's own units, `index` the step's number in the plan, `noise_level` the sampler's own knob
-    (0 is deterministic), `sigma_ceiling` the bound some noise laws need on sigma at the first step.
+    (0 is deterministic), `sigma_ceiling` the bound some noise laws need on sigma at the first step. `std_scale`
+    multiplies the law's std, without its mean; None is 1.
     """
 
     alpha: Tensor
@@ -40,10 +41,12 @@ class Step:
     index: Tensor
     noise_level: Tensor
     sigma_ceiling: Tensor
+    std_scale: Tensor | None = None
 
     def at(self, rows: Tensor) -> Step:
         """The steps of `rows` [n]."""
-        return Step(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Step(**{name: value[rows] for name, value in found.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,9 @@ class Rollout:
     """Number of the law of each prompt of the iteration, [P] int64; only where it is learned."""
     prompts: tuple[Identity, ...] = ()
     """Of all P slots of the iteration."""
+    paths: Tensor | None = None
+    """Old log-probs of the steps on the way to each sample, [P, G, K], NaN where none is kept; only where credit asks
+    for them."""
 
     @property
     def identity(self) -> Tensor:

@@ -24,10 +24,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("algorithms",),
     (
-        *("rollout", "tree", "buffer", "models", "spatial", "matching", "preview", "exploration", "learned_noise"),
-        *("value", "transitions"),
+        *("rollout", "routes", "recorder", "tree", "buffer", "models", "spatial", "matching", "preview"),
+        *("exploration", "learned_noise", "value", "transitions"),
     ),
-    ("samplers", "solvers", "sa_solver", "plan", "times", "reward", "attempts", "scorecache", "overlap", "threads"),
+    (
+        *("samplers", "solvers", "sa_solver", "plan", "branching", "flash", "times"),
+        *("reward", "attempts", "scorecache", "overlap", "threads"),
+    ),
     ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
     ("types", "rng", "registry", "shapes", "embedded"),
 )

@@ -9,9 +9,10 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms.flow_grpo import Config
+from flowrl.flash import flash
 from flowrl.metrics import Sums
 from flowrl.models._experts import Experts
-from flowrl.plan import MixWindow, StepPlan, deterministic, flash, mix_window, random_window, window
+from flowrl.plan import MixWindow, StepPlan, deterministic, mix_window, random_window, window
 from flowrl.rollout import Evaluations, Noise, Policy, run
 from flowrl.samplers import ddim, flow_sde
 from flowrl.schedules import Schedule, shifted_linspace

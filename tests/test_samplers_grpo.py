@@ -237,8 +237,7 @@ def test_defaults_are_the_sheets(name, level):
 def shared_steps(level: float | Tensor) -> Step:
     """The steps of the SD3.5 grid that start below sigma = 1, at one level or one level each."""
     step = grid_steps(flow_schedule(10), 1.0)
-    below = {f.name: getattr(step, f.name)[1:] for f in dataclasses.fields(Step)}
-    return Step(**below | {"noise_level": level * torch.ones(9)})
+    return dataclasses.replace(step.at(torch.arange(1, 10)), noise_level=level * torch.ones(9))
 
 
 def test_dance_is_the_flow_sde_step_with_its_g():
@@ -546,7 +545,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_noise_times_the_gain
     """grpo_family 1.5.2 and 3.4: d log p / d v = z * d mean / d v over D std, for CPS 2 s z d mean / d v over D."""
     sampler, shape = build(name), (9, 2, 3)
     step = grid_steps(flow_schedule(10), sampler.default_noise_level())
-    step = Step(**{f.name: getattr(step, f.name)[:9] for f in dataclasses.fields(Step)})
+    step = step.at(torch.arange(9))
     x, v = noise_pair(*shape)
     z = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     old = transition(sampler, x, v, step)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowrl.plan import MixWindow, StepPlan, flash, flash_schedule, mix_window, random_window, step_subsets, subset
+from flowrl.flash import flash, flash_schedule
+from flowrl.plan import MixWindow, StepPlan, mix_window, random_window, step_subsets, subset
 from flowrl.schedules import Schedule, shift_sigmas, shifted_linspace
 from flowrl.types import SampleId
 from tests.toys import flow_schedule, vp_schedule

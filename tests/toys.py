@@ -196,6 +196,7 @@ def roll_out(
     sampler = sampler or flow_sde.build(flow_sde.Config(noise_level=0.7))
     policy = Policy(adapter, sampler, guidance_scale)
     plan = algorithm.plan(adapter.schedule(num_steps), sampler, iteration, 0)
+    group += -group % plan.leaves  # whole trees
     ids = tuple(SampleId(slot, sample) for slot in range(prompts) for sample in range(group))
     rows = torch.tensor([i.slot for i in ids])
     cond = adapter.encode([f"prompt {slot}" for slot in range(prompts)])

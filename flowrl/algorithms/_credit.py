@@ -1,9 +1,10 @@
-"""An advantage rule with its memory, and the credit of methods that have a value network instead of one."""
+"""An advantage rule with its memory, credit where a value network follows, and that of a tree's edges."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,3 +51,16 @@ def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
     valid = total.isfinite()
     none = torch.zeros(len(total), dtype=torch.bool)
     return Advantages(values=total.nan_to_num().float()[:, :, None], valid=valid, dead=none, kept=valid)
+
+
+def leaf_advantages(credit: Advantages) -> Tensor:
+    """[P, G] float64, NaN where masked."""
+    return torch.where(credit.valid, credit.values.squeeze(2).double(), torch.nan)
+
+
+def by_steps(credit: Advantages, steps: Tensor, pruned: Tensor | Literal[False], clip: float | None) -> Advantages:
+    """Credit of the leaves with that of their edges, [P, G, K], beside it; edges of dead groups are not trained."""
+    if clip is not None:
+        steps = steps.clamp(-clip, clip)
+    left_out = steps.isnan() | pruned | credit.dead[:, None, None]
+    return replace(credit, steps=steps.nan_to_num().float(), pruned=left_out)

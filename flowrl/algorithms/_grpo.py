@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import AdvantageConfig, Advantages
-from flowrl.algorithms._credit import Rule
+from flowrl.algorithms._credit import Rule, by_steps, leaf_advantages
 from flowrl.algorithms.base import Networks, parity_tolerance
 from flowrl.models.weights import Weights
 from flowrl.objectives import clipped_ratio_loss
@@ -19,7 +19,8 @@ from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistributi
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
 from flowrl.transitions import Transitions
-from flowrl.types import Identity, LossOutput, Member, Microbatch, SampleId
+from flowrl.tree import propagated
+from flowrl.types import Identity, LossOutput, Member, Microbatch, Rollout, SampleId
 
 Ratio = Literal["plain", "ratio_norm"]
 
@@ -257,6 +258,7 @@ class GrpoBase(Generic[C]):
     columns: tuple[str, ...] = ()
     members: tuple[Member, ...] = ()
     transitions: Transitions | None = None
+    weighs_paths = False
     feedback: tuple[str, ...] = ()
     behaviour = "policy"
     passes = 1
@@ -275,6 +277,11 @@ class GrpoBase(Generic[C]):
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         return self.rule(rewards, weights, prompts, clipped=self.spatial is None)
+
+    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+        tree = rollout.plan.tree
+        assert tree is not None
+        return by_steps(credit, propagated(leaf_advantages(credit), tree), False, None)
 
     def log_prob_form(self, sampler: Sampler) -> LogProbForm:
         return "position" if self.config.by_position else sampler.log_prob_form

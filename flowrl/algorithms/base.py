@@ -19,7 +19,7 @@ from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
 from flowrl.times import Times
 from flowrl.transitions import Transitions
-from flowrl.types import Identity, LossOutput, Member, Microbatch, NoisedBatch, SampleId, Unit
+from flowrl.types import Identity, LossOutput, Member, Microbatch, NoisedBatch, Rollout, SampleId, Unit
 from flowrl.value import ValueConfig, ValueNetwork
 
 
@@ -96,13 +96,18 @@ class EdgeAlgorithm(Algorithm, Protocol):
     """A method on the stochastic steps of a rollout and their log-probs.
 
     `columns` are extras of the rollout; `spatial` how its advantages are spread over a picture, None where a sample
-    has one; `transitions` what is kept over iterations (`TransitionAlgorithm`), None where an iteration trains its own
-    steps, each once a pass.
+    has one; `weighs_paths` asks for `Rollout.paths`; `transitions` what is kept over iterations
+    (`TransitionAlgorithm`), None where an iteration trains its own steps, each once a pass.
     """
 
     columns: tuple[str, ...]
     spatial: SpatialConfig | None
     transitions: Transitions | None
+    weighs_paths: bool
+
+    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+        """Credit by edge from that of the samples; asked for where the plan branches. `rollout.rewards` have all."""
+        ...
 
     def log_prob_form(self, sampler: Sampler) -> LogProbForm:
         """Of the stored log-probs: the sampler's own, unless the method needs another."""

@@ -6,15 +6,19 @@
 The window is keyed by (seed, iteration) and the same on every process, so all samples of a group share it. CPS is
 the published partner of this method; its ratio is that of its own unscaled log-prob.
 
-Source: yifan123/flow_grpo:scripts/train_sd3_fast.py (since 2025-10-14), config/grpo.py.
+With `branch` its first version: so many samples share noise and ODE up to the window's start and part there. (Released:
+9 samples, a window of 1 or 2 steps from a start in 0..T // 2; there each bundle draws its own start.)
+
+Source: yifan123/flow_grpo:scripts/train_sd3_fast.py (branching until 2025-10-13), config/grpo.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
+from flowrl.branching import splits
 from flowrl.plan import StepPlan, random_window, window
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
@@ -35,6 +39,8 @@ class Config(ClippedConfig):
     """First step that may be in the window."""
     high: int | None = None
     """First step that may not; null: half of the steps, or as many as the window needs."""
+    branch: int | None = None
+    """Samples that share the way to the window, a divisor of `rollout.group_size`; null: none do."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
@@ -45,6 +51,8 @@ class Config(ClippedConfig):
                 f"a window of window_size={self.window_size} steps does not fit between low={self.low} "
                 f"and high={self.high} (exclusive)"
             )
+        if self.branch is not None and self.branch < 2:
+            raise ValueError(f"branch={self.branch} must be at least 2, or null")
 
     def clip(self, sampler: Sampler) -> float:
         preset = ClippedConfig.clip(self, sampler)
@@ -53,6 +61,10 @@ class Config(ClippedConfig):
     def check(self, sampler: Sampler, num_steps: int) -> None:
         ClippedConfig.check(self, sampler, num_steps)
         self.steps(num_steps, 1, 0)
+
+    def leaves(self, num_steps: int) -> int:
+        """Samples of a tree."""
+        return self.branch or 1
 
     def steps(self, num_steps: int, iteration: int, seed: int) -> tuple[int, ...] | None:
         """The window of an iteration; None: all steps but the last."""
@@ -66,7 +78,11 @@ class FlowGrpoFast(ClippedGrpo[Config]):
     level = LEVEL
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return window(schedule, sampler.default_noise_level(), self.config.steps(len(schedule), iteration, seed))
+        config, count = self.config, len(schedule)
+        plan = window(schedule, sampler.default_noise_level(), config.steps(count, iteration, seed))
+        if config.branch is None:
+            return plan
+        return replace(plan, tree=splits(count, {plan.train[0]: config.branch}, plan.train))
 
 
 def build(config: Config) -> FlowGrpoFast:

@@ -17,7 +17,8 @@ from typing import ClassVar, Literal
 
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
-from flowrl.plan import MixWindow, StepPlan, flash, mix_window
+from flowrl.flash import flash
+from flowrl.plan import MixWindow, StepPlan, mix_window
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 

@@ -113,8 +113,8 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     import torch
 
     from flowrl.config import ConfigError
+    from flowrl.flash import flow_timestep
     from flowrl.memory import terms_per_sample
-    from flowrl.plan import flow_timestep
     from flowrl.schedules import Schedule, shift_sigmas
 
     steps, algorithm = resolved.run.rollout.num_inference_steps, resolved.algorithm.build()

@@ -121,7 +121,7 @@ def test_rows_of_a_batch_do_not_see_each_other(name, path):
     x, raw = inputs(10)
     whole = call(name, path, step, x, raw)
     for k in range(10):
-        alone = Step(**{f.name: getattr(step, f.name)[k : k + 1] for f in dataclasses.fields(Step)})
+        alone = step.at(torch.tensor([k]))
         found = call(name, path, alone, x[k : k + 1], raw[k : k + 1])
         # The same arithmetic; vectorised and scalar loops may round differently by one unit.
         assert_close(found.mean[0], whole.mean[k], rtol=1e-6, atol=1e-6)
@@ -187,7 +187,7 @@ def test_every_stochastic_step_but_the_last_has_a_finite_density_on_every_grid(n
     for num_steps in range(2, 41):
         step, (x, raw) = steps_of(path, num_steps, level, shift), inputs(num_steps)
         inner = torch.arange(num_steps - 1)
-        step = Step(**{f.name: getattr(step, f.name)[inner] for f in dataclasses.fields(Step)})
+        step = step.at(inner)
         found = call(name, path, step, x[inner], raw[inner])
         noise = torch.randn(found.mean.shape, generator=torch.Generator().manual_seed(num_steps))
         log_prob = found.log_prob(found.sample(noise), "mean")
@@ -226,12 +226,13 @@ def all_steps(path: str) -> Step:
     """Every step of every grid as one batch, the noisiest ends first: what a law refuses lies together."""
     process = PATHS[path][0]
     parts = [StepPlan(g, (1.0,) * len(g), ()).steps(torch.arange(len(g)), process) for g in grids(path)]
-    step = Step(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(Step)})
+    names = [f.name for f in dataclasses.fields(Step) if f.name != "std_scale"]
+    step = Step(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
     return rows(step, step.sigma_next.argsort(descending=True))
 
 
 def rows(step: Step, chosen: torch.Tensor) -> Step:
-    return Step(**{f.name: getattr(step, f.name)[chosen] for f in dataclasses.fields(Step)})
+    return step.at(chosen)
 
 
 def taken(name: str, path: str, step: Step) -> Iterator[tuple[Step, StepDistribution]]:

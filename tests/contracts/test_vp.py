@@ -45,10 +45,14 @@ def session_of(name: str, num_steps: int = 6, **options: Any) -> Session:
 def iterate(session: Session) -> dict[str, float]:
     """The metrics of one iteration's updates; asserts that they moved the network."""
     before = [p.detach().clone() for p in session.adapter.network.parameters()]
-    sums, credit = Sums(), session.algorithm.advantages(SPREAD, torch.ones(1), PROMPTS)
+    group, sums = max(i.sample for i in session.ids) + 1, Sums()
+    rewards = SPREAD if group == 2 else torch.rand(1, 2, group, generator=torch.Generator().manual_seed(0))
+    credit, rollout = session.algorithm.advantages(rewards, torch.ones(1), PROMPTS), rollout_of(session, rewards)
+    if session.plan.tree is not None:
+        credit = session.algorithm.on_tree(credit, rollout, torch.ones(1), 1)
     learner = learner_of(session, updates=1, batch_size=9)
     learner.lookup = lambda prompts: session.cond.index(torch.tensor([PROMPTS.index(p) for p in prompts]))
-    learner.update(1, dataclasses.replace(rollout_of(session, SPREAD), prompts=PROMPTS), credit, sums)
+    learner.update(1, dataclasses.replace(rollout, prompts=PROMPTS), credit, sums)
     after = list(session.adapter.network.parameters())
     assert all(bool(p.isfinite().all()) for p in after)
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -112,7 +112,10 @@ def test_one_and_two_processes_take_the_same_first_update(pairs: Path, name: str
 def test_a_process_without_a_held_out_pair_takes_part(pairs: Path, shard: bool):
     make_pairs(pairs / "heldout", 1, seed=1000)
     data = SCENE[0].replace("data={", "data={eval_pairs: heldout, ")
-    full = ("model={name: sd3, path: tiny-sd3, lora: null, max_sequence_length: 9}", f"model.shard={str(shard).lower()}")
+    full = (
+        "model={name: sd3, path: tiny-sd3, lora: null, max_sequence_length: 9}",
+        f"model.shard={str(shard).lower()}",
+    )
     words = (data, *SCENE[1:4], *full, METHODS["diffusion_dpo"], "iterations=1", "optim.updates_per_iteration=1")
     one = train("name=one", *words[:-4], "model.shard=false", *words[-3:])
     code, output = finish(start("train", "run.yaml", "name=two", *words, "--processes", "2"))

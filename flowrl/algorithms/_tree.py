@@ -1,0 +1,145 @@
+"""What methods on trees share: options, the plan with its tree, and credit by edge that the updates take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from flowrl import tree as credit_on
+from flowrl.advantages import AdvantageConfig, Advantages, aggregate
+from flowrl.algorithms._credit import by_steps, leaf_advantages
+from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
+from flowrl.branching import Branching
+from flowrl.plan import StepPlan, window
+from flowrl.samplers.base import Sampler
+from flowrl.schedules import Schedule
+from flowrl.tree import Scale
+from flowrl.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeConfig(ClippedConfig):
+    """Options of the methods here. A prompt's samples are the leaves of its trees: `rollout.group_size` / leaves."""
+
+    WINDOWED: ClassVar[bool] = True
+
+    path_weight: float = 0.0
+    """beta: leaves behind an edge count by exp(beta z), z how likely the way to them was among them (standardised
+    log-prob); 0: all alike."""
+
+    def __post_init__(self) -> None:
+        ClippedConfig.__post_init__(self)
+        if self.advantages.select is not None:
+            raise ValueError(
+                "advantages.select picks samples, and the edges of a tree belong to several; set it to null"
+            )
+
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
+        """Of an iteration.
+
+        Raises:
+            ValueError: it does not fit the grid, naming the key.
+        """
+        raise NotImplementedError
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        ClippedConfig.check(self, sampler, num_steps)
+        self.tree(num_steps, 1, 0)
+
+    def leaves(self, num_steps: int) -> int:
+        """Samples of a tree."""
+        return self.tree(num_steps, 1, 0).leaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DepthwiseConfig(TreeConfig):
+    """Options of the methods that compare the nodes of a step with each other."""
+
+    scale: Scale = field(default_factory=Scale)
+    """How nodes are compared (`flowrl/tree.py`)."""
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result. `std`,
+    `eps` and `ddof` are those of `scale`."""
+
+    def __post_init__(self) -> None:
+        TreeConfig.__post_init__(self)
+        rule = self.advantages
+        if rule.name not in ("group", "per_reward") or rule.trimmed_ratio:
+            raise ValueError(
+                f"advantages: {rule.name} with trimmed_ratio={rule.trimmed_ratio}: this method compares nodes by its "
+                "scale; use the rule group or per_reward, with trimmed_ratio=0"
+            )
+
+
+C = TypeVar("C", bound=TreeConfig)
+D = TypeVar("D", bound=DepthwiseConfig)
+
+
+class TreeGrpoBase(ClippedGrpo[C]):
+    """A method whose plan branches. Its file says where, and what an edge is credited with."""
+
+    @property
+    def weighs_paths(self) -> bool:
+        """Whether credit needs the log-probs of the ways."""
+        return self.config.path_weight != 0
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        tree = self.config.tree(len(schedule), iteration, seed)
+        steps = [k for k, taken in enumerate(tree.stochastic) if taken]
+        return replace(window(schedule, sampler.default_noise_level(), steps), tree=tree)
+
+    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+        tree = rollout.plan.tree
+        assert tree is not None
+        paths = None
+        if rollout.paths is not None:
+            paths = credit_on.by_path(rollout.paths, tree, self.config.path_weight)
+        steps = self.credited(credit, rollout.rewards, weights, tree, paths)
+        left_out = self.pruned(credit, rollout.rewards, weights, tree, iteration)
+        return by_steps(credit, steps, left_out, self.config.advantages.clip)
+
+    def credited(
+        self, credit: Advantages, rewards: Tensor, weights: Tensor, tree: Branching, paths: Tensor | None
+    ) -> Tensor:
+        """[P, G, K] float64 of each leaf's edges, NaN where there is none to be trained.
+
+        Args:
+            credit: of the leaves, by the advantage rule.
+            rewards: [R, P, G].
+            weights: [R].
+            tree: of the rollout.
+            paths: weights of the leaves behind each edge, [P, G, K]; None: all alike.
+        """
+        return credit_on.propagated(leaf_advantages(credit), tree, paths)
+
+    def pruned(
+        self, credit: Advantages, rewards: Tensor, weights: Tensor, tree: Branching, iteration: int
+    ) -> Tensor | Literal[False]:
+        """[P, G, K] edges that are left out, or False: none."""
+        return False
+
+
+class DepthwiseGrpo(TreeGrpoBase[D]):
+    """A method that compares the nodes of a step."""
+
+    def credited(
+        self, credit: Advantages, rewards: Tensor, weights: Tensor, tree: Branching, paths: Tensor | None
+    ) -> Tensor:
+        if self.config.advantages.name == "group":
+            return self.compared(totals(credit, rewards, weights), tree, paths)
+        live = weights != 0
+        share = (weights[live] / weights[live].abs().sum()).double()
+        parts = [self.compared(torch.where(credit.valid, r, torch.nan), tree, paths) for r in rewards[live]]
+        return torch.stack([w * part for w, part in zip(share, parts, strict=True)]).sum(dim=0)
+
+    def compared(self, total: Tensor, tree: Branching, paths: Tensor | None) -> Tensor:
+        """Of one reward [P, G]."""
+        return credit_on.depthwise(credit_on.fuse(total, tree, paths), total, tree, self.config.scale)
+
+
+def totals(credit: Advantages, rewards: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of the rewards, [P, G] float64, NaN where masked."""
+    return torch.where(credit.valid, aggregate(rewards, weights), torch.nan)

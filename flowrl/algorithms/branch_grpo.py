@@ -1,0 +1,114 @@
+"""BranchGRPO: rollouts of a prompt are the leaves of a tree; leaf rewards are fused upward and compared by depth.
+
+    1. one root noise for a tree; every step but the last with the Dance-SDE; at a split step a node has K children,
+       whose noises share a part: xi_b = (xi_0 + s eta_b) / sqrt(1 + s^2), each standard normal by itself
+    2. r(n) = mean reward of the leaves behind node n
+    3. A(n) = (r(n) - mean) / (std + 1e-8) over the nodes of the same step of the tree, clipped to +-5; an edge has the
+       advantage of its child
+    4. leave edges out (pruning), and train the others: loss = max(-A ratio, -A clamp(ratio, 1 - c, 1 + c))
+
+Variants: `prune` after the last split by parent or to the extreme leaves (width), `depth` for a window of steps, `mix`
+for the ODE at all steps but splits and a window. The last step is deterministic, so the decoded latent is its x0_hat,
+as in the released code, which trains that step nevertheless.
+
+Source: arXiv 2509.06040; Fredreic1849/BranchGRPO. Two of the released code's ways are not the paper's: it draws the
+children of a split with a std four times that of their density (`split_inflation` does so with the density to match),
+and its width pruning by branch keeps the earliest half of each suffix (here: the paper's).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from flowrl import tree as credit_on
+from flowrl.advantages import Advantages
+from flowrl.algorithms._tree import DepthwiseConfig, DepthwiseGrpo, totals
+from flowrl.branching import Branching, splits
+from flowrl.plan import MixWindow, StepPlan, mix_window
+from flowrl.samplers.base import Sampler
+from flowrl.schedules import Schedule
+from flowrl.tree import DepthWindow
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(DepthwiseConfig):
+    SAMPLER: ClassVar[str] = "dance_sde"
+
+    splits: list[int] | None = None
+    """Steps at which every node has `children` children; null: where 0, 3, 6, 9 of 20 steps lie on the run's grid."""
+    children: int = 2
+    """K; a tree has K to the number of splits leaves."""
+    spread: float | None = 4.0
+    """s of the siblings' noises, whose correlation is 1 / (1 + s^2); null: independent."""
+    split_inflation: float = 1.0
+    """Compatibility: 4 repeats the released code's wider steps at splits, which leave the model's marginals."""
+    prune: Literal["parent_top1", "extremes"] | None = None
+    """Behind the last split: only the way of each parent's best child, or only the best and the worst leaves."""
+    keep: int = 4
+    """Of `extremes`: as many best and as many worst leaves of a tree."""
+    depth: DepthWindow | None = None
+    """Steps that are left out for a while (depth pruning)."""
+    mix: MixWindow | None = None
+    """Splits and this window are stochastic and trained, all other steps ODE. The released window never moves:
+    {strategy: frozen, size: 4}."""
+
+    def __post_init__(self) -> None:
+        DepthwiseConfig.__post_init__(self)
+        given = self.splits
+        if (given is not None and (not given or len(set(given)) < len(given))) or self.children < 2:
+            raise ValueError(
+                f"splits={given}, children={self.children}: at least one split, none twice, and 2 children"
+            )
+
+    def split_steps(self, num_steps: int) -> list[int]:
+        """Where nodes split.
+
+        >>> [Config().split_steps(count) for count in (20, 10, 6)]
+        [[0, 3, 6, 9], [0, 2, 3, 4], [0, 1, 2, 3]]
+        """
+        if self.splits is not None:
+            return self.splits
+        return sorted({min(round(place * num_steps / 20), num_steps - 2) for place in (0, 3, 6, 9)})
+
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
+        steps = self.split_steps(num_steps)
+        if min(steps) < 0 or max(steps) > num_steps - 2:
+            raise ValueError(f"splits={steps}: of {num_steps} steps 0..{num_steps - 2} can split")
+        noisy = set(range(num_steps - 1))
+        if self.mix is not None:
+            noisy = {*steps, *mix_window(self.mix, num_steps, seed, iteration)}
+        found = splits(num_steps, dict.fromkeys(steps, self.children), noisy)
+        if self.prune == "extremes" and not 1 <= 2 * self.keep <= found.leaves:
+            raise ValueError(f"keep={self.keep} best and worst of {found.leaves} leaves")
+        return found
+
+
+class BranchGrpo(DepthwiseGrpo[Config]):
+    level = LEVEL
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        found = DepthwiseGrpo.plan(self, schedule, sampler, iteration, seed)
+        return replace(found, spread=self.config.spread, inflation=self.config.split_inflation)
+
+    def pruned(
+        self, credit: Advantages, rewards: Tensor, weights: Tensor, tree: Branching, iteration: int
+    ) -> Tensor | Literal[False]:
+        config, total = self.config, totals(credit, rewards, weights)
+        left_out = torch.zeros(*total.shape, tree.num_steps, dtype=torch.bool)
+        if config.depth is not None:
+            left_out[..., list(config.depth.steps(tree, iteration))] = True
+        if config.prune == "parent_top1":
+            left_out |= credit_on.parent_top1(credit_on.fuse(total, tree), tree)
+        elif config.prune == "extremes":
+            left_out |= credit_on.extremes(total, tree, config.keep)
+        return left_out
+
+
+def build(config: Config) -> BranchGrpo:
+    return BranchGrpo(config)

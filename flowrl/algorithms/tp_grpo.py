@@ -1,0 +1,61 @@
+"""TP-GRPO: every stochastic step of a chain is credited with what it added to the reward.
+
+    1. chains of n stochastic steps, ODE elsewhere; from behind each of them the ODE to the end gives a picture and its
+       reward: R_t after t stochastic steps, R_0 of the ODE alone
+    2. d_t = R_t - R_{t-1}, D = R_n - R_0; a turning point is where the sign of d_t begins to agree with D's
+    3. step t's gain is D, plus d_t at a turning point (`turning` 1, as released), or d_t (null)
+    4. A(t) = (gain - mean) / (std + 1e-4) over the chains of the prompt at step t; loss as Flow-GRPO
+
+A chain is a tree of n + 1 leaves, so a prompt needs several of them.
+
+Source: arXiv 2602.06422; YunzeTong/TurningPoint-GRPO. That columns are compared by prompt is a presumption.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from flowrl import tree as credit_on
+from flowrl.algorithms._tree import DepthwiseConfig, DepthwiseGrpo
+from flowrl.branching import Branching, completions
+from flowrl.tree import Scale
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(DepthwiseConfig):
+    window: int | None = None
+    """n: stochastic steps, the first of the grid. Released: 9 for SD3, 5 or 6 for FLUX; null: all but the last, at most
+    9."""
+    turning: float | None = 1.0
+    """Weight of d_t at a turning point, beside D; null credits d_t alone, at every step."""
+    scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
+
+    def __post_init__(self) -> None:
+        DepthwiseConfig.__post_init__(self)
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1")
+        if self.scale.pool != "prompt":
+            raise ValueError("scale.pool=tree: a chain has one step of each number; compare with prompt")
+        if self.path_weight:
+            raise ValueError(f"path_weight={self.path_weight}: a picture has one way here; set it to 0")
+
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
+        window = min(9, num_steps - 1) if self.window is None else self.window
+        if window > num_steps - 1:
+            raise ValueError(f"window={window} of {num_steps} steps: at most {num_steps - 1}, all but the last")
+        return completions(num_steps, range(window))
+
+
+class TpGrpo(DepthwiseGrpo[Config]):
+    level = LEVEL
+
+    def compared(self, total: Tensor, tree: Branching, paths: Tensor | None) -> Tensor:
+        return credit_on.increments(total, tree, turning=self.config.turning, scale=self.config.scale)
+
+
+def build(config: Config) -> TpGrpo:
+    return TpGrpo(config)

@@ -1,0 +1,62 @@
+"""TreeGRPO: a k-ary tree over a short window of stochastic steps, ODE elsewhere; leaf advantages flow back.
+
+    1. window of w steps from step i, drawn in every iteration with a chance that falls by `decay` from step to step
+    2. in the window every node has k children, so a tree has k^w leaves; one ODE way leads to it, and ODE ways out
+    3. A(leaf) = (r - mean of the prompt) / (std of the prompt + eps); A(edge) = mean of A behind it
+    4. loss as Flow-GRPO on the window's edges
+
+Published weights of the mean are softmax(log p_old) of the edges, which is uniform for a mean over latent dims and
+picks one for their sum; `path_weight` offers it on standardised log-probs.
+
+Source: arXiv 2512.08153; no released code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase
+from flowrl.branching import Branching, splits
+from flowrl.rng import stream
+
+LEVEL = "experimental"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(TreeConfig):
+    children: int = 3
+    """k; the tree has k^window leaves."""
+    window: int = 3
+    """w: neighbouring steps that split."""
+    decay: float = 0.5
+    """r: a window that starts one step later is drawn r times as often; 1 draws all alike."""
+    advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
+
+    def __post_init__(self) -> None:
+        TreeConfig.__post_init__(self)
+        if self.children < 2 or self.window < 1:
+            raise ValueError(f"children={self.children} must be at least 2 and window={self.window} at least 1")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay} must lie in (0, 1]")
+
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
+        starts = num_steps - self.window
+        if starts < 1:
+            raise ValueError(
+                f"window={self.window} of {num_steps} steps: at most {num_steps - 1}, the last has no noise"
+            )
+        chance = self.decay ** np.arange(starts)
+        start = int(stream(seed, "tree_window", iteration).choice(starts, p=chance / chance.sum()))
+        steps = range(start, start + self.window)
+        return splits(num_steps, dict.fromkeys(steps, self.children), steps)
+
+
+class TreeGrpo(TreeGrpoBase[Config]):
+    level = LEVEL
+
+
+def build(config: Config) -> TreeGrpo:
+    return TreeGrpo(config)

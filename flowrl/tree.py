@@ -1,0 +1,250 @@
+"""Credit on trees: leaf rewards fused upward, normalised by depth or propagated from the leaves, and pruning.
+
+Everything is [P, G, K]: for each leaf the edge that its path takes at step k, float64. Leaves below one node share the
+edge, so they share its number. NaN: nothing valid lies behind an edge, or the path passes step k by. The G samples of a
+prompt are G / L trees of L leaves.
+
+Source: arXiv 2509.06040 (BranchGRPO), 2512.08153 (TreeGRPO), 2508.04324 (TempFlow-GRPO), 2510.01982 (G2RPO),
+2602.06422 (TP-GRPO).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.branching import Branching
+from flowrl.plan import StepPlan
+from flowrl.process import Process
+from flowrl.samplers.base import Sampler, step_std
+
+_LEAST_STD = 1e-6
+"""Below it nodes count as equal, as in the released BranchGRPO."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How the nodes of a step are compared."""
+
+    pool: Literal["tree", "prompt"] = "tree"
+    """With those of the same tree, or of all trees of the prompt."""
+    floor: float = 0.0
+    """Divide by at least this share of the leaves' std: two nodes alone are else always at +-0.707."""
+    eps: float = 1e-8
+    """Added to the std."""
+    ddof: Literal[0, 1] = 1
+
+    def __post_init__(self) -> None:
+        if not (self.floor >= 0 and self.eps >= 0):
+            raise ValueError(f"floor={self.floor} and eps={self.eps} must not be negative")
+
+
+# ---- fusion
+
+
+def fuse(total: Tensor, tree: Branching, path_weights: Tensor | None = None) -> Tensor:
+    """Mean reward of the leaves behind each edge, [P, G, K].
+
+    Args:
+        total: rewards of the leaves, [P, G]; NaN masks.
+        tree: of L leaves.
+        path_weights: of each leaf behind each edge, [P, G, K] (`by_path`); None: all alike.
+    """
+    leaves = total.double().unflatten(1, (-1, tree.leaves))
+    found = torch.full((*leaves.shape, tree.num_steps), torch.nan, dtype=torch.float64)
+    for k in range(tree.num_steps):
+        below = _below(tree, k)  # [L, L]: leaf, and leaves behind the same edge
+        weights = leaves.isfinite().double()
+        if path_weights is not None:
+            weights = weights * path_weights[:, :, k].unflatten(1, (-1, tree.leaves))
+        summed, share = (leaves.nan_to_num() * weights) @ below, weights @ below
+        found[..., k] = torch.where(share > 0, summed / share, torch.nan)
+    return found.flatten(1, 2)
+
+
+def _below(tree: Branching, k: int) -> Tensor:
+    """Which leaves share the edge of step k, [L, L] float64; none where the path passes by."""
+    child = tree.child(k)
+    return ((child[:, None] == child) & (child >= 0)).double()
+
+
+def by_path(log_probs: Tensor, tree: Branching, beta: float) -> Tensor:
+    """Weights of leaves by how likely the way to them was, [P, G, K]: exp(beta z) over its mean behind the same edge.
+
+    z is the log-prob of the way from the edge's end to the leaf, standardised over the leaves behind the edge: of the
+    plain sum one leaf would take all, and the mean over dims knows no difference.
+
+    Args:
+        log_probs: of the edges, [P, G, K]; NaN where there is none.
+        tree: of L leaves.
+        beta: 0 gives 1 everywhere.
+    """
+    steps = log_probs.double().nan_to_num().unflatten(1, (-1, tree.leaves))
+    behind = steps.flip(-1).cumsum(-1).flip(-1) - steps  # of the steps after k
+    found = torch.ones_like(behind)
+    for k in range(tree.num_steps):
+        below = _below(tree, k)
+        count = below.sum(0).clamp(min=1)
+        centred = behind[..., k] - behind[..., k] @ below / count
+        std = (centred.square() @ below / count).sqrt()
+        weights = (beta * torch.where(std > 0, centred / std.clamp(min=1e-300), 0.0)).exp()
+        found[..., k] = weights / (weights @ below / count).clamp(min=1e-300)
+    return found.flatten(1, 2)
+
+
+# ---- credit
+
+
+def depthwise(values: Tensor, total: Tensor, tree: Branching, scale: Scale) -> Tensor:
+    """(value - mean) / std over the nodes that the noisy edges of a step lead to, [P, G, K]; 0 where all are equal.
+
+    Args:
+        values: of the edges, [P, G, K] (`fuse`).
+        total: rewards of the leaves, [P, G].
+        tree: of L leaves.
+        scale: what is compared, and what divides.
+    """
+    edges = values.unflatten(1, (-1, tree.leaves))
+    leaf_std = _spread(total.double().unflatten(1, (-1, tree.leaves)), scale)[1]
+    found = torch.full_like(edges, torch.nan)
+    for k in range(tree.num_steps):
+        nodes = tree.noisy_children(k)
+        if not len(nodes):
+            continue
+        mean, std = _spread(edges[:, :, nodes, k], scale)
+        divisor = torch.maximum(std, scale.floor * leaf_std) + scale.eps
+        credit = torch.where(std >= _LEAST_STD, (edges[..., k] - mean) / divisor, 0.0)
+        credit = torch.where(edges[..., k].isnan(), torch.nan, credit)
+        found[..., k] = torch.where(tree.noisy[k], credit, torch.nan)
+    return found.flatten(1, 2)
+
+
+def _spread(values: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+    """Mean and std of values [P, T, N] over a tree or a prompt, [P, T or 1, 1]; NaN counts for nothing."""
+    dims = (2,) if scale.pool == "tree" else (1, 2)
+    count = values.isfinite().sum(dim=dims, keepdim=True)
+    mean = values.nan_to_num().sum(dim=dims, keepdim=True) / count.clamp(min=1)
+    square = (values - mean).nan_to_num().square().sum(dim=dims, keepdim=True)
+    return mean, (square / (count - scale.ddof).clamp(min=1)).sqrt()
+
+
+def propagated(leaf: Tensor, tree: Branching, path_weights: Tensor | None = None) -> Tensor:
+    """Advantages of the leaves [P, G], NaN where masked, as those of the edges: the mean of what lies behind."""
+    credit = fuse(leaf, tree, path_weights)
+    return torch.where(tree.noisy.T.repeat(leaf.shape[1] // tree.leaves, 1), credit, torch.nan)
+
+
+def by_grain(total: Tensor, tree: Branching, grains: int, scale: Scale) -> Tensor:
+    """`depthwise` for each of several kinds of leaves by itself, summed: leaf l is of kind l % grains."""
+    kind = torch.arange(total.shape[1]) % grains
+    parts = [torch.where(kind == grain, total, torch.nan) for grain in range(grains)]
+    credit = torch.stack([depthwise(fuse(part, tree), part, tree, scale) for part in parts])
+    return torch.where(credit.isnan().any(dim=0), torch.nan, credit.sum(dim=0))
+
+
+def increments(total: Tensor, tree: Branching, *, turning: float | None, scale: Scale) -> Tensor:
+    """What each noisy step of a trunk added (`branching.completions`), compared over the trees of a prompt, [P, G, K].
+
+    With R_t the reward of leaf t, d_t = R_t - R_{t-1} and D = R_n - R_0, step t is credited d_t; with `turning` it is
+    D, plus `turning` d_t where the sign of d_t begins to agree with that of D (the released TP-GRPO, `turning` 1).
+    """
+    leaves = total.double().unflatten(1, (-1, tree.leaves))
+    gain, whole = leaves.diff(dim=2), (leaves[..., -1:] - leaves[..., :1]).expand(*leaves.shape[:2], tree.leaves - 1)
+    if turning is not None:
+        sign = gain.sign() * whole.sign()
+        before = torch.cat([-torch.ones_like(sign[..., :1]), sign[..., :-1]], dim=2)
+        gain = whole + turning * torch.where((before < 0) & (sign > 0), gain, 0.0)
+    found = torch.full((*leaves.shape, tree.num_steps), torch.nan, dtype=torch.float64)
+    steps = [k for k in range(tree.num_steps) if tree.noisy[k].any()]
+    for t, k in enumerate(steps):
+        mean, std = _spread(gain[..., t : t + 1], scale)
+        credit = torch.where(std >= _LEAST_STD, (gain[..., t : t + 1] - mean) / (std + scale.eps), 0.0)
+        found[..., k] = torch.where(tree.noisy[k], credit, torch.nan)
+    return found.flatten(1, 2)
+
+
+def trained_std(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:
+    """std of the trained steps under the sampler's law, one of each, [n]."""
+    step = plan.steps(torch.tensor(plan.train), process)
+    std = step_std(sampler, process, step)
+    return std if step.std_scale is None else std * step.std_scale
+
+
+# ---- pruning: edges that are left out of the updates; rewards and the other edges' credit stay as they are
+
+
+def beyond_last_split(tree: Branching) -> Tensor:
+    """Steps behind the last split, [K] bool."""
+    last = max((k for k, splits in enumerate(tree.splits) if splits), default=tree.num_steps)
+    return torch.arange(tree.num_steps) > last
+
+
+def parent_top1(values: Tensor, tree: Branching) -> Tensor:
+    """Behind the last split only the way of the best child of each parent is kept, [P, G, K] bool of those left out."""
+    behind = beyond_last_split(tree)
+    last = int(behind.int().argmax()) - 1
+    if not behind.any():
+        return torch.zeros_like(values, dtype=torch.bool)
+    worth = values[..., last].unflatten(1, (-1, tree.leaves)).nan_to_num(nan=-torch.inf)
+    worse = torch.zeros_like(worth, dtype=torch.bool)
+    for parent in tree.at(last):
+        family = (tree.node[last] == parent).nonzero().squeeze(1)
+        best = family[worth[..., family].argmax(dim=-1)]  # the first of equals
+        child = tree.child(last)
+        worse[..., family] = child[family] != child[best][..., None]
+    return worse.flatten(1)[..., None] & behind
+
+
+def extremes(total: Tensor, tree: Branching, keep: int) -> Tensor:
+    """Behind the last split only the `keep` best and worst leaves of a tree stay, [P, G, K] bool of the rest.
+
+    Raises:
+        ValueError: a tree has fewer leaves than that.
+    """
+    if not 1 <= 2 * keep <= tree.leaves:
+        raise ValueError(f"{keep} best and {keep} worst leaves do not fit a tree of {tree.leaves}")
+    worth = total.double().unflatten(1, (-1, tree.leaves))
+    high = worth.nan_to_num(nan=-torch.inf).argsort(dim=2, descending=True, stable=True)[..., :keep]
+    low = worth.nan_to_num(nan=torch.inf).argsort(dim=2, stable=True)[..., :keep]
+    rest = torch.ones_like(worth, dtype=torch.bool).scatter(2, torch.cat([high, low], dim=2), False)
+    return rest.flatten(1)[..., None] & beyond_last_split(tree)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DepthWindow:
+    """Neighbouring steps that are not trained for a while, and then others."""
+
+    size: int = 4
+    start: int | None = None
+    """First of them in the first iteration; null: the last split."""
+    direction: Literal["later", "earlier"] = "later"
+    """Where it moves: `later` to cleaner steps (published), `earlier` to noisier ones (released code)."""
+    interval: int = 30
+    """Iterations at one place."""
+    stop: int | None = None
+    """Beyond this step it does not go: its first, moving earlier, or its last, moving later; null: the last split, or
+    the last step."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.interval < 1:
+            raise ValueError(f"size={self.size} and interval={self.interval} must be at least 1")
+
+    def steps(self, tree: Branching, iteration: int) -> range:
+        """Those of an iteration, counted from 1.
+
+        >>> from flowrl.branching import splits
+        >>> tree, window = splits(20, {0: 2, 3: 2, 6: 2, 9: 2}, range(20)), DepthWindow()
+        >>> [window.steps(tree, iteration) for iteration in (1, 31, 1000)]
+        [range(9, 13), range(10, 14), range(16, 20)]
+        """
+        split = max((k for k, splits in enumerate(tree.splits) if splits), default=0)
+        start, moved = split if self.start is None else self.start, (iteration - 1) // self.interval
+        if self.direction == "later":
+            last = tree.num_steps - 1 if self.stop is None else self.stop
+            start = max(start, min(start + moved, last - self.size + 1))
+        else:
+            start = min(start, max(start - moved, split if self.stop is None else self.stop))
+        return range(start, min(start + self.size, tree.num_steps))

@@ -1,0 +1,378 @@
+"""Credit on trees, by hand: fusion, depth-wise comparison, propagation, pruning, per-step gains."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowrl.advantages import AdvantageConfig, aggregate, group_advantages
+from flowrl.algorithms import branch_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
+from flowrl.branching import completions, offshoots, splits
+from flowrl.plan import window
+from flowrl.samplers import dance_sde
+from flowrl.tree import (
+    DepthWindow,
+    Scale,
+    by_grain,
+    by_path,
+    depthwise,
+    extremes,
+    fuse,
+    increments,
+    parent_top1,
+    propagated,
+)
+from flowrl.types import Rollout, Samples
+from tests.toys import flow_schedule
+
+NAN = math.nan
+FOUR = splits(5, {0: 2, 2: 2}, range(4))
+"""Root, two nodes, four leaves."""
+BIG = splits(20, {0: 2, 3: 2, 6: 2, 9: 2}, range(19))
+REWARDS = torch.tensor([[0.0, 1.0, 4.0, 3.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
+
+
+def on_tree(config, method, rewards: torch.Tensor, *, num_steps: int = 5, iteration: int = 1, paths=None):
+    """Credit by edge of a method for rewards [R, P, G] with weight 1 each."""
+    algorithm, weights = method.build(config), torch.ones(len(rewards))
+    plan = algorithm.plan(flow_schedule(num_steps), dance_sde.build(dance_sde.Config()), iteration, 0)
+    none = SimpleNamespace()
+    rollout = Rollout(plan, Samples(torch.zeros(0), ()), none, none, none, rewards, {}, 0.0, paths=paths)
+    return algorithm.on_tree(algorithm.advantages(rewards, weights), rollout, weights, iteration)
+
+
+# ---- fusion
+
+
+def test_an_edge_has_the_mean_reward_of_the_leaves_behind_it():
+    values = fuse(REWARDS, FOUR)
+    assert values[0, :, 0].tolist() == [0.5, 0.5, 3.5, 3.5]
+    assert values[0, :, 1].tolist() == [0.5, 0.5, 3.5, 3.5], "no split in between"
+    for k in (2, 3, 4):
+        assert values[0, :, k].tolist() == [0.0, 1.0, 4.0, 3.0]
+    root = values[0, [0, 2], 0].mean()
+    assert float(root) == float(REWARDS[0].mean())
+
+
+def test_a_masked_leaf_counts_for_nothing_and_nothing_alone_is_nan():
+    values = fuse(torch.tensor([[NAN, 1.0, NAN, NAN]]), FOUR)
+    assert values[0, :, 0].tolist()[:2] == [1.0, 1.0]
+    assert values[0, 2:, 0].isnan().all()
+    assert values[0, :, 3].isnan().tolist() == [True, False, True, True]
+
+
+def test_path_weights_are_uniform_at_beta_0_and_prefer_the_likelier_way():
+    log_probs = torch.zeros(1, 4, 5, dtype=torch.float64)
+    log_probs[0, :, 2] = torch.tensor([-1.0, -3.0, -2.0, -2.0])
+    log_probs[0, :, 4] = NAN
+    assert by_path(log_probs, FOUR, 0.0).eq(1).all()
+    weights = by_path(log_probs, FOUR, 1.0)
+    # The ways behind the first edge: standardised to +1 and -1; behind the second one: alike.
+    assert_close(weights[0, :2, 0] / weights[0, 1, 0], torch.tensor([math.exp(2.0), 1.0], dtype=torch.float64))
+    assert weights[0, 2:, 0].tolist() == [1.0, 1.0]
+    assert weights[0, :, 2].eq(1).all(), "one leaf is left"
+    values = fuse(REWARDS[:1], FOUR, weights)
+    share = math.exp(2) / (math.exp(2) + 1)
+    assert float(values[0, 0, 0]) == pytest.approx(0.0 * share + 1.0 * (1 - share))
+
+
+def test_path_weights_do_not_know_the_unit_of_the_log_prob():
+    """A mean over dims or their sum: standardised, both say the same."""
+    log_probs = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert_close(by_path(log_probs, FOUR, 1.0), by_path(4096 * log_probs + 7, FOUR, 1.0))
+
+
+# ---- depth
+
+
+def depth(total: torch.Tensor, tree=FOUR, **options) -> torch.Tensor:
+    return depthwise(fuse(total, tree), total, tree, Scale(**options))
+
+
+def test_two_nodes_are_always_at_plus_and_minus_half_root_2():
+    credit = depth(REWARDS[:1])
+    assert_close(credit[0, :, 0], torch.tensor([-1, -1, 1, 1]) / math.sqrt(2), check_dtype=False, atol=1e-6, rtol=0)
+    assert_close(depth(REWARDS[:1] * 1e-3)[0, :, 0], credit[0, :, 0], atol=1e-4, rtol=0)
+
+
+def test_four_nodes_are_compared_with_the_unbiased_std():
+    credit = depth(REWARDS[:1])[0, :, 2]
+    assert_close(credit, (REWARDS[0] - 2) / REWARDS[0].std(), atol=1e-6, rtol=0)
+
+
+def test_the_last_step_and_equal_rewards_get_nothing():
+    credit = depth(REWARDS)
+    assert credit[:, :, 4].isnan().all(), "no noise, no edge to train"
+    assert credit[1, :, :4].eq(0).all()
+
+
+def test_a_floor_keeps_a_small_difference_small():
+    narrow = torch.tensor([[0.0, 4.0, 0.1, 4.0]], dtype=torch.float64)
+    assert float(depth(narrow)[0, 2, 0]) == pytest.approx(1 / math.sqrt(2), abs=1e-5)
+    expected = 0.025 / (0.5 * float(narrow.std()))
+    assert float(depth(narrow, floor=0.5)[0, 2, 0]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_adding_a_constant_changes_nothing_and_neither_does_a_positive_factor():
+    total = torch.rand(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    credit = depth(total, BIG)
+    for other in (depth(total + 3, BIG), depth(5 * total, BIG)):
+        assert_close(other, credit, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+def test_trees_of_a_prompt_are_compared_apart_or_together():
+    two = torch.tensor([[0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]], dtype=torch.float64)
+    apart, together = depth(two)[0, :, 0], depth(two, pool="prompt")[0, :, 0]
+    assert_close(apart[::2], torch.tensor([-1, 1, -1, 1]) / math.sqrt(2), check_dtype=False, atol=1e-6, rtol=0)
+    nodes = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
+    assert_close(together[::2], (nodes - 1.5) / nodes.std(), atol=1e-6, rtol=0)
+
+
+def test_all_splits_at_step_0_with_the_whole_group_is_plain_grpo():
+    """Sheet 1.6: every edge has the ordinary group advantage with the unbiased std."""
+    flat = splits(5, {0: 8}, range(4))
+    total = torch.rand(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    plain = group_advantages(total, std="group", eps=1e-8, ddof=1, clip=None).values.squeeze(2)
+    credit = depth(total, flat)
+    for k in range(4):
+        assert_close(credit[..., k].float(), plain, atol=1e-6, rtol=1e-6)
+
+
+def test_a_masked_node_enters_no_statistic():
+    total = torch.tensor([[NAN, NAN, 4.0, 3.0]], dtype=torch.float64)
+    credit = depth(total)
+    assert credit[0, :2].isnan().all()
+    assert credit[0, 2:, 0].eq(0).all(), "one node is left to compare"
+    assert credit[0, 2, 2] == -credit[0, 3, 2] != 0
+
+
+# ---- propagation
+
+
+def test_leaf_advantages_flow_back_as_means():
+    leaf = torch.tensor([[-1.0, 0.5, NAN, 2.0]], dtype=torch.float64)
+    credit = propagated(leaf, FOUR)
+    assert credit[0, :2, 0].tolist() == [-0.25, -0.25]
+    assert credit[0, 2:, 0].tolist() == [2.0, 2.0]
+    assert credit[0, :, 2].isnan().tolist() == [False, False, True, False]
+    assert credit[0, :, 4].isnan().all()
+
+
+def test_tree_grpo_propagates_the_prompts_own_advantages():
+    config = tree_grpo.Config(children=2, window=2, clip_range=1e-3)
+    rewards = torch.rand(1, 2, 8, generator=torch.Generator().manual_seed(4))
+    credit = on_tree(config, tree_grpo, rewards)
+    leaf = credit.values.squeeze(2).double()
+    start = int((~credit.pruned[0, 0]).int().argmax())
+    assert_close(credit.steps[:, ::2, start + 1].double(), leaf[:, ::2], atol=1e-6, rtol=1e-6)
+    pairs = leaf.unflatten(1, (-1, 2)).mean(2).repeat_interleave(2, dim=1)
+    assert_close(credit.steps[..., start].double(), pairs, atol=1e-6, rtol=1e-6)
+
+
+def test_the_window_of_tree_grpo_starts_at_step_i_with_falling_chance():
+    config = tree_grpo.Config(children=2, window=2)
+    starts = [config.tree(6, iteration, 0).splits.index(True) for iteration in range(1, 4001)]
+    counts = torch.bincount(torch.tensor(starts), minlength=4)
+    expected = 0.5 * 0.5 ** torch.arange(4) / (1 - 0.5**4)
+    assert len(counts) == 4, "the last step never splits"
+    assert_close(counts / 4000, expected, atol=0.03, rtol=0)
+
+
+# ---- steps
+
+
+def test_children_of_a_step_are_compared_with_each_other_alone():
+    tree = offshoots(4, [0, 1], 2)
+    total = torch.tensor([[0.0, 1.0, 10.0, 30.0]], dtype=torch.float64)
+    credit = depth(total, tree, pool="prompt", eps=0.0, ddof=0)
+    assert credit[0, :2, 0].tolist() == [-1.0, 1.0]
+    assert credit[0, 2:, 1].tolist() == [-1.0, 1.0]
+    assert credit[0, 2:, 0].isnan().all(), "their way is deterministic there"
+    assert credit[0, :2, 1].isnan().all()
+
+
+def test_tempflow_pools_all_trees_of_a_prompt():
+    config = tempflow_grpo.Config(children=2, steps=[0, 1], clip_range=1e-3)
+    rewards = torch.tensor([[[0.0, 1.0, 10.0, 30.0, 2.0, 3.0, 20.0, 40.0]]])
+    credit = on_tree(config, tempflow_grpo, rewards)
+    first = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    expected = (first - first.mean()) / (first.std(correction=0) + 1e-4)
+    assert_close(credit.steps[0, [0, 1, 4, 5], 0], expected, atol=1e-5, rtol=1e-5)
+    assert credit.pruned[0, 0].tolist() == [False, True, True, True, True]
+
+
+def test_grains_are_normalised_apart_and_summed():
+    tree = offshoots(8, [0], 3, strides=(1, 2))
+    total = torch.tensor([[0.0, 10.0, 1.0, 40.0, 2.0, 20.0]], dtype=torch.float64)
+    scale = Scale(pool="prompt", eps=0.0, ddof=0)
+    fine, coarse = total[0, ::2], total[0, 1::2]
+    expected = sum((r - r.mean()) / r.std(correction=0) for r in (fine, coarse))
+    credit = by_grain(total, tree, 2, scale)
+    assert_close(credit[0, ::2, 0], expected)
+    assert_close(credit[0, 1::2, 0], expected, msg="both ways of a child share its edge")
+    single = offshoots(8, [0], 3)
+    assert_close(
+        by_grain(total[:, ::2], single, 1, scale),
+        depth(total[:, ::2], single, pool="prompt", eps=0.0, ddof=0),
+        equal_nan=True,
+    )
+
+
+def test_g2rpo_with_one_stride_and_one_step_is_group_advantage():
+    rewards = torch.rand(1, 2, 4, generator=torch.Generator().manual_seed(6))
+    credit = on_tree(g2rpo.Config(children=4, strides=[1], steps=[1], clip_range=1e-3), g2rpo, rewards)
+    plain = group_advantages(rewards[0], std="group", eps=1e-4).values.squeeze(2)
+    assert_close(credit.steps[..., 1], plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("turning", [None, 1.0])
+def test_a_steps_gain_by_hand(turning):
+    """Rewards after 0, 1, 2 and 3 stochastic steps of three chains."""
+    tree = completions(5, [0, 1, 2])
+    rewards = torch.tensor([[0.0, -1.0, 1.0, 2.0, 1.0, 2.0, 2.0, 0.0, 0.0, 3.0, 1.0, 2.0]], dtype=torch.float64)
+    gains = torch.tensor([[-1.0, 2.0, 1.0], [1.0, 0.0, -2.0], [3.0, -2.0, 1.0]], dtype=torch.float64)
+    if turning is not None:
+        whole = torch.tensor([[2.0], [-1.0], [2.0]], dtype=torch.float64)
+        # Signs of d_t times that of D: (-, +, +), (-, 0, +), (+, -, +); a turn needs minus before plus.
+        turns = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1]], dtype=torch.float64)
+        gains = whole + turns * gains
+    expected = (gains - gains.mean(0)) / (gains.std(0, correction=0) + 1e-4)
+    credit = increments(rewards, tree, turning=turning, scale=Scale(pool="prompt", eps=1e-4, ddof=0))
+    for chain in range(3):
+        # The edges of a chain belong to its last leaf; a leaf that left earlier has none there.
+        assert_close(credit[0, 4 * chain + 3, :3], expected[chain])
+        assert credit[0, 4 * chain, :3].isnan().all()
+        assert not credit[0, 4 * chain + 1, 0].isnan()
+    assert credit[0, :, 3:].isnan().all()
+
+
+def test_tp_grpo_credits_a_chain_of_one_step_with_its_whole_gain():
+    rewards = torch.tensor([[[0.0, 1.0, 0.0, 3.0, 0.0, -1.0]]])
+    for turning in (None, 0.0):
+        credit = on_tree(tp_grpo.Config(window=1, turning=turning, clip_range=1e-3), tp_grpo, rewards)
+        gain = torch.tensor([1.0, 3.0, -1.0])
+        assert_close(credit.steps[0, 1::2, 0], (gain - 1) / (gain.std(correction=0) + 1e-4), atol=1e-5, rtol=1e-5)
+
+
+# ---- pruning
+
+
+def edges_left(left_out: torch.Tensor) -> int:
+    """Distinct edges of the first prompt that stay."""
+    return sum(len({int(c) for leaf, c in enumerate(BIG.child(k)) if not left_out[0, leaf, k]}) for k in range(20))
+
+
+def test_parent_top1_leaves_138_of_218_edges():
+    total = torch.rand(1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    left_out = parent_top1(fuse(total, BIG), BIG)
+    assert edges_left(torch.zeros_like(left_out)) == 218
+    assert edges_left(left_out) == 138
+    assert not left_out[..., :10].any(), "the split's own edges stay"
+    kept = ~left_out[0, :, 10]
+    for pair in range(8):
+        better = int(total[0, 2 * pair : 2 * pair + 2].argmax())
+        assert kept[2 * pair : 2 * pair + 2].tolist() == [better == 0, better == 1]
+
+
+def test_parent_top1_prefers_a_scored_child_and_the_first_of_equals():
+    left_out = parent_top1(fuse(torch.tensor([[NAN, 0.0, 1.0, 1.0]]), FOUR), FOUR)
+    assert left_out[0, :, 3].tolist() == [True, False, False, True]
+
+
+def test_extremes_keep_the_best_and_the_worst_ways():
+    total = torch.arange(16.0).roll(5)[None]
+    left_out = extremes(total, BIG, 4)
+    assert edges_left(left_out) == 138
+    kept = total[0][~left_out[0, :, 12]].sort().values.tolist()
+    assert kept == [0, 1, 2, 3, 12, 13, 14, 15]
+    with pytest.raises(ValueError, match="do not fit"):
+        extremes(total, BIG, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "iteration", "steps"),
+    [
+        ({}, 1, range(9, 13)),
+        ({}, 30, range(9, 13)),
+        ({}, 31, range(10, 14)),
+        ({}, 10_000, range(16, 20)),
+        ({"stop": 15}, 10_000, range(12, 16)),
+        ({"direction": "earlier", "size": 3, "start": 14}, 1, range(14, 17)),
+        ({"direction": "earlier", "size": 3, "start": 14}, 61, range(12, 15)),
+        ({"direction": "earlier", "size": 3, "start": 14}, 10_000, range(9, 12)),
+        ({"direction": "earlier", "size": 3, "start": 14, "stop": 4}, 10_000, range(4, 7)),
+    ],
+)
+def test_a_depth_window_slides_one_step_at_a_time_until_it_stops(options, iteration, steps):
+    assert DepthWindow(**options).steps(BIG, iteration) == steps
+
+
+@pytest.mark.parametrize(
+    "options", [{"prune": "parent_top1"}, {"prune": "extremes", "keep": 2}, {"depth": DepthWindow(size=2)}]
+)
+def test_pruning_changes_no_advantage_that_stays(options):
+    shape = {"splits": [0, 2, 4], "clip_range": 1e-3}
+    rewards = torch.rand(1, 2, 8, generator=torch.Generator().manual_seed(9))
+    whole = on_tree(branch_grpo.Config(**shape), branch_grpo, rewards, num_steps=8)
+    some = on_tree(branch_grpo.Config(**shape, **options), branch_grpo, rewards, num_steps=8)
+    assert torch.equal(some.steps, whole.steps)
+    assert torch.equal(some.values, whole.values)
+    assert (some.pruned & ~whole.pruned).any()
+    assert not (whole.pruned & ~some.pruned).any()
+
+
+def test_mix_trains_splits_and_its_window_alone():
+    config = branch_grpo.Config(splits=[0, 3], mix=branch_grpo.MixWindow(strategy="frozen", size=2), clip_range=1e-3)
+    credit = on_tree(config, branch_grpo, torch.rand(1, 1, 4), num_steps=8)
+    assert (~credit.pruned[0, 0]).nonzero().squeeze(1).tolist() == [0, 1, 3]
+
+
+# ---- several rewards, masks, clips
+
+
+def test_rewards_are_compared_together_or_apart():
+    rewards = torch.rand(2, 1, 4, generator=torch.Generator().manual_seed(8))
+    shape = {"splits": [0, 2], "clip_range": 1e-3}
+    together = on_tree(branch_grpo.Config(**shape), branch_grpo, rewards)
+    total = aggregate(rewards, torch.ones(2))
+    assert_close(together.steps.double(), depth(total).nan_to_num(), atol=1e-5, rtol=1e-5)
+    apart = AdvantageConfig(name="per_reward")
+    credit = on_tree(branch_grpo.Config(**shape, advantages=apart), branch_grpo, rewards)
+    expected = torch.stack([depth(r.double()).nan_to_num() for r in rewards]).mean(0)
+    assert_close(credit.steps.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_dead_and_masked_leaves_train_nothing_and_advantages_are_clipped():
+    rewards = torch.tensor([[[1.0, 1.0, 1.0, 1.0], [NAN, NAN, 0.0, 1.0], [0.0, 0.0, 0.0, 9.0]]])
+    config = branch_grpo.Config(splits=[0, 2], clip_range=1e-3, advantages=AdvantageConfig(clip=1.0))
+    credit = on_tree(config, branch_grpo, rewards)
+    assert credit.pruned[0].all(), "all rewards are equal"
+    assert credit.pruned[1, :2].all()
+    assert not credit.pruned[1, 2:, :4].any()
+    assert float(credit.steps[2].max()) == 1.0
+
+
+def test_path_weights_reach_the_credit():
+    rewards, paths = REWARDS[:1].float()[None], torch.zeros(1, 4, 5)
+    paths[0, :, 2] = torch.tensor([-1.0, -3.0, -1.0, -3.0])
+    config = tree_grpo.Config(children=2, window=2, path_weight=1.0, clip_range=1e-3)
+    assert tree_grpo.build(config).weighs_paths
+    assert not tree_grpo.build(tree_grpo.Config()).weighs_paths
+    start = on_tree(config, tree_grpo, rewards, paths=paths).pruned[0, 0].int().argmin()
+    paths = paths.roll(int(start) + 1 - 2, dims=2)
+    plain, weighted = (on_tree(config, tree_grpo, rewards, paths=p) for p in (None, paths))
+    share = math.exp(2) / (math.exp(2) + 1)
+    leaf = plain.values[0, :, 0]
+    assert_close(weighted.steps[0, 0, start], share * leaf[0] + (1 - share) * leaf[1], atol=1e-5, rtol=1e-5)
+    assert_close(plain.steps[0, 0, start], leaf[:2].mean(), atol=1e-6, rtol=1e-6)
+
+
+def test_a_plan_hands_out_its_own_noise_levels():
+    plan = window(flow_schedule(5), 0.3)
+    assert plan.leaves == 1
+    assert plan.end(2) == 3
+    assert plan.drawn_together(7) == 7
