@@ -166,6 +166,12 @@ def _check_trees(resolved: Resolved) -> None:
             f"rollout.group_size={rollout.group_size}: the samples of a prompt are the leaves of whole trees, and one "
             f"of {resolved.algorithm.name} has {leaves} here; use a multiple of {leaves}"
         )
+    least = getattr(resolved.algorithm.config, "TREES", 1)
+    if rollout.group_size < least * leaves:
+        raise ConfigError(
+            f"rollout.group_size={rollout.group_size}: {resolved.algorithm.name} compares the trees of a prompt, and "
+            f"one has {leaves} leaves here; raise it to at least {least * leaves}"
+        )
 
 
 def _check_transitions(resolved: Resolved) -> None:

@@ -407,3 +407,9 @@ def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(algorithm, 
     changes = [f"algorithm={{name: {algorithm}, clip_range: 1e-3}}", "rollout.group_size=24"]
     with pytest.raises(ConfigError, match=words):
         resolve(load_config("configs/lab/flow_grpo.yaml", changes))
+
+
+def test_chains_that_have_none_to_be_compared_with_are_refused():
+    changes = ["algorithm={name: tp_grpo, window: 5, clip_range: 1e-3}", "rollout.group_size=6"]
+    with pytest.raises(ConfigError, match="raise it to at least 12"):
+        resolve(load_config("configs/lab/flow_grpo.yaml", changes))

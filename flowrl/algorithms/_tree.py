@@ -25,6 +25,7 @@ class TreeConfig(ClippedConfig):
     """Options of the methods here. A prompt's samples are the leaves of its trees: `rollout.group_size` / leaves."""
 
     WINDOWED: ClassVar[bool] = True
+    TREES: ClassVar[int] = 1  # that a prompt needs at least, to have something to compare
 
     path_weight: float = 0.0
     """beta: leaves behind an edge count by exp(beta z), z how likely the way to them was among them (standardised

@@ -14,6 +14,7 @@ Source: arXiv 2602.06422; YunzeTong/TurningPoint-GRPO. That columns are compared
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,6 +28,8 @@ LEVEL = "experimental"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(DepthwiseConfig):
+    TREES: ClassVar[int] = 2
+
     window: int | None = None
     """n: stochastic steps, the first of the grid. Released: 9 for SD3, 5 or 6 for FLUX; null: all but the last, at most
     9."""

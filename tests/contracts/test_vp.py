@@ -39,7 +39,9 @@ def adapter() -> Any:
 
 def session_of(name: str, num_steps: int = 6, **options: Any) -> Session:
     sampler = ddim.build(ddim.Config())
-    return roll_out(adapter(), algorithm=build(name, **options), sampler=sampler, group=2, num_steps=num_steps)
+    leaves = getattr(build(name, **options).config, "leaves", lambda steps: 1)(num_steps)
+    group = 2 * leaves  # what a tree is compared with
+    return roll_out(adapter(), algorithm=build(name, **options), sampler=sampler, group=group, num_steps=num_steps)
 
 
 def iterate(session: Session) -> dict[str, float]:
