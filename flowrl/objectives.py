@@ -27,7 +27,11 @@ Anchor = Literal["sign", "indicator", "loser"]
 Utility = Literal["kahneman_tversky", "loss_averse", "risk_seeking"]
 
 
-def clipped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float]) -> tuple[Tensor, Tensor]:
+Bounds = tuple[float, float] | tuple[Tensor, Tensor]
+"""How far a ratio may fall and rise; tensors are shaped like the ratio."""
+
+
+def clipped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: Bounds) -> tuple[Tensor, Tensor]:
     """max(-A r, -A clamp(r, 1 - low, 1 + high)) with r = exp(log_ratio), per sample.
 
     Args:

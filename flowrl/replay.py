@@ -43,6 +43,7 @@ class Replay:
         sharded: bool = False,
     ) -> None:
         self.config, self.algorithm, self.networks, self.world = config, algorithm, networks, world
+        rollout = replace(rollout, edges=algorithm.annotated(rollout, credit))
         self.rollout, self.adapter, self.sharded = rollout, networks.policy.adapter, sharded
         self.evaluations = evaluations
         self.recompute = getattr(algorithm.config, "old_log_prob", "rollout") == "recompute"

@@ -13,14 +13,14 @@ from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import Rule, by_steps, leaf_advantages
 from flowrl.algorithms.base import Networks, parity_tolerance
 from flowrl.models.weights import Weights
-from flowrl.objectives import clipped_ratio_loss
+from flowrl.objectives import Bounds, clipped_ratio_loss
 from flowrl.plan import StepPlan, noisy_steps, step_subsets, window
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
 from flowrl.transitions import Transitions
 from flowrl.tree import propagated
-from flowrl.types import Identity, LossOutput, Member, Microbatch, Rollout, SampleId
+from flowrl.types import Edges, Identity, LossOutput, Member, Microbatch, Rollout, SampleId
 
 Ratio = Literal["plain", "ratio_norm"]
 
@@ -208,13 +208,14 @@ def per_edge(values: Tensor) -> Tensor:
 
 
 def clipped_terms(
-    log_ratio: Tensor, advantages: Sequence[Tensor], clip_range: float, weight: Tensor | None = None
+    log_ratio: Tensor, advantages: Sequence[Tensor], clip_range: float | Bounds, weight: Tensor | None = None
 ) -> Terms:
     """weight * mean over positions of the sum over advantages of max(-A r, -A clamp(r, 1 - c, 1 + c)), per edge.
 
-    log_ratio and each of the advantages are [E, *pos]; `weight` [E], None is 1.
+    log_ratio and each of the advantages are [E, *pos]; `weight` [E], None is 1; two clip ranges are (down, up).
     """
-    parts = [clipped_ratio_loss(log_ratio, each, (clip_range, clip_range)) for each in advantages]
+    bounds = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
+    parts = [clipped_ratio_loss(log_ratio, each, bounds) for each in advantages]
     loss = per_edge(torch.stack([part for part, _ in parts]).sum(dim=0))
     if weight is not None:
         loss = weight * loss
@@ -288,6 +289,9 @@ class GrpoBase(Generic[C]):
 
     def log_ratio(self, policy: StepDistribution, batch: Microbatch, sampler: Sampler) -> Tensor:
         return policy.log_prob(batch.next_latents, self.log_prob_form(sampler)) - batch.old_log_prob
+
+    def annotated(self, rollout: Rollout, credit: Advantages) -> Edges:
+        return rollout.edges
 
     def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor | None:
         return None

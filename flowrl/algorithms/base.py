@@ -19,7 +19,7 @@ from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
 from flowrl.times import Times
 from flowrl.transitions import Transitions
-from flowrl.types import Identity, LossOutput, Member, Microbatch, NoisedBatch, Rollout, SampleId, Unit
+from flowrl.types import Edges, Identity, LossOutput, Member, Microbatch, NoisedBatch, Rollout, SampleId, Unit
 from flowrl.value import ValueConfig, ValueNetwork
 
 
@@ -107,6 +107,10 @@ class EdgeAlgorithm(Algorithm, Protocol):
 
     def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
         """Credit by edge from that of the samples; asked for where the plan branches. `rollout.rewards` have all."""
+        ...
+
+    def annotated(self, rollout: Rollout, credit: Advantages) -> Edges:
+        """This rank's edges, with columns that follow from the credit where the loss has some."""
         ...
 
     def log_prob_form(self, sampler: Sampler) -> LogProbForm:

@@ -1,0 +1,169 @@
+"""Dynamic-TreeRPO: a tree over a sliding window of stochastic steps, noisier from layer to layer.
+
+    1. one ODE way to the window; in it every node has `children` children; ODE ways out
+    2. the noise level of layer k of d is eta (1 + growth k / d), in draw and density alike
+    3. A(leaf) = (r - mean of the prompt) / (std + eps); A(edge) = mean of A behind it
+    4. loss = max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), low = c (1 - s A), high = c (1 + s A), at least c / 10:
+       s = `clip_sensitivity` gives good ways more room upwards and bad ones downwards
+    5. LayerTuning (`tuning`): + coef w (v(x_t) - V_t)^2 at the window's nodes, V_t the velocity at step t on the way to
+       the tree's best leaf, when it was drawn; w = A(best leaf) / the bound on A where its reward is above the mean of
+       earlier iterations, else 0
+
+No code was released, and the paper is known through reviews: the forms of 2 (k from 0), 4 and 5, every default but the
+tree's size, and that 3 has no comparison by depth, are reconstructions. 4 and 5 are off.
+
+Source: arXiv 2509.23352.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from flowrl.advantages import AdvantageConfig, Advantages
+from flowrl.algorithms._credit import leaf_advantages
+from flowrl.algorithms._grpo import clipped_terms, merged, with_reference
+from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase, totals
+from flowrl.algorithms.base import Networks
+from flowrl.branching import Branching, splits
+from flowrl.plan import MixWindow, StepPlan, mix_window
+from flowrl.samplers.base import Sampler
+from flowrl.schedules import Schedule
+from flowrl.types import Edges, LossOutput, Microbatch, Rollout
+
+LEVEL = "experimental"
+_LEAST = 0.1
+"""Share of the clip range that is always left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningConfig:
+    """Regression to the velocities of the best way (LayerTuning)."""
+
+    coef: float = 0.1
+    """Weight of the mean square over latent dims."""
+    decay: float = 0.9
+    """Of the running mean of rewards that the best leaf must exceed."""
+
+    def __post_init__(self) -> None:
+        if not (self.coef > 0 and 0 <= self.decay < 1):
+            raise ValueError(f"tuning: coef={self.coef} must be positive, decay={self.decay} in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(TreeConfig):
+    children: int = 2
+    """Of each node in the window; a tree has children^size leaves."""
+    window: MixWindow = field(default_factory=MixWindow)
+    """Where the tree is; its `size` is the depth d, at most all steps but the last two. See `flowrl/plan.py`."""
+    growth: float = 0.5
+    """How much noisier the last layer is than the first, times d / (d - 1); 0: all alike."""
+    clip_sensitivity: float = 0.0
+    """s: how the clip range depends on the advantage; 0: not at all."""
+    tuning: TuningConfig | None = None
+    """LayerTuning; null: none."""
+    advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
+
+    def __post_init__(self) -> None:
+        TreeConfig.__post_init__(self)
+        if self.children < 2 or self.growth < 0 or self.clip_sensitivity < 0:
+            raise ValueError(
+                f"children={self.children} must be at least 2, growth={self.growth} and "
+                f"clip_sensitivity={self.clip_sensitivity} not negative"
+            )
+        if self.tuning is not None and self.advantages.clip is None:
+            raise ValueError("advantages.clip=null: the weight of tuning is the advantage over its bound; give one")
+
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
+        size, steps = min(self.window.size, num_steps - 2), mix_window(self.window, num_steps, seed, iteration)
+        # At the end of its way the window is shorter; the tree keeps its leaves, and so its last whole place.
+        start = min(steps[0], num_steps - 2 - size)
+        steps = tuple(range(start, start + size))
+        return splits(num_steps, dict.fromkeys(steps, self.children), steps)
+
+
+class DynamicTreeRpo(TreeGrpoBase[Config]):
+    level = LEVEL
+
+    def __init__(self, config: Config) -> None:
+        TreeGrpoBase.__init__(self, config)
+        self.columns = () if config.tuning is None else ("velocity_old",)
+        self.mean: float | None = None
+        """Running mean of rewards, before this iteration."""
+        self.worth: Tensor | None = None
+        """[P, G] weight of the tuning for each sample's tree."""
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        plan = TreeGrpoBase.plan(self, schedule, sampler, iteration, seed)
+        start, depth = plan.train[0], len(plan.train)
+        layer = [1 + self.config.growth * (k - start) / depth for k in range(len(plan))]
+        return replace(plan, noise_level=tuple(a * b for a, b in zip(plan.noise_level, layer, strict=True)))
+
+    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+        if self.config.tuning is not None:
+            self._judge(credit, totals(credit, rollout.rewards, weights), rollout.plan.leaves)
+        return TreeGrpoBase.on_tree(self, credit, rollout, weights, iteration)
+
+    def _judge(self, credit: Advantages, total: Tensor, leaves: int) -> None:
+        """Weight of each tree's best leaf, and the running mean behind this iteration."""
+        tuning, clip = self.config.tuning, self.config.advantages.clip
+        assert tuning is not None
+        assert clip is not None
+        if self.mean is None:
+            self.worth = torch.zeros_like(total)
+        else:
+            best = torch.where(total > self.mean, leaf_advantages(credit), 0.0).nan_to_num()
+            trees = best.unflatten(1, (-1, leaves)).amax(dim=2).clamp(min=0) / clip
+            self.worth = trees.repeat_interleave(leaves, dim=1)
+        now = float(total.nanmean())
+        if now == now:  # NaN where no sample was scored
+            self.mean = now if self.mean is None else tuning.decay * self.mean + (1 - tuning.decay) * now
+
+    def annotated(self, rollout: Rollout, credit: Advantages) -> Edges:
+        """With what each edge is tuned to: `target` [E, ...] and `worth` [E]."""
+        edges, tree = rollout.edges, rollout.plan.tree
+        if self.config.tuning is None:
+            return edges
+        assert tree is not None
+        assert self.worth is not None
+        number, leaves = rollout.identity, tree.leaves
+        leaf = leaf_advantages(credit).flatten()[number].nan_to_num(nan=-torch.inf).unflatten(0, (-1, leaves))
+        best = leaf.argmax(dim=1)  # of each of this rank's trees
+        row = torch.full((len(number), len(rollout.plan)), -1)
+        row[edges.sample, edges.step] = torch.arange(len(edges))
+        every = torch.stack([tree.child(k) for k in range(len(rollout.plan))])  # [K, L]
+        place = edges.sample // leaves
+        taken = row[place * leaves + every[edges.step, best[place]], edges.step]
+        extra = {"target": edges.columns["velocity_old"][taken], "worth": self.worth.flatten()[number][edges.sample]}
+        return replace(edges, columns={**edges.columns, **extra})
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        config, policy = self.config, networks.policy
+        prediction = policy.predict(batch.latents, batch.start, batch.cond)
+        law = policy.distribution(prediction, batch.latents, batch.start).at(batch.parent)
+        clip, (advantage,) = config.clip(policy.sampler), merged(batch)
+        lean = config.clip_sensitivity * advantage
+        bounds = clip * (1 - lean).clamp(min=_LEAST), clip * (1 + lean).clamp(min=_LEAST)
+        terms = clipped_terms(self.log_ratio(law, batch, policy.sampler), [advantage], bounds)
+        if config.tuning is not None:
+            error = (prediction.velocity[batch.parent] - batch.columns["target"]).square().flatten(1).mean(dim=1)
+            tuned = config.tuning.coef * batch.columns["worth"].to(error) * error
+            metrics = {**terms.metrics, "policy/tuning": tuned.detach().sum()}
+            terms = replace(terms, loss=terms.loss + tuned, metrics=metrics)
+        return with_reference(terms, law, batch, networks, config.kl)
+
+    def state_dict(self) -> dict:
+        state = TreeGrpoBase.state_dict(self)
+        return state if self.config.tuning is None else state | {"mean": self.mean}
+
+    def load_state_dict(self, state: dict) -> None:
+        rest = dict(state)
+        if self.config.tuning is not None and "mean" in rest:
+            self.mean = rest.pop("mean")
+        TreeGrpoBase.load_state_dict(self, rest)
+
+
+def build(config: Config) -> DynamicTreeRpo:
+    return DynamicTreeRpo(config)
