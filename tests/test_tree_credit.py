@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from flowrl import registry
 from flowrl.advantages import AdvantageConfig, aggregate, group_advantages
 from flowrl.algorithms import branch_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
+from flowrl.algorithms._tree import DepthwiseConfig
 from flowrl.branching import completions, offshoots, splits
 from flowrl.plan import window
 from flowrl.samplers import dance_sde
@@ -376,3 +380,19 @@ def test_a_plan_hands_out_its_own_noise_levels():
     assert plan.leaves == 1
     assert plan.end(2) == 3
     assert plan.drawn_together(7) == 7
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("name", ["branch_grpo", "dynamic_tree_rpo", "g2rpo", "tempflow_grpo", "tp_grpo", "tree_grpo"])
+def test_its_page_tells_every_option(name):
+    """What all of them share stands on one page; an option that a method sets otherwise stands on its own too."""
+    root, config = Path(__file__).resolve().parents[1] / "docs" / "algorithms", registry.load("algorithms", name).Config
+    page, shared = ((root / f"{file}.md").read_text(encoding="utf-8") for file in (name, "trees"))
+    common = {field.name: getattr(DepthwiseConfig(), field.name) for field in dataclasses.fields(DepthwiseConfig)}
+    for field in dataclasses.fields(config):
+        if field.name in ("sde_steps", "spatial", "guidance_scale"):
+            continue  # refused, or every method's
+        own = field.name not in common or getattr(config(), field.name) != common[field.name]
+        assert f"`algorithm.{field.name}`" in (page if own else shared), field.name
