@@ -227,7 +227,7 @@ class _Walk:
         step = self.plan.steps(torch.full((len(front.x),), k), self.process, self.device)
         prediction = self._predict(front, step, batch_size)
         # Stochastic steps leave their x0_hat too: a solver that follows a window goes on from them.
-        history = None if self.plan.tree else History.of(prediction, step)
+        history = None if self.plan.tree is not None else History.of(prediction, step)
         found = []
         for move in self.routes.moves(k, front.leads):
             rows = move.parent.to(front.x.device)

@@ -69,6 +69,18 @@ RECIPES: dict[str, tuple[str, int, tuple[int, int, int], dict[str, Any]]] = {
         | advantages("separate", "group", eps=1e-8, ddof=1)
         | {"iterations": 301, "algorithm.clip_range": 1e-4, "algorithm.timestep_fraction": 0.6},
     ),
+    # trees_and_exploration sheet 1.3; LoRA and its rate are those of DANCE.
+    "branch_grpo-hpsv2": (
+        "Fredreic1849/BranchGRPO",
+        19,
+        LARGE,
+        NO_EMA
+        | rollout(20, 16, 16, 4, 4, 3e-4)
+        | {"rollout.sampler": {"name": "dance_sde", "eta": 0.3}, "algorithm.clip_range": 1e-3, "iterations": 300}
+        | {"algorithm.splits": [0, 3, 6, 9], "algorithm.children": 2, "algorithm.spread": 4.0}
+        | {"algorithm.depth.size": 4, "algorithm.depth.start": 9, "algorithm.depth.interval": 30}
+        | {"algorithm.scale.eps": 1e-8, "algorithm.scale.ddof": 1, "algorithm.advantages.clip": 5.0},
+    ),
     "mix_grpo-pickscore": ("Tencent-Hunyuan/MixGRPO", 4, LARGE, MIX | {"algorithm.window.interval": 25}),
     "mix_grpo_flash-pickscore": (
         "Tencent-Hunyuan/MixGRPO",
