@@ -102,7 +102,7 @@ MODEL = Model(
     shifts=False,
     build=build_pipeline,
     objective=Denoising,
-    cycles=((4000, 2e-3, 0.4), (5000, 2e-3, 0.2), (5000, 2e-3, 0.2), (5000, 2e-3, 0.1)),
+    cycles=((4000, 2e-3, 0.4),),
     calls={
         "10 steps, no CFG": (_call(10, 1.0), 1.0),
         "8 steps, no CFG": (_call(8, 1.0), 1.0),
