@@ -244,12 +244,11 @@ def _leaf(tree: Tree, layout: Layout, number: int, anchor: str | None) -> str:
     box = f'x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
     raw = ", ".join(f"{name} {_text(values[number])}" for name, values in tree.raw.items())
     told = escape(f"leaf {number + 1}: reward {_text(reward)}" + (f" ({raw})" if raw else ""))
-    if anchor is None:
-        picture = f'<rect class="no-leaf" {box}/>'
-    else:
+    picture = f'<rect class="{"no-leaf" if anchor is None else "frame"}" {box}/>'
+    if anchor is not None:
         view = f"{number % tree.columns} {number // tree.columns} 1 1"
         use = f'<use href="#{escape(anchor)}-sheet"/>'
-        picture = f'<svg {box} viewBox="{view}" preserveAspectRatio="none">{use}</svg>'
+        picture = f'<svg {box} viewBox="{view}" preserveAspectRatio="none">{use}</svg>{picture}'
     text = f'<text class="reward" x="{x + DOT:.1f}" y="{y + 4:.1f}">{_text(reward)}</text>'
     return f'<g class="leaf"><title>{told}</title>{picture}{text}</g>'
 
