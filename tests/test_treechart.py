@@ -245,6 +245,16 @@ def test_the_root_the_forks_and_the_leaves_have_dots_with_their_reward(tmp_path)
     assert {0, *tree.leaves} <= {at[float(x), float(y)] for _, x, y, _ in dots}
 
 
+def test_dots_keep_apart_and_every_fork_has_one(tree):
+    dots = [(float(x), float(y)) for x, y in re.findall(r'class="node \w+" cx="([\d.]+)" cy="([\d.]+)"', drawing(tree))]
+    layout = Layout.of(tree)
+    forks = {e.parent for e in tree.edges if tree.below()[e.parent] != tree.below()[e.child]}
+    for node in forks:
+        assert any(abs(x - a) + abs(y - b) < 0.2 for x, y in dots for a, b in [layout.nodes[node]])
+    apart = 6 if tree.steps > 20 else 12  # px; 3.5 and 5 are their radii, and a fork is always shown
+    assert all(b - a >= apart for (a, y), (b, z) in pairwise(sorted(dots, key=lambda p: p[::-1])) if y == z)
+
+
 def test_without_advantages_lines_are_neutral_and_the_legend_is_shorter(tmp_path):
     tree = trees.read(saved(tmp_path, grown(SHAPES["chain"], credit=False)))
     assert {name.split()[1] for name, _, _ in paths(drawing(tree))} == {"none"}

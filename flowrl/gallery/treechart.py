@@ -222,9 +222,12 @@ def _way(tree: Tree, layout: Layout, ranges: Ranges, way: list[Edge]) -> str:
 
 def _nodes(tree: Tree, layout: Layout, ranges: Ranges) -> list[str]:
     """Dots where something happens: the root, where lines part or change, and the leaves."""
-    shown = {0, *tree.leaves, *(way[0].parent for way in tree.ways())}
     below, radius = tree.below(), 5.0 if len(tree.leaves) <= 32 else 3.5
-    parts = []
+    shown, parts = {0, *tree.leaves}, []
+    for way in tree.ways():
+        (x, _), (end, _) = layout.nodes[way[0].parent], layout.nodes[way[-1].child]
+        if below[way[0].parent] != below[way[-1].child] or end - x >= 4 * radius:  # dots of one line keep apart
+            shown.add(way[0].parent)
     for node in sorted(shown):
         (x, y), (first, last) = layout.nodes[node], below[node]
         who = f"leaf {first + 1}" if first == last else f"leaves {first + 1} to {last + 1}"
