@@ -132,6 +132,9 @@ def test_lines_never_cross(tree):
     layout, below = Layout.of(tree), tree.below()
     columns, ranges = list(pairwise(layout.x)), Ranges.of([tree])
     lines = [(way, paths(treechart._way(tree, layout, ranges, way))[0][1]) for way in tree.ways()]
+    for way, pieces in lines:  # up or down within the first column, so that two lines never do so side by side
+        ends_at = [numbers[4] for command, numbers in pieces if command == "C"]
+        assert ends_at == pytest.approx([layout.x[tree.place[way[0].parent] + 1]] * len(ends_at), abs=0.06)
     for t in (0.25, 0.5, 0.75, 0.999):
         here: dict[int, list[tuple[int, float]]] = {}
         for way, pieces in lines:
