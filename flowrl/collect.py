@@ -121,12 +121,7 @@ class Collector:
         """Everybody's log-probs along the ways of a tree, [P, G, K], where credit asks for them."""
         if plan.tree is None or not self.parts.algorithm.weighs_paths:
             return None
-        edges, leaf = found.edges, torch.tensor([i.sample % plan.leaves for i in found.ids])
-        own, first = torch.full((len(plan), len(leaf)), torch.nan), torch.arange(len(leaf)) - leaf
-        own[edges.step, edges.sample] = edges.old_log_prob
-        for k in range(len(plan)):
-            child = plan.tree.child(k)[leaf]
-            own[k] = torch.where(child >= 0, own[k, first + child.clamp(min=0)], torch.nan)
+        own = log_probs_on_ways(found.edges, found.ids, plan)
         return by_identity(self.world, found.ids, own, *rewards.shape[1:]).permute(1, 2, 0)
 
     def noise(self, iteration: int) -> Noise:
@@ -309,6 +304,18 @@ def by_identity(world: World, ids: Sequence[SampleId], values: Tensor, prompts: 
         slot, sample = torch.tensor([[i.slot, i.sample] for i in own], dtype=torch.int64).reshape(-1, 2).T
         table[:, slot, sample] = part
     return table
+
+
+def log_probs_on_ways(edges: Edges, ids: Sequence[SampleId], plan: StepPlan) -> Tensor:
+    """Old log-probs of the steps on the way to each of B leaves of whole trees, [K, B]; NaN where none is kept."""
+    tree, leaf = plan.tree, torch.tensor([i.sample % plan.leaves for i in ids])
+    assert tree is not None
+    found, first = torch.full((len(plan), len(leaf)), torch.nan), torch.arange(len(leaf)) - leaf
+    found[edges.step, edges.sample] = edges.old_log_prob
+    for k in range(len(plan)):
+        child = tree.child(k)[leaf]
+        found[k] = torch.where(child >= 0, found[k, first + child.clamp(min=0)], torch.nan)
+    return found
 
 
 def drawn_in_step(

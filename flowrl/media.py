@@ -46,6 +46,29 @@ def write_clip(images: Sequence[Image], file: object, *, quality: int, frame_ms:
     images[0].save(file, "WEBP", **options, **settings)
 
 
+def contact_sheet(samples: Tensor, columns: int, limit_px: int) -> tuple[Tensor, tuple[int, int]]:
+    """Samples row by row in one picture, or one clip of clips; what is left of the last row is black.
+
+    Args:
+        samples: pictures [B, 3, H, W] or clips [B, F, 3, H, W] in [0, 1].
+        columns: in a row.
+        limit_px: longest side of each; larger ones are averaged down to it.
+
+    Returns:
+        The sheet, [3, H', W'] or [F, 3, H', W'], and the (height, width) of a sample there.
+    """
+    import torch
+    from torch.nn.functional import adaptive_avg_pool2d, pad
+
+    height, width = samples.shape[-2:]
+    scale = min(1.0, limit_px / max(height, width))
+    height, width = max(1, round(height * scale)), max(1, round(width * scale))
+    small = adaptive_avg_pool2d(samples.flatten(0, -4), (height, width)).unflatten(0, samples.shape[:-3])
+    missing = -len(small) % columns
+    rows = pad(small.movedim(0, -1), (0, missing)).movedim(-1, 0).unflatten(0, (-1, columns)).unbind(0)
+    return torch.cat([torch.cat(row.unbind(0), dim=-1) for row in rows], dim=-2), (height, width)
+
+
 def find(stem: Path) -> Path | None:
     """The file that `write` made for that name."""
     return next((f for suffix in SUFFIXES if (f := stem.with_name(stem.name + suffix)).is_file()), None)

@@ -65,14 +65,15 @@ def _best_guidance(trainer: Trainer, base: Evaluation) -> Evaluation | None:
     means = {base.guidance_scale: float(base.scores[metric][:_GUIDANCE_PROMPTS].mean())}
     for scale in trainer.config.eval.best_guidance:
         if scale not in means:
-            trial = _with_base_weights(trainer, "trial", scale, limit=_GUIDANCE_PROMPTS, save=False)
+            trial = _with_base_weights(trainer, "trial", scale, limit=_GUIDANCE_PROMPTS, save=False, tree=False)
             means[scale] = float(trial.scores[metric].mean())
     better = entry.reward.card.higher_is_better
     scale = (max if better else min)(means, key=lambda s: means[s])
     log.info("base by CFG: %s", ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
     if scale == base.guidance_scale:
         return None
-    return _with_base_weights(trainer, f"base-guidance-{scale:g}", scale)
+    # Trees have the guidance of training: the base's is drawn already.
+    return _with_base_weights(trainer, f"base-guidance-{scale:g}", scale, tree=False)
 
 
 def finish(trainer: Trainer, before: tuple[Evaluation, Evaluation | None]) -> dict[str, Any]:

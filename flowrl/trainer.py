@@ -19,6 +19,7 @@ from flowrl.assembly import assemble
 from flowrl.collect import Abandoned, Collector
 from flowrl.config import ConfigError, Resolved, RunConfig, resolve
 from flowrl.distributed import Elsewhere, join
+from flowrl.evaltree import EvalTree
 from flowrl.evaluate import Evaluation, Interrupted
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
 from flowrl.offline import HeldOutPairs, PairCollector
@@ -90,7 +91,7 @@ class Trainer:
             if not saved:
                 raise ConfigError(f"{run} holds no checkpoint to evaluate")
             state.load(self, run / "checkpoints", saved[-1])
-        return self.evaluate("evaluation", judge=run is not None)
+        return self.evaluate("evaluation", judge=run is not None, tree=False)
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Do something on every process; if it fails anywhere with a user's error, all stop with it."""
@@ -123,7 +124,7 @@ class Trainer:
         self.algorithm, self.optimizer, self.policy = parts.algorithm, parts.optimizer, parts.policy
         self.schedule, self.sampler = parts.schedule, parts.sampler
         self.learner, self.evaluator, self.maps = parts.learner, parts.evaluator, parts.maps
-        self.sharded = parts.sharded
+        self.sharded, self.tree = parts.sharded, EvalTree(parts)
         self.collector: Collector | PairCollector
         self.held_out: HeldOutPairs | None = None
         if parts.given is None:
@@ -167,15 +168,22 @@ class Trainer:
             self._honour_signals(iteration)
         return finish(self, base)
 
-    def evaluate(self, tag: str, limit: int | None = None, *, judge: bool = True, **options: Any) -> Evaluation:
-        """Evaluate with the weights that count (EMA if there is one); `judge` False leaves held-out pairs out."""
+    def evaluate(
+        self, tag: str, limit: int | None = None, *, judge: bool = True, tree: bool = True, **options: Any
+    ) -> Evaluation:
+        """Evaluate with the weights that count (EMA if there is one).
+
+        `judge` False leaves held-out pairs out, `tree` False the tree of a method that has one.
+        """
         config = self.config
         options.setdefault("guidance_scale", self.eval_guidance)
         steps = config.eval.num_inference_steps or config.rollout.num_inference_steps
         total = len(self.evaluator.prompts[:limit]) * config.eval.samples_per_prompt // self.world.size
-        bar = Progress(total, f"evaluating {tag}", show=self.world.main)
-        try:
-            with self.weights.using(self.optimizer.role):
+        with self.weights.using(self.optimizer.role):
+            if tree:  # before the scores: an evaluation that is there has its tree, whenever a signal came
+                self.tree(tag, self.iteration, self._signalled)
+            bar = Progress(total, f"evaluating {tag}", show=self.world.main)
+            try:
                 return self.evaluator(
                     tag,
                     self.iteration,
@@ -186,8 +194,8 @@ class Trainer:
                     agreement=self.held_out if judge else None,
                     **options,
                 )
-        finally:
-            bar.close()
+            finally:
+                bar.close()
 
     @property
     def eval_guidance(self) -> float:

@@ -57,3 +57,23 @@ def test_frames_of_other_programs_are_read_as_they_are(tmp_path):
     frames = [Image.new("RGB", (8, 8), (value, 0, 0)) for value in (10, 200)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=[100, 500])
     assert media.read(tmp_path / "a.gif").shape == (2, 3, 8, 8)
+
+
+def test_a_contact_sheet_holds_every_picture_row_by_row(tmp_path):
+    images = noise(5, 3, 4, 6)
+    sheet, size = media.contact_sheet(images, 2, 128)
+    assert (sheet.shape, size) == ((3, 12, 12), (4, 6))
+    for number, image in enumerate(images):
+        row, column = divmod(number, 2)
+        assert torch.equal(sheet[:, 4 * row : 4 * row + 4, 6 * column : 6 * column + 6], image)
+    assert not sheet[:, 8:, 6:].any()
+
+
+def test_large_pictures_of_a_sheet_are_averaged_down_and_clips_play_together(tmp_path):
+    sheet, size = media.contact_sheet(noise(3, 3, 64, 256), 3, 128)
+    assert (sheet.shape, size) == ((3, 32, 384), (32, 128))
+    assert_close(sheet[:, :, :128].mean(), noise(3, 3, 64, 256)[0].mean(), atol=1e-5, rtol=0)
+    clips, size = media.contact_sheet(noise(4, 7, 3, 8, 8), 2, 128)
+    assert (clips.shape, size) == ((7, 3, 16, 16), (8, 8))
+    assert torch.equal(clips[5, :, 8:, :8], noise(4, 7, 3, 8, 8)[2, 5])
+    assert torch.equal(media.read(media.write(clips, tmp_path / "tree-base")), (clips * 255).round() / 255)

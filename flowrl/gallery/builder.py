@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from flowrl.gallery import charts, pictures, results
+from flowrl.gallery import charts, pictures, results, treechart
 from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import Run, load_run, nan_mean, number
 
@@ -27,6 +27,8 @@ CURVES = {
     "grad/norm": "Gradient norm",
     "time/iteration_s": "Seconds an iteration",
 }
+DURING_TREES = 3
+"""Of the evaluations on the way, the latest have their tree drawn."""
 
 
 def build(run_folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -113,6 +115,7 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
         "worst": worst,
         "best": best,
         "film": pictures.film(run, metrics, page_folder),
+        "trees": _trees(run, f"{anchor}-tree", page_folder),
         "prompts": _prompt_rows(run, metrics, {c["prompt_id"]: c["anchor"] for c in (*best, *worst, *pairs)}),
         "config_text": run.config_text,
         "provenance": list(_flatten(run.provenance)),
@@ -192,6 +195,33 @@ def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], 
     main += [chart(key, title) for key, title in CURVES.items() if key in points]
     shown = {entry["key"] for entry in main} | {total}
     return main, [chart(key, key) for key in sorted(points) if key not in shown]
+
+
+def _trees(run: Run, anchor: str, page_folder: Path) -> dict[str, Any] | None:
+    """The trees of the base, the latest evaluations on the way and the tuned model, in colours of one meaning."""
+    during = sorted(
+        (tree for tag, tree in run.trees.items() if tag.startswith("iteration-")), key=lambda t: t.iteration
+    )
+    chosen = [run.trees.get("base"), *during[-DURING_TREES:], run.trees.get("tuned")]
+    found = [tree for tree in chosen if tree is not None]
+    if not found:
+        return None
+    ranges, drawings = treechart.Ranges.of(found), []
+    for tree in found:
+        name = f"{anchor}-{tree.tag}"
+        rows = -(-len(tree.leaves) // tree.columns)
+        sheet = pictures.embed(tree.sheet, pictures.SHEET_PX, page_folder, cells=max(tree.columns, rows))
+        drawings.append(
+            {
+                "id": name,
+                "label": tree.label,
+                "caption": treechart.caption(tree),
+                "note": tree.note,
+                "svg": treechart.draw(tree, ranges, sheet, name),
+            }
+        )
+    last, key = found[-1], treechart.legend(found, ranges)
+    return {"method": last.method.replace("_", " "), "prompt": last.prompt, "legend": key, "drawings": drawings}
 
 
 def _prompt_rows(run: Run, metrics: Sequence[Metric], anchors: dict[int, str]) -> list[dict[str, Any]]:

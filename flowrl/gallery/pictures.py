@@ -22,6 +22,8 @@ NUM_PAIRS = 24
 MAX_FILMS, MAX_FRAMES = 8, 9
 PAIR_PX, FRAME_PX = 384, 192
 """Longest side of an embedded picture."""
+SHEET_PX = 1024
+"""Longest side of an embedded contact sheet."""
 CLIP_PX, CLIP_FRAMES = 192, 16
 """Longest side of an embedded clip, and how many frames it has at most, evenly spread."""
 
@@ -108,8 +110,8 @@ def film(run: Run, metrics: list[Metric], page_folder: Path) -> dict[str, Any]:
     return {"frames": [_frame_label(e) for e in frames], "rows": rows}
 
 
-def embed(path: Path | None, limit_px: int, page_folder: Path) -> dict[str, Any] | None:
-    """A picture or a clip for the page, or None where none was saved.
+def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1) -> dict[str, Any] | None:
+    """A picture or a clip for the page, or None where none was saved; `cells` of them along the side of a sheet.
 
     Small pictures stay exact (PNG, enlarged without smoothing by the page); others become WebP of at most
     `limit_px`, with a relative link to the file. Clips are animated WebP of at most `CLIP_PX` and `CLIP_FRAMES`, which
@@ -127,8 +129,8 @@ def embed(path: Path | None, limit_px: int, page_folder: Path) -> dict[str, Any]
     clip, full_size = len(frames) > 1, frames[0].size
     kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), CLIP_FRAMES)).round().astype(int)]
     for frame in kept:
-        frame.thumbnail((min(limit_px, CLIP_PX),) * 2 if clip else (limit_px, limit_px))
-    small = max(full_size) < media.SMALL_PX
+        frame.thumbnail((min(limit_px, CLIP_PX * cells),) * 2 if clip else (limit_px, limit_px))
+    small = max(full_size) < media.SMALL_PX * cells
     buffer = io.BytesIO()
     if clip:
         frame_ms = round(media.FRAME_MS * len(frames) / len(kept))

@@ -12,6 +12,8 @@ import numpy as np
 import yaml
 
 from flowrl import media
+from flowrl.gallery import trees
+from flowrl.gallery.trees import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Run:
     """`metrics.jsonl`, one row an iteration, ascending."""
     summary: dict[str, Any]
     evaluations: dict[str, Evaluation]
+    trees: dict[str, Tree] = field(default_factory=dict)
+    """Of the evaluations, for a method that has them."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -121,7 +125,9 @@ def load_run(folder: Path) -> Run:
     provenance = _read_optional(folder / "provenance.json", problems)
     summary = _read_optional(folder / "summary.json", problems)
     rows = _read_rows(folder / "metrics.jsonl", problems)
-    evaluations = [_read_evaluation(p, folder) for p in sorted((folder / "eval").glob("*.json"))]
+    files = sorted((folder / "eval").glob("*.json"))
+    evaluations = [_read_evaluation(p, folder) for p in files if not p.name.startswith(trees.PREFIX)]
+    grown = [trees.read(p) for p in files if p.name.startswith(trees.PREFIX)]
     return Run(
         folder=folder,
         name=str(config.get("name") or folder.resolve().name),
@@ -131,6 +137,7 @@ def load_run(folder: Path) -> Run:
         rows=rows,
         summary=summary,
         evaluations={e.tag: e for e in evaluations},
+        trees={tree.tag: tree for tree in grown},
         problems=problems,
     )
 

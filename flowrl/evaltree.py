@@ -1,0 +1,205 @@
+"""One tree at every evaluation, for the report to draw: of the first held-out prompt, as training would roll it out.
+
+The plan is that of the iteration, guidance and rewards are the run's, the weights those of the evaluation. The noise
+has a purpose of its own and no iteration, so it is the same at every evaluation; credit comes from a copy of the
+method. The first process draws the tree; where each forward needs all processes, all of them do.
+
+`eval/tree-<tag>.json`, numbers with six digits, null where there is none; K steps, N nodes, E edges, L leaves:
+
+    tag, iteration, method, prompt, guidance_scale
+    sigmas    [K + 1], noise level at each place
+    splits    steps at which a node has several children
+    nodes     place [N] and leaf [N], the first of the leaves behind it; reward [N], that of the edge which leads there,
+              of the root the mean of the leaves
+    edges     parent [E] and child [E], numbers of nodes; noisy [E], by the law; reward [E], fused from the leaves
+              behind; advantage [E], null without noise; pruned [E], noisy and yet not trained
+    leaves    reward [L], the weighted sum that is trained on; raw, name of an output -> [L]
+    sheet     columns, width, height: of the pictures in eval/tree-<tag>.png or .webp, row by row, in pixels
+    note      why no advantage is there, or none that trains; null otherwise
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl import media
+from flowrl.advantages import Advantages, aggregate
+from flowrl.algorithms.base import EdgeAlgorithm
+from flowrl.assembly import Parts
+from flowrl.branching import Branching
+from flowrl.checkpoint import write_atomically
+from flowrl.collect import log_probs_on_ways
+from flowrl.judges import build_scorer
+from flowrl.metrics import Progress
+from flowrl.models.base import decoded
+from flowrl.plan import StepPlan
+from flowrl.prompts import identity
+from flowrl.rollout import Noise, run
+from flowrl.tree import by_path, fuse
+from flowrl.types import Rollout, SampleId
+
+LEAF_PX = 128
+"""Longest side of a leaf's picture on the sheet."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTree:
+    """Rolls out and writes the tree of an evaluation; does nothing for a method whose plan has none."""
+
+    parts: Parts
+
+    def __call__(self, tag: str, iteration: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """With the weights that are in the network; nothing is written once `stop()` is true.
+
+        Args:
+            tag: of the evaluation.
+            iteration: that it follows; 0 has the plan of the first.
+            stop: whether to leave off; of a sharded network the same on all processes.
+        """
+        parts, planned = self.parts, max(iteration, 1)
+        plan = parts.algorithm.plan(parts.schedule, parts.sampler, planned, parts.resolved.run.seed)
+        if plan.tree is None or not parts.held_out or not (parts.world.main or parts.sharded) or stop():
+            return
+        bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=parts.world.main)
+        bar.update(0)
+        try:
+            rollout = self._roll_out(plan, bar.update)
+        finally:
+            bar.close()
+        if stop() or not parts.world.main:
+            return
+        images = self._decoded(rollout)
+        rollout, weights = self._scored(rollout, images)
+        credit, note = credited(self._copy(), rollout, weights, planned)
+        columns = math.ceil(math.sqrt(len(images)))
+        sheet, (height, width) = media.contact_sheet(images, columns, LEAF_PX)
+        record = {
+            "tag": tag,
+            "iteration": iteration,
+            "method": parts.resolved.algorithm.name,
+            "prompt": parts.held_out[0].text,
+            "guidance_scale": parts.policy.guidance_scale,
+            **told(rollout, weights, credit, getattr(parts.algorithm.config, "path_weight", 0.0)),
+            "sheet": {"columns": columns, "width": width, "height": height},
+            "note": note,
+        }
+        folder = parts.evaluator.folder / "eval"
+        folder.mkdir(parents=True, exist_ok=True)
+        media.write(sheet, folder / f"tree-{tag}")
+        write_atomically(folder / f"tree-{tag}.json", json.dumps(record))
+
+    def _roll_out(self, plan: StepPlan, progress: Callable[[int], None]) -> Rollout:
+        """One tree, not scored yet."""
+        parts, prompt, algorithm = self.parts, self.parts.held_out[0], self._method
+        ids, rows = [SampleId(0, leaf) for leaf in range(plan.leaves)], torch.zeros(plan.leaves, dtype=torch.int64)
+        noise = Noise(parts.evaluator.seed, "tree", None, parts.adapter.latent_shape())
+        cond, size = parts.texts.lookup([prompt]), parts.resolved.run.rollout.batch_size
+        options = {"batch_size": size, "device": parts.world.device, "form": algorithm.log_prob_form(parts.sampler)}
+        samples, edges = run(parts.policy, plan, noise, ids, cond, rows, progress=progress, **options)
+        paths = log_probs_on_ways(edges, ids, plan).T[None] if algorithm.weighs_paths else None
+        unknown = torch.empty(0)
+        drawn = (samples, edges, cond, rows, unknown, {}, 0.0)
+        return Rollout(plan, *drawn, prompts=(identity(prompt),), paths=paths)
+
+    def _decoded(self, rollout: Rollout) -> Tensor:
+        """Pictures of the leaves, [L, 3, H, W], or clips [L, F, 3, H, W]."""
+        parts, x0 = self.parts, rollout.samples.x0
+        batches = torch.arange(len(x0)).split(parts.resolved.run.rollout.batch_size)
+        made = [
+            decoded(parts.adapter, x0[b].to(parts.world.device), rollout.cond, rollout.rows[b]).cpu() for b in batches
+        ]
+        return torch.cat(made)
+
+    def _scored(self, rollout: Rollout, images: Tensor) -> tuple[Rollout, Tensor]:
+        """With rewards [R, 1, L] and outputs [1, L]; and the weights [R]."""
+        prompt, count, trained = self.parts.held_out[0], len(images), self.parts.scorer
+        assert trained is not None  # a plan with a tree has rewards to compare
+        # A scorer of its own: the trained one counts calls and failures for the row of an iteration.
+        scores = build_scorer(trained.entries).score(images, [prompt.text] * count, [prompt.metadata] * count)
+        raw = {name: values[None] for name, values in scores.raw.items()}
+        return replace(rollout, rewards=scores.values[:, None], raw=raw), scores.weights
+
+    @property
+    def _method(self) -> EdgeAlgorithm:
+        algorithm: Any = self.parts.algorithm
+        return algorithm
+
+    def _copy(self) -> EdgeAlgorithm:
+        """The method as a checkpoint would bring it back: what it remembers may be looked at, and nothing is added."""
+        copy: Any = self.parts.resolved.algorithm.build()
+        copy.load_state_dict(self.parts.algorithm.state_dict())
+        return copy
+
+
+def credited(
+    algorithm: EdgeAlgorithm, rollout: Rollout, weights: Tensor, iteration: int
+) -> tuple[Advantages | None, str | None]:
+    """Credit by edge of one tree, and a remark on it; None where the method does not compare so little.
+
+    Args:
+        algorithm: may remember the tree's rewards.
+        rollout: of one tree, with rewards [R, 1, L].
+        weights: [R].
+        iteration: counted from 1.
+    """
+    if getattr(algorithm.config, "TREES", 1) > 1:
+        return None, "The method compares the trees of a prompt with each other, and this is one of them."
+    try:
+        algorithm.config.check_group(rollout.plan.leaves)
+    except ValueError as error:
+        return None, f"One tree alone has no advantages: {error}"
+    credit = algorithm.advantages(rollout.rewards, weights, rollout.prompts)
+    dead = bool(credit.dead[0])
+    credit = algorithm.on_tree(credit, rollout, weights, iteration)
+    return credit, "All leaves have the same reward, so no edge is trained." if dead else None
+
+
+def told(rollout: Rollout, weights: Tensor, credit: Advantages | None, path_weight: float) -> dict[str, Any]:
+    """What the file says of a scored tree: sigmas, splits, nodes, edges and leaves."""
+    tree, total = rollout.plan.tree, aggregate(rollout.rewards, weights)
+    assert tree is not None
+    ways = None if rollout.paths is None else by_path(rollout.paths, tree, path_weight)
+    fused = fuse(total, tree, ways)[0]
+    places = [(k, leaf) for k in range(tree.num_steps + 1) for leaf in tree.at(k).tolist()]
+    number, scored = {place: row for row, place in enumerate(places)}, total[0][total[0].isfinite()]
+    rewards = [float(scored.mean()) if len(scored) else math.nan] + [math.nan] * (len(places) - 1)
+    edges: dict[str, list] = {name: [] for name in ("parent", "child", "noisy", "reward", "advantage", "pruned")}
+    for k, leaf in _edges(tree):
+        child, noisy = number[int(tree.ends[k, leaf]), leaf], bool(tree.noisy[k, leaf])
+        rewards[child] = float(fused[leaf, k])
+        known = noisy and credit is not None and math.isfinite(rewards[child])
+        edges["parent"].append(number[k, int(tree.node[k, leaf])])
+        edges["child"].append(child)
+        edges["noisy"].append(noisy)
+        edges["reward"].append(rewards[child])
+        edges["advantage"].append(float(credit.steps[0, leaf, k]) if known else math.nan)
+        left_out = k not in rollout.plan.train or (credit is not None and bool(credit.pruned[0, leaf, k]))
+        edges["pruned"].append(noisy and left_out)
+    several = [k for k in range(tree.num_steps) if len(tree.children(k)) > len(tree.at(k))]
+    return {
+        "sigmas": _plain(rollout.plan.schedule.sigmas.tolist()),
+        "splits": several,
+        "nodes": {"place": [k for k, _ in places], "leaf": [leaf for _, leaf in places], "reward": _plain(rewards)},
+        "edges": edges | {name: _plain(edges[name]) for name in ("reward", "advantage")},
+        "leaves": {
+            "reward": _plain(total[0].tolist()),
+            "raw": {name: _plain(values[0].tolist()) for name, values in rollout.raw.items()},
+        },
+    }
+
+
+def _edges(tree: Branching) -> list[tuple[int, int]]:
+    """(step, first leaf of the child) of every edge."""
+    return [(k, leaf) for k in range(tree.num_steps) for leaf in tree.children(k).tolist()]
+
+
+def _plain(values: Sequence[float]) -> list[float | None]:
+    """NaN is not JSON."""
+    return [round(v, 6) if math.isfinite(v) else None for v in values]
