@@ -54,8 +54,8 @@ def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
 
 
 def leaf_advantages(credit: Advantages) -> Tensor:
-    """[P, G] float64, NaN where masked."""
-    return torch.where(credit.valid, credit.values.squeeze(2).double(), torch.nan)
+    """[P, G] float64, NaN where a sample takes no part: masked, of a dead group, left out by rule or selection."""
+    return torch.where(credit.kept, credit.values.squeeze(2).double(), torch.nan)
 
 
 def by_steps(credit: Advantages, steps: Tensor, pruned: Tensor | Literal[False], clip: float | None) -> Advantages:
