@@ -13,12 +13,11 @@ from torch.testing import assert_close
 
 from flowrl import registry
 from flowrl.advantages import AdvantageConfig, aggregate, group_advantages
-from flowrl.algorithms import branch_grpo, flow_grpo_fast, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
+from flowrl.algorithms import branch_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
 from flowrl.algorithms._tree import DepthwiseConfig
 from flowrl.branching import completions, offshoots, splits
 from flowrl.plan import window
 from flowrl.samplers import dance_sde
-from flowrl.selection import SelectConfig
 from flowrl.tree import (
     DepthWindow,
     Scale,
@@ -383,12 +382,12 @@ def test_a_plan_hands_out_its_own_noise_levels():
     assert plan.drawn_together(7) == 7
 
 
-def test_leaves_that_a_selection_leaves_out_are_not_trained():
-    chosen = AdvantageConfig(select=SelectConfig(name="best_worst", keep=2))
-    config = flow_grpo_fast.Config(branch=4, window_size=1, advantages=chosen, clip_range=1e-3)
-    credit = on_tree(config, flow_grpo_fast, torch.tensor([[[0.1, 0.9, 0.5, 0.4]]]))
-    step = int(credit.pruned[0, 0].int().argmin())
-    assert credit.pruned[0, :, step].tolist() == [False, False, True, True]
+def test_the_leaf_that_a_rule_leaves_out_is_not_trained():
+    config = tree_grpo.Config(children=3, window=1, advantages=AdvantageConfig(name="median"), clip_range=1e-3)
+    credit = on_tree(config, tree_grpo, torch.tensor([[[0.1, 0.9, 0.5]]]))
+    step = int(credit.pruned[0].all(dim=0).int().argmin())
+    assert credit.kept[0].tolist() == [True, True, False], "the median itself"
+    assert credit.pruned[0, :, step].tolist() == [False, False, True]
     assert torch.equal(credit.steps[0, :2, step], credit.values[0, :2, 0])
 
 
