@@ -115,7 +115,7 @@ def report(costs: dict[str, Cost], cpu: str) -> str:
     import torch
 
     lines = [
-        "| method | evaluations a leaf, rollout | with gradient | rollout, s | updates, s | iteration, s | of DanceGRPO |",
+        "| method | evaluations a leaf | with gradient | rollout, s | updates, s | iteration, s | of the first |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, cost in costs.items():
