@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 import torch
 
+from flowrl.algorithms import branch_grpo
 from flowrl.commands.plan import _samples_text, _tree_table, geometry, step_plan
 from flowrl.config import Resolved, load_config, resolve
 from flowrl.memory import estimate, skeleton
@@ -94,6 +98,7 @@ def test_counts_of_the_published_tree():
         words = [f"algorithm={{name: branch_grpo, clip_range: 1e-3{options}}}", *published]
         run_ = resolve(load_config("configs/lab/flow_grpo.yaml", words))
         found = tree_work(run_, step_plan(run_, None))
+        assert found.kept == (203 if "mix" not in options else 40)
         return sum(found.nodes), sum(found.edges), sum(found.parents)
 
     assert work("") == (203, 202, 187)
@@ -167,3 +172,9 @@ def test_the_title_counts_trees_and_leaves():
     assert "16 samples per iteration = 2 prompts x 8 = 4 trees of 4 leaves, each " in text
     assert "(chains: 24)" in text
     assert text.endswith("2 updates of 2 trees")
+
+
+def test_the_page_names_every_option():
+    page = Path("docs/algorithms/branch_grpo.md").read_text()
+    missing = [f.name for f in fields(branch_grpo.Config) if f"`algorithm.{f.name}`" not in page]
+    assert not missing
