@@ -28,9 +28,7 @@ ONE_UPDATE = ("iterations=1", "optim.updates_per_iteration=1", *BRIEF)
 # Three trees of one prompt: one here and two there, of which a batch holds one.
 THREE = ("rollout.prompts_per_iteration=1", "rollout.group_size=12", "rollout.batch_size=4")
 SLOW = [name for name in METHODS if name != "branch_grpo"]
-every_method = pytest.mark.parametrize(
-    "name", ["branch_grpo", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)]
-)
+LATER = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 
 def on_two(*jobs: list[str]) -> None:
