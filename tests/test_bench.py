@@ -117,11 +117,11 @@ def test_methods_on_trees_and_chains_are_counted_and_timed_in_turn():
     small = [f"rollout.{key}={value}" for key, value in {"num_inference_steps": 6, "prompts_per_iteration": 2}.items()]
     small += ["rollout.group_size=4", "algorithm.splits=[0, 1]"]
     methods = {name: _tree_bench.METHODS[name] for name in (_tree_bench.DENSE, _tree_bench.MIX)}
-    costs = _tree_bench.measure(small, 2, methods)
+    costs = _tree_bench.measure(small, 1, methods)
     dense, mix = costs.values()
-    assert dense.rollout == mix.rollout == [19 / 4] * 2, "1 + 2 + 4 x 4 nodes for 4 leaves"
-    assert (dense.train, mix.train) == ([15 / 4] * 2, [11 / 4] * 2), "steps 0 to 4, or splits and window: 0 to 3"
-    assert dense.dead == [0.0] * 2
+    assert dense.rollout == mix.rollout == [19 / 4], "1 + 2 + 4 x 4 nodes for 4 leaves"
+    assert (dense.train, mix.train) == ([15 / 4], [11 / 4]), "steps 0 to 4, or splits and window: 0 to 3"
+    assert dense.dead == [0.0]
     assert min(dense.seconds + mix.seconds + mix.rollout_s + mix.update_s) > 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from flowrl.config import ConfigError, load_config, resolve
 from tests import ranks
 from tests.e2e.conftest import digest, finish, start, train
-from tests.e2e.test_sharded import LORA, ROOT, SHARD, assert_same_update, tensors
+from tests.e2e.test_sharded import LORA, ROOT, SHARD, assert_same_update
 
 DANCE, CLIP = "rollout.sampler={name: dance_sde, eta: 0.7}", "algorithm.clip_range=1e-3"
 # Method -> its words, for three denoising steps; a tree has four leaves, of TP-GRPO two.
@@ -61,10 +61,6 @@ def test_two_processes_take_the_update_of_one_with_weights_by_path_whether_or_no
     train("name=one", *words)
     assert_same_update("one", "two")
     assert_same_update("one", "shared")
-    train("name=alike", *words, "algorithm.path_weight=0")
-    moments = [[v for n, v in tensors(run).items() if n.endswith("/exp_avg")] for run in ("one", "alike")]
-    moved = max(float((a - b).abs().max()) for a, b in zip(*moments, strict=True))
-    assert moved > 1e-3 * max(float(value.abs().max()) for value in moments[0]), "the weights by path count"
 
 
 @pytest.mark.slow
