@@ -10,7 +10,7 @@ import pytest
 from flowrl.config import ConfigError, load_config, resolve
 from tests import ranks
 from tests.e2e.conftest import digest, finish, start, train
-from tests.e2e.test_sharded import LORA, ROOT, SHARD, assert_same_update
+from tests.e2e.test_sharded import ROOT, SHARD, assert_same_update
 
 DANCE, CLIP = "rollout.sampler={name: dance_sde, eta: 0.7}", "algorithm.clip_range=1e-3"
 # Method -> its words, for three denoising steps; a tree has four leaves, of TP-GRPO two.
@@ -27,6 +27,8 @@ BRIEF = ("eval.num_inference_steps=1", "data.max_eval_prompts=2", "optim.eps=1e-
 ONE_UPDATE = ("iterations=1", "optim.updates_per_iteration=1", *BRIEF)
 # Three trees of one prompt: one here and two there, of which a batch holds one.
 THREE = ("rollout.prompts_per_iteration=1", "rollout.group_size=12", "rollout.batch_size=4")
+# Advantages of a step sum to 0, so a gradient is far less than the edges' own, whose last digits depend on batches.
+TOLERANCE = 1e-4
 SLOW = [name for name in METHODS if name != "branch_grpo"]
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
@@ -59,24 +61,20 @@ def test_two_processes_take_the_update_of_one_with_weights_by_path_whether_or_no
     words = (*METHODS["branch_grpo"], CLIP, PATHS, "algorithm.scale={pool: prompt}", *ONE_UPDATE, *THREE)
     on_two(["name=two", *words], ["name=shared", *words, SHARD])
     train("name=one", *words)
-    assert_same_update("one", "two")
-    assert_same_update("one", "shared")
+    assert_same_update("one", "two", TOLERANCE)
+    assert_same_update("one", "shared", TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_two_processes_take_the_update_of_one(place: Path, name: str):
-    words, pair = (*METHODS[name], CLIP, *ONE_UPDATE), (*THREE[:1], "rollout.group_size=8")
-    jobs = {
-        "three": (*words, *THREE),
-        "shared": (*words, *THREE, SHARD),
-        "lora": (*words, *THREE, SHARD, LORA),
-        "pair": (*words, *pair),
-    }
+    """Two trees of one prompt, one on each; or three, by a network that the two share."""
+    words = (*METHODS[name], CLIP, *ONE_UPDATE, *THREE)
+    jobs = {"pair": (*words, "rollout.group_size=8"), "shared": (*words, SHARD)}
     on_two(*([f"name={job}-2", *own] for job, own in jobs.items()))
     for job, own in jobs.items():
         train(f"name={job}-1", *(word for word in own if word != SHARD))
-        assert_same_update(f"{job}-1", f"{job}-2")
+        assert_same_update(f"{job}-1", f"{job}-2", TOLERANCE)
 
 
 @pytest.mark.slow
@@ -91,7 +89,7 @@ def test_pruned_and_mixed_trees_and_a_reference_agree_on_two_processes(place: Pa
     on_two(*([f"name={job}-2", *words, *own] for job, own in jobs.items()))
     for job, own in jobs.items():
         train(f"name={job}-1", *words, *(word for word in own if word != SHARD))
-        assert_same_update(f"{job}-1", f"{job}-2")
+        assert_same_update(f"{job}-1", f"{job}-2", TOLERANCE)
 
 
 @pytest.mark.slow
