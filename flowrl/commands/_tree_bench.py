@@ -58,15 +58,18 @@ class Cost:
     dead: list[float] = field(default_factory=list)
     """Share of the groups without spread, which are not trained."""
     seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    """Of this process: what other jobs on the machine hardly change."""
     rollout_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
 
-    def add(self, row: dict[str, Any], seconds: float) -> None:
+    def add(self, row: dict[str, Any], seconds: float, cpu_s: float) -> None:
         values = {
             "rollout": row["nfe/rollout"],
             "train": row["nfe/train"],
             "dead": row["advantage/dead_group_share"],
             "seconds": seconds,
+            "cpu_s": cpu_s,
             "rollout_s": row["time/rollout_s"],
             "update_s": row["time/update_s"],
         }
@@ -81,10 +84,10 @@ def measure(overrides: list[str], rounds: int, methods: Mapping[str, tuple[str, 
     for number in range(rounds + 1):
         # A round starts with another method each time, so that what slows the machine down slows them all.
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.process_time()
             row = trainers[name]._iterate(number + 1)
             if number:
-                costs[name].add(row, time.perf_counter() - started)
+                costs[name].add(row, time.perf_counter() - started, time.process_time() - worked)
     return costs
 
 
@@ -105,28 +108,30 @@ def _trainer(overrides: list[str]) -> Any:
     return trainer
 
 
-def ratios(cost: Cost, of: Cost) -> list[float]:
+def ratios(cost: list[float], of: list[float]) -> list[float]:
     """Seconds over those of another method in the same round."""
-    return [a / b for a, b in zip(cost.seconds, of.seconds, strict=True)]
+    return [a / b for a, b in zip(cost, of, strict=True)]
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def report(costs: dict[str, Cost], cpu: str) -> str:
     """The result as Markdown."""
     import torch
 
-    lines = [
-        "| method | evaluations a leaf | with gradient | rollout, s | updates, s | iteration, s | of the first |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = ("method", "evaluations a leaf", "with gradient", "rollout, s", "updates, s", "iteration, s")
+    lines = [f"| {' | '.join(columns)} | of the first | CPU of the first |", (len(columns) + 2) * "|---" + "|"]
     for name, cost in costs.items():
-        of_full, middle = ratios(cost, costs[FULL]), statistics.median
+        middle, full = statistics.median, costs[FULL]
         lines.append(
             f"| {name} | {middle(cost.rollout):.2f} | {middle(cost.train):.2f} | {middle(cost.rollout_s):.2f} | "
             f"{middle(cost.update_s):.2f} | {middle(cost.seconds):.2f} | "
-            f"{middle(of_full):.3f} ({min(of_full):.3f} to {max(of_full):.3f}) |"
+            f"{_spread(ratios(cost.seconds, full.seconds))} | {_spread(ratios(cost.cpu_s, full.cpu_s))} |"
         )
     rollout = statistics.median(costs[DENSE].rollout) / statistics.median(costs[CHAINS].rollout)
-    mix = statistics.median(ratios(costs[MIX], costs[FULL]))
+    mix = statistics.median(ratios(costs[MIX].seconds, costs[FULL].seconds))
     dead = max(share for cost in costs.values() for share in cost.dead)
     lines += [
         "",
