@@ -172,6 +172,15 @@ def _check_trees(resolved: Resolved) -> None:
             f"rollout.group_size={rollout.group_size}: {resolved.algorithm.name} compares the trees of a prompt, and "
             f"one has {leaves} leaves here; raise it to at least {least * leaves}"
         )
+    trees, updates = resolved.slots * resolved.group_size // leaves, resolved.run.optim.updates_per_iteration
+    if leaves > 1 and trees % updates:
+        valid = [n for n in range(1, trees + 1) if trees % n == 0]
+        near = sorted(sorted(valid, key=lambda n: abs(n - updates))[:3])
+        raise ConfigError(
+            f"optim.updates_per_iteration={updates} does not divide the {trees} trees of an iteration, which an update "
+            f"takes whole ({resolved.slots} prompts x {rollout.group_size} samples in trees of {leaves}); nearest "
+            f"values that do: {', '.join(map(str, near))}"
+        )
 
 
 def _check_transitions(resolved: Resolved) -> None:

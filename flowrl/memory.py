@@ -47,6 +47,7 @@ from flowrl.models._savings import cast_frozen, offloaded, require_known
 from flowrl.models.base import loading, torch_dtype
 from flowrl.models.weights import Weights, component_names
 from flowrl.plan import StepPlan
+from flowrl.treework import tree_work
 from flowrl.types import SampleId
 
 _FLOAT, _HEADER_PER_TENSOR = 4, 140
@@ -163,7 +164,7 @@ def size(module: nn.Module) -> int:
 
 
 def nodes_per_sample(plan: StepPlan) -> int:
-    """Latents kept per sample: both ends of every trained step, shared where steps are neighbours.
+    """Latents kept per sample of a chain: both ends of every trained step, shared where steps are neighbours.
 
     >>> from flowrl.plan import window
     >>> from flowrl.schedules import Schedule
@@ -210,7 +211,8 @@ def forward_rows(
     """Network evaluations of an iteration's rollout and updates, for `samples` samples of `slots` prompts,
     where `share` of the edges is trained, or of `terms` for each sample.
 
-    Samples of one start share them up to the first stochastic step; CFG, a reference and dead groups apart.
+    Samples of one start share them up to the first stochastic step; CFG, a reference and dead groups apart. Trees:
+    `treework`.
     """
     steps, trained = len(plan), len(plan.train) if terms is None else terms
     if not run.rollout.shared_noise or not any(plan.stochastic):
@@ -241,7 +243,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     trained, away, frozen = weights.count, offloaded(pipeline, config), isinstance(weights, NoiseWeights)
     stored = {name: size(part) for name, part in parts.items()}
     stored["denoiser"] -= _FLOAT * trained if config.lora else 0
-    own = shard(resolved.slots, resolved.group_size, 0, processes)
+    own = shard(resolved.slots, resolved.group_size, 0, processes, plan.leaves)
     here = {name: 0 if name in away else held for name, held in stored.items()}
     texts = sum(here[name] for name in encoders)
     prompt = sum(torch.Size(shape).numel() for shape in adapter.condition_shapes().values()) * dtype.itemsize
@@ -254,7 +256,10 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     terms = algorithm.passes * terms_per_sample(resolved, plan)
     samples, slots = len(own), len({slot for slot, _ in own})
     sampled, trained_on = forward_rows(run, plan, samples, slots, trained_share(resolved, plan), terms)
-    sampled = sampled * resolved.drawn // resolved.group_size
+    sampled, kept = sampled * resolved.drawn // resolved.group_size, samples * nodes_per_sample(plan)
+    if plan.tree is not None:
+        work = tree_work(resolved, plan)
+        sampled, trained_on, kept = work.rollout_rows(samples), work.update_rows(samples), work.latents(samples)
     transient, unknown = _measure(adapter, encoders, resolved, reference=bool(algorithm.roles))
     if transient["update"] is not None:
         transient["update"] = max(transient["update"], 4 * _FLOAT * trained)
@@ -270,7 +275,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         moments=2 * _FLOAT * trained,
         ema=ema,
         snapshots=snapshots,
-        latents=samples * (nodes_per_sample(plan) + 1 + frozen) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
+        latents=(kept + samples * (1 + frozen)) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
         pictures=_pictures(resolved, adapter, samples),
         phases=(
             Phase("encode", base + texts, transient["encode"]),

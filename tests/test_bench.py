@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flowrl.commands import _tree_bench
 from flowrl.commands.bench import (
     MARKS,
     Stopwatch,
@@ -100,10 +101,38 @@ def test_native_and_generic_are_timed_on_the_same_prediction_and_the_result_is_p
     assert all(len(rows) == 10 and min(min(row) for row in rows) > 0 for rows in found.values())
     text = _reentry_text(found, 1, 4.5, 1)
     assert "Medians of 10 pairs, batch 1, guidance 4.5" in text
-    file = tmp_path / "performance.md"
-    file.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
-    put_between(file, text)
-    assert file.read_text() == f"before\n{MARKS[0]}\n{text}\n{MARKS[1]}\nafter\n"
-    file.write_text("no place")
+    file, first = tmp_path / "performance.md", MARKS[0].format("reentry")
+    file.write_text(f"before\n{first}\nold\n{MARKS[1]}\nafter\n")
+    put_between(file, "reentry", text)
+    assert file.read_text() == f"before\n{first}\n{text}\n{MARKS[1]}\nafter\n"
     with pytest.raises(SystemExit, match="has no place for the result"):
-        put_between(file, text)
+        put_between(file, "trees", text)
+
+
+# ---- trees
+
+
+def test_methods_on_trees_and_chains_are_counted_and_timed_in_turn():
+    """Evaluations are exact; what took how long is for people to judge."""
+    small = [f"rollout.{key}={value}" for key, value in {"num_inference_steps": 6, "prompts_per_iteration": 2}.items()]
+    small += ["rollout.group_size=4", "algorithm.splits=[0, 1]"]
+    methods = {name: _tree_bench.METHODS[name] for name in (_tree_bench.DENSE, _tree_bench.MIX)}
+    costs = _tree_bench.measure(small, 1, methods)
+    dense, mix = costs.values()
+    assert dense.rollout == mix.rollout == [19 / 4], "1 + 2 + 4 x 4 nodes for 4 leaves"
+    assert (dense.train, mix.train) == ([15 / 4], [11 / 4]), "steps 0 to 4, or splits and window: 0 to 3"
+    assert dense.dead == [0.0]
+    assert min(dense.seconds + mix.cpu_s + mix.rollout_s + mix.update_s) > 0
+
+
+def test_the_report_takes_ratios_within_a_round():
+    costs = {name: _tree_bench.Cost([20.0] * 3, [19.0] * 3, [0.0] * 3, [1.0, 2.0, 4.0]) for name in _tree_bench.METHODS}
+    costs[_tree_bench.DENSE].rollout = [203 / 16] * 3
+    costs[_tree_bench.MIX].seconds = [0.9, 0.2, 1.0]
+    for cost in costs.values():
+        cost.rollout_s, cost.update_s, cost.cpu_s = cost.seconds, cost.seconds, [1.0] * 3
+    text = _tree_bench.report(costs, "a machine")
+    assert "0.250 (0.100 to 0.900)" in text, "0.450 is the ratio of the medians"
+    assert "0.634, target 0.65: met" in text
+    assert "0.250, target 0.4: met" in text
+    assert "Dead groups: at most 0%" in text

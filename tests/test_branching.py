@@ -401,6 +401,11 @@ def test_edges_outside_the_window_get_no_credit_and_no_gradient():
         ("tp_grpo, window: 6", "window=6 of 6 steps"),
         ("flow_grpo_fast, branch: 5", "multiple of 5"),
         ("flow_grpo_fast, branch: 1", "at least 2"),
+        ("flow_grpo_fast, branch: 4, spatial: {}", "branch=4 with spatial"),
+        (
+            "flow_grpo_fast, branch: 4, advantages: {name: group, select: {name: best_worst, keep: 2}}",
+            "branch=4 with advantages.select",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(algorithm, words):
@@ -413,3 +418,11 @@ def test_chains_that_have_none_to_be_compared_with_are_refused():
     changes = ["algorithm={name: tp_grpo, window: 5, clip_range: 1e-3}", "rollout.group_size=6"]
     with pytest.raises(ConfigError, match="raise it to at least 12"):
         resolve(load_config("configs/lab/flow_grpo.yaml", changes))
+
+
+def test_updates_that_cannot_have_as_many_trees_each_are_refused():
+    """8 prompts x 24 samples in trees of 12: 16 trees; an update without a tree would be none."""
+    changes = ["algorithm={name: flow_grpo_fast, branch: 12}", "rollout.group_size=24"]
+    resolve(load_config("configs/lab/flow_grpo.yaml", [*changes, "optim.updates_per_iteration=16"]))
+    with pytest.raises(ConfigError, match=r"does not divide the 16 trees .* values that do: 4, 8, 16"):
+        resolve(load_config("configs/lab/flow_grpo.yaml", [*changes, "optim.updates_per_iteration=12"]))

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("preferences", "pairdata", "labels", "records", "pairing", "pairplan", "pairfolder"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
-        *("initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall"),
+        *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall"),
     ),
     ("algorithms",),
     (

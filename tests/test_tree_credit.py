@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from flowrl.advantages import AdvantageConfig, aggregate, group_advantages
 from flowrl.algorithms import branch_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
 from flowrl.algorithms._tree import DepthwiseConfig
 from flowrl.branching import completions, offshoots, splits
+from flowrl.collect import Collector
 from flowrl.plan import window
 from flowrl.samplers import dance_sde
 from flowrl.tree import (
@@ -31,7 +33,7 @@ from flowrl.tree import (
     propagated,
 )
 from flowrl.types import Rollout, Samples
-from tests.toys import flow_schedule
+from tests.toys import ToyAdapter, flow_schedule, roll_out
 
 NAN = math.nan
 FOUR = splits(5, {0: 2, 2: 2}, range(4))
@@ -405,3 +407,40 @@ def test_its_page_tells_every_option(name):
             continue  # refused, or every method's
         own = field.name not in common or getattr(config(), field.name) != common[field.name]
         assert f"`algorithm.{field.name}`" in (page if own else shared), field.name
+
+
+# ---- processes
+
+
+def test_log_probs_along_the_ways_are_the_same_table_whichever_process_drew_a_tree():
+    """Two prompts, each with trees on both of two processes; every leaf has the numbers of the edges on its way."""
+    method = branch_grpo.build(branch_grpo.Config(splits=[0, 2], path_weight=1.0, clip_range=1e-3))
+    session = roll_out(ToyAdapter(), algorithm=method, sampler=dance_sde.build(dance_sde.Config(eta=0.5)), group=12)
+    tree, edges, rewards = session.plan.tree, session.edges, torch.zeros(1, 2, 12)
+    place = zip(edges.sample.tolist(), edges.step.tolist(), strict=True)
+    drawn = dict(zip(place, edges.old_log_prob, strict=True))
+    expected = torch.full((2, 12, len(session.plan)), NAN)
+    for leaf, own in enumerate(session.ids):
+        for k in session.plan.train:
+            first = leaf - leaf % tree.leaves
+            expected[own.slot, own.sample, k] = drawn[first + int(tree.child(k)[leaf - first]), k]
+
+    def found(parts: list[list[int]]) -> torch.Tensor:
+        """As the last of the processes has it, of which each drew the samples `parts`."""
+        told: list = []
+        world = SimpleNamespace(gather=lambda own: told.append(own) or told)
+        maker = SimpleNamespace(parts=SimpleNamespace(algorithm=method), world=world)
+        for rows in parts:
+            own = torch.isin(edges.sample, torch.tensor(rows))
+            place = torch.searchsorted(torch.tensor(rows), edges.sample[own])
+            mine = replace(edges.select(own.nonzero().squeeze(1)), sample=place)
+            draw = SimpleNamespace(edges=mine, ids=[session.ids[row] for row in rows])
+            table = Collector._paths(maker, draw, session.plan, rewards)
+        return table
+
+    whole = list(range(24))
+    assert torch.equal(found([whole]).nan_to_num(9), expected.nan_to_num(9))
+    split = found([[*range(4), *range(16, 24)], [*range(4, 16)]])
+    assert torch.equal(split.nan_to_num(9), expected.nan_to_num(9))
+    assert expected[..., -1].isnan().all()
+    assert expected[..., :-1].isfinite().all()

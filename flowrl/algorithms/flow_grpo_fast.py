@@ -53,6 +53,11 @@ class Config(ClippedConfig):
             )
         if self.branch is not None and self.branch < 2:
             raise ValueError(f"branch={self.branch} must be at least 2, or null")
+        for key, value in (("advantages.select", self.advantages.select), ("spatial", self.spatial)):
+            if self.branch is not None and value is not None:
+                raise ValueError(
+                    f"branch={self.branch} with {key}: an edge of a tree belongs to several samples; set one to null"
+                )
 
     def clip(self, sampler: Sampler) -> float:
         preset = ClippedConfig.clip(self, sampler)

@@ -19,8 +19,8 @@ TARGET = 0.10
 WORK = ("network", "VAE", "text encoder", "reward")
 REENTRY_LIMIT_MS = 5.0
 """What a call of the generic adapter may cost above one of the native adapter."""
-MARKS = ("<!-- flowrl bench reentry -->", "<!-- end -->")
-"""Between these `--out` puts its result."""
+MARKS = ("<!-- flowrl bench {} -->", "<!-- end -->")
+"""Between these `--out` puts its result, the first with the name of the benchmark."""
 
 
 @app.callback()
@@ -66,7 +66,7 @@ def reentry(
     text = _reentry_text(reentry_cost(calls, batch, guidance), batch, guidance, torch.get_num_threads())
     print(text)
     if out is not None:
-        put_between(out, text)
+        put_between(out, "reentry", text)
 
 
 @app.command()
@@ -81,6 +81,21 @@ def exploration(
     from flowrl.config import load_config, resolve
 
     print(report(resolve(load_config(config, overrides)), prompts, rounds))
+
+
+@app.command()
+def trees(
+    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words, for all methods.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Measured iterations of each method.", min=1)] = 10,
+    out: Annotated[Path | None, typer.Option("--out", help="Markdown file with a place for the result.")] = None,
+) -> None:
+    """What an iteration of BranchGRPO costs beside those of DanceGRPO and MixGRPO, on tiny-sd3: 20 steps, 16 leaves."""
+    from flowrl.commands._tree_bench import measure, report
+
+    text = report(measure(overrides or [], rounds), _cpu())
+    print(text)
+    if out is not None:
+        put_between(out, "trees", text)
 
 
 @app.command()
@@ -181,18 +196,18 @@ def _cpu() -> str:
     return f"{names[0] if names else platform.machine()} ({os.cpu_count()} cores)"
 
 
-def put_between(file: Path, text: str) -> None:
-    """Replace what stands between the two marks of `file`.
+def put_between(file: Path, name: str, text: str) -> None:
+    """Replace what stands between the two marks of a benchmark in `file`.
 
     Raises:
         SystemExit: it has no such marks.
     """
-    before = file.read_text(encoding="utf-8") if file.is_file() else ""
-    head, opened, rest = before.partition(MARKS[0])
+    before, first = file.read_text(encoding="utf-8") if file.is_file() else "", MARKS[0].format(name)
+    head, opened, rest = before.partition(first)
     _, closed, tail = rest.partition(MARKS[1])
     if not (opened and closed):
-        raise SystemExit(f"{file} has no place for the result: the lines {MARKS[0]} and {MARKS[1]}")
-    file.write_text(f"{head}{MARKS[0]}\n{text}\n{MARKS[1]}{tail}", encoding="utf-8", newline="\n")
+        raise SystemExit(f"{file} has no place for the result: the lines {first} and {MARKS[1]}")
+    file.write_text(f"{head}{first}\n{text}\n{MARKS[1]}{tail}", encoding="utf-8", newline="\n")
 
 
 class Stopwatch:

@@ -154,12 +154,19 @@ def geometry(
     """Counts for a number of processes; `extra` frozen forwards go with each forward of the update, which trains
     `share` of the plan's edges, or of `terms` for each sample, in so many passes.
 
-    The most there can be: samples of one start (`rollout.shared_noise`) share forwards.
+    The most there can be: samples of one start (`rollout.shared_noise`) share forwards. Those of trees are counted as
+    they are, `share` and `terms` are not asked for.
     """
     from flowrl.distributed import largest_shard
+    from flowrl.treework import tree_work
 
     run = resolved.run
-    samples = largest_shard(resolved.slots, resolved.group_size, processes)
+    samples = largest_shard(resolved.slots, resolved.group_size, processes, plan.leaves)
+    if plan.tree is not None:
+        work = tree_work(resolved, plan)
+        forwards = passes * work.update_forwards(samples, run.optim.batch_size, run.optim.updates_per_iteration)
+        rollout = work.rollout_forwards(samples, run.rollout.batch_size)
+        return Geometry(processes, samples, rollout, forwards, extra * forwards)
     drawn, updates = samples * resolved.drawn // resolved.group_size, run.optim.updates_per_iteration
     edges = math.ceil(samples * (len(plan.train) if terms is None else terms) * share / updates)
     forwards = passes * updates * math.ceil(edges / run.optim.batch_size)
@@ -181,19 +188,13 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
     share, trained = trained_share(resolved, plan), terms_per_sample(resolved, plan)
     rows = [geometry(resolved, plan, processes, extra, share, trained, algorithm.passes) for processes in PROCESSES]
     table = _table("", *(f"{g.processes} process{'es' if g.processes > 1 else ''}" for g in rows))
-    count = resolved.slots * resolved.group_size
-    updates, what = run.optim.updates_per_iteration, "steps" if algorithm.needs == "edges" else "times"
-    if algorithm.passes > 1:
-        what += f" in {algorithm.passes} passes"
-    each = "" if algorithm.needs == "noise" else f" x {trained} {what}"
-    selected = "" if share == 1 else f", {share:.0%} of them trained"
+    updates = run.optim.updates_per_iteration
     table.title = (
-        f"{count} samples per iteration = {resolved.slots} {'pairs' if resolved.members else 'prompts'} x "
-        f"{resolved.group_size}; {updates} updates of {count // updates} samples"
-        f"{each}{selected}; {run.iterations} iterations = {run.iterations * updates * algorithm.passes} updates"
+        f"{_samples_text(resolved, plan, share, trained)}; {run.iterations} iterations = "
+        f"{run.iterations * updates * algorithm.passes} updates"
     )
     guided = " (CFG: each sample twice)" if branches(adapter, run.rollout.guidance_scale) > 1 else ""
-    if run.rollout.shared_noise:
+    if run.rollout.shared_noise and plan.tree is None:
         guided += ", at most (one start, one forward)"
     table.add_row("samples per process", *(f"{g.samples:,}" for g in rows))
     table.add_row(f"rollout forwards of {run.rollout.batch_size}{guided}", *(f"{g.rollout_forwards:,}" for g in rows))
@@ -202,7 +203,38 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
     return table
 
 
+def _samples_text(resolved: Resolved, plan: StepPlan, share: float, trained: int) -> str:
+    """What an iteration draws and trains on."""
+    run, algorithm = resolved.run, resolved.algorithm.build()
+    count, updates = resolved.slots * resolved.group_size, run.optim.updates_per_iteration
+    text = (
+        f"{count} samples per iteration = {resolved.slots} {'pairs' if resolved.members else 'prompts'} x "
+        f"{resolved.group_size}"
+    )
+    if plan.tree is not None:
+        return f"{text} = {_trees_text(resolved, plan)}; {updates} updates of {count // plan.leaves // updates} trees"
+    what = "steps" if algorithm.needs == "edges" else "times"
+    if algorithm.passes > 1:
+        what += f" in {algorithm.passes} passes"
+    each = "" if algorithm.needs == "noise" else f" x {trained} {what}"
+    selected = "" if share == 1 else f", {share:.0%} of them trained"
+    return f"{text}; {updates} updates of {count // updates} samples{each}{selected}"
+
+
+def _trees_text(resolved: Resolved, plan: StepPlan) -> str:
+    from flowrl.treework import tree_work
+
+    work = tree_work(resolved, plan)
+    return (
+        f"{resolved.slots * resolved.group_size // work.leaves} trees of {work.leaves} leaves, each {sum(work.nodes)} "
+        f"evaluations in the rollout (chains: {work.leaves * len(plan)}) and, for {sum(work.edges):g} trained edges, "
+        f"{sum(work.parents):g} in the updates"
+    )
+
+
 def _steps_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
+    if plan.tree is not None:
+        return _tree_table(resolved, adapter, plan)
     table = _table("step", "sigma", "next sigma", "timestep", "kind", "std")
     stds = transition_std(resolved, adapter, plan)
     sigmas, times = plan.schedule.sigmas.tolist(), plan.schedule.timesteps.tolist()
@@ -210,6 +242,43 @@ def _steps_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
         kind = "sde, trained" if k in plan.train else "sde" if plan.stochastic[k] else plan.solver[k]
         table.add_row(str(k), f"{sigmas[k]:.5f}", f"{sigmas[k + 1]:.5f}", f"{times[k]:.2f}", kind, f"{std:.5f}")
     return table
+
+
+def _tree_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
+    """The steps of a tree: its nodes, where they split, and how many edges are trained."""
+    from flowrl.treework import tree_work
+
+    table = _table("step", "sigma", "next sigma", "timestep", "kind", "nodes", "edges trained", "std")
+    stds, work = transition_std(resolved, adapter, plan), tree_work(resolved, plan)
+    sigmas, times = plan.schedule.sigmas.tolist(), plan.schedule.timesteps.tolist()
+    for k, std in enumerate(stds):
+        place = f"{sigmas[k]:.5f}", f"{sigmas[plan.end(k)]:.5f}", f"{times[k]:.2f}"
+        table.add_row(str(k), *place, tree_step(plan, k), str(work.nodes[k]), f"{work.edges[k]:g}", f"{std:.5f}")
+    return table
+
+
+def tree_step(plan: StepPlan, k: int) -> str:
+    """What becomes of the nodes at step k of a tree.
+
+    >>> from flowrl.branching import offshoots
+    >>> from flowrl.schedules import Schedule
+    >>> import torch
+    >>> grid = Schedule(torch.linspace(1, 0, 6), torch.arange(5.0))
+    >>> plan = StepPlan(grid, (0.5, 0.5, 0, 0, 0), (0, 1), tree=offshoots(5, [0, 1], 3, merge=2))
+    >>> [tree_step(plan, k) for k in range(4)]
+    ['sde to step 2, 3 children each; ode', 'sde to step 3, 3 children each', 'ode', 'ode']
+    """
+    tree = plan.tree
+    assert tree is not None
+    noisy, every = tree.noisy_children(k), tree.children(k)
+    parts = []
+    if len(noisy):
+        each = len(noisy) // len(tree.node[k, noisy].unique())
+        to = f" to step {tree.end(k)}" if tree.end(k) != k + 1 else ""
+        parts.append(f"sde{to}{f', {each} children each' if each > 1 else ''}")
+    if len(every) > len(noisy):
+        parts.append("ode")
+    return "; ".join(parts) or "passed by"
 
 
 def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[float]:
@@ -226,6 +295,8 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
         stds = step_std(resolved.sampler.build(), adapter.process, step)
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
+    if step.std_scale is not None:
+        stds = stds * step.std_scale
     return [float(s) if noisy else 0.0 for s, noisy in zip(stds, plan.stochastic, strict=True)]
 
 
