@@ -44,7 +44,10 @@ def each(*slow: str) -> list:
     return [pytest.param(file, marks=pytest.mark.slow if file.stem in slow else (), id=file.stem) for file in RECIPES]
 
 
-@pytest.mark.parametrize("recipe", each("ddpo-compressibility", "ddpo-incompressibility"))
+TREES = ("tree_grpo", "dynamic_tree_rpo", "tempflow_grpo", "g2rpo", "tp_grpo")
+
+
+@pytest.mark.parametrize("recipe", each("ddpo-compressibility", "ddpo-incompressibility", *TREES))
 def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, recipe: Path):
     make_pairs(place / "pairs", 4)
     whole = fit(recipe, "name=whole", "iterations=2")
