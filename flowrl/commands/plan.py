@@ -261,6 +261,7 @@ def tree_step(plan: StepPlan, k: int) -> str:
     """What becomes of the nodes at step k of a tree.
 
     >>> from flowrl.branching import offshoots
+    >>> from flowrl.plan import StepPlan
     >>> from flowrl.schedules import Schedule
     >>> import torch
     >>> grid = Schedule(torch.linspace(1, 0, 6), torch.arange(5.0))
