@@ -253,13 +253,8 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     at_work = max(resolved.slots, run.eval.batch_size // run.eval.samples_per_prompt)
     loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
     loaded += (0 if run.data.caches_text else texts) + (_FLOAT * trained if frozen else 0)
-    terms = algorithm.passes * terms_per_sample(resolved, plan)
-    samples, slots = len(own), len({slot for slot, _ in own})
-    sampled, trained_on = forward_rows(run, plan, samples, slots, trained_share(resolved, plan), terms)
-    sampled, kept = sampled * resolved.drawn // resolved.group_size, samples * nodes_per_sample(plan)
-    if plan.tree is not None:
-        work = tree_work(resolved, plan)
-        sampled, trained_on, kept = work.rollout_rows(samples), work.update_rows(samples), work.latents(samples)
+    samples = len(own)
+    sampled, trained_on, kept = _work(resolved, plan, samples, len({slot for slot, _ in own}))
     transient, unknown = _measure(adapter, encoders, resolved, reference=bool(algorithm.roles))
     if transient["update"] is not None:
         transient["update"] = max(transient["update"], 4 * _FLOAT * trained)
@@ -285,6 +280,16 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         update_flop=_times(transient["edge_flop"], trained_on),
         unknown=unknown,
     )
+
+
+def _work(resolved: Resolved, plan: StepPlan, samples: int, slots: int) -> tuple[int, int, int]:
+    """(network evaluations of the rollout, of the updates, latents kept) for `samples` samples of `slots` prompts."""
+    if plan.tree is not None:
+        work = tree_work(resolved, plan)
+        return work.rollout_rows(samples), work.update_rows(samples), work.latents(samples)
+    terms = resolved.algorithm.build().passes * terms_per_sample(resolved, plan)
+    sampled, trained = forward_rows(resolved.run, plan, samples, slots, trained_share(resolved, plan), terms)
+    return sampled * resolved.drawn // resolved.group_size, trained, samples * nodes_per_sample(plan)
 
 
 def _phases(resolved: Resolved) -> tuple[str, ...]:
