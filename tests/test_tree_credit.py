@@ -377,7 +377,7 @@ def test_path_weights_reach_the_credit():
     assert_close(plain.steps[0, 0, start], leaf[:2].mean(), atol=1e-6, rtol=1e-6)
 
 
-def test_a_plan_hands_out_its_own_noise_levels():
+def test_a_plan_without_a_tree_has_one_leaf_a_start():
     plan = window(flow_schedule(5), 0.3)
     assert plan.leaves == 1
     assert plan.end(2) == 3

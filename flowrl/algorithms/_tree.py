@@ -12,8 +12,8 @@ from flowrl import tree as credit_on
 from flowrl.advantages import AdvantageConfig, Advantages, aggregate
 from flowrl.algorithms._credit import by_steps, leaf_advantages
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
-from flowrl.branching import Branching
-from flowrl.plan import StepPlan, window
+from flowrl.branching import Branching, offshoots
+from flowrl.plan import StepPlan, subset, window
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.tree import Scale
@@ -73,6 +73,44 @@ class DepthwiseConfig(TreeConfig):
                 f"advantages: {rule.name} with trimmed_ratio={rule.trimmed_ratio}: this method compares nodes by its "
                 "scale; use the rule group or per_reward, with trimmed_ratio=0"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffshootConfig(DepthwiseConfig):
+    """Options of the methods whose children leave one deterministic way."""
+
+    children: int = 6
+    """k: children at each of the steps that branch."""
+    steps: list[int] | None = None
+    """Steps that may branch, counted from 0; null: all but the last."""
+    steps_per_iteration: int | None = None
+    """So many of them are drawn in every iteration; null: all."""
+    merge: int = 1
+    """Grid steps that the stochastic step spans (E-GRPO)."""
+
+    def __post_init__(self) -> None:
+        DepthwiseConfig.__post_init__(self)
+        if self.children < 2 or self.merge < 1:
+            raise ValueError(f"children={self.children} must be at least 2 and merge={self.merge} at least 1")
+
+    def every_step(self, num_steps: int) -> list[int]:
+        """Those that may branch."""
+        return list(range(num_steps - self.merge)) if self.steps is None else self.steps
+
+    def strides_of_children(self) -> tuple[int, ...]:
+        """Ways to the end that each child takes."""
+        return (1,)
+
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
+        steps = self.every_step(num_steps)
+        if not steps or min(steps) < 0 or max(steps) + self.merge > num_steps - 1:
+            raise ValueError(
+                f"steps={steps}, merge={self.merge}: of {num_steps} steps those can branch whose stochastic step ends "
+                f"before the last one, 0..{num_steps - 1 - self.merge}"
+            )
+        if self.steps_per_iteration is not None:
+            steps = list(subset(num_steps, self.steps_per_iteration, seed, iteration, steps))
+        return offshoots(num_steps, steps, self.children, self.strides_of_children(), self.merge)
 
 
 C = TypeVar("C", bound=TreeConfig)

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from flowrl import tree as credit_on
-from flowrl.algorithms._tree import DepthwiseGrpo
-from flowrl.algorithms.tempflow_grpo import OffshootConfig
+from flowrl.algorithms._tree import DepthwiseGrpo, OffshootConfig
 from flowrl.branching import Branching, least_way
 from flowrl.tree import Scale
 
