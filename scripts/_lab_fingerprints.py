@@ -26,7 +26,7 @@ class Fingerprints:
     recipe: str
     """The parsed recipe and the model it names."""
     code: str
-    """Every module of the run that can change a number."""
+    """The meaning of every module of the run that can change a number: comments and docstrings do not count."""
 
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
@@ -83,9 +83,29 @@ def model_files(tree: dict[str, Any]) -> list[Path]:
     return sorted({file for folder in folders for pattern in patterns for file in folder.glob(pattern)})
 
 
+class _Meaning(ast.NodeTransformer):
+    """Drops what tells a reader something and the run nothing: docstrings, and a method's level."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign | None:
+        return None if [ast.unparse(target) for target in node.targets] == ["LEVEL"] else node
+
+
+def meaning(code: str) -> str:
+    """Python code without comments, docstrings, layout and level; of one version of Python.
+
+    >>> meaning("'Says.'; LEVEL = 'tested'; x = (1 +  2)  # three")
+    'x = 1 + 2'
+    """
+    return ast.unparse(_Meaning().visit(ast.parse(code)))
+
+
 def _digest(digest: Any, files: list[Path]) -> str:
     for file in files:
-        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+        found = meaning(file.read_text(encoding="utf-8")).encode() if file.suffix == ".py" else file.read_bytes()
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(found).digest())
     return digest.hexdigest()[:16]
 
 

@@ -20,13 +20,14 @@ Two single-thread processes on two CPU cores; seconds include both evaluations a
 for the base's best CFG. Network evaluations are counted per rolled-out sample, in sampling and in updates.
 """
 STATES = """\
-`code` is the fingerprint of the code that the cell was measured with: every module of the run that can change a number.
-A cell is *stale* if that code, or the recipe and its model, is another today. *Replayed at C*: the code is another, but
-at commit C `python scripts/lab.py --check` started the recipe anew, on one seed for all, and the base's accuracy (to
-1e-6) and every metric of the first three iterations (to a relative 1e-5) were as recorded. So evaluation, sampling,
-reward, credit, loss, gradient and the first updates give the same numbers. A replay does not see what shows later: the
-averaged weights (EMA) that the tuned model is evaluated with, the learning rate, windows, anchors and caption order
-after the third iteration, a resumed run, the other seeds. `+` behind a commit: with uncommitted changes.
+`code` is the fingerprint of the code that the cell was measured with: every module of the run that can change a number,
+without comments, docstrings and levels. A cell is *stale* if that code, or the recipe and its model, is another today.
+*Replayed at C*: the code is another, but at commit C `python scripts/lab.py --check` started the recipe anew, on one
+seed for all, and the base's accuracy (to 1e-6) and every metric of the first three iterations (to a relative 1e-5) were
+as recorded. So evaluation, sampling, reward, credit, loss, gradient and the first updates give the same numbers. A
+replay does not see what shows later: the averaged weights (EMA) that the tuned model is evaluated with, the learning
+rate, windows, anchors and caption order after the third iteration, a resumed run, the other seeds. `+` behind a commit:
+with uncommitted changes.
 """
 RACE = """\
 Goal: {goal:.1f} per cent, what the quickstart has at its end on the captions of the evaluations on the way (the first

@@ -92,8 +92,11 @@ def replayed(cell: dict, **changes: float) -> dict:
     return base | {"rows": rows, "machine": MACHINE, "commit": "fedcba9876"}
 
 
-def touch(lab: ModuleType, name: str, text: str = "# Another comment.\n") -> None:
+def touch(lab: ModuleType, name: str, text: str | None = None) -> None:
+    """Append to a file: another statement of code, or a comment elsewhere."""
     file = lab.ROOT / name
+    if text is None:
+        text = f"more_{len(file.read_text())} = 1\n" if name.endswith(".py") else "# Another comment.\n"
     file.write_text(file.read_text() + text)
 
 
@@ -119,6 +122,18 @@ def test_a_changed_file_changes_the_fingerprint_it_belongs_to(lab: ModuleType, n
     touch(lab, name)
     after = asdict(lab.fingerprints(recipe))
     assert {key for key in before if before[key] != after[key]} == changed
+
+
+@pytest.mark.parametrize(
+    "text", ["# A comment.\n", '"""A docstring."""\n', 'LEVEL = "experimental"\n', "\n\n", "x = (1 +  # one\n    2)\n"]
+)
+def test_what_only_a_reader_sees_is_not_in_the_fingerprint(lab: ModuleType, text: str):
+    recipe = lab.recipes()["quickstart"]
+    file = lab.ROOT / "flowrl" / "process.py"
+    file.write_text("x = 1 + 2\ny = 3\n")
+    before = lab.fingerprints(recipe)
+    file.write_text(text + ("y = 3\n" if text.startswith("x") else "x = 1 + 2\ny = 3\n"))
+    assert lab.fingerprints(recipe) == before
 
 
 def test_a_changed_value_of_the_recipe_changes_its_fingerprint(lab: ModuleType):
