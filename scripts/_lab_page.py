@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from scipy.stats import t as student_t
 
 METRIC = "shapes_strict"
@@ -34,6 +35,11 @@ Goal: {goal:.1f} per cent, what the quickstart has at its end on the captions of
 128 held-out ones, two pictures each), mean of its seeds; it takes {whole:.0f} s of iterations. Seconds are those of
 iterations, without evaluations. A recipe is there at the first of its evaluations, one every ten iterations, that with
 the next one is at the goal on average. The runs were not made side by side: the machine's speed changes by the hour.
+"""
+EQUAL = """\
+The same runs at equal wall-clock: accuracy in per cent on those captions after {spent:.0f} s of iterations, the time
+of the shortest of these runs, between two evaluations in proportion. A run's rate falls to 0 at its own end, which is
+later.
 """
 SIZES = """\
 These recipes are rewarded for the JPEG size of their pictures alone, quality 95. Bytes are those above a flat
@@ -140,8 +146,6 @@ def cell_row(entry: Entry, seed: int) -> str:
 
 def flat_kilobytes() -> float:
     """Thousands of bytes of a grey 32 x 32 picture as a JPEG of quality 95; other colours differ by under ten bytes."""
-    import numpy as np
-
     from rewards.jpeg import jpeg_kilobytes
 
     return jpeg_kilobytes(np.full((32, 32, 3), 128, dtype=np.uint8), quality=95)
@@ -191,28 +195,47 @@ def reached(curve: list[list[float]], goal: float) -> float | None:
     return None
 
 
+def at(curve: list[list[float]], seconds: float) -> float:
+    """Accuracy after so many seconds, in proportion between the evaluations on both sides.
+
+    >>> at([[10.0, 0.4], [20.0, 0.5], [30.0, 0.9]], 25.0)
+    0.7
+    """
+    times, found = zip(*curve, strict=True)
+    return float(np.interp(seconds, times, found))
+
+
+def raced(entries: list[Entry]) -> list[Entry]:
+    """Recipes that were evaluated ten times or more on the way."""
+    return [entry for entry in entries if entry.curves and min(map(len, entry.curves.values())) >= MANY]
+
+
 def race(entries: list[Entry]) -> list[str]:
-    """Lines on who reaches the quickstart's accuracy when, of recipes that were evaluated ten times or more."""
-    first = entries[0].curves
-    if not first:
+    """Lines on who reaches the quickstart's accuracy when, and on how far everyone is at the same time."""
+    first, *others = entries
+    if not first.curves:
         return []
-    goal = sum(curve[-1][1] for curve in first.values()) / len(first)
-    whole = sum(curve[-1][0] for curve in first.values()) / len(first)
+    goal, whole = (statistics.mean(curve[-1][k] for curve in first.curves.values()) for k in (1, 0))
     lines = ["", "## Time to the quickstart's accuracy", "", RACE.format(goal=100 * goal, whole=whole)]
     lines += _table("recipe", "seconds, by seed", "share of the quickstart's time, by seed", "mean", "95 % interval")
-    for entry in entries[1:]:
-        curves = entry.curves
-        if curves and min(map(len, curves.values())) >= MANY:
-            times = [reached(curve, goal) for curve in curves.values()]
-            shares = [None if time is None else time / whole for time in times]
-            lines.append(
-                _row(
-                    entry.name,
-                    ", ".join("never" if time is None else f"{time:.0f}" for time in times),
-                    ", ".join("-" if share is None else f"{share:.2f}" for share in shares),
-                    *over_seeds(shares),
-                )
+    for entry in raced(others):
+        times = [reached(curve, goal) for curve in entry.curves.values()]
+        shares = [None if time is None else time / whole for time in times]
+        lines.append(
+            _row(
+                entry.name,
+                ", ".join("never" if time is None else f"{time:.0f}" for time in times),
+                ", ".join("-" if share is None else f"{share:.2f}" for share in shares),
+                *over_seeds(shares),
             )
+        )
+    there = [first, *raced(others)]
+    spent = min(curve[-1][0] for entry in there for curve in entry.curves.values())
+    lines += ["", EQUAL.format(spent=spent)]
+    lines += _table("recipe", "accuracy, by seed", "mean")
+    for entry in there:
+        values = [100 * at(curve, spent) for curve in entry.curves.values()]
+        lines.append(_row(entry.name, ", ".join(f"{v:.1f}" for v in values), f"{statistics.mean(values):.1f}"))
     return lines
 
 

@@ -338,6 +338,18 @@ def test_one_lucky_evaluation_does_not_reach_the_goal(lab, accuracies, seconds):
     assert reached([[10 * (k + 1), value] for k, value in enumerate(accuracies)], 0.5) == seconds
 
 
+def test_runs_are_compared_at_the_end_of_the_shortest(lab):
+    from _lab_page import Entry, race
+
+    def ran(name: str, seconds: int, gain: float) -> Entry:
+        curve = [[seconds * (k + 1) / 10, 0.4 + gain * (k + 1)] for k in range(10)]
+        return Entry(name, "tested", False, {0: {"summary": {"curve": curve}}}, {0: "fresh"})
+
+    found = race([ran("quickstart", 200, 0.02), ran("other", 100, 0.01)])
+    # After 100 s the slower one is at the half of its 20 points, the other one at its end.
+    assert [line for line in found if "| 50.0 |" in line] == ["| quickstart | 50.0 | 50.0 |", "| other | 50.0 | 50.0 |"]
+
+
 def test_an_interval_over_seeds_is_students(lab):
     from _lab_page import over_seeds
 
