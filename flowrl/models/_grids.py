@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from flowrl.vp_schedules import last_end, vp_schedule
 
 log = logging.getLogger("flowrl")
 _VP_PREDICTIONS: dict[str, PredictionType] = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}
+_OWN_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ def plain(scheduler: Any, path: Path) -> Any:
     """The scheduler with which the pipeline shows its grid: itself for flows, its DDIM for VP.
 
     flowrl takes its own steps, so of a flow's multistep scheduler (UniPC, DPM-Solver) only the grid is used. VP
-    schedulers scale their latents or space their steps in many ways; DDIM of the same betas does neither.
+    schedulers scale their latents or space their steps in many ways; DDIM of the same betas does neither. Its timesteps
+    are those of the scheduler's spacing and offset by DDIM's rule: not its Karras sigmas, DPM-Solver's K + 1 points or
+    Euler's fractions.
     """
     import diffusers
 
@@ -88,8 +92,16 @@ def plain(scheduler: Any, path: Path) -> Any:
     if name in ("DDIMScheduler", "CogVideoXDDIMScheduler") and not scheduler.config.get("clip_sample"):
         return scheduler
     kind = diffusers.CogVideoXDDIMScheduler if name.startswith("CogVideoX") else diffusers.DDIMScheduler
-    log.info("%s is replaced by %s with the same betas and step spacing", name, kind.__name__)
-    return kind.from_config(scheduler.config, clip_sample=False)
+    # Not by from_config: it takes DDIM's defaults for what this scheduler's own defaults decide.
+    known = inspect.signature(kind.__init__).parameters
+    made = kind(**{key: value for key, value in scheduler.config.items() if key in known} | {"clip_sample": False})
+    dropped = [key for key in _OWN_SIGMAS if scheduler.config.get(key)]
+    log.info(
+        "%s is replaced by %s with the same betas; grid: DDIM's of spacing %r and offset %d%s",
+        *(name, kind.__name__, made.config.timestep_spacing, made.config.steps_offset),
+        f", without {', '.join(dropped)}" if dropped else "",
+    )
+    return made
 
 
 FinalAlpha = Literal["model", "first"]

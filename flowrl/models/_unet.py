@@ -42,7 +42,7 @@ class UNetConfig(ModelConfig):
     guidance_rescale: float = 0.0
     """Share by which a guided prediction is brought back to the std of the conditional one; 0: not at all."""
     timestep_spacing: Spacing | None = None
-    """Of the grid; null takes the scheduler's own."""
+    """Of the grid, by DDIM's rule; null takes the scheduler's own, of a consistency model `lcm`."""
     final_alpha: FinalAlpha = "model"
     """Where the last step ends: as the scheduler says (set_alpha_to_one), or at the `first` training step, DDPO's rule,
     so that the last step keeps noise and can be trained."""
