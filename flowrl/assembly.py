@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from flowrl.algorithms.base import Algorithm, Networks, NoiseAlgorithm
-from flowrl.checks import check_distilled
+from flowrl.checks import check_model, check_trained
 from flowrl.config import ConfigError, EvalConfig, Resolved, RunConfig
 from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
@@ -137,8 +137,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     optimizer = _optimizer(resolved, algorithm, weights, world)
     sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
-    _require_plan(algorithm, sampler, schedule, adapter, config.seed)
-    for note in check_distilled(resolved, adapter):
+    check_trained(resolved, _require_plan(algorithm, sampler, schedule, adapter, config.seed))
+    for note in check_model(resolved, adapter):
         log.warning("%s", note)
     _require_whole_groups(algorithm, resolved.slots, world)
     learned_with = (config, algorithm, Networks(policy, weights), optimizer, world, schedule)
@@ -306,17 +306,20 @@ def _require_whole_groups(algorithm: Algorithm, prompts: int, world: World) -> N
         )
 
 
-def _require_plan(algorithm: Algorithm, sampler: Sampler, schedule: Schedule, adapter: ModelAdapter, seed: int) -> None:
-    """A first plan that cannot be made or walked is the user's to mend, now rather than after the base evaluation."""
+def _require_plan(
+    algorithm: Algorithm, sampler: Sampler, schedule: Schedule, adapter: ModelAdapter, seed: int
+) -> StepPlan:
+    """The first plan: one that cannot be made or walked is the user's to mend, now rather than after the base
+    evaluation."""
     try:
         plan = algorithm.plan(schedule, sampler, 1, seed)
         if plan.train:
             _require_noise(
                 plan, step_std(sampler, adapter.process, plan.steps(torch.tensor(plan.train), adapter.process))
             )
-            algorithm.kept_edges([SampleId(0, 0)], plan, 1, seed)
         if algorithm.needs == "samples":
             algorithm.times(schedule, [SampleId(0, 0)], 1, seed)
+        return plan
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
 

@@ -6,11 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from flowrl.components import check_plans
+from flowrl.process import VPProcess
 from flowrl.samplers.base import takes_vp
 from flowrl.strict import ConfigError
 
 if TYPE_CHECKING:
     from flowrl.config import Resolved
+    from flowrl.plan import StepPlan
 
 
 def check(resolved: Resolved) -> None:
@@ -37,12 +39,13 @@ def check(resolved: Resolved) -> None:
         _check_noise(resolved)
 
 
-def check_distilled(resolved: Resolved, adapter: Any) -> list[str]:
-    """What should be known of a checkpoint distilled to few steps; nothing of others.
+def check_model(resolved: Resolved, adapter: Any) -> list[str]:
+    """What should be known of a checkpoint distilled to few steps; nothing of others. `adapter` None: not known yet.
 
     Raises:
-        ConfigError: it does not take the guidance; its sampler needs the score, which it does not have.
+        ConfigError: the KL's divisor is not for its process, or a distilled checkpoint does not take the guidance.
     """
+    _check_divisor(resolved, adapter)
     how, run, method = getattr(adapter, "distilled", ""), resolved.run, resolved.algorithm
     if not how:
         return []
@@ -56,12 +59,38 @@ def check_distilled(resolved: Resolved, adapter: Any) -> list[str]:
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from None
     notes = [f"the model is distilled {how}: made for 1 to 8 steps; evaluations take its deterministic steps"]
+    if getattr(resolved.model.config, "distilled", how) is None:
+        notes[0] += "; if it is not, set model.distilled=none"
     if method.build().needs == "samples":
         notes.append(
             f"{method.name} fits the network to re-noised samples, which pulls a distilled one towards blurred means; "
             "methods with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
         )
     return notes
+
+
+def _check_divisor(resolved: Resolved, adapter: Any) -> None:
+    divisor = getattr(getattr(resolved.algorithm.config, "kl", None), "divisor", None)
+    if divisor == "flow_grpo" and isinstance(getattr(adapter, "process", None), VPProcess):
+        raise ConfigError(
+            "algorithm.kl.divisor=flow_grpo multiplies the KL of a step by |dt|, which belongs to the law of a flow's "
+            "SDE; on this noise-prediction model (VP) it would weigh the steps a hundredfold unevenly: leave it out, "
+            "which is variance here, or set variance or none"
+        )
+
+
+def check_trained(resolved: Resolved, plan: StepPlan) -> None:
+    """What the number of trained steps does not allow, known once the model's grid is.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    asked = getattr(resolved.algorithm.config, "check_trained", None)
+    try:
+        if asked is not None:
+            asked(resolved.run.samples_per_iteration, len(plan.train))
+    except ValueError as error:
+        raise ConfigError(f"algorithm ({resolved.algorithm.name}): {error}") from None
 
 
 def _check_source(resolved: Resolved) -> None:

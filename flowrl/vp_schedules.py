@@ -10,7 +10,8 @@
 
 Every step ends where the next one starts; the last at the table's entry N // K below, or where that is below 0 at the
 model's own end, 1 or the table's first entry. diffusers' DDIM takes N // K below for every step, which is another
-chain where the grid is not even (linspace; trailing with N / K broken).
+chain where the grid is not even (linspace; trailing with N / K broken). Where its arange rounds past its end, for 62 of
+K = 1..1000 with N = 1000 (61, 103, 121, ...), its trailing grids have K + 1 timesteps, the last -1; here they have K.
 
 float64 inside. Source: diffusers' DDIMScheduler and LCMScheduler; arXiv 2305.08891 (terminal SNR 0, spacing).
 """

@@ -150,3 +150,35 @@ def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp
         assert ("note: the model is distilled adversarially (SD-Turbo" in text) == ("CFG" not in reason)
         assert ("pulls a distilled one towards blurred means" in text) == (words[:2] == nft)
         assert ("999.00 sde, trained" in text) == (words == ())
+
+
+@pytest.mark.parametrize(
+    ("method", "clean", "reason"),
+    [
+        (
+            "{name: ddpo, kl: {coef: 0.1, divisor: flow_grpo}}",
+            False,
+            r"kl\.divisor=flow_grpo .*leave it out",
+        ),
+        ("{name: ddpo, kl: {coef: 0.1}}", False, "measured elsewhere"),
+        ("{name: ddpo, timestep_fraction: 0.3}", True, r"timestep_fraction=0\.3 of 3 trained steps keeps none"),
+        ("{name: ddpo, timestep_fraction: 0.3}", False, "measured elsewhere"),
+        ("{name: dpok, buffer: 15, batch: 4}", False, "buffer=15 holds less than the 16 transitions"),
+        ("{name: dpok, buffer: 15, batch: 4}", True, "measured elsewhere"),
+    ],
+)
+def test_a_plan_refuses_what_the_models_path_and_last_step_do_not_allow(
+    method, clean, reason, tmp_path, capsys, monkeypatch
+):
+    def stop(*_: Any, **__: Any) -> None:
+        raise ConfigError("measured elsewhere")
+
+    folder = Path(shutil.copytree(CONFIGS / "sd15", tmp_path / "sd15"))
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"set_alpha_to_one": clean}))
+    model = sd.skeleton(sd.Config(path="any", height=64, width=64), folder)
+    monkeypatch.setattr(memory, "skeleton", lambda resolved: model)
+    monkeypatch.setattr(memory, "estimate", stop)
+    words = [f"algorithm={method}", "optim.updates_per_iteration=1"]
+    with pytest.raises(ConfigError, match=reason):
+        command(str(run_file(tmp_path, str(folder), height=64, width=64)), words)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
 from flowrl.algorithms import ddpo, flow_grpo
+from flowrl.algorithms._grpo import KLConfig
 from flowrl.algorithms.ddpo import Config, build
 from flowrl.metrics import Sums
 from flowrl.plan import StepPlan
@@ -169,13 +171,35 @@ def test_on_the_flow_sde_and_its_window_the_importance_form_is_flow_grpo_bitwise
     assert not bitwise(off_policy(build(score)), off_policy(build(same)))
 
 
-def test_an_update_counts_every_sample_and_every_step_once():
-    run, sums = session(Config(passes=2)), Sums()
+def test_an_update_counts_every_sample_and_every_step_once(monkeypatch):
+    """Each transition with its own old log-prob, once a pass."""
+    run, sums, seen = session(Config(passes=2)), Sums(), Counter()
+    loss = run.algorithm.loss
+
+    def counting(batch, networks):
+        seen.update(zip(batch.step.index.tolist(), batch.old_log_prob.tolist(), strict=True))
+        return loss(batch, networks)
+
+    monkeypatch.setattr(run.algorithm, "loss", counting)
     rewards = torch.arange(6.0).reshape(1, 2, 3)
     prompts = (("prompt 0", ()), ("prompt 1", ()))
     credit = run.algorithm.advantages(rewards, torch.ones(1), prompts)
     learner_of(run, updates=1).update(1, rollout_of(run, rewards), credit, sums)
     assert sums.means()["nfe/train"] == 2 * 6 * 2  # passes, steps, CFG
+    assert seen == {key: 2 for key in zip(run.edges.step.tolist(), run.edges.old_log_prob.tolist(), strict=True)}
+    assert len(seen) == len(run.edges) == 6 * 6
+
+
+@pytest.mark.parametrize("vp", [True, False], ids=["vp", "flow"])
+def test_left_out_the_divisor_is_the_gaussian_kls_on_vp_and_flow_grpos_on_a_flow(vp):
+    found = []
+    for divisor in (None, *(("variance", "flow_grpo") if vp else ("flow_grpo", "variance"))):
+        run = session(Config(kl=KLConfig(coef=0.5, divisor=divisor)), vp=vp)
+        nudge(run.adapter.network, 2e-3)
+        (batch,) = run.batches(draw_advantages(len(run.edges)), batch_size=36)
+        found.append(float(run.algorithm.loss(batch, run.networks).metrics["policy/kl_reference"]))
+    assert found[0] == found[1] > 0
+    assert found[0] != pytest.approx(found[2], rel=0.5)
 
 
 # ---- numerics of the mean log-prob

@@ -344,6 +344,14 @@ def test_its_geometry_is_checked_before_a_model_is_loaded():
     Config(sde_steps=[0, 1]).check_geometry(500, 50, 1)
 
 
+def test_its_buffer_is_counted_again_once_the_last_step_is_known_to_be_trained():
+    config = Config()
+    config.check_geometry(20, 51, 1)  # 1000 transitions, were the last step clean
+    config.check_trained(20, 50)
+    with pytest.raises(ValueError, match="buffer=1000 holds less than the 1020 transitions"):
+        config.check_trained(20, 51)
+
+
 def test_defaults_are_those_of_the_released_code():
     """ddpo sheet 2; the KL's form is the paper's."""
     config = Config()

@@ -15,6 +15,7 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
+    LCMScheduler,
     PNDMScheduler,
 )
 from torch import nn
@@ -22,6 +23,7 @@ from torch.testing import assert_close
 
 from flowrl.models import generic
 from flowrl.models._encoding import learn, rows_of
+from flowrl.models._grids import path_of, plain
 from flowrl.models.base import LoraSettings, ModelError
 from flowrl.models.generic import Config, Generic
 from flowrl.models.weights import Weights
@@ -209,6 +211,30 @@ def test_a_vp_scheduler_becomes_ddim_of_the_same_betas(kind):
     grid = model.schedule(10)
     assert grid.timesteps.tolist() == [901, 801, 701, 601, 501, 401, 301, 201, 101, 1]
     assert_close(grid.sigmas[:-1].square(), 1 - made.scheduler.alphas_cumprod[grid.timesteps.long()])
+
+
+@pytest.mark.parametrize(
+    ("kind", "spacing", "to_one"),
+    [
+        (EulerDiscreteScheduler, "linspace", True),
+        (PNDMScheduler, "leading", False),
+        (DPMSolverMultistepScheduler, "linspace", True),
+        (LCMScheduler, "leading", True),
+    ],
+)
+def test_what_a_vp_schedulers_class_decides_by_itself_is_kept(kind, spacing, to_one):
+    own = kind()
+    made = plain(own, path_of(own))
+    assert (made.config.timestep_spacing, made.config.set_alpha_to_one) == (spacing, to_one)
+    assert torch.equal(made.betas, own.betas)
+    assert not made.config.clip_sample
+
+
+def test_the_log_names_the_grid_that_takes_the_place_of_karras_sigmas(caplog):
+    own = EulerDiscreteScheduler(use_karras_sigmas=True, steps_offset=1)
+    with caplog.at_level("INFO", logger="flowrl"):
+        plain(own, path_of(own))
+    assert "grid: DDIM's of spacing 'linspace' and offset 1, without use_karras_sigmas" in caplog.text
 
 
 def test_an_inverted_schedule_falls_and_its_velocity_is_turned_round():

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, EulerAncestralDiscreteScheduler, LCMScheduler, UNet2DConditionModel
+from diffusers import (
+    DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    LCMScheduler,
+    UNet2DConditionModel,
+)
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -93,6 +99,19 @@ def test_rescaled_guidance_and_the_negative_prompt_are_the_pipelines(family):
     assert not torch.allclose(x0, plain, atol=1e-3)
     call["negative_prompt"] = ["blue"] * 2
     assert_close(x0, own_call(pipe, noise, 3, guidance_scale=3.0, **call), atol=1e-4, rtol=1e-4)
+
+
+def test_an_empty_negative_prompt_is_one_in_the_pipelines_own_call_too():
+    """SDXL leads away from zeros without one, and from the embedding of the empty text with it."""
+    pipe = made("sdxl")
+    model = adapter("sdxl", pipe, negative_prompt="")
+    noise, x0 = drawn(model, ddim.build(ddim.Config()), 0.0, 3.0, 3)
+    call = model.own_call(3, 3.0)
+    call["negative_prompt"] = [call["negative_prompt"]] * 2
+    own = {name: call[name] for name in ("guidance_scale", "negative_prompt")}
+    assert_close(x0, own_call(pipe, noise, 3, **own), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(x0, own_call(pipe, noise, 3, guidance_scale=3.0), atol=1e-3)
+    assert "negative_prompt" not in adapter("sdxl", made("sdxl")).own_call(3, 3.0)
 
 
 @pytest.mark.parametrize("kind", ["sd", "sdxl", *(pytest.param(kind, marks=SLOW) for kind in ("sd v", "sdxl v"))])
@@ -204,10 +223,51 @@ def consistency(embedded: int | None = 16) -> Any:
 def test_distilled_checkpoints_are_recognised_and_others_are_not():
     assert adapter("sd", turbo()).distilled == ADVERSARIAL
     assert adapter("sd", consistency()).distilled == adapter("sd", consistency(None)).distilled == CONSISTENCY
-    pipe = turbo()
-    pipe.scheduler = EulerAncestralDiscreteScheduler(**BETAS, timestep_spacing="leading")
-    assert not adapter("sd", pipe).distilled
     assert not adapter("sd").distilled
+    pipe, trailing = turbo(), {"timestep_spacing": "trailing"}
+    others = ({"prediction_type": "v_prediction"}, {"rescale_betas_zero_snr": True}, {"timestep_spacing": "leading"})
+    for kind in (EulerAncestralDiscreteScheduler, EulerDiscreteScheduler):
+        for options in others:
+            pipe.scheduler = kind(**BETAS | trailing | options)
+            assert not adapter("sd", pipe).distilled
+        pipe.scheduler = kind(**BETAS, **trailing)
+        assert adapter("sd", pipe).distilled == native.beside(copied(pipe), SIZE).distilled == ADVERSARIAL
+
+
+def copied(pipe: Any) -> Any:
+    """The same parts, of which the generic adapter may replace the scheduler."""
+    return type(pipe)(**pipe.components, requires_safety_checker=False)
+
+
+def test_a_wrong_guess_is_put_right_by_model_distilled():
+    wrong = adapter("sd", turbo(), distilled="none", negative_prompt="blue")
+    assert native.output(wrong, 3.0).isfinite().all()
+    said = adapter("sd", distilled="consistency")
+    assert (said.distilled, said.prediction_type, said.spacing) == (CONSISTENCY, "x0", "lcm")
+    size = {"height": SIZE[0], "width": SIZE[1]}
+    for pipe, how in ((turbo(), "none"), (made("sd"), "adversarial")):
+        other = Generic(pipe, Config(path="tiny", distilled=how, **size))
+        assert other.distilled == adapter("sd", copied(pipe), distilled=how).distilled
+        assert bool(other.distilled) == (how == "adversarial")
+        other.check_guidance(1.0)
+        if how == "adversarial":
+            with pytest.raises(ModelError, match=r"no CFG; set it to 1, or model\.distilled=none"):
+                other.check_guidance(3.0)
+
+
+@pytest.mark.parametrize("kind", [EulerDiscreteScheduler, EulerAncestralDiscreteScheduler, LCMScheduler])
+def test_the_generic_adapter_keeps_the_rules_of_distilled_checkpoints(kind):
+    pipe = consistency() if kind is LCMScheduler else turbo()
+    # Seven steps end at timestep 142 - 1, a DDIM step above clean data.
+    pipe.scheduler = kind(**BETAS, timestep_spacing="trailing")
+    other = native.beside(pipe, SIZE)
+    assert float(other.schedule(7).sigmas[-1]) == 0
+    if kind is LCMScheduler:  # embedded: one forward at any scale
+        other.check_guidance(8.0)
+        assert other.branches(8.0) == 1
+        other = native.beside(consistency(None), SIZE)
+    with pytest.raises(ModelError, match="takes no CFG"):
+        other.check_guidance(2.0)
 
 
 def test_a_turbo_step_is_eulers_ancestral_one():
@@ -304,6 +364,8 @@ def test_grids_that_cannot_be_are_refused_by_key():
         adapter("sd", timestep_spacing="linspace", final_alpha="first").schedule(5)
     with pytest.raises(ModelError, match=r"model\.timestep_spacing: 1001 steps"):
         adapter("sd").schedule(1001)
+    with pytest.raises(ModelError, match=r"model\.timestep_spacing=lcm: .*use leading.*model\.distilled=consistency"):
+        adapter("sd", timestep_spacing="lcm")
     with pytest.raises(ValueError, match=r"guidance_rescale=1\.5 must lie in \[0, 1\]"):
         sd.Config(path="x", guidance_rescale=1.5)
     with pytest.raises(ModelError, match=r"model\.width=15 must be a multiple of"):

@@ -69,6 +69,16 @@ def test_the_timesteps_are_those_of_diffusers(spacing, offset):
         assert spaced(num_steps, spacing, steps_offset=offset).tolist() == other.timesteps.tolist(), num_steps
 
 
+def test_diffusers_one_timestep_too_many_is_left_out():
+    other, path = scheduler(timestep_spacing="trailing"), Path(VP, "eps")
+    for num_steps in (61, 103, 457):
+        other.set_timesteps(num_steps)
+        assert int(other.timesteps[-1]) == -1
+        steps = spaced(num_steps, "trailing")
+        assert steps.tolist() == other.timesteps[:-1].tolist()
+        assert torch.equal(schedule_of(path, other, other.timesteps, None).timesteps, steps.float())
+
+
 def test_the_timesteps_of_a_consistency_model_are_those_of_its_scheduler():
     from diffusers import LCMScheduler
 
@@ -208,6 +218,17 @@ def test_the_timestep_of_a_node_is_its_index_and_between_two_the_log_snr_is_line
 def test_beyond_the_table_is_its_end():
     grid = grid_of(table(), spaced(10, "leading", steps_offset=1), 1.0)
     assert grid.timestep_at(torch.tensor([0.0, 0.001, 0.99999, 1.0])).tolist() == [0.0, 0.0, 999.0, 999.0]
+
+
+@pytest.mark.parametrize("kind", [SD, ("squaredcos_cap_v2", 0.0001, 0.02)])
+@pytest.mark.parametrize("zero_snr", [False, True])
+def test_drawn_times_of_a_noise_prediction_never_reach_alpha_0(kind, zero_snr):
+    own = table(kind, zero_snr=zero_snr)
+    grid = vp_grid(Path(VP, "eps"), own, spaced(10, "leading", steps_offset=1), 1.0)
+    sigma = grid.at_flow(torch.tensor([0.5, 0.9999, 1.0]))
+    assert bool((VP.alpha(sigma) > 0).all())
+    assert 990 < float(grid.timestep_at(sigma)[-1]) <= 999
+    assert torch.equal(vp_grid(Path(VP, "v"), own, spaced(10, "leading", steps_offset=1), 1.0).table, own)
 
 
 @pytest.mark.parametrize("name", ["logit_normal", "uniform", "power"])

@@ -15,6 +15,7 @@ from flowrl.algorithms.base import Networks, parity_tolerance
 from flowrl.models.weights import Weights
 from flowrl.objectives import Bounds, clipped_ratio_loss
 from flowrl.plan import StepPlan, noisy_steps, step_subsets, window
+from flowrl.process import Process, VPProcess
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
@@ -57,9 +58,13 @@ def clip_preset(sampler: Sampler, ratio: Ratio) -> float:
 class KLConfig:
     coef: float = 0.0
     """Weight of the KL to the reference; 0 computes no reference."""
-    divisor: KLDivisor = "flow_grpo"
+    divisor: KLDivisor | None = None
     """`variance`: the Gaussian KL, official with CPS and Wan; `flow_grpo`: without its factor 1/|dt|, official with the
-    Flow-SDE; `none`: plain square."""
+    Flow-SDE, flows only; `none`: plain square; null: `flow_grpo` on flows, `variance` on noise-prediction models."""
+
+    def on(self, process: Process) -> KLDivisor:
+        """The divisor in use."""
+        return self.divisor or ("variance" if isinstance(process, VPProcess) else "flow_grpo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,11 +185,15 @@ class SubsetConfig(ClippedConfig):
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         ClippedConfig.check(self, sampler, num_steps)
-        trained = num_steps - (not self.LAST) if self.sde_steps is None else len(set(self.sde_steps))
+        # The most there can be: whether the last step is among them is known once there is a grid.
+        self.check_trained(1, num_steps - (not self.LAST) if self.sde_steps is None else len(set(self.sde_steps)))
+
+    def check_trained(self, samples: int, trained: int) -> None:
+        """Refuse a share that leaves a sample of `trained` steps none."""
         if int(trained * self.timestep_fraction) < 1:
             raise ValueError(
                 f"timestep_fraction={self.timestep_fraction} of {trained} trained steps keeps none; "
-                f"it must be at least {1 / trained:.3g}"
+                f"it must be at least {1 / max(trained, 1):.3g}"
             )
 
 
@@ -242,7 +251,7 @@ def with_reference(
     if config.coef > 0:
         reference = networks.frozen("reference", batch)
         dt = batch.step.sigma_next - batch.step.sigma
-        kl = policy.kl(reference, divisor=config.divisor, dt=dt)
+        kl = policy.kl(reference, divisor=config.on(networks.policy.adapter.process), dt=dt)
         # Per edge, so behind the mean over positions: no map weighs it. (Official ViPO refuses a KL.)
         loss = loss + config.coef * kl
         metrics["policy/kl_reference"] = kl.detach().sum()

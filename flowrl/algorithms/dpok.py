@@ -24,7 +24,6 @@ from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms._grpo import ClippedConfig, GrpoBase, KLConfig, merged, ratio_metrics
 from flowrl.algorithms.base import Networks
 from flowrl.objectives import clamped_ratio_loss, clipped_ratio_loss
-from flowrl.samplers.base import KLDivisor
 from flowrl.transitions import Transitions
 from flowrl.types import Identity, LossOutput, Microbatch
 from flowrl.value import ValueConfig, ValueNetwork
@@ -46,13 +45,12 @@ class CriticConfig(ValueConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnchorKL(KLConfig):
     coef: float = 0.01
-    divisor: KLDivisor = "variance"
     form: Literal["gaussian", "eps_mse"] = "gaussian"
     """`gaussian`: KL of the step's two Gaussians, mean over dims of (mean - mean_ref)^2 / (2 std^2); `eps_mse`: mean of
     (eps_hat - eps_hat_ref)^2, as released."""
 
     def __post_init__(self) -> None:
-        if self.divisor != "variance":
+        if self.divisor is not None:
             raise ValueError(f"kl.divisor={self.divisor!r}: leave it out; kl.form says which KL there is")
 
 
@@ -92,13 +90,18 @@ class Config(ClippedConfig):
         """V compares a sample with no other of its prompt, so one is enough."""
 
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
-        """Refuse updates that are counted elsewhere, and a buffer that cannot hold one iteration."""
+        """Refuse updates that are counted elsewhere, and a buffer that can hold no iteration."""
         if updates != 1:
             raise ValueError(
                 f"optim.updates_per_iteration={updates} would share out samples, and every policy step draws its own; "
                 f"set it to 1 (algorithm.policy_steps={self.policy_steps} counts the steps)"
             )
-        made = samples * (num_steps - 1 if self.sde_steps is None else len(self.sde_steps))
+        # The least there can be: whether the last step is trained too is known once there is a grid.
+        self.check_trained(samples, num_steps - 1 if self.sde_steps is None else len(self.sde_steps))
+
+    def check_trained(self, samples: int, trained: int) -> None:
+        """Refuse a buffer that cannot hold `samples` of `trained` steps."""
+        made = samples * trained
         if made > self.buffer:
             raise ValueError(
                 f"buffer={self.buffer} holds less than the {made} transitions of one iteration, of which the first "

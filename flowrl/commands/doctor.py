@@ -40,11 +40,11 @@ def command(
 
 def _model(resolved) -> str:
     """What its JSON files tell, where they are here."""
-    from flowrl.checks import check_distilled
+    from flowrl.checks import check_model
     from flowrl.memory import UnknownModel, skeleton
 
     try:
-        notes = check_distilled(resolved, skeleton(resolved))
+        notes = check_model(resolved, skeleton(resolved))
     except UnknownModel as error:
         return f"adapter {resolved.model.name}; {error}"
     return "; ".join([f"adapter {resolved.model.name}", *notes])

@@ -29,7 +29,7 @@ def command(
     from rich.console import Console
 
     from flowrl.assembly import both_prompts
-    from flowrl.checks import check_distilled
+    from flowrl.checks import check_model
     from flowrl.config import load_config, resolve
     from flowrl.given import Given
 
@@ -40,7 +40,7 @@ def command(
     _heading(console, "Configuration, every default written out")
     console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)
     adapter, reason = _skeleton(resolved)
-    for note in check_distilled(resolved, adapter):
+    for note in check_model(resolved, adapter):
         console.print(f"note: {note}", markup=False)
     plan = step_plan(resolved, adapter)
     _heading(console, "Batch geometry")
@@ -112,6 +112,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     """The first iteration's plan; without a model its sigmas are placeholders, only its counts are right."""
     import torch
 
+    from flowrl.checks import check_trained
     from flowrl.config import ConfigError
     from flowrl.flash import flow_timestep
     from flowrl.memory import terms_per_sample
@@ -124,9 +125,11 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     try:
         plan = algorithm.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
         terms_per_sample(resolved, plan)
-        return plan
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
+    if adapter is not None:
+        check_trained(resolved, plan)
+    return plan
 
 
 @dataclass(frozen=True, slots=True)

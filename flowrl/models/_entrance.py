@@ -31,7 +31,7 @@ class Entrance:
         check_components(pipeline)
         check_fit(pipeline, self.family, self.networks)
         self.path = path_of(pipeline.scheduler)
-        self.distilled = distilled(pipeline.scheduler, next(iter(self.networks.values())).config)
+        self.distilled = distilled(pipeline.scheduler, next(iter(self.networks.values())).config, config.distilled)
         pipeline.scheduler = plain(pipeline.scheduler, self.path)
         self.process: Process = self.path.process
         self.prediction_type: PredictionType = self.path.prediction_type

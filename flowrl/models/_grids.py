@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from flowrl.vp_schedules import last_end, vp_schedule
 
 log = logging.getLogger("flowrl")
 _VP_PREDICTIONS: dict[str, PredictionType] = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}
+_OWN_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +58,44 @@ def path_of(scheduler: Any) -> Path:
     )
 
 
+Distilled = Literal["none", "adversarial", "consistency"]
+"""How a checkpoint was distilled to few steps."""
 CONSISTENCY, ADVERSARIAL = "as a consistency model (LCM)", "adversarially (SD-Turbo, SDXL-Turbo)"
+_WORDS: dict[Distilled, str] = {"none": "", "adversarial": ADVERSARIAL, "consistency": CONSISTENCY}
 
 
-def distilled(scheduler: Any, network: Any) -> str:
-    """How a checkpoint was distilled to few steps, in words, by its scheduler and network's configuration; else empty.
+def distilled(scheduler: Any, network: Any, said: Distilled | None = None) -> str:
+    """How a checkpoint was distilled to few steps, in words: as `said`, else by its configuration; empty: it was not.
 
-    LCM: an input for the guidance scale, or LCMScheduler. SD-Turbo, SDXL-Turbo: Euler-ancestral with trailing spacing.
+    LCM: an input for the guidance scale, or LCMScheduler. SD-Turbo, SDXL-Turbo: Euler or Euler-ancestral with trailing
+    spacing, predicting eps, which at zero terminal SNR could not start there.
     """
-    kind = type(scheduler).__name__
+    if said is not None:
+        return _WORDS[said]
+    kind, values = type(scheduler).__name__, scheduler.config
     if network.get("time_cond_proj_dim") is not None or kind == "LCMScheduler":
         return CONSISTENCY
-    if kind == "EulerAncestralDiscreteScheduler" and scheduler.config.get("timestep_spacing") == "trailing":
-        return ADVERSARIAL
+    euler = kind in ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler")
+    if euler and values.get("timestep_spacing") == "trailing" and values.get("prediction_type") == "epsilon":
+        return "" if values.get("rescale_betas_zero_snr") else ADVERSARIAL
     return ""
+
+
+def refuse_cfg(how: str, guidance_scale: float, free_at: float = 1) -> None:
+    """Raise ModelError: a checkpoint distilled in this way is not guided; `free_at` is the scale that does nothing."""
+    raise ModelError(
+        f"guidance_scale={guidance_scale:g}: this checkpoint is distilled {how} and takes no CFG; set it to "
+        f"{free_at:g}, or model.distilled=none if it is not distilled"
+    )
 
 
 def plain(scheduler: Any, path: Path) -> Any:
     """The scheduler with which the pipeline shows its grid: itself for flows, its DDIM for VP.
 
     flowrl takes its own steps, so of a flow's multistep scheduler (UniPC, DPM-Solver) only the grid is used. VP
-    schedulers scale their latents or space their steps in many ways; DDIM of the same betas does neither.
+    schedulers scale their latents or space their steps in many ways; DDIM of the same betas does neither. Its timesteps
+    are those of the scheduler's spacing and offset by DDIM's rule: not its Karras sigmas, DPM-Solver's K + 1 points or
+    Euler's fractions.
     """
     import diffusers
 
@@ -88,8 +107,16 @@ def plain(scheduler: Any, path: Path) -> Any:
     if name in ("DDIMScheduler", "CogVideoXDDIMScheduler") and not scheduler.config.get("clip_sample"):
         return scheduler
     kind = diffusers.CogVideoXDDIMScheduler if name.startswith("CogVideoX") else diffusers.DDIMScheduler
-    log.info("%s is replaced by %s with the same betas and step spacing", name, kind.__name__)
-    return kind.from_config(scheduler.config, clip_sample=False)
+    # Not by from_config: it takes DDIM's defaults for what this scheduler's own defaults decide.
+    known = inspect.signature(kind.__init__).parameters
+    made = kind(**{key: value for key, value in scheduler.config.items() if key in known} | {"clip_sample": False})
+    dropped = [key for key in _OWN_SIGMAS if scheduler.config.get(key)]
+    log.info(
+        "%s is replaced by %s with the same betas; grid: DDIM's of spacing %r and offset %d%s",
+        *(name, kind.__name__, made.config.timestep_spacing, made.config.steps_offset),
+        f", without {', '.join(dropped)}" if dropped else "",
+    )
+    return made
 
 
 FinalAlpha = Literal["model", "first"]
@@ -98,7 +125,12 @@ DDPO's rule, and leaves noise in it."""
 
 
 def schedule_of(
-    path: Path, scheduler: Any, timesteps: Tensor, sigmas: Tensor | None, final_alpha: FinalAlpha = "model"
+    path: Path,
+    scheduler: Any,
+    timesteps: Tensor,
+    sigmas: Tensor | None,
+    final_alpha: FinalAlpha = "model",
+    distilled: str = "",
 ) -> Schedule:
     """The pipeline's grid as flowrl writes it: sigma falls from noise to data.
 
@@ -108,6 +140,7 @@ def schedule_of(
         timesteps: the scheduler's, [K].
         sigmas: the scheduler's, [K + 1]; flows only.
         final_alpha: of VP.
+        distilled: of VP, how, in words.
 
     Raises:
         ModelError: no grid of single steps, or one that a noise-prediction network cannot start on.
@@ -121,11 +154,21 @@ def schedule_of(
         levels = sigmas.detach().float().cpu()
         return Schedule(sigmas=1 - levels if rising(levels) else levels, timesteps=steps)
     table, own = torch.as_tensor(scheduler.alphas_cumprod), float(scheduler.final_alpha_cumprod)
-    return vp_grid(path, table, timesteps, last_end(table, timesteps, None if final_alpha == "first" else own))
+    timesteps = timesteps[timesteps >= 0]  # diffusers' trailing grids may have one timestep too many, -1
+    return vp_grid(path, table, timesteps, grid_end(table, timesteps, own, final_alpha, distilled))
+
+
+def grid_end(table: Tensor, timesteps: Tensor, own: float, final_alpha: FinalAlpha, distilled: str) -> float:
+    """alphas_cumprod behind the last step of a grid [K]: 1 for a distilled checkpoint, as its own scheduler has it,
+    whatever `own`, the scheduler's that stands in for it, says."""
+    if final_alpha == "first":
+        return last_end(table, timesteps, None)
+    return 1.0 if distilled else last_end(table, timesteps, own)
 
 
 def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedule:
-    """`vp_schedules.vp_schedule`, for this network.
+    """`vp_schedules.vp_schedule`, for this network: a table for eps ends where float32 still tells sigma from 1, since
+    losses at drawn times divide by alpha.
 
     Raises:
         ModelError: the last step would not move, or a noise-prediction network starts at alpha = 0.
@@ -141,6 +184,9 @@ def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedul
             "rescale_betas_zero_snr), where a network that predicts noise says nothing of the picture; use a "
             "v-prediction checkpoint, or a scheduler without rescale_betas_zero_snr"
         )
+    if path.prediction_type == "eps":
+        assert found.table is not None
+        return replace(found, table=found.table[(1 - found.table).sqrt().float() < 1])
     return found
 
 

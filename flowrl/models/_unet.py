@@ -9,9 +9,10 @@ Distilled checkpoints take no CFG, and their x0_hat is a sample, not a posterior
     time_cond_proj_dim, or LCMScheduler   consistency model (LCM). Guidance is an input of the network, an embedding of
                                           w - 1. f = c_skip x + c_out x0_hat is handed on as the network's x0, so its
                                           own step, alpha' f + sigma' z, is the sampler `cps` with noise_level 1.
-    EulerAncestral with trailing spacing  adversarially distilled (SD-Turbo, SDXL-Turbo): `ddim` with eta 1.
+    Euler, EulerAncestral: eps, trailing  adversarially distilled (SD-Turbo, SDXL-Turbo): `ddim` with eta 1.
 
-Both end at alpha = 1, whatever set_alpha_to_one says, as their own schedulers do.
+That is a guess, which the option `distilled` overrules. Both end at alpha = 1, whatever set_alpha_to_one says, as their
+own schedulers do.
 """
 
 from __future__ import annotations
@@ -23,12 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.models._grids import CONSISTENCY, FinalAlpha, distilled, path_of, plain, vp_grid
+from flowrl.models._grids import (
+    CONSISTENCY,
+    Distilled,
+    FinalAlpha,
+    distilled,
+    grid_end,
+    path_of,
+    plain,
+    refuse_cfg,
+    vp_grid,
+)
 from flowrl.models._native import NativeImages, Part
 from flowrl.models.base import ModelConfig, ModelError, autocast, classifier_free, guided, require_channels
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
-from flowrl.vp_schedules import Spacing, alphas_cumprod, betas, last_end, level_at, spaced
+from flowrl.vp_schedules import Spacing, alphas_cumprod, betas, level_at, spaced
 
 # huggingface/trl:trl/trainer/ddpo_trainer.py: attention of every block, self- and cross-attention
 LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")
@@ -42,10 +53,12 @@ class UNetConfig(ModelConfig):
     guidance_rescale: float = 0.0
     """Share by which a guided prediction is brought back to the std of the conditional one; 0: not at all."""
     timestep_spacing: Spacing | None = None
-    """Of the grid; null takes the scheduler's own."""
+    """Of the grid, by DDIM's rule; null takes the scheduler's own, of a consistency model `lcm`."""
     final_alpha: FinalAlpha = "model"
     """Where the last step ends: as the scheduler says (set_alpha_to_one), or at the `first` training step, DDPO's rule,
     so that the last step keeps noise and can be trained."""
+    distilled: Distilled | None = None
+    """How the checkpoint was distilled to few steps; null: guessed by its scheduler (docs/noise_prediction.md)."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -68,7 +81,7 @@ class UNetImages(NativeImages):
         self.path = path_of(own)
         if self.path.is_flow:
             raise ModelError(f"model.path: {type(own).__name__} is a flow's; use model.name=generic")
-        self.distilled = distilled(own, pipeline.unet.config)
+        self.distilled = distilled(own, pipeline.unet.config, config.distilled)
         self._ddim = plain(own, self.path)
         self.process = self.path.process
         self.prediction_type = self.path.prediction_type
@@ -80,6 +93,11 @@ class UNetImages(NativeImages):
         self.spacing: Spacing = config.timestep_spacing or values.timestep_spacing
         if self.distilled:
             self._as_distilled(own.config)
+        if self.spacing == "lcm" and self.distilled != CONSISTENCY:
+            raise ModelError(
+                "model.timestep_spacing=lcm: those timesteps are what a consistency model was distilled on, and this "
+                "checkpoint is none; use leading, trailing or linspace, or say model.distilled=consistency"
+            )
         side = pipeline.unet.config.sample_size
         default = (side, side) if isinstance(side, int) else tuple(side)
         unit = pipeline.vae_scale_factor
@@ -87,10 +105,10 @@ class UNetImages(NativeImages):
         self._text_tokens = pipeline.text_encoder.config.max_position_embeddings if pipeline.text_encoder else 0
 
     def _as_distilled(self, values: Any) -> None:
-        if self.config.guidance_rescale or self.config.negative_prompt:
+        if self.config.guidance_rescale or self.config.negative_prompt is not None:
             raise ModelError(
                 f"model.guidance_rescale and model.negative_prompt belong to CFG, which a checkpoint distilled "
-                f"{self.distilled} does not take; leave them out"
+                f"{self.distilled} does not take; leave them out, or set model.distilled=none if it is not"
             )
         if self.distilled == CONSISTENCY:
             self.prediction_type = "x0"
@@ -133,11 +151,8 @@ class UNetImages(NativeImages):
             timesteps = spaced(num_inference_steps, self.spacing, **options)
         except ValueError as error:
             raise ModelError(f"model.timestep_spacing: {error}") from None
-        own = 1.0 if values.set_alpha_to_one or self.distilled else float(self.table[0])
-        if self.config.final_alpha == "first":
-            end = last_end(self.table, timesteps, None)
-        else:
-            end = own if self.distilled else last_end(self.table, timesteps, own)
+        own = 1.0 if values.set_alpha_to_one else float(self.table[0])
+        end = grid_end(self.table, timesteps, own, self.config.final_alpha, self.distilled)
         return vp_grid(self.path, self.table, timesteps, end)
 
     # ---- the network
@@ -154,10 +169,7 @@ class UNetImages(NativeImages):
     def check_guidance(self, guidance_scale: float) -> None:
         """Raise ModelError where this checkpoint cannot be guided so."""
         if self.distilled and not self.embeds_guidance and guidance_scale > 1:
-            raise ModelError(
-                f"guidance_scale={guidance_scale:g}: this checkpoint is distilled {self.distilled} and takes no CFG; "
-                "set it to 1"
-            )
+            refuse_cfg(self.distilled, guidance_scale)
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         self.check_guidance(guidance_scale)
@@ -210,8 +222,11 @@ class UNetImages(NativeImages):
             self.pipeline.scheduler = type(self._ddim).from_config(self._ddim.config, **options)
         call = {"num_inference_steps": steps, "guidance_scale": guidance_scale}
         call |= {"height": self.height, "width": self.width}
-        given = {"guidance_rescale": self.config.guidance_rescale, "negative_prompt": self.config.negative_prompt}
-        return call | {name: value for name, value in given.items() if value}
+        if self.config.guidance_rescale:
+            call["guidance_rescale"] = self.config.guidance_rescale
+        if self.config.negative_prompt is not None:
+            call["negative_prompt"] = self.config.negative_prompt
+        return call
 
 
 def takes(part: Part) -> bool:

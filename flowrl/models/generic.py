@@ -21,7 +21,7 @@ from torch import Tensor
 from flowrl.models._encoding import SHORT, Template, hushed, learn, one_by_one
 from flowrl.models._entrance import PROBE_STEPS, Entrance
 from flowrl.models._families import FAMILIES
-from flowrl.models._grids import FinalAlpha, rising, schedule_of
+from flowrl.models._grids import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
 from flowrl.models._loading import load_pipeline
 from flowrl.models._memory import require_native
 from flowrl.models._native import NO_ENCODERS
@@ -46,6 +46,8 @@ class Config(ModelConfig):
     final_alpha: FinalAlpha = "model"
     """Of a noise-prediction model, where the last step ends: as its scheduler says, or at the `first` training step,
     DDPO's rule, so that the last step keeps noise and can be trained."""
+    distilled: Distilled | None = None
+    """How the checkpoint was distilled to few steps; null: guessed by its scheduler (docs/noise_prediction.md)."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -144,7 +146,8 @@ class Generic(Entrance):
         with torch.no_grad(), self._explained():
             visit = self._enter(1, PROBE_GUIDANCE, steps=num_inference_steps, **answers, stop_at_network=True)
         assert visit.timesteps is not None
-        return schedule_of(self.path, self.pipeline.scheduler, visit.timesteps, visit.sigmas, self.config.final_alpha)
+        grid = (visit.timesteps, visit.sigmas)
+        return schedule_of(self.path, self.pipeline.scheduler, *grid, self.config.final_alpha, self.distilled)
 
     # ---- prompts
 
@@ -304,9 +307,15 @@ class Generic(Entrance):
 
     def branches(self, guidance_scale: float) -> int:
         """Forwards per sample: a scale that the network takes needs no second one, true CFG beside it does."""
-        if self.guidance in ("embedded", "none"):
+        config = next(iter(self.networks.values())).config
+        if self.guidance in ("embedded", "none") or config.get("time_cond_proj_dim") is not None:
             return 1 + (self.call.fixed.get("true_cfg_scale", 1) > 1)
         return 1 + (guidance_scale > self.unguided)
+
+    def check_guidance(self, guidance_scale: float) -> None:
+        """Raise ModelError where this checkpoint cannot be guided so."""
+        if self.distilled and self.branches(guidance_scale) > 1:
+            refuse_cfg(self.distilled, guidance_scale, self.unguided)
 
     def batch_key(self, step_index: int) -> int:
         self._learned()
