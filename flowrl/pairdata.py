@@ -51,10 +51,10 @@ class Picture:
         return f"sha256:{hashlib.sha256(self.source).hexdigest()}"
 
     def open(self) -> Image:
-        """RGB, turned upright.
+        """See `open_picture`.
 
         Raises:
-            Unreadable: there is none, or it is broken.
+            Unreadable: there is none, it is broken, or its range is not known.
         """
         if not self.source:
             raise Unreadable(self.where, "there are no bytes")
