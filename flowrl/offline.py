@@ -51,7 +51,7 @@ class PairCollector:
 
         Raises:
             Abandoned: on all processes.
-            ConfigError: too many pictures cannot be read.
+            TooManyLost: too many pictures cannot be read.
         """
         parts, config, given = self.parts, self.config, self.given
         numbers, size = given.source.draw(iteration), len(given.members)
