@@ -18,7 +18,8 @@ Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +36,6 @@ from flowrl.rng import stream
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
-from flowrl.times import TimesConfig
 from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
@@ -44,8 +44,8 @@ EARLIER = "earlier"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(NoisedConfig):
-    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
-    """The criterion averages over them: one draw has a noisy sign."""
+    TERMS: ClassVar[int] = 4  # the criterion averages over them: one draw has a noisy sign
+
     beta: float | None = None
     """Inverse temperature of the margin, not published; null: Diffusion-DPO's, 5000 on noise-prediction models and 2000
     on flows."""

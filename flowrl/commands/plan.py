@@ -116,6 +116,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     from flowrl.flash import flow_timestep
     from flowrl.memory import terms_per_sample
     from flowrl.schedules import Schedule, shift_sigmas
+    from flowrl.types import SampleId
 
     steps, algorithm = resolved.run.rollout.num_inference_steps, resolved.algorithm.build()
     end = 0.03 if getattr(resolved.model.config, "final_alpha", "model") == "first" else 0.0
@@ -124,6 +125,8 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     try:
         plan = algorithm.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
         terms_per_sample(resolved, plan)
+        if adapter and algorithm.needs == "samples":
+            algorithm.times(schedule, [SampleId(0, 0)], 1, resolved.run.seed)
         return plan
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
