@@ -21,11 +21,13 @@ from flowrl.media import fitted, pixels
 from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter, encoded_pictures
 from flowrl.preferences import Picture, Preference, PreferenceSet, PreferenceSource, Unreadable, load_preferences
-from flowrl.rng import normal, stream
+from flowrl.rng import normal, permutation, stream
 from flowrl.strict import ConfigError
 from flowrl.types import Member, SampleId
 
 PAIR: tuple[Member, ...] = ("chosen", "rejected")
+HELD_OUT = 500
+"""Held-out pairs that are looked at unless `data.max_eval_pairs` says otherwise."""
 
 
 class TooManyLost(ConfigError):
@@ -112,10 +114,11 @@ class Given:
             self.held_out = load_preferences(data.eval_pairs, "data.eval_pairs", data.pair_options)
 
     @property
-    def held_out_count(self) -> int:
-        """Held-out pairs that are looked at."""
+    def held_out_numbers(self) -> list[int]:
+        """Held-out pairs that are looked at: a random part of them, in the set's order, since sets are often sorted."""
         count = 0 if self.held_out is None else len(self.held_out)
-        return count if self.data.max_eval_pairs is None else min(count, self.data.max_eval_pairs)
+        most = HELD_OUT if self.data.max_eval_pairs is None else self.data.max_eval_pairs
+        return sorted(permutation(count, self.seed, "held_out").tolist()[:most])
 
     def captions(self) -> list[str]:
         """Every text that conditions a forward, the empty one among them, for a cache of their embeddings."""

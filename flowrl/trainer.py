@@ -132,7 +132,7 @@ class Trainer:
             self.collector = Collector(parts, self._signalled, training=training)
         else:
             self.collector = PairCollector(parts, self._signalled)
-            if parts.given.held_out_count:
+            if parts.given.held_out_numbers:
                 self.held_out = HeldOutPairs(parts)
         if self.world.main:
             facts = provenance(self.resolved, str(self.world.device), self.world.size)
@@ -159,7 +159,7 @@ class Trainer:
                     result = self.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
                     row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
                     if result.agreement is not None:
-                        row["eval/implicit_accuracy"] = float(np.nanmean(result.agreement))
+                        row["eval/implicit_accuracy"] = result.agreement.mean()
             if self.world.main:
                 self.folder.metrics.append(row)
                 self._tell(row)

@@ -265,7 +265,41 @@ def test_a_picture_is_opened_when_its_slot_is_asked_for_and_not_before(folder):
 
 def test_facts_and_counts_are_those_of_the_sets(folder):
     found = given(folder, eval_pairs=str(folder / "pairs.jsonl"), max_eval_pairs=4)
-    assert found.held_out_count == 4
+    assert len(found.held_out_numbers) == 4
     assert found.facts()["eval_pairs"]["usable"] == COUNT
     assert found.captions()[0] == ""
     assert len(set(found.captions())) == COUNT + 1
+
+
+def test_held_out_pairs_are_a_random_part_in_the_sets_order(folder, monkeypatch):
+    """Sets are often sorted by source or time: their head is no sample of them."""
+    parts = {tuple(given(folder, eval_pairs=str(folder), max_eval_pairs=3).held_out_numbers)}
+    assert len(parts | {tuple(given(folder, eval_pairs=str(folder), max_eval_pairs=3).held_out_numbers)}) == 1
+    found = given(folder, eval_pairs=str(folder), max_eval_pairs=3)
+    seen = set()
+    for seed in range(30):
+        found.seed = seed
+        numbers = found.held_out_numbers
+        assert numbers == sorted(set(numbers))
+        assert len(numbers) == 3
+        seen |= {tuple(numbers)}
+    assert len(seen) > 10
+    monkeypatch.setattr("flowrl.given.HELD_OUT", 5)
+    assert len(given(folder, eval_pairs=str(folder)).held_out_numbers) == 5
+    assert given(folder, eval_pairs=str(folder), max_eval_pairs=99).held_out_numbers == list(range(COUNT))
+    assert given(folder).held_out_numbers == []
+
+
+def test_epochs_of_labelled_pictures_are_told_of_each_class(folder):
+    """Eight of ten draws are of the liked ones, of which there are as many as of the others."""
+    from types import SimpleNamespace
+
+    from flowrl.offline import PairCollector
+
+    def epochs(method: str) -> dict[str, float]:
+        found = given(folder, method, pairs_per_iteration=12)
+        return PairCollector._epochs(SimpleNamespace(config=SimpleNamespace(data=found.data), given=found))
+
+    expected = {"pairs/liked_epochs_per_iteration": 1.6, "pairs/disliked_epochs_per_iteration": 0.4}
+    assert epochs("diffusion_kto") == pytest.approx(expected)
+    assert epochs("diffusion_dpo") == {"pairs/epochs_per_iteration": 2.0}

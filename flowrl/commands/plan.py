@@ -47,7 +47,7 @@ def command(
     given = Given(run.data, resolved.algorithm.build(), run.seed) if resolved.members else None
     if given is not None:
         console.print(f"{given.pairs.report}", markup=False)
-        console.print(f"{given.held_out_count} held-out pairs, {len(held_out)} prompts for evaluation")
+        console.print(f"{len(given.held_out_numbers)} held-out pairs, {len(held_out)} prompts for evaluation")
     else:
         console.print(f"{len(train)} training prompts, {len(held_out)} for evaluation")
     if len(train if given is None else given.records) < resolved.slots:
