@@ -348,9 +348,11 @@ def test_a_folder_whose_making_was_killed_is_gone_on_with(tmp_path, monkeypatch)
         out = tmp_path / str(number)
         out.mkdir()
         (out / ".lock").touch()
-        with monkeypatch.context() as patched, pytest.raises(Killed):
+        folder = PairFolder(out, {"seed": 0}, {})
+        with monkeypatch.context() as patched:
             patched.setattr(place, killed)
-            PairFolder(out, {"seed": 0}, {}).begin()
+            with pytest.raises(Killed):
+                folder.begin()
         assert PairFolder(out, {"seed": 0}, {}).begin().pairs == 0
         assert (out / "pairs.jsonl").read_bytes() == b""
         assert (out / "pictures").is_dir()
