@@ -263,7 +263,7 @@ def _check_samples(resolved: Resolved) -> None:
             f"rollout.sampler={run.rollout.sampler}: {resolved.algorithm.name} scores no transition, so it takes no "
             "sampler; set it to null, and choose algorithm.solver"
         )
-    terms = algorithm.config.times.terms(run.rollout.num_inference_steps)
+    terms = algorithm.config.terms(run.rollout.num_inference_steps)
     taken = algorithm.taken(resolved.group_size)
     whole = {"term": 1, "sample": terms, "group": taken, "prompt": taken * terms}[algorithm.unit]
     if whole > run.optim.batch_size:

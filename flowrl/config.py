@@ -46,7 +46,7 @@ class DataConfig:
     pairs_per_iteration: int = 64
     """Pairs (or pictures, where a method takes single ones) drawn per iteration, over all processes."""
     max_eval_pairs: int | None = None
-    """Use only the first so many held-out pairs."""
+    """Look at no more than so many of the held-out pairs, drawn by the seed; null: 500. Latents stay in memory."""
     caption_dropout: float = 0.2
     """Share of the pairs whose caption is replaced by the empty one."""
     crop: Literal["center", "random"] = "center"

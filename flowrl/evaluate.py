@@ -29,12 +29,27 @@ BOOTSTRAP = 10_000
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """Whether the network prefers what the data prefer, of N held-out pairs."""
+
+    right: np.ndarray
+    """[N] float64: 1, 0, or 1/2 where it does not tell them apart, NaN for a pair that cannot be read."""
+    captions: np.ndarray
+    """[N] int64: pairs of one number have one caption, and are no independent draws."""
+
+    def mean(self) -> float:
+        return float(np.nanmean(self.right))
+
+    def interval(self) -> dict[str, float]:
+        """Over captions."""
+        return interval(self.right, self.captions)
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """Scores of P prompts x S fixed seeds, with the ODE sampler.
 
     `scores[metric]` is [P, S] float64, NaN where a reward could not score; without a reward there are pictures alone.
-    `agreement` [N] says of N held-out pairs whether the network prefers what the data prefer: 1, 0, or 1/2 where it
-    does not tell them apart, NaN for a pair that cannot be read.
     """
 
     tag: str
@@ -44,7 +59,7 @@ class Evaluation:
     prompts: tuple[str, ...]
     seeds: int
     scores: dict[str, np.ndarray]
-    agreement: np.ndarray | None = None
+    agreement: Agreement | None = None
 
     def save(self, folder: Path) -> None:
         """`eval/<tag>.json`."""
@@ -59,13 +74,18 @@ class Evaluation:
             "images": f"eval/{self.tag}",
         }
         if self.agreement is not None:
-            record["agreement"] = _plain(self.agreement)
+            record["agreement"] = _plain(self.agreement.right)
+            record["agreement_captions"] = self.agreement.captions.tolist()
         write_atomically(folder / f"{self.tag}.json", json.dumps(record))
 
     @staticmethod
     def load(file: Path) -> Evaluation:
         record = json.loads(file.read_text(encoding="utf-8"))
         scores = {name: np.asarray(table, dtype=np.float64) for name, table in record["scores"].items()}
+        agreement = None
+        if "agreement" in record:
+            right = np.asarray(record["agreement"], dtype=np.float64)
+            agreement = Agreement(right, np.asarray(record["agreement_captions"], dtype=np.int64))
         return Evaluation(
             tag=record["tag"],
             iteration=record["iteration"],
@@ -74,7 +94,7 @@ class Evaluation:
             prompts=tuple(record["prompts"]),
             seeds=len(record["seeds"]),
             scores=scores,
-            agreement=np.asarray(record["agreement"], dtype=np.float64) if "agreement" in record else None,
+            agreement=agreement,
         )
 
 
@@ -118,7 +138,7 @@ class Evaluator:
         save: bool = True,
         progress: Callable[[int], None] = lambda count: None,
         stop: Callable[[], bool] = lambda: False,
-        agreement: Callable[[], np.ndarray] | None = None,
+        agreement: Callable[[], Agreement] | None = None,
     ) -> Evaluation:
         """Evaluate the network as it is now. Every process returns the whole result; the first one writes it.
 
@@ -198,19 +218,26 @@ class Evaluator:
                 media.write(image, target / f"{i.slot:05d}-{i.sample}")
 
 
-def interval(per_prompt: np.ndarray, seed: int = 0) -> dict[str, float]:
+def interval(per_prompt: np.ndarray, groups: np.ndarray | None = None, seed: int = 0) -> dict[str, float]:
     """Mean and 95 % percentile bootstrap over prompts of [P] values; NaN prompts are left out and n says so.
+
+    With `groups` [P] the bootstrap draws whole groups: values of one are not independent.
 
     >>> interval(np.asarray([0.5, 0.5]))
     {'mean': 0.5, 'low': 0.5, 'high': 0.5, 'n': 2}
     """
-    values = per_prompt[~np.isnan(per_prompt)]
+    valid = ~np.isnan(per_prompt)
+    values = per_prompt[valid]
     if not len(values):
         return {"mean": float("nan"), "low": float("nan"), "high": float("nan"), "n": 0}
     rng = np.random.default_rng(seed)
     means = np.empty(BOOTSTRAP)
+    place = np.arange(len(values)) if groups is None else np.unique(groups[valid], return_inverse=True)[1]
+    count = np.bincount(place)
+    total = np.bincount(place, values)
     for start in range(0, BOOTSTRAP, 1000):
-        means[start : start + 1000] = values[rng.integers(len(values), size=(1000, len(values)))].mean(axis=1)
+        rows = rng.integers(len(count), size=(1000, len(count)))
+        means[start : start + 1000] = total[rows].sum(axis=1) / count[rows].sum(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return {"mean": float(values.mean()), "low": float(low), "high": float(high), "n": len(values)}
 

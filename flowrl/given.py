@@ -21,11 +21,17 @@ from flowrl.media import fitted, pixels
 from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter, encoded_pictures
 from flowrl.preferences import Picture, Preference, PreferenceSet, PreferenceSource, Unreadable, load_preferences
-from flowrl.rng import normal, stream
+from flowrl.rng import normal, permutation, stream
 from flowrl.strict import ConfigError
 from flowrl.types import Member, SampleId
 
 PAIR: tuple[Member, ...] = ("chosen", "rejected")
+HELD_OUT = 500
+"""Held-out pairs that are looked at unless `data.max_eval_pairs` says otherwise."""
+
+
+class TooManyLost(ConfigError):
+    """Training meets more unreadable pictures than allowed: raised on all processes alike, between two updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +107,18 @@ class Given:
             self.source = LabelledSource(self.records, data.pairs_per_iteration, seed, share)
         else:
             self.source = PreferenceSource(self.pairs, data.pairs_per_iteration, seed)
+        self.asked = self.lost = 0
+        """Slots of this call of the program so far, and those of them with a picture that cannot be read."""
         self.held_out: PreferenceSet | None = None
         if data.eval_pairs is not None:
             self.held_out = load_preferences(data.eval_pairs, "data.eval_pairs", data.pair_options)
 
     @property
-    def held_out_count(self) -> int:
-        """Held-out pairs that are looked at."""
+    def held_out_numbers(self) -> list[int]:
+        """Held-out pairs that are looked at: a random part of them, in the set's order, since sets are often sorted."""
         count = 0 if self.held_out is None else len(self.held_out)
-        return count if self.data.max_eval_pairs is None else min(count, self.data.max_eval_pairs)
+        most = HELD_OUT if self.data.max_eval_pairs is None else self.data.max_eval_pairs
+        return sorted(permutation(count, self.seed, "held_out").tolist()[:most])
 
     def captions(self) -> list[str]:
         """Every text that conditions a forward, the empty one among them, for a cache of their embeddings."""
@@ -124,16 +133,24 @@ class Given:
         return found if self.held_out is None else found | {"eval_pairs": self.held_out.report.facts()}
 
     def require_readable(self, lost: int, count: int) -> None:
-        """
+        """Count an iteration's slots, `lost` of `count` without a readable picture, and judge all so far.
+
+        With p = max_broken they stop the run where, of all n slots that this call of the program has drawn,
+
+            lost > p n + 4 sqrt(p (1 - p) n) + 1
+
+        A sample of a set at its limit exceeds p n every other time, and this about once in 30,000.
+
         Raises:
-            ConfigError: of so many slots too many have a picture that cannot be read.
+            TooManyLost: too many have a picture that cannot be read.
         """
-        allowed = max(1, math.floor(self.data.pair_options.max_broken * count))
-        if lost > allowed:
-            raise ConfigError(
-                f"data.pairs={self.data.pairs!r}: {lost} of the {count} pairs of an iteration have a picture that "
-                f"cannot be read, more than data.pair_options.max_broken={self.data.pair_options.max_broken} allows; "
-                "mend the set (the warnings name the pictures), or raise it"
+        self.lost, self.asked = self.lost + lost, self.asked + count
+        share = self.data.pair_options.max_broken
+        if self.lost > share * self.asked + 4 * math.sqrt(share * (1 - share) * self.asked) + 1:
+            raise TooManyLost(
+                f"data.pairs={self.data.pairs!r}: {self.lost} of {self.asked} pairs drawn so far have a picture that "
+                f"cannot be read, more than data.pair_options.max_broken={share} explains; mend the pictures (the "
+                "warnings name them), or raise it, and go on with --resume"
             )
 
 

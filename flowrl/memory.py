@@ -202,7 +202,7 @@ def terms_per_sample(resolved: Resolved, plan: StepPlan) -> int:
         return len(plan.train)
     if algorithm.needs == "noise":
         return 0
-    return algorithm.times(plan.schedule, [SampleId(0, 0)], 1, resolved.run.seed).sigma.shape[1]
+    return algorithm.config.terms(len(plan.schedule))
 
 
 def forward_rows(

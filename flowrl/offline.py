@@ -16,7 +16,9 @@ from flowrl.advantages import Advantages
 from flowrl.assembly import Parts
 from flowrl.collect import Abandoned, by_identity, drawn_in_step, slots_and_rows
 from flowrl.distributed import shard
-from flowrl.given import PAIR, Given, Latents, Look, latents_of, slot_of
+from flowrl.evaluate import Agreement
+from flowrl.given import PAIR, Given, Latents, Look, Slot, latents_of, slot_of
+from flowrl.labels import LabelledSource
 from flowrl.metrics import Progress, Sums, Timer
 from flowrl.noising import Noising
 from flowrl.plan import deterministic
@@ -51,7 +53,7 @@ class PairCollector:
 
         Raises:
             Abandoned: on all processes.
-            ConfigError: too many pictures cannot be read.
+            TooManyLost: too many pictures cannot be read.
         """
         parts, config, given = self.parts, self.config, self.given
         numbers, size = given.source.draw(iteration), len(given.members)
@@ -112,8 +114,17 @@ class PairCollector:
 
     def told(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
         """What an iteration's row says of its data."""
-        iterations = self.config.data.pairs_per_iteration / len(self.given.records)
-        return {"pairs/unreadable": int(credit.dead.sum()), "pairs/epochs_per_iteration": iterations}
+        return {"pairs/unreadable": int(credit.dead.sum())} | self._epochs()
+
+    def _epochs(self) -> dict[str, float]:
+        """Share of the set that an iteration draws; of labelled pictures each class has its own epochs."""
+        count, source = self.config.data.pairs_per_iteration, self.given.source
+        if not isinstance(source, LabelledSource):
+            return {"pairs/epochs_per_iteration": count / len(self.given.records)}
+        return {
+            f"pairs/{word}_epochs_per_iteration": count * share / len(source.classes[sign])
+            for word, sign, share in (("liked", 1, source.share), ("disliked", -1, 1 - source.share))
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -137,16 +148,16 @@ class HeldOutPairs:
         self.parts, self.given, self.world = parts, parts.given, parts.world
         run = parts.resolved.run
         self.config = dataclasses.replace(run, optim=dataclasses.replace(run.optim, updates_per_iteration=1))
-        self.count = self.given.held_out_count
+        self.numbers = self.given.held_out_numbers
+        self.count = len(self.numbers)
         low, high = (rank * self.count // self.world.size for rank in (self.world.rank, self.world.rank + 1))
         self.own = range(low, high)
         # A process without a pair shares in the forwards of a sharded network with one that it does not count.
         self.slots = self.own or range(min(1, self.count))
         self.latents: Latents | None = None
 
-    def __call__(self) -> np.ndarray:
-        """[N] float64: 1 preferred, 0 not, 1/2 undecided, NaN where a picture cannot be read; with labels the mean of
-        both pictures'."""
+    def __call__(self) -> Agreement:
+        """Of N pairs; with labels the mean of both pictures'."""
         latents, ids = self._latents(), self._ids(self.own)
         rewards = by_identity(self.world, ids, latents.rewards[None, : len(ids)], self.count, len(PAIR))
         credit = self.parts.algorithm.advantages(rewards, torch.ones(1))
@@ -160,7 +171,13 @@ class HeldOutPairs:
             sums += 0 if idle else found
         total = torch.stack(self.world.gather(sums)).sum(dim=0).reshape(self.count, len(PAIR))
         right = ((total > 0).double() + (total >= 0).double()).mean(dim=1) / 2
-        return torch.where(credit.dead, torch.nan, right).numpy()
+        return Agreement(torch.where(credit.dead, torch.nan, right).numpy(), self._captions(latents))
+
+    def _captions(self, latents: Latents) -> np.ndarray:
+        """A number for each pair's caption, [N] int64."""
+        texts = {slot: text for part in self.world.gather(latents.texts) for slot, text in part.items()}
+        first: dict[str, int] = {}
+        return np.array([first.setdefault(texts[slot], slot) for slot in range(self.count)], dtype=np.int64)
 
     def _ids(self, slots: Sequence[int]) -> list[SampleId]:
         return [SampleId(slot, sample) for slot in slots for sample in range(len(PAIR))]
@@ -170,8 +187,11 @@ class HeldOutPairs:
         if self.latents is None:
             records = self.given.held_out
             assert records is not None
-            read = partial(slot_of, records, members=PAIR)
             size = self.config.rollout.batch_size
+
+            def read(slot: int) -> Slot:
+                return slot_of(records, self.numbers[slot], PAIR)
+
             self.latents = latents_of(read, self._ids(self.slots), self.parts.adapter, batch_size=size)
         return self.latents
 

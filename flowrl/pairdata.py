@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from flowrl.prompts import Prompt, open_picture
 
@@ -51,10 +55,10 @@ class Picture:
         return f"sha256:{hashlib.sha256(self.source).hexdigest()}"
 
     def open(self) -> Image:
-        """RGB, turned upright.
+        """See `open_picture`.
 
         Raises:
-            Unreadable: there is none, or it is broken.
+            Unreadable: there is none, it is broken, or its range is not known.
         """
         if not self.source:
             raise Unreadable(self.where, "there are no bytes")
@@ -82,6 +86,46 @@ class Preference:
     """Of the record, unique in the set."""
 
 
+def says_no(value: Any) -> bool:
+    """Whether a flag is false, in whatever way a table or a text file writes it.
+
+    >>> [says_no(value) for value in (False, 0, None, "0", "False", True, 1, "true")]
+    [True, True, True, True, True, False, False, False]
+    """
+    return not value or (isinstance(value, str) and value.strip().lower() in ("", "0", "0.0", "false", "no"))
+
+
+class Votes:
+    """Which pairs under one caption a set judges more than once, by 8 bytes a record."""
+
+    def __init__(self) -> None:
+        self.marks = array("Q")
+        """Hash of caption and pair, its last bit which of the two is preferred; 0: not known."""
+
+    def add(self, preference: Preference) -> None:
+        """Of pictures that a path or a name tells apart; no bytes are read for it."""
+        pictures = [picture for picture in (preference.chosen, preference.rejected) if picture is not None]
+        if len(pictures) < 2 or any(one.uid is None and not isinstance(one.source, Path) for one in pictures):
+            self.marks.append(0)
+            return
+        won, lost = (picture.key for picture in pictures)
+        text = "\0".join((preference.prompt.text, *sorted((won, lost))))
+        mark = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        self.marks.append(int.from_bytes(mark, "big") & ~1 | (won < lost))
+
+    def told(self, name: Callable[[int], str]) -> dict[str, tuple[int, list[str]]]:
+        """How many say what an earlier one says, and are the first to say the opposite, with names of a few."""
+        marks = np.frombuffer(self.marks, dtype=np.uint64)
+        known = np.flatnonzero(marks)
+        values, first = np.unique(marks[known], return_index=True)
+        both = np.flatnonzero(values[1:] >> 1 == values[:-1] >> 1)
+        found = {
+            "repeated": known[np.setdiff1d(np.arange(len(known)), first)],
+            "opposed": known[np.sort(np.maximum(first[both], first[both + 1]))],
+        }
+        return {k: (len(v), [name(place) for place in v[:EXAMPLES].tolist()]) for k, v in found.items() if len(v)}
+
+
 @dataclass
 class Report:
     """What a set holds, and what was left out and why."""
@@ -94,6 +138,8 @@ class Report:
     """Reason -> records skipped."""
     examples: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> the first few of them."""
+    votes: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    """Used records that repeat an earlier one, and that oppose one: how many, and the first few."""
 
     def skip(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
@@ -119,6 +165,7 @@ class Report:
             "winners_only": self.winners_only,
             "skipped": dict(self.counts),
             "examples": {reason: list(shown) for reason, shown in self.examples.items()},
+            "votes": {kind: {"count": count, "examples": shown} for kind, (count, shown) in self.votes.items()},
         }
 
     def __str__(self) -> str:
@@ -128,4 +175,7 @@ class Report:
         for reason, count in self.counts.items():
             rest = f" and {count - EXAMPLES} more" if count > EXAMPLES else ""
             lines.append(f"  skipped {count}, {reason}: {'; '.join(self.examples[reason])}{rest}")
+        for kind, (count, shown) in self.votes.items():
+            rest = f" and {count - EXAMPLES} more" if count > EXAMPLES else ""
+            lines.append(f"  used, {count} {kind} (a caption and its pair once more): {'; '.join(shown)}{rest}")
         return "\n".join(lines)

@@ -1,7 +1,8 @@
 """The folder that `flowrl pairs` fills: pairs.json, pairs.jsonl and pictures, and how far it is.
 
-A step writes its pictures, then its lines, then pairs.json, which says how many bytes of the lines count. A call that
-was killed in between leaves at most lines behind that do not count, and pictures that the next call writes again.
+A step writes its pictures to the disk, then its lines, then pairs.json, which says how many bytes of the lines count. A
+call that was killed in between leaves at most lines behind that do not count, and pictures that the next call writes
+again.
 """
 
 from __future__ import annotations
@@ -67,15 +68,13 @@ class PairFolder:
         """
         file, lines = self.path / HEADER, self.path / LINES
         if not file.is_file():
-            other = sorted(entry.name for entry in self.path.iterdir() if entry.name != ".lock")
+            own = (".lock", f".{HEADER}.tmp")
+            other = sorted(entry.name for entry in self.path.iterdir() if entry.name not in own)
             if other:
                 raise ConfigError(
                     f"--out {self.path}: it holds something else ({', '.join(other[:3])}); choose a new folder"
                 )
-            (self.path / PICTURES).mkdir()
-            lines.write_bytes(b"")
-            self._tell()
-            return self.done
+            self._tell()  # first: a call that is killed behind it goes on below
         record = self._read(file)
         changed = differences(record["made_with"], self.made_with, ())
         if changed:
@@ -89,6 +88,7 @@ class PairFolder:
             raise ConfigError(
                 f"--out {self.path}: {LINES} has lost lines ({size} bytes of {self.done.nbytes}); choose a new folder"
             )
+        lines.touch()
         os.truncate(lines, self.done.nbytes)
         (self.path / PICTURES).mkdir(exist_ok=True)
         return self.done
@@ -105,6 +105,15 @@ class PairFolder:
         added = {name: done[name] + value for name, value in tally.items()}
         self.done = Done(**added | {"last_pair": last, "nbytes": self.done.nbytes + len(text)})
         self._tell()
+
+    @staticmethod
+    def settle(file: Path) -> None:
+        """Wait until a picture, or the entries of a folder, are on the disk: the lines that name them follow."""
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _tell(self) -> None:
         record = {"format": FORMAT, "made_with": self.made_with, "done": dataclasses.asdict(self.done), **self.facts}

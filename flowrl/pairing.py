@@ -218,7 +218,8 @@ class Pairing:
 
     def _keep(self, folder: PairFolder, number: int, group: Group, pictures: dict[int, Tensor]) -> None:
         for image, name in zip(pictures[group.number], self._names(number, group), strict=True):
-            media.write(image, folder.path / name.removesuffix(".png"))
+            folder.settle(media.write(image, folder.path / name.removesuffix(".png")))
+        folder.settle(folder.path / PICTURES)
 
     def _names(self, number: int, group: Group) -> tuple[str, str]:
         """Paths of the best and the worst, relative to the folder."""

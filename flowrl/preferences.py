@@ -32,6 +32,8 @@ from flowrl.pairdata import (
     Preference,
     Report,
     Unreadable,
+    Votes,
+    says_no,
 )
 from flowrl.prompts import Prompt
 from flowrl.records import LATER, WINDOW_BYTES, Records, find_records
@@ -179,7 +181,7 @@ class Preferences:
 
     def _scan(self) -> tuple[np.ndarray, str]:
         """(rows that can be used [N] int64, fingerprint)."""
-        rows, digest = [], hashlib.sha256()
+        rows, digest, votes = [], hashlib.sha256(), Votes()
         for row, record in enumerate(self.records.scan()):
             self.report.rows += 1
             try:
@@ -189,10 +191,12 @@ class Preferences:
                 self.report.skip(reason, f"{self.records.place(row)}{f' ({what})' if what else ''}")
                 continue
             rows.append(row)
+            votes.add(found)
             self.report.winners_only += found.rejected is None
             values = [(record or {}).get(name) for name in self.named]
             named = [value for value in values if isinstance(value, (str, int, float))]
             digest.update(repr((row, found.prompt.text, named)).encode())
+        self.report.votes = votes.told(lambda place: self.records.place(rows[place]))
         return np.asarray(rows, dtype=np.int64), digest.hexdigest()
 
     def __len__(self) -> int:
@@ -278,7 +282,7 @@ class Preferences:
     def _voted(self, record: dict[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any], None]:
         """(column and name of the winner, of the loser, no margin)."""
         options = self.options
-        if record.get(options.labelled) is False:
+        if options.labelled in record and says_no(record[options.labelled]):
             raise _Skip(NO_LABEL, "")
         label, other = record.get(options.label), record.get(options.other_label)
         if label not in (0, 0.5, 1) or isinstance(label, bool) or (other is not None and other != 1 - label):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from flowrl.evaluate import Evaluation, difference, interval, summary, win_rate
+from flowrl.evaluate import Evaluation, difference, summary, win_rate
 from flowrl.gallery import build as build_gallery
 from flowrl.metrics import log
 from flowrl.reward import WeightedReward
@@ -142,7 +142,7 @@ def _write(
             for name in result["difference"]
         }
         if tuned.agreement is not None:
-            result["implicit_accuracy"] = interval(tuned.agreement)
+            result["implicit_accuracy"] = tuned.agreement.interval()
     if trainer.world.main:
         trainer.folder.write_json("summary.json", result)
     return result

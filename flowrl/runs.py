@@ -20,8 +20,9 @@ from flowrl import checkpoint
 from flowrl.config import ConfigError, Options, Resolved
 from flowrl.metrics import MetricsFile
 
-# A resumed run may be longer, save more often, or lie on other processes; anything else would make it another run.
-_MAY_CHANGE = ("iterations", "checkpoint", "output", "model.shard")
+# A resumed run may be longer, save more often, lie on other processes, or bear more broken pictures; anything else
+# would make it another run.
+_MAY_CHANGE = ("iterations", "checkpoint", "output", "model.shard", "data.pair_options.max_broken")
 
 
 class RunFolder:

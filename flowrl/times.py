@@ -4,7 +4,7 @@ Every rule states its axis. Rules on the *grid* draw nodes of the rollout's own 
 network is fed there is exact. Rules on *sigma* draw sigma in (0, 1] and shift it there, s > 1 towards noise. (Some code
 shifts the fraction walked along the denoising axis instead, where s > 1 goes towards clean; that is another rule.)
 Their sigma is a flow's; on VP it stands for the same signal-to-noise ratio, inside what the network was trained on, and
-the timestep there need not be whole.
+the timestep there need not be whole. On the *steps* of a VP network's training all of them can be drawn.
 
     rule                axis   times of a sample                                                       from
     discrete            grid   one node from each of T strata of the first int(N f) nodes              AWM
@@ -15,6 +15,7 @@ the timestep there need not be whole.
     logit_normal        sigma  sigmoid of a stratified normal                                          AWM, SD3
     uniform             sigma  stratified over [low, 1]                                                AWM
     power               sigma  density proportional to sigma^power                                     RAM
+    timesteps           steps  whole timesteps 0 .. N-1 of training, stratified; VP only               Diffusion-DPO
 
 Draws are keyed by identity, one per sample, so they do not depend on batches or processes. (Released code shares one
 draw over a micro-batch; the expectation is the same.) Where a loss compares the samples of a prompt they share theirs.
@@ -49,6 +50,7 @@ class TimesConfig:
         "logit_normal",
         "uniform",
         "power",
+        "timesteps",
     ]
     """The rule; see `flowrl/times.py`. It has no default: methods differ, and a mapping replaces theirs as a whole."""
     count: int | None = 6
@@ -148,6 +150,8 @@ def draw(
         generator = stream(seed, "times", *rest, *one)
         drawn[one] = _grid(config, schedule, count, generator) if config.name in GRID else _sigmas(config, generator)
     rows = np.stack([drawn[one] for one in keys])
+    if config.name == "timesteps":
+        return _trained(schedule, rows)
     if config.name in GRID:
         nodes = torch.from_numpy(rows)
         return Times(schedule.sigmas[nodes], schedule.timesteps[nodes])
@@ -156,6 +160,20 @@ def draw(
         return Times(sigma, schedule.timestep_at(sigma))
     except ValueError as error:
         raise ValueError(f"times.name={config.name}: {error}; use one of {', '.join(GRID)}") from None
+
+
+def of_process(schedule: Schedule, count: int) -> TimesConfig:
+    """The rule of methods on given pictures where none is named: what the network's own training draws, or nearly."""
+    return TimesConfig(name="logit_normal" if schedule.table is None else "timesteps", count=count)
+
+
+def _trained(schedule: Schedule, u: np.ndarray) -> Times:
+    """Timesteps of training at u in (0, 1], [B, T]."""
+    if schedule.table is None:
+        raise ValueError("times.name=timesteps: a flow is not trained at numbered timesteps; use logit_normal")
+    count = len(schedule.table)
+    step = torch.from_numpy(np.minimum(((1 - u) * count).astype(np.int64), count - 1))
+    return Times((1 - schedule.table[step]).sqrt().float(), step.float())
 
 
 def _grid(config: TimesConfig, schedule: Schedule, count: int, generator: np.random.Generator) -> np.ndarray:
@@ -170,10 +188,12 @@ def _grid(config: TimesConfig, schedule: Schedule, count: int, generator: np.ran
 
 
 def _sigmas(config: TimesConfig, generator: np.random.Generator) -> np.ndarray:
-    """Sigmas of one sample, [T] float64, in random order."""
+    """Sigmas of one sample, or with `timesteps` what stands for them, [T] float64 in (0, 1], in random order."""
     count = config.count or 1
     # Stratified, in (0, 1]: at sigma 0 there is nothing to predict.
     u = 1 - (generator.permutation(count) + generator.random(count)) / count
+    if config.name == "timesteps":
+        return u
     if config.name == "power":
         return u ** (1 / (1 + config.power))
     if config.name == "uniform":

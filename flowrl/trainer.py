@@ -21,6 +21,7 @@ from flowrl.config import ConfigError, Resolved, RunConfig, resolve
 from flowrl.distributed import Elsewhere, join
 from flowrl.evaltree import EvalTree
 from flowrl.evaluate import Evaluation, Interrupted
+from flowrl.given import TooManyLost
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
 from flowrl.offline import HeldOutPairs, PairCollector
 from flowrl.report import evaluate_base, finish
@@ -56,7 +57,7 @@ class Trainer:
         """Train to the last iteration.
 
         Raises:
-            ConfigError: something the user can mend; nothing was trained.
+            ConfigError: something the user can mend; nothing was trained, or what was is saved.
             Stopped: a signal came; the last finished iteration is saved.
         """
         self.world = join()
@@ -131,7 +132,7 @@ class Trainer:
             self.collector = Collector(parts, self._signalled, training=training)
         else:
             self.collector = PairCollector(parts, self._signalled)
-            if parts.given.held_out_count:
+            if parts.given.held_out_numbers:
                 self.held_out = HeldOutPairs(parts)
         if self.world.main:
             facts = provenance(self.resolved, str(self.world.device), self.world.size)
@@ -158,7 +159,7 @@ class Trainer:
                     result = self.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
                     row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
                     if result.agreement is not None:
-                        row["eval/implicit_accuracy"] = float(np.nanmean(result.agreement))
+                        row["eval/implicit_accuracy"] = result.agreement.mean()
             if self.world.main:
                 self.folder.metrics.append(row)
                 self._tell(row)
@@ -219,6 +220,9 @@ class Trainer:
             return self.collector.collect(iteration, timer, sums)
         except Abandoned:
             self._stop(iteration - 1)
+        except TooManyLost:
+            self._save_before(iteration)
+            raise
 
     def _signalled(self) -> bool:
         """Whether to leave off here: all processes or none where each forward needs all of them."""
@@ -236,8 +240,8 @@ class Trainer:
     def _tell(self, row: dict[str, Any]) -> None:
         parts = [f"iteration {row['iteration']}/{self.config.iterations}"]
         shown = {"reward/total_mean": "reward", "policy/implicit_accuracy": "agreement", "policy/loss": "loss"}
-        first = next(name for name in shown if name in row)  # without rewards or pairs there is still a loss
-        parts.append(f"{shown[first]} {row[first]:.3f}")
+        # Without rewards or pairs there is still a loss, but for an iteration without a readable picture.
+        parts += [f"{word} {row[name]:.3f}" for name, word in shown.items() if name in row][:1]
         parts += [f"held-out {name[5:]} {row[name]:.3f}" for name in row if name.startswith("eval/")][:1]
         if "policy/clip_fraction" in row:
             parts.append(f"clip {row['policy/clip_fraction']:.2f}")
@@ -267,8 +271,12 @@ class Trainer:
     def _stop(self, iteration: int) -> NoReturn:
         """Save the last finished iteration and leave."""
         numbers = [n for n in self.world.gather(self.signals[0] if self.signals else None) if n]
-        if iteration > self.start:
-            state.save(self, iteration)
+        self._save_before(iteration + 1)
         if self.world.main:
             log.info("stopped after iteration %d; go on with the same command and --resume", iteration)
         raise Stopped(numbers[0])
+
+    def _save_before(self, iteration: int) -> None:
+        """Save the end of the one before, if this call has trained it."""
+        if iteration - 1 > self.start:
+            state.save(self, iteration - 1)

@@ -73,7 +73,8 @@ file or a data set of Hugging Face (`data.prompts: hf:PATH`) may hold them in a 
 ends the run before a model is loaded; a record without the picture that its model needs, or with one that its model
 does not take, before anything is trained. What a pipeline makes of them is encoded once and cached with the text. All
 records have a picture or none has. Rewards find the absolute paths, in their order, in `metadata["images"]` (a list
-also where the record says `image`). Pictures from inside a data set are written to `~/.cache/flowrl/pictures`
+also where the record says `image`). The model sees transparent places on white and 16-bit grey in 8 bits; grey of 32
+bits or of floats is refused. Pictures from inside a data set are written to `~/.cache/flowrl/pictures`
 (`FLOWRL_CACHE` says where else) under the hash of their content.
 
 Pictures of one size share a forward, those of different sizes do not; where the pipeline embeds the picture by itself

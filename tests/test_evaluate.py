@@ -12,7 +12,7 @@ import torch
 
 from flowrl import evaluate
 from flowrl.distributed import World
-from flowrl.evaluate import Evaluation, Evaluator, Interrupted, difference, interval, summary, win_rate
+from flowrl.evaluate import Agreement, Evaluation, Evaluator, Interrupted, difference, interval, summary, win_rate
 from flowrl.prompts import Prompt, Texts
 from flowrl.reward import Card, Reward, Scorer, WeightedReward
 from tests.toys import ToyAdapter, nudge
@@ -324,8 +324,23 @@ def test_other_prompts_or_seeds_have_no_win_rate():
 
 
 def test_an_evaluation_without_rewards_keeps_its_seeds_and_what_is_preferred(tmp_path):
-    alone = Evaluation("tuned", 3, 1.0, 10, ("a", "b"), 2, {}, np.asarray([1.0, 0.5, NAN]))
+    alone = Evaluation(
+        "tuned", 3, 1.0, 10, ("a", "b"), 2, {}, Agreement(np.asarray([1.0, 0.5, NAN]), np.asarray([0, 1, 0]))
+    )
     alone.save(tmp_path)
     back = Evaluation.load(tmp_path / "tuned.json")
     assert (back.seeds, back.scores, back.prompts) == (2, {}, ("a", "b"))
-    np.testing.assert_array_equal(back.agreement, alone.agreement)
+    np.testing.assert_array_equal(back.agreement.right, alone.agreement.right)
+    assert back.agreement.captions.tolist() == [0, 1, 0]
+
+
+def test_the_interval_of_agreement_resamples_captions_and_not_pairs():
+    """Ten pairs of one caption that always agree are one observation, and an unreadable one is none."""
+    right = np.where(np.arange(100) < 70, 1.0, 0.0)
+    single = Agreement(right, np.arange(100)).interval()
+    assert single == interval(right)
+    values, captions = np.append(np.repeat(right, 10), NAN), np.append(np.repeat(np.arange(100), 10), 100)
+    many = Agreement(values, captions).interval()
+    assert (many["mean"], many["n"]) == (pytest.approx(0.7), 1000)
+    assert (many["low"], many["high"]) == pytest.approx((single["low"], single["high"]))
+    assert Agreement(np.repeat(right, 10), np.arange(1000)).interval()["low"] > many["low"] + 0.04

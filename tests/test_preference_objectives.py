@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms import dgpo, diffusion_dpo, diffusion_kto, online_dpo, seppo
 from flowrl.algorithms._matching import AnchorConfig
 from flowrl.algorithms._preference import given_signs
 from flowrl.algorithms.diffusion_kto import reference_point
 from flowrl.matching import Outputs
 from flowrl.objectives import anchor_sign, label_loss, mean_square, pair_margin, preference_loss
-from flowrl.types import LossOutput
-from tests.toys import flow_schedule, loss_of, outputs_of
+from flowrl.types import LossOutput, NoisedBatch
+from tests.toys import ToyAdapter, flow_schedule, loss_of, nudge, outputs_of, roll_out
 
 PAIRS, DIMS, BETA = 3, 8, 7.0
 SIGN = torch.tensor([1.0, -1.0] * PAIRS, dtype=torch.float64)
@@ -177,6 +178,19 @@ def test_prompts_without_a_difference_or_with_too_small_a_one_are_left_out():
     assert credited(rewards, least_gap=0.1).kept.any(dim=1).tolist() == [False, False, True, False]
 
 
+@pytest.mark.parametrize("order", [(60.0, 100.0, -60.0, -100.0), (100.0, 60.0, -100.0, -60.0)])
+@pytest.mark.parametrize("rule", [{}, {"name": "median"}, {"clip": None}])
+def test_outliers_are_not_tied_by_the_clip(order, rule):
+    """Beside 63 prompts of little spread both pairs of this one lie beyond 5 stds."""
+    credit = credited([list(order), *[[0.0, 0.01, 0.02, 0.03]] * 63], advantages=AdvantageConfig(**rule))
+    assert credit.values[0, :, 0].tolist() == [1.0 if r == 100 else -1.0 if r == -100 else 0.0 for r in order]
+
+
+def test_a_clip_is_refused_since_nothing_is_clipped():
+    with pytest.raises(ValueError, match=r"advantages\.clip=2\.0: .* leave it out"):
+        online_dpo.Config(advantages=AdvantageConfig(clip=2.0))
+
+
 def test_several_equal_best_and_worst_give_one_pair():
     credit = credited([[1.0, 0.0, 1.0, 0.0]])
     assert credit.kept.sum() == 2
@@ -323,7 +337,7 @@ def test_the_criterion_is_of_the_slot_over_all_its_times():
 
 
 def test_its_reference_is_drawn_uniformly_from_the_kept_checkpoints():
-    """5: never the policy itself; of k checkpoints each with chance 1 / k, of more than `keep` the newest alone."""
+    """5: of k checkpoints each with chance 1 / k, of more than `keep` the newest alone."""
     draws = torch.tensor([seppo.drawn_checkpoint(4, 7, seed) for seed in range(2000)])
     counts = draws.bincount(minlength=5)
     assert counts[4] == 0
@@ -343,4 +357,40 @@ def test_checkpoints_are_kept_at_their_time_and_the_oldest_is_overwritten():
     other = own(every=4, keep=3)
     other.load_state_dict(method.state_dict())
     assert (other.behaviour, other.made, other.last) == (method.behaviour, 5, 16)
-    assert method.behaviour in ("checkpoint_2", "checkpoint_0", "checkpoint_1")
+
+
+def test_a_rounds_reference_is_one_of_the_checkpoints_that_are_still_there():
+    """Of five, in three places, the fourth stands in the first one's place and the fifth in the second one's."""
+    method = own(every=4, keep=3)
+    method.made = 5
+    found = {}
+    for seed in range(50):
+        method.plan(flow_schedule(4), None, 1, seed)
+        found[method.behaviour] = seppo.drawn_checkpoint(5, 3, seed)
+    assert found == {"checkpoint_2": 2, "checkpoint_0": 3, "checkpoint_1": 4}
+
+
+def test_held_out_pairs_are_judged_against_the_untouched_network_whatever_the_rounds_reference_is():
+    """At a round's first iteration the newest checkpoint is the policy itself, which it cannot be told from."""
+    method = own(every=1, keep=2)
+    session = roll_out(ToyAdapter(), algorithm=method)
+    nudge(session.adapter.network)
+    session.weights.follow(method.behaviour, 0.0)
+    batch = NoisedBatch(
+        clean=session.samples.x0[:4],
+        eps=torch.randn(2, *session.samples.x0.shape[1:]).repeat_interleave(2, dim=0),
+        sigma=torch.full((4,), 0.6),
+        timestep=torch.full((4,), 600.0),
+        cond=session.cond.index(session.rows[:4]),
+        advantage=SIGN[:4].float(),
+        sample=torch.arange(4),
+        group=PAIR[:4],
+    )
+    with torch.no_grad():
+        found, expected = (one.preferred(batch, session.networks) for one in (method, dpo()))
+        assert torch.equal(found, expected)
+        assert bool((found != 0).all())
+        told = method.outputs(batch, session.networks).by_role
+    assert set(told) == {"policy", "earlier"}, "the updates pay for no other network"
+    assert method.frozen == 1
+    assert own(kl=AnchorConfig(coef=0.1)).frozen == 2

@@ -135,7 +135,7 @@ def test_what_cannot_be_used_is_skipped_counted_and_shown_by_its_line(put, reaso
         ({"label_0": None}, "label not 0, 0.5 or 1"),
         ({"label_0": True}, "label not 0, 0.5 or 1"),
         ({"label_0": 1, "label_1": 1}, "label not 0, 0.5 or 1"),
-        ({"has_label": False}, "no label"),
+        *(({"has_label": no}, "no label") for no in (False, 0, 0.0, None, "", "0", "False", "false")),
         ({"image_0_uid": "u", "image_1_uid": "u"}, "same picture twice"),
         ({"jpg_1": None}, "missing picture"),
     ],
@@ -145,6 +145,19 @@ def test_a_label_that_says_nothing_is_left_out_by_its_reason(put, change, reason
     found = load_preferences(put(good, good | change), "data.pairs", ALL)
     assert found.report.counts == {reason: 1}
     assert len(found) == 1
+
+
+def test_pairs_that_are_judged_again_are_used_and_told_of(put):
+    records = [pair(), pair("b.png", "a.png"), pair(), pair() | {"prompt": "y"}, pair("c.png", "d.png"), pair()]
+    found = load_preferences(put(*records), "data.pairs")
+    assert len(found) == 6
+    assert found.report.votes == {"repeated": (2, ["line 3", "line 6"]), "opposed": (1, ["line 2"])}
+    assert "used, 1 opposed (a caption and its pair once more): line 2" in str(found.report)
+    assert found.report.facts()["votes"]["repeated"] == {"count": 2, "examples": ["line 3", "line 6"]}
+    assert load_preferences(put(*records[3:5]), "data.pairs").report.votes == {}
+    named = {"caption": "x", "jpg_0": "a.png", "jpg_1": "b.png", "image_0_uid": "u", "image_1_uid": "v"}
+    voted_twice = [named | {"label_0": 1}, named | {"label_0": 0, "jpg_0": "c.png"}]
+    assert load_preferences(put(*voted_twice), "data.pairs").report.votes == {"opposed": (1, ["line 2"])}
 
 
 def test_ties_may_be_most_of_a_set_but_broken_records_only_a_few(put):

@@ -1,16 +1,21 @@
-"""Prompts: the order of a run, cached embeddings."""
+"""Prompts: the order of a run, cached embeddings, pictures."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from flowrl.distributed import shard
-from flowrl.prompts import Prompt, PromptSource, Texts
+from flowrl.prompts import Prompt, PromptSource, Texts, open_picture
 from tests.toys import ToyAdapter
 
 # ---- the order of a run
@@ -109,3 +114,52 @@ def test_retired_prompts_are_passed_over_and_the_order_goes_on():
     assert not resumed.exhausted
     resumed.retire(6, range(5))
     assert resumed.exhausted
+
+
+# ---- pictures
+
+
+def opened(image: Image.Image, kind: str, **options: Any) -> np.ndarray:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return np.asarray(open_picture(io.BytesIO(file.getvalue())))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_grey_of_16_bits_is_brought_to_8_by_rounding(kind):
+    """Pillow's own conversion cuts it off at 255: nearly every picture is white."""
+    wide = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
+    found = opened(Image.fromarray(wide), kind)
+    assert found.shape == (32, 32, 3)
+    assert np.array_equal(found, np.repeat(np.round(wide / 257).astype(np.uint8)[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize(("dtype", "reason"), [(np.int32, "32-bit grey"), (np.float32, "grey of floats")])
+def test_grey_without_a_known_range_is_refused(dtype, reason):
+    with pytest.raises(ValueError, match=f"{reason}, whose range is not known"):
+        opened(Image.fromarray(np.full((2, 2), 7, dtype=dtype)), "TIFF")
+
+
+def with_palette() -> Image.Image:
+    image = Image.new("P", (3, 1))
+    image.putpalette([200, 0, 0, 0, 0, 100])
+    image.putdata([0, 1, 0])
+    return image
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "options", "expected"),
+    [
+        (Image.new("RGBA", (1, 1), (200, 0, 0, 0)), "PNG", {}, [255, 255, 255]),
+        (Image.new("RGBA", (1, 1), (200, 0, 0, 255)), "PNG", {}, [200, 0, 0]),
+        (Image.new("RGBA", (1, 1), (200, 0, 100, 51)), "PNG", {}, [244, 204, 224]),
+        (Image.new("LA", (1, 1), (20, 0)), "PNG", {}, [255, 255, 255]),
+        (Image.new("L", (1, 1), 20), "PNG", {"transparency": 20}, [255, 255, 255]),
+        (Image.new("RGB", (1, 1), (1, 2, 3)), "PNG", {"transparency": (1, 2, 3)}, [255, 255, 255]),
+        (with_palette(), "PNG", {"transparency": 0}, [255, 255, 255]),
+        (with_palette(), "GIF", {"transparency": 0}, [255, 255, 255]),
+        (with_palette(), "PNG", {}, [200, 0, 0]),
+    ],
+)
+def test_transparent_places_are_white_whatever_colour_lies_under_them(image, kind, options, expected):
+    assert opened(image, kind, **options)[0, 0].tolist() == expected

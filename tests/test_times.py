@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.algorithms import diffusion_dpo, diffusion_kto, seppo, sft
 from flowrl.schedules import Schedule, shift_sigmas
 from flowrl.times import GRID, Times, TimesConfig, draw, strata
 from flowrl.types import SampleId
@@ -171,13 +172,48 @@ def test_times_on_sigma_are_fed_in_the_networks_units_and_refused_where_these_ar
         draw(TimesConfig(name=name), unknown, IDS, (0, 1))
 
 
+# ---- rules on the timesteps of training
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_timesteps_are_uniform_over_all_of_training_and_stratified(count):
+    """t ~ U{0 .. 999}, 0 and 999 among them, each with the table's own sigma."""
+    grid = vp_schedule(10)
+    ids = [SampleId(slot, sample) for slot in range(20) for sample in range(1000)]
+    found = draw(TimesConfig(name="timesteps", count=count), grid, ids, (0, 1))
+    step = found.timestep.long()
+    assert torch.equal(step.float(), found.timestep)
+    assert torch.equal(found.sigma, (1 - grid.table[step]).sqrt().float())
+    share = step.flatten().bincount(minlength=1000) / (20_000 * count)
+    # 20 draws of each: std 4.5, so none is 5 std away
+    assert len(share) == 1000
+    assert float((share - 1e-3).abs().max()) < 5 * math.sqrt(1e-3 / (20_000 * count))
+    assert torch.equal(step.sort(dim=1).values * count // 1000, torch.arange(count).expand(len(ids), count))
+
+
+def test_a_flow_has_no_timesteps_of_training():
+    with pytest.raises(ValueError, match=r"times\.name=timesteps: a flow is not trained at numbered timesteps"):
+        draw(TimesConfig(name="timesteps"), flow_schedule(10), IDS, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("module", "count"), [(diffusion_dpo, 1), (diffusion_kto, 1), (sft, 1), (seppo, 4)], ids=lambda m: str(m)[-30:]
+)
+def test_methods_on_given_pictures_take_the_times_of_the_models_training(module, count):
+    method = module.build(module.Config())
+    for grid, name in ((flow_schedule(10), "logit_normal"), (vp_schedule(10), "timesteps")):
+        named = draw(TimesConfig(name=name, count=count), grid, IDS, (7, 3), shared=method.shared_times)
+        assert torch.equal(method.times(grid, IDS, 3, 7).timestep, named.timestep)
+    assert module.build(module.Config(times=TimesConfig(name="power", count=3))).config.terms(10) == 3
+
+
 # ---- identity
 
 
-@pytest.mark.parametrize("name", [*GRID, *SIGMA])
+@pytest.mark.parametrize("name", [*GRID, *SIGMA, "timesteps"])
 @pytest.mark.parametrize("shared", ["sample", "group", "all"])
 def test_a_draw_belongs_to_its_sample_whatever_the_batch_and_the_order(name, shared):
-    config, grid = TimesConfig(name=name, count=4), flow_schedule(12)
+    config, grid = TimesConfig(name=name, count=4), vp_schedule(12) if name == "timesteps" else flow_schedule(12)
     whole = draw(config, grid, IDS, (5, 2), shared=shared).sigma
     order = [7, 0, 11, 4]
     part = draw(config, grid, [IDS[k] for k in order], (5, 2), shared=shared).sigma

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from flowrl.plan import StepPlan, deterministic, stochastic_solver
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
-from flowrl.times import Times, TimesConfig, draw
+from flowrl.times import Times, TimesConfig, draw, of_process
 from flowrl.types import Identity, LossOutput, Member, NoisedBatch, SampleId, Unit
 
 
@@ -79,8 +79,12 @@ class AnchorConfig:
 class NoisedConfig:
     """Options of every method here, wherever its samples come from."""
 
-    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete"))
-    """Where on the path the samples are noised to; see `flowrl/times.py`."""
+    TERMS: ClassVar[int] = 1
+    """Terms per sample where `times` is null."""
+
+    times: TimesConfig | None = None
+    """Where on the path the samples are noised to; see `flowrl/times.py`. null, where that is the default: `timesteps`
+    on noise-prediction models, `logit_normal` on flows."""
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
     """Pull to the untouched network."""
     guidance_scale: float | None = None
@@ -98,12 +102,22 @@ class NoisedConfig:
         Raises:
             ValueError: naming the key.
         """
-        self.times.terms(num_steps)
+        self.terms(num_steps)
+
+    def terms(self, num_steps: int) -> int:
+        """Terms per sample on a grid of so many steps.
+
+        Raises:
+            ValueError: the grid has fewer nodes than the rule needs.
+        """
+        return self.TERMS if self.times is None else self.times.terms(num_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatchingConfig(NoisedConfig):
     """Options of the methods that draw their samples and credit them by rewards."""
+
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete"))
 
     solver: Solver = "dpm2_midpoint"
     """How a rollout is solved; `sa` adds noise."""
@@ -173,7 +187,8 @@ class NoisedBase(Generic[N]):
 
     def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
         """Training times of B samples, [B, T]."""
-        return draw(self.config.times, schedule, ids, (seed, iteration), shared=self.shared_times)
+        rule = self.config.times or of_process(schedule, self.config.TERMS)
+        return draw(rule, schedule, ids, (seed, iteration), shared=self.shared_times)
 
     def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """Prompts that are to be drawn no more, [P] bool."""

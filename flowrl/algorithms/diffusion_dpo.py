@@ -13,7 +13,7 @@ Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py; flow form:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, agreement, given_signs, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
-from flowrl.times import TimesConfig
 from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
@@ -29,7 +28,6 @@ LEVEL = "experimental"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(NoisedConfig):
-    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=1))
     beta: float | None = None
     """Inverse temperature of the margin; null: 5000 on noise-prediction models, 2000 on flows. The larger, the smaller
     the learning rate must be."""

@@ -11,7 +11,7 @@ Source: arXiv 2404.04465; jacklishufan/diffusion-kto:train_kto_sd_v1.5.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,7 +23,6 @@ from flowrl.algorithms._preference import Space, error_of, given_signs, require_
 from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs
 from flowrl.objectives import Utility, label_loss
-from flowrl.times import TimesConfig
 from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
@@ -31,7 +30,6 @@ LEVEL = "experimental"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(NoisedConfig):
-    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=1))
     beta: float = 1000.0
     """Scale of the gain."""
     utility: Utility = "kahneman_tversky"

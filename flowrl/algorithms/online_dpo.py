@@ -1,8 +1,8 @@
 """Online DPO: best against worst of the samples that are drawn for a prompt.
 
     1. sample x0 with the policy, the untouched network, or one that follows the policy at intervals
-    2. of each prompt the best and the worst sample, by the advantage rule; a prompt whose two differ too little is
-       left out
+    2. of each prompt the best and the worst sample, by the advantage rule without its clip; a prompt whose two differ
+       too little is left out
     3. loss = -log sigmoid(-beta / 2 Delta), as Diffusion-DPO; one sigma and one eps for both
 
 The margin is taken against the untouched network, with `lagged` against the network that drew the samples.
@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import Advantages, aggregate
+from flowrl.advantages import AdvantageConfig, Advantages, aggregate
 from flowrl.algorithms._matching import MatchingBase, MatchingConfig
 from flowrl.algorithms._preference import Space, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
@@ -56,6 +56,11 @@ class Config(MatchingConfig):
             raise ValueError(f"least_gap={self.least_gap} must not be negative")
         if self.advantages.select is not None:
             raise ValueError("advantages.select: this method keeps the best and the worst sample; leave it out")
+        if self.advantages.clip not in (None, AdvantageConfig().clip):
+            raise ValueError(
+                f"advantages.clip={self.advantages.clip}: advantages only rank the samples of a prompt, and nothing is "
+                "clipped; leave it out"
+            )
 
 
 class OnlineDpo(MatchingBase[Config]):
@@ -74,7 +79,8 @@ class OnlineDpo(MatchingBase[Config]):
         return 2
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        credit = self.rule(rewards, weights, prompts)
+        # A clip ties outliers: the best two of a prompt may both lie beyond it.
+        credit = replace(self.rule(rewards, weights, prompts, clipped=False), bound=None)
         return best_against_worst(credit, aggregate(rewards, weights), self.config.least_gap)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
@@ -102,7 +108,7 @@ def best_against_worst(credit: Advantages, total: Tensor, least_gap: float) -> A
     """+1 for the best and -1 for the worst sample of each prompt by its credit, others not kept.
 
     Args:
-        credit: of all samples; values [P, G, 1].
+        credit: of all samples, not clipped; values [P, G, 1].
         total: weighted rewards [P, G], NaN where masked.
         least_gap: pairs whose `total` differs by no more are left out.
     """

@@ -2,7 +2,8 @@
 
     1. every `every` optimizer steps the policy is kept as a checkpoint, the newest `keep` of them; a round is what lies
        between
-    2. a round has one of the kept checkpoints, drawn uniformly, as its reference; it also draws x_r for each prompt
+    2. a round has one of the kept checkpoints, drawn uniformly, as its reference (the newest is the policy itself until
+       the round's first update); it also draws x_r for each prompt
     3. slot (c, x_w of the data, x_r); one sigma and one eps for both
     4. s = sign(l_ref(x_w) - l(x_w)), over all times of the slot, 0 counting as +1: +1, the policy fits the picture of
        the data better than its earlier self, and x_r loses; -1, it does not, and x_r wins too
@@ -17,7 +18,8 @@ Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +36,6 @@ from flowrl.rng import stream
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
-from flowrl.times import TimesConfig
 from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
@@ -43,8 +44,8 @@ EARLIER = "earlier"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(NoisedConfig):
-    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
-    """The criterion averages over them: one draw has a noisy sign."""
+    TERMS: ClassVar[int] = 4  # the criterion averages over them: one draw has a noisy sign
+
     beta: float | None = None
     """Inverse temperature of the margin, not published; null: Diffusion-DPO's, 5000 on noise-prediction models and 2000
     on flows."""
@@ -81,12 +82,14 @@ class Seppo(NoisedBase[Config]):
         self.made, self.last = 1, 0
         """Checkpoints made so far, the initial network among them, and the optimizer step of the newest."""
         self.behaviour = _name(0)
-        self.untouched = self.roles
-        self.roles = (*self.roles, *(_name(place) for place in range(config.keep)))
+        self.pulled = self.roles
+        # The untouched network is kept for held-out pairs too: against an earlier self, which may be the policy as it
+        # is, nothing that was learned before would count.
+        self.roles = ("reference", *(_name(place) for place in range(config.keep)))
 
     @property
     def frozen(self) -> int:
-        return len(self.untouched) + 1
+        return len(self.pulled) + 1
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         self.behaviour = _name(drawn_checkpoint(self.made, self.config.keep, seed) % self.config.keep)
@@ -98,7 +101,7 @@ class Seppo(NoisedBase[Config]):
     def outputs(self, batch: NoisedBatch, networks: Networks) -> Outputs:
         """Of the policy and of the round's reference, under one name whichever it is."""
         scale = self.guidance(networks)["policy"]
-        roles = dict.fromkeys(("policy", *self.untouched, self.behaviour), scale)
+        roles = dict.fromkeys(("policy", *self.pulled, self.behaviour), scale)
         found = evaluate(networks.policy.adapter, networks.weights, batch, roles)
         found.by_role[EARLIER] = found.by_role.pop(self.behaviour)
         return found
@@ -119,7 +122,10 @@ class Seppo(NoisedBase[Config]):
         return anchor_sign(group_mean((batch.advantage > 0) * better, slot), self.config.anchor)
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
-        return agreement(self.outputs(batch, networks), EARLIER, self.config.space)
+        """By the margin against the untouched network, as of the other methods on pairs."""
+        roles = dict.fromkeys(("policy", "reference"), self.guidance(networks)["policy"])
+        outputs = evaluate(networks.policy.adapter, networks.weights, batch, roles)
+        return agreement(outputs, "reference", self.config.space)
 
     def after_iteration(self, updates: int, weights: Weights) -> None:
         if updates - self.last >= self.config.every:

@@ -10,7 +10,7 @@ Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py (`--sft`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import given_signs
 from flowrl.algorithms.base import Networks
-from flowrl.times import TimesConfig
 from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
@@ -26,7 +25,7 @@ LEVEL = "experimental"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(NoisedConfig):
-    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=1))
+    """Those of its family alone."""
 
 
 class Sft(NoisedBase[Config]):

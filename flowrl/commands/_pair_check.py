@@ -17,7 +17,11 @@ class Look:
     """What opening every picture showed."""
 
     pairs: int = 0
-    """With both pictures, or the one of a winner, readable."""
+    """With all their pictures, a winner's only one or both, readable."""
+    alone: int = 0
+    """Of these, records without a loser."""
+    winners: int = 0
+    """Records with a readable winner."""
     unreadable: list[str] = field(default_factory=list)
     """The first few pictures that are not."""
     broken: int = 0
@@ -30,7 +34,7 @@ class Look:
 
 
 def look(source: str, words: Sequence[str]) -> bool:
-    """Print what the set holds, and whether a training on pairs would take it.
+    """Print what the set holds, and whether a training would take it: one on pairs, unless there are only winners.
 
     Raises:
         ConfigError: no such set or column, or nothing in it can be used.
@@ -55,11 +59,19 @@ def look(source: str, words: Sequence[str]) -> bool:
     ):
         if count:
             print(f"{count} {what}: {'; '.join(shown)}{' ...' if count > len(shown) else ''}")
-    share = (pairs.report.broken + found.broken) / pairs.report.rows
-    good = share <= options.max_broken and found.pairs > 0
-    verdict = "ok" if good else "too much"
-    print(f"broken: {share:.2%} of {pairs.report.rows} records, max_broken={options.max_broken}: {verdict}")
-    return good
+    rows, left_out = pairs.report.rows, pairs.report.broken
+    paired = _verdict("methods on pairs", found.pairs - found.alone, left_out, len(pairs), rows, options.max_broken)
+    alone = _verdict("methods on winners alone", found.winners, left_out, len(pairs), rows, options.max_broken)
+    return alone if pairs.report.winners_only == len(pairs) else paired
+
+
+def _verdict(who: str, good: int, left_out: int, usable: int, rows: int, allowed: float) -> bool:
+    """Say whether so many good records of so many are enough for a kind of method."""
+    share = (left_out + usable - good) / rows
+    enough = good > 0 and share <= allowed
+    verdict = "ok" if enough else "too much" if good else "nothing to use"
+    print(f"{who}: broken {share:.2%} of {rows} records, max_broken={allowed}: {verdict}")
+    return enough
 
 
 def _opened(pairs: PreferenceSet) -> Look:
@@ -70,13 +82,15 @@ def _opened(pairs: PreferenceSet) -> Look:
     for index in range(len(pairs)):
         try:
             pair = pairs.read(index)
-            for picture in _pictures(pair):
+            for count, picture in enumerate(_pictures(pair)):
                 found.sizes.add(picture.open().size)
+                found.winners += count == 0
         except Unreadable as error:
             found.broken += 1
             found.unreadable += [str(error)] if len(found.unreadable) < EXAMPLES else []
         else:
             found.pairs += 1
+            found.alone += pair.rejected is None
             if pair.rejected is not None and _bytes(pair.chosen) == _bytes(pair.rejected):
                 found.equal += 1
                 found.alike += [pair.key] if len(found.alike) < EXAMPLES else []

@@ -19,7 +19,7 @@ def command(
 ) -> None:
     """Scores on the held-out prompts with 95 % intervals; the same seeds as in training runs."""
     from flowrl.config import load_config, resolve
-    from flowrl.evaluate import Evaluation, interval, summary
+    from flowrl.evaluate import Evaluation, summary
     from flowrl.report import told_accuracy
     from flowrl.trainer import Trainer
 
@@ -35,7 +35,7 @@ def command(
             f"{value['n']} prompts x {result.scores[name].shape[1]} seeds)"
         )
     if result.agreement is not None:
-        print(told_accuracy(interval(result.agreement)))
+        print(told_accuracy(result.agreement.interval()))
     base = folder / "eval" / "base.json"
     if run is not None and base.is_file():
         _against(Evaluation.load(base), result, trainer.watched)

@@ -47,7 +47,7 @@ def command(
     given = Given(run.data, resolved.algorithm.build(), run.seed) if resolved.members else None
     if given is not None:
         console.print(f"{given.pairs.report}", markup=False)
-        console.print(f"{given.held_out_count} held-out pairs, {len(held_out)} prompts for evaluation")
+        console.print(f"{len(given.held_out_numbers)} held-out pairs, {len(held_out)} prompts for evaluation")
     else:
         console.print(f"{len(train)} training prompts, {len(held_out)} for evaluation")
     if len(train if given is None else given.records) < resolved.slots:
@@ -117,6 +117,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     from flowrl.flash import flow_timestep
     from flowrl.memory import terms_per_sample
     from flowrl.schedules import Schedule, shift_sigmas
+    from flowrl.types import SampleId
 
     steps, algorithm = resolved.run.rollout.num_inference_steps, resolved.algorithm.build()
     end = 0.03 if getattr(resolved.model.config, "final_alpha", "model") == "first" else 0.0
@@ -125,6 +126,8 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     try:
         plan = algorithm.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
         terms_per_sample(resolved, plan)
+        if adapter is not None and algorithm.needs == "samples":
+            algorithm.times(schedule, [SampleId(0, 0)], 1, resolved.run.seed)
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
     if adapter is not None:

@@ -127,7 +127,7 @@ def test_times_are_repeatable_and_as_many_as_announced(name):
     algorithm, ids = build(name), [SampleId(slot, sample) for slot in range(2) for sample in range(3)]
     for num_steps in (10, 25):
         found = algorithm.times(flow_schedule(num_steps), ids, 4, 7)
-        assert found.sigma.shape == found.timestep.shape == (6, algorithm.config.times.terms(num_steps))
+        assert found.sigma.shape == found.timestep.shape == (6, algorithm.config.terms(num_steps))
         assert bool(((found.sigma > 0) & (found.sigma <= 1)).all())
         assert torch.equal(algorithm.times(flow_schedule(num_steps), ids[2:4], 4, 7).sigma, found.sigma[2:4])
         if algorithm.unit in ("group", "prompt"):  # or its forwards would not hold whole groups of one time

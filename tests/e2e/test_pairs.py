@@ -16,6 +16,7 @@ from PIL import Image
 from flowrl import media
 from flowrl.commands._pair_check import look
 from flowrl.config import load_config, resolve
+from flowrl.pairfolder import PairFolder
 from flowrl.pairing import judge
 from flowrl.pairplan import rollout_plan
 from flowrl.preferences import load_preferences
@@ -285,8 +286,10 @@ GOOD = {"prompt": "x", "chosen": "a.png", "rejected": "c.png"}
 
 def test_a_check_opens_every_picture_and_tells_what_a_training_would_meet(put, monkeypatch, capsys):
     put(GOOD, GOOD | {"rejected": "same.png"}, GOOD | {"margin": 0}, GOOD | {"rejected": None})
-    code, printed = command(monkeypatch, capsys, "pairs", "pairs.jsonl", "--check")
+    code, printed = command(monkeypatch, capsys, "pairs", "pairs.jsonl", "--check", "max_broken=0.3")
     assert code == 0, printed
+    assert "methods on pairs: broken 25.00% of 4 records, max_broken=0.3: ok" in printed
+    assert "methods on winners alone: broken 0.00% of 4 records, max_broken=0.3: ok" in printed
     assert "3 of 3 records have readable pictures, of 6x4 to 8x4 pixels" in printed
     assert "1 distinct prompts" in printed
     assert "1 records of two equal pictures: line 2" in printed
@@ -296,8 +299,23 @@ def test_a_check_opens_every_picture_and_tells_what_a_training_would_meet(put, m
     assert code == 1, printed
     assert "1 records with a picture that cannot be read" in printed
     assert "line 2, chosen (cut.png)" in printed
-    assert "broken: 66.67% of 3 records, max_broken=0.1: too much" in printed
+    assert "methods on pairs: broken 66.67% of 3 records, max_broken=0.1: too much" in printed
     assert look("pairs.jsonl", ["max_broken=0.7"])
+
+
+def test_a_check_is_of_pairs_unless_there_are_winners_only(put, capsys):
+    """A missing or unreadable loser is nothing to methods on winners, and breaks the record for the others."""
+    alone = {"prompt": "x", "chosen": "a.png"}
+    put(GOOD, alone, GOOD | {"rejected": "cut.png"})
+    assert not look("pairs.jsonl", [])
+    printed = capsys.readouterr().out
+    assert "methods on pairs: broken 66.67% of 3 records, max_broken=0.1: too much" in printed
+    assert "methods on winners alone: broken 0.00% of 3 records, max_broken=0.1: ok" in printed
+    put(alone, alone)
+    assert look("pairs.jsonl", [])
+    assert "methods on pairs: broken 100.00% of 2 records, max_broken=0.1: nothing to use" in capsys.readouterr().out
+    put(alone, alone | {"chosen": "cut.png"})
+    assert not look("pairs.jsonl", [])
 
 
 @pytest.mark.parametrize(
@@ -315,3 +333,26 @@ def test_a_check_refuses_what_is_no_set(put, record, words, reason):
         look("pairs.jsonl", words)
     put({"text": "x", "best": "a.png"})
     assert look("pairs.jsonl", ["prompt=text", "chosen=best"])
+
+
+def test_a_folder_whose_making_was_killed_is_gone_on_with(tmp_path, monkeypatch):
+    """Behind each of its steps: the header half written, written alone, and with the pictures' folder."""
+
+    class Killed(Exception):
+        pass
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    for number, place in enumerate(("os.replace", "pathlib.Path.touch", "os.truncate", "pathlib.Path.mkdir")):
+        out = tmp_path / str(number)
+        out.mkdir()
+        (out / ".lock").touch()
+        folder = PairFolder(out, {"seed": 0}, {})
+        with monkeypatch.context() as patched:
+            patched.setattr(place, killed)
+            with pytest.raises(Killed):
+                folder.begin()
+        assert PairFolder(out, {"seed": 0}, {}).begin().pairs == 0
+        assert (out / "pairs.jsonl").read_bytes() == b""
+        assert (out / "pictures").is_dir()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flowrl.preferences import PreferenceSource, load_preferences
 from flowrl.strict import ConfigError
 from tests.e2e.conftest import assert_same_gradient, digest, finish, start, train
 
@@ -149,15 +150,23 @@ def test_a_table_like_pick_a_pics_is_learned_from_and_held_out_pairs_preferred(p
     assert (facts["rows"], facts["usable"], facts["skipped"]) == (9, 8, {"tie": 1})
 
 
-def test_a_broken_picture_is_counted_and_many_stop_the_run(pairs: Path):
+def test_a_broken_picture_is_counted_and_many_stop_the_run_with_what_was_trained_saved(pairs: Path):
     (pairs / "pairs" / "chosen-0.png").write_bytes(b"broken")
     words = (*SCENE, METHODS["diffusion_dpo"], "iterations=3", "data.eval_prompts=null", "eval={}")
     train("name=one", *words)
     assert sum(row["pairs/unreadable"] for row in told("one")) == 2  # twelve draws: every pair twice
-    for k in range(1, 6):
+    readable = PreferenceSource(load_preferences("pairs", "data.pairs"), 4, seed=0).draw(1)[0]
+    for k in range(6):
         (pairs / "pairs" / f"rejected-{k}.png").write_bytes(b"broken")
-    with pytest.raises(ConfigError, match=r"of the 4 pairs of an iteration have a picture that cannot be read"):
-        train("name=many", *words)
+    for name in ("chosen", "rejected"):
+        scene(99, 0.5).save(pairs / "pairs" / f"{name}-{readable}.png")
+    many = (*words, "name=many", "checkpoint={every: 9}", "optim.updates_per_iteration=1")
+    # After 4 pairs up to 3.8 may be lost, after 8 up to 5.2.
+    with pytest.raises(ConfigError, match=r"of 8 pairs drawn so far have a picture that cannot be read"):
+        train(*many)
+    assert [folder.name for folder in Path("runs/many/checkpoints").glob("iteration-*")] == ["iteration-000001"]
+    train(*many, "data.pair_options={max_broken: 1}", resume=True)
+    assert len(told("many")) == 3
 
 
 def test_a_win_rate_is_told_and_pictures_alone_are_drawn_where_nothing_scores_them(pairs: Path, capsys):
