@@ -180,11 +180,11 @@ def _at_turning_points(leaves: Tensor, d: Tensor, gain: Gain, turning: float) ->
     """Gains [P, T, n] of chains with rewards `leaves` [P, T, n + 1] and increments d [P, T, n]; NaN where masked
     rewards leave open whether a step is a turning point."""
     whole = (leaves[..., -1:] - leaves[..., :1]).expand_as(d)
-    sign = d.sign() * whole.sign()
+    sign = _sign(d) * _sign(whole)
     before = torch.cat([-torch.ones_like(sign[..., :1]), sign[..., :-1]], dim=2)
     signs = [-before, sign]
     if gain == "long_term":
-        signs.append(d.sign() * (leaves[..., -1:] - leaves[..., 1:]).sign())
+        signs.append(_sign(d) * _sign(leaves[..., -1:] - leaves[..., 1:]))
     asked = torch.stack(signs)  # a turning point has all of them above 0, and one that is not tells that it is none
     turns = (asked > 0).all(dim=0)
     if gain == "long_term":
@@ -193,6 +193,11 @@ def _at_turning_points(leaves: Tensor, d: Tensor, gain: Gain, turning: float) ->
         gains, matters = whole + turning * torch.where(turns, d, 0.0), turning != 0
     open_ = asked.isnan().any(dim=0) & ~(asked <= 0).any(dim=0)
     return torch.where(open_ & matters, torch.nan, gains)
+
+
+def _sign(values: Tensor) -> Tensor:
+    """NaN where values are, whose sign torch has as 0."""
+    return torch.where(values.isnan(), torch.nan, values.sign())
 
 
 # ---- pruning: edges that are left out of the updates; rewards and the other edges' credit stay as they are
