@@ -119,7 +119,8 @@ class Advantages:
     bound: Tensor | None = None
     """[R'] float32 where the clip still has to follow (`unclipped`): the bound of each column; else None."""
     steps: Tensor | None = None
-    """[P, G, K] float32 where a tree credits every step of a sample's path, instead of `values`; else None."""
+    """[P, G, K] float32 where a tree credits every step of a sample's path, instead of `values`; NaN where it has no
+    credit for one. Else None."""
     pruned: Tensor | None = None
     """With `steps`, [P, G, K] bool: those that are not trained, instead of `kept`."""
 

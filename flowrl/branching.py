@@ -111,6 +111,15 @@ class Branching:
         return sum(len(self.at(k)) for k in range(self.num_steps))
 
     @property
+    def chain_forwards(self) -> int:
+        """Those of its leaves if each went its way alone.
+
+        >>> splits(20, {0: 2}, range(20)).chain_forwards, offshoots(8, [1], 1, strides=(1, 3), merge=2).chain_forwards
+        (40, 11)
+        """
+        return int((self.node[:-1] >= 0).sum())
+
+    @property
     def edges(self) -> int:
         """Steps from node to node."""
         return sum(len(self.children(k)) for k in range(self.num_steps))

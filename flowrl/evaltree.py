@@ -12,7 +12,7 @@ method. The first process draws the tree; where each forward needs all processes
     nodes     place [N] and leaf [N], the first of the leaves behind it; reward [N], that of the edge which leads there,
               of the root the mean of the leaves
     edges     parent [E] and child [E], numbers of nodes; noisy [E], by the law; reward [E], fused from the leaves
-              behind; advantage [E], null without noise; pruned [E], noisy and yet not trained
+              behind; advantage [E], null without noise or credit; pruned [E], noisy and yet not trained
     leaves    reward [L], the weighted sum that is trained on; raw, name of an output -> [L]
     sheet     columns, width, height: of the pictures in eval/tree-<tag>.png or .webp, row by row, in pixels
     note      why no advantage is there, or none that trains; null otherwise
@@ -174,12 +174,11 @@ def told(rollout: Rollout, weights: Tensor, credit: Advantages | None, path_weig
     for k, leaf in _edges(tree):
         child, noisy = number[int(tree.ends[k, leaf]), leaf], bool(tree.noisy[k, leaf])
         rewards[child] = float(fused[leaf, k])
-        known = noisy and credit is not None and math.isfinite(rewards[child])
         edges["parent"].append(number[k, int(tree.node[k, leaf])])
         edges["child"].append(child)
         edges["noisy"].append(noisy)
         edges["reward"].append(rewards[child])
-        edges["advantage"].append(float(credit.steps[0, leaf, k]) if known else math.nan)
+        edges["advantage"].append(float(credit.steps[0, leaf, k]) if noisy and credit is not None else math.nan)
         left_out = k not in rollout.plan.train or (credit is not None and bool(credit.pruned[0, leaf, k]))
         edges["pruned"].append(noisy and left_out)
     several = [k for k in range(tree.num_steps) if len(tree.children(k)) > len(tree.at(k))]

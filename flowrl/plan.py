@@ -69,8 +69,8 @@ class StepPlan:
                     f"the tree takes step {k} {'by the law' if taken else 'without a law'}, and its noise level is "
                     f"{self.noise_level[k]:g}"
                 )
-        if self.spread is not None and not self.spread >= 0:
-            raise ValueError(f"spread={self.spread} must not be negative")
+        if self.spread is not None and not (math.isfinite(self.spread) and self.spread >= 0):
+            raise ValueError(f"spread={self.spread} must be a number of at least 0")
         if not self.inflation > 0:
             raise ValueError(f"inflation={self.inflation} must be positive")
 
@@ -280,6 +280,22 @@ class MixWindow:
         if self.strategy == "exp_decay":
             return math.ceil(self.interval * math.exp(-self.rate * max(0, start - self.threshold)))
         return self.interval
+
+    def last(self, num_steps: int) -> int:
+        """The cleanest step that it ever holds.
+
+        >>> [MixWindow(strategy=name).last(20) for name in ("progressive", "random", "frozen")]
+        [17, 17, 3]
+        """
+        limit, shift = num_steps - 2, self.shift if self.overlap else self.size
+        if self.strategy == "random":
+            return limit - 1
+        start = limit - 1
+        if self.strategy == "frozen" or shift == 0:
+            start = 0
+        elif self.roll_back:
+            start -= start % shift
+        return min(start + self.size, limit) - 1
 
 
 def mix_window(config: MixWindow, num_steps: int, seed: int, iteration: int) -> tuple[int, ...]:

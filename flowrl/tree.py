@@ -1,8 +1,8 @@
 """Credit on trees: leaf rewards fused upward, normalised by depth or propagated from the leaves, and pruning.
 
 Everything is [P, G, K]: for each leaf the edge that its path takes at step k, float64. Leaves below one node share the
-edge, so they share its number. NaN: nothing valid lies behind an edge, or the path passes step k by. The G samples of a
-prompt are G / L trees of L leaves.
+edge, so they share its number. NaN is an edge that is not trained: nothing valid lies behind it, it has nothing to be
+compared with, or the path passes step k by. The G samples of a prompt are G / L trees of L leaves.
 
 Source: arXiv 2509.06040 (BranchGRPO), 2512.08153 (TreeGRPO), 2508.04324 (TempFlow-GRPO), 2510.01982 (G2RPO),
 2602.06422 (TP-GRPO).
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from flowrl.branching import Branching
-from flowrl.plan import StepPlan
-from flowrl.process import Process
-from flowrl.samplers.base import Sampler, step_std
+
+Gain = Literal["whole", "long_term", "step"]
 
 _LEAST_STD = 1e-6
 """Below it nodes count as equal, as in the released BranchGRPO."""
@@ -99,7 +98,8 @@ def by_path(log_probs: Tensor, tree: Branching, beta: float) -> Tensor:
 
 
 def depthwise(values: Tensor, total: Tensor, tree: Branching, scale: Scale) -> Tensor:
-    """(value - mean) / std over the nodes that the noisy edges of a step lead to, [P, G, K]; 0 where all are equal.
+    """(value - mean) / std over the nodes that the noisy edges of a step lead to, [P, G, K]; 0 where all are equal, NaN
+    where there is one alone.
 
     Args:
         values: of the edges, [P, G, K] (`fuse`).
@@ -114,21 +114,26 @@ def depthwise(values: Tensor, total: Tensor, tree: Branching, scale: Scale) -> T
         nodes = tree.noisy_children(k)
         if not len(nodes):
             continue
-        mean, std = _spread(edges[:, :, nodes, k], scale)
-        divisor = torch.maximum(std, scale.floor * leaf_std) + scale.eps
-        credit = torch.where(std >= _LEAST_STD, (edges[..., k] - mean) / divisor, 0.0)
-        credit = torch.where(edges[..., k].isnan(), torch.nan, credit)
+        credit = _compared(edges[..., k], edges[:, :, nodes, k], leaf_std, scale)
         found[..., k] = torch.where(tree.noisy[k], credit, torch.nan)
     return found.flatten(1, 2)
 
 
-def _spread(values: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
-    """Mean and std of values [P, T, N] over a tree or a prompt, [P, T or 1, 1]; NaN counts for nothing."""
+def _compared(values: Tensor, nodes: Tensor, leaf_std: Tensor, scale: Scale) -> Tensor:
+    """(value - mean) / std of values [P, T, L or 1], mean and std over the nodes [P, T, N] they are among."""
+    mean, std, count = _spread(nodes, scale)
+    divisor = torch.maximum(std, scale.floor * leaf_std) + scale.eps
+    credit = torch.where(std >= _LEAST_STD, (values - mean) / divisor, 0.0)
+    return torch.where(values.isnan() | (count < 2), torch.nan, credit)
+
+
+def _spread(values: Tensor, scale: Scale) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, std and count of values [P, T, N] over a tree or a prompt, [P, T or 1, 1]; NaN counts for nothing."""
     dims = (2,) if scale.pool == "tree" else (1, 2)
     count = values.isfinite().sum(dim=dims, keepdim=True)
     mean = values.nan_to_num().sum(dim=dims, keepdim=True) / count.clamp(min=1)
     square = (values - mean).nan_to_num().square().sum(dim=dims, keepdim=True)
-    return mean, (square / (count - scale.ddof).clamp(min=1)).sqrt()
+    return mean, (square / (count - scale.ddof).clamp(min=1)).sqrt(), count
 
 
 def propagated(leaf: Tensor, tree: Branching, path_weights: Tensor | None = None) -> Tensor:
@@ -138,39 +143,61 @@ def propagated(leaf: Tensor, tree: Branching, path_weights: Tensor | None = None
 
 
 def by_grain(total: Tensor, tree: Branching, grains: int, scale: Scale) -> Tensor:
-    """`depthwise` for each of several kinds of leaves by itself, summed: leaf l is of kind l % grains."""
+    """`depthwise` for each of several kinds of leaves by itself, summed: leaf l is of kind l % grains.
+
+    NaN where an edge has none of one kind: with a part of the sum it could not be compared with the others.
+    """
     kind = torch.arange(total.shape[1]) % grains
     parts = [torch.where(kind == grain, total, torch.nan) for grain in range(grains)]
     credit = torch.stack([depthwise(fuse(part, tree), part, tree, scale) for part in parts])
     return torch.where(credit.isnan().any(dim=0), torch.nan, credit.sum(dim=0))
 
 
-def increments(total: Tensor, tree: Branching, *, turning: float | None, scale: Scale) -> Tensor:
+def increments(total: Tensor, tree: Branching, *, gain: Gain, turning: float, scale: Scale) -> Tensor:
     """What each noisy step of a trunk added (`branching.completions`), compared over the trees of a prompt, [P, G, K].
 
-    With R_t the reward of leaf t, d_t = R_t - R_{t-1} and D = R_n - R_0, step t is credited d_t; with `turning` it is
-    D, plus `turning` d_t where the sign of d_t begins to agree with that of D (the released TP-GRPO, `turning` 1).
+    With R_t the reward of leaf t, d_t = R_t - R_{t-1} and D = R_n - R_0, a turning point is where the sign of d_t
+    begins to agree with that of D. Step t is credited, by `gain`:
+
+        whole      D, plus `turning` d_t at a turning point
+        long_term  d_t; R_n - R_{t-1} at a turning point from which the rewards go on in the direction of d_t
+        step       d_t
     """
     leaves = total.double().unflatten(1, (-1, tree.leaves))
-    gain, whole = leaves.diff(dim=2), (leaves[..., -1:] - leaves[..., :1]).expand(*leaves.shape[:2], tree.leaves - 1)
-    if turning is not None:
-        sign = gain.sign() * whole.sign()
-        before = torch.cat([-torch.ones_like(sign[..., :1]), sign[..., :-1]], dim=2)
-        gain = whole + turning * torch.where((before < 0) & (sign > 0), gain, 0.0)
+    gains = leaves.diff(dim=2)
+    if gain != "step":
+        gains = _at_turning_points(leaves, gains, gain, turning)
+    leaf_std = _spread(leaves, scale)[1]
     found = torch.full((*leaves.shape, tree.num_steps), torch.nan, dtype=torch.float64)
     steps = [k for k in range(tree.num_steps) if tree.noisy[k].any()]
     for t, k in enumerate(steps):
-        mean, std = _spread(gain[..., t : t + 1], scale)
-        credit = torch.where(std >= _LEAST_STD, (gain[..., t : t + 1] - mean) / (std + scale.eps), 0.0)
-        found[..., k] = torch.where(tree.noisy[k], credit, torch.nan)
+        own = gains[..., t : t + 1]
+        found[..., k] = torch.where(tree.noisy[k], _compared(own, own, leaf_std, scale), torch.nan)
     return found.flatten(1, 2)
 
 
-def trained_std(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:
-    """std of the trained steps under the sampler's law, one of each, [n]."""
-    step = plan.steps(torch.tensor(plan.train), process)
-    std = step_std(sampler, process, step)
-    return std if step.std_scale is None else std * step.std_scale
+def _at_turning_points(leaves: Tensor, d: Tensor, gain: Gain, turning: float) -> Tensor:
+    """Gains [P, T, n] of chains with rewards `leaves` [P, T, n + 1] and increments d [P, T, n]; NaN where masked
+    rewards leave open whether a step is a turning point."""
+    whole = (leaves[..., -1:] - leaves[..., :1]).expand_as(d)
+    sign = _sign(d) * _sign(whole)
+    before = torch.cat([-torch.ones_like(sign[..., :1]), sign[..., :-1]], dim=2)
+    signs = [-before, sign]
+    if gain == "long_term":
+        signs.append(_sign(d) * _sign(leaves[..., -1:] - leaves[..., 1:]))
+    asked = torch.stack(signs)  # a turning point has all of them above 0, and one that is not tells that it is none
+    turns = (asked > 0).all(dim=0)
+    if gain == "long_term":
+        gains, matters = torch.where(turns, leaves[..., -1:] - leaves[..., :-1], d), True
+    else:
+        gains, matters = whole + turning * torch.where(turns, d, 0.0), turning != 0
+    open_ = asked.isnan().any(dim=0) & ~(asked <= 0).any(dim=0)
+    return torch.where(open_ & matters, torch.nan, gains)
+
+
+def _sign(values: Tensor) -> Tensor:
+    """NaN where values are, whose sign torch has as 0."""
+    return torch.where(values.isnan(), torch.nan, values.sign())
 
 
 # ---- pruning: edges that are left out of the updates; rewards and the other edges' credit stay as they are
@@ -201,16 +228,19 @@ def parent_top1(values: Tensor, tree: Branching) -> Tensor:
 def extremes(total: Tensor, tree: Branching, keep: int) -> Tensor:
     """Behind the last split only the `keep` best and worst leaves of a tree stay, [P, G, K] bool of the rest.
 
+    Equals stand in the order of the leaves, so that best and worst never are the same ones.
+
     Raises:
         ValueError: a tree has fewer leaves than that.
     """
     if not 1 <= 2 * keep <= tree.leaves:
         raise ValueError(f"{keep} best and {keep} worst leaves do not fit a tree of {tree.leaves}")
     worth = total.double().unflatten(1, (-1, tree.leaves))
-    high = worth.nan_to_num(nan=-torch.inf).argsort(dim=2, descending=True, stable=True)[..., :keep]
-    low = worth.nan_to_num(nan=torch.inf).argsort(dim=2, stable=True)[..., :keep]
-    rest = torch.ones_like(worth, dtype=torch.bool).scatter(2, torch.cat([high, low], dim=2), False)
-    return rest.flatten(1)[..., None] & beyond_last_split(tree)
+    order = worth.nan_to_num(nan=-torch.inf).argsort(dim=2, descending=True, stable=True)
+    place = order.argsort(dim=2)  # of each leaf, masked ones last
+    count = worth.isfinite().sum(dim=2, keepdim=True)
+    kept = (place < count) & ((place < keep) | (place >= count - keep))
+    return ~kept.flatten(1)[..., None] & beyond_last_split(tree)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,25 +256,46 @@ class DepthWindow:
     """Iterations at one place."""
     stop: int | None = None
     """Beyond this step it does not go: its first, moving earlier, or its last, moving later; null: the last split, or
-    the last step."""
+    the last trained step."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.interval < 1:
             raise ValueError(f"size={self.size} and interval={self.interval} must be at least 1")
 
+    def check(self, tree: Branching) -> None:
+        """Refuse places that the tree does not train, and a way that leads nowhere.
+
+        Raises:
+            ValueError: naming the key.
+        """
+        last = tree.num_steps - 2
+        for name, step in (("start", self.start), ("stop", self.stop)):
+            if step is not None and not 0 <= step <= last:
+                raise ValueError(f"depth.{name}={step}: of {tree.num_steps} steps 0..{last} are trained")
+        start, stop = self._ends(tree)
+        told = f"depth: direction={self.direction} from step {start} to step {stop}"
+        if self.direction == "earlier" and stop >= start:
+            raise ValueError(f"{told} does not move: give depth.stop below that, or depth.start above it")
+        if self.direction == "later" and stop < start:
+            raise ValueError(f"{told} ends before it begins: give depth.stop at least {start}")
+
+    def _ends(self, tree: Branching) -> tuple[int, int]:
+        """(start, stop), where they are null of the tree."""
+        split = max((k for k, splits in enumerate(tree.splits) if splits), default=0)
+        stop = split if self.direction == "earlier" else tree.num_steps - 2
+        return split if self.start is None else self.start, stop if self.stop is None else self.stop
+
     def steps(self, tree: Branching, iteration: int) -> range:
         """Those of an iteration, counted from 1.
 
         >>> from flowrl.branching import splits
-        >>> tree, window = splits(20, {0: 2, 3: 2, 6: 2, 9: 2}, range(20)), DepthWindow()
+        >>> tree, window = splits(20, {0: 2, 3: 2, 6: 2, 9: 2}, range(19)), DepthWindow()
         >>> [window.steps(tree, iteration) for iteration in (1, 31, 1000)]
-        [range(9, 13), range(10, 14), range(16, 20)]
+        [range(9, 13), range(10, 14), range(15, 19)]
         """
-        split = max((k for k, splits in enumerate(tree.splits) if splits), default=0)
-        start, moved = split if self.start is None else self.start, (iteration - 1) // self.interval
+        (start, stop), moved, last = self._ends(tree), (iteration - 1) // self.interval, tree.num_steps - 2
         if self.direction == "later":
-            last = tree.num_steps - 1 if self.stop is None else self.stop
-            start = max(start, min(start + moved, last - self.size + 1))
+            start, last = max(start, min(start + moved, stop - self.size + 1)), stop
         else:
-            start = min(start, max(start - moved, split if self.stop is None else self.stop))
-        return range(start, min(start + self.size, tree.num_steps))
+            start = max(start - moved, stop)
+        return range(start, min(start + self.size, last + 1))

@@ -22,7 +22,7 @@ class TreeWork:
     nodes: tuple[int, ...]
     """Network evaluations of a rollout."""
     edges: tuple[float, ...]
-    """Edges that are trained, on average over the trees of a prompt."""
+    """Edges that are trained, on average over the trees of a prompt: those that are credited and not pruned."""
     parents: tuple[float, ...]
     """Nodes that they start from, so evaluations of the updates: the children of a node share its forward."""
     kept: int

@@ -14,7 +14,7 @@ from flowrl.algorithms import branch_grpo, flow_grpo_fast, g2rpo, tempflow_grpo,
 from flowrl.branching import Branching, completions, offshoots, splits
 from flowrl.config import ConfigError, load_config, resolve
 from flowrl.metrics import Sums
-from flowrl.plan import StepPlan, window
+from flowrl.plan import MixWindow, StepPlan, mix_window, window
 from flowrl.rollout import Evaluations, Noise, Policy, run
 from flowrl.samplers import dance_sde, ddim, flow_sde
 from flowrl.types import SampleId
@@ -357,7 +357,7 @@ def test_shares_hold_whole_trees_and_every_credited_edge_once(name, updates):
     assert everything.sort().values.tolist() == trained.nonzero().squeeze(1).tolist()
     owners = [set((session.edges.sample[share] // LEAVES[name]).tolist()) for share in replay.shares]
     assert sum(map(len, owners)) == len(set().union(*owners))
-    assert torch.equal(replay.advantage[:, 0], credit.steps.flatten(0, 1)[place])
+    assert torch.equal(replay.advantage[trained, 0], credit.steps.flatten(0, 1)[place][trained])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -377,7 +377,7 @@ def test_edges_outside_the_window_get_no_credit_and_no_gradient():
     credit = credit_of(session, rewards_of(session))
     outside = [k for k in range(len(session.plan)) if k not in session.plan.train]
     assert credit.pruned[..., outside].all()
-    assert credit.steps[..., outside].eq(0).all()
+    assert credit.steps[..., outside].isnan().all()
     assert set(session.edges.step.tolist()) == set(session.plan.train)
 
 
@@ -393,6 +393,29 @@ def test_edges_outside_the_window_get_no_credit_and_no_gradient():
         ("branch_grpo, splits: [0, 1], prune: extremes", "keep=4 best and worst of 4 leaves"),
         ("branch_grpo, splits: [0], sde_steps: [0]", "sde_steps"),
         ("branch_grpo, splits: [0], advantages: {name: median}", "compares nodes by its scale"),
+        ("branch_grpo, splits: [0], depth: {start: 5}", r"depth\.start=5: of 6 steps 0\.\.4 are trained"),
+        ("branch_grpo, splits: [0], depth: {stop: -1}", r"depth\.stop=-1"),
+        (
+            "branch_grpo, splits: [0, 2], depth: {start: 3, stop: 1}",
+            "ends before it begins: give depth.stop at least 3",
+        ),
+        (
+            "branch_grpo, splits: [0, 2], depth: {direction: earlier}",
+            "from step 2 to step 2 does not move: give depth.stop",
+        ),
+        ("branch_grpo, splits: [0, 2], depth: {direction: earlier, start: 1}", "from step 1 to step 2 does not move"),
+        ("branch_grpo, splits: [0], spread: .inf", "spread=inf must be a number of at least 0, or null"),
+        ("branch_grpo, splits: [0], advantages: {ddof: 1}", r"advantages\.ddof=1.*set algorithm\.scale"),
+        ("branch_grpo, splits: [0], advantages: {std: group}", r"advantages\.std=group.*set algorithm\.scale"),
+        ("g2rpo, steps: [0], strides: [1, 2], advantages: {eps: 0.1}", r"advantages\.eps=0\.1"),
+        (
+            "branch_grpo, splits: [0, 2], prune: parent_top1, mix: {strategy: frozen, size: 3}",
+            "prune=parent_top1: behind the last split, step 2, no step is trained in any iteration",
+        ),
+        ("branch_grpo, splits: [0, 4], prune: extremes, keep: 1", "behind the last split, step 4"),
+        ("tempflow_grpo, steps: [0], path_weight: 1", "path_weight=1.*: no stochastic step follows"),
+        ("g2rpo, steps: [0], strides: [1, 2], path_weight: 1", "path_weight=1.*: no stochastic step follows"),
+        ("tp_grpo, turning: .inf", "turning=inf"),
         ("tree_grpo, window: 6", "window=6 of 6 steps"),
         ("tree_grpo, decay: 0", "decay=0"),
         ("tempflow_grpo, steps: [5]", "can branch whose stochastic step ends"),
@@ -412,6 +435,36 @@ def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(algorithm, 
     changes = [f"algorithm={{name: {algorithm}, clip_range: 1e-3}}", "rollout.group_size=24"]
     with pytest.raises(ConfigError, match=words):
         resolve(load_config("configs/lab/flow_grpo.yaml", changes))
+
+
+def test_a_pruning_whose_mix_reaches_behind_the_last_split_some_day_is_taken():
+    for mix in ("{size: 2}", "{strategy: random, size: 1}", "{strategy: frozen, size: 4}"):
+        words = f"algorithm={{name: branch_grpo, splits: [0, 2], prune: parent_top1, clip_range: 1e-3, mix: {mix}}}"
+        resolve(load_config("configs/lab/flow_grpo.yaml", [words, "rollout.group_size=24"]))
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "random"}, {"strategy": "frozen"}, {"shift": 0}, {"shift": 3}])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_the_last_step_of_a_moving_window_is_the_last_it_ever_holds(options, size, roll_back):
+    config = MixWindow(interval=1, size=size, roll_back=roll_back, **options)
+    for num_steps in (3, 6, 9, 11):
+        held = set().union(*(mix_window(config, num_steps, 0, iteration) for iteration in range(1, 100)))
+        assert config.last(num_steps) == max(held)
+
+
+def test_wider_splits_without_a_std_in_the_density_are_refused():
+    words = ["algorithm={name: branch_grpo, splits: [0, 1], split_inflation: 4.0, clip_range: 1e-3}"]
+    resolve(load_config("configs/lab/flow_grpo.yaml", words))
+    with pytest.raises(ConfigError, match=r"split_inflation=4\.0.*set it to 1, or use dance_sde"):
+        resolve(load_config("configs/lab/flow_grpo.yaml", [*words, "rollout.sampler={name: cps}"]))
+
+
+def test_the_clip_range_of_branch_grpo_is_its_own_with_its_law_and_the_familys_elsewhere():
+    config = branch_grpo.Config()
+    assert config.clip(dance_sde.build(dance_sde.Config())) == 1e-3
+    assert config.clip(flow_sde.build(flow_sde.Config())) == 1e-4
+    assert branch_grpo.Config(clip_range=0.5).clip(dance_sde.build(dance_sde.Config())) == 0.5
 
 
 def test_chains_that_have_none_to_be_compared_with_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.commands.plan import step_plan
-from flowrl.config import Resolved
+from flowrl.config import Resolved, load_config, resolve
 from flowrl.plan import step_subsets
 from flowrl.schedules import shift_sigmas
+from flowrl.treework import tree_work
 from flowrl.types import SampleId
 from tests import recipes
 from tests.recipes import ADAMW, EMA, FOLDER, NO_EMA, adapter, advantages, check_values
@@ -132,6 +134,16 @@ def test_the_model_section_is_the_published_one(name):
     # yifan123/flow_grpo:scripts/train_flux.py; DanceGRPO and MixGRPO: sheet 0.3.
     expected = (128, None) if side == 512 else (512, 3.0)
     assert (model.config.max_sequence_length, model.config.shift, model.config.true_cfg_scale) == (*expected, 1.0)
+
+
+@pytest.mark.parametrize(("variant", "edges"), [("prune", 130), ("mix", 34)])
+def test_the_other_variants_that_branch_grpos_recipe_names_are_those_that_it_says(variant, edges):
+    """Its overrides as they stand in the comment: with the depth window still set, others would be left out too."""
+    file = FOLDER / "flux" / "branch_grpo-hpsv2.yaml"
+    lines = file.read_text(encoding="ascii").splitlines()
+    (words,) = (shlex.split(line.lstrip("# ")) for line in lines if line.startswith("#") and f"{variant}=" in line)
+    run = resolve(load_config(file, words))
+    assert sum(tree_work(run, step_plan(run, None)).edges) == edges
 
 
 @pytest.mark.parametrize("name", RECIPES)

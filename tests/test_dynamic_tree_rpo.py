@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,10 @@ from torch.testing import assert_close
 from flowrl.algorithms.dynamic_tree_rpo import Config, DynamicTreeRpo, TuningConfig, build
 from flowrl.algorithms.g2rpo import Config as G2rpoConfig
 from flowrl.algorithms.g2rpo import build as g2rpo
-from flowrl.plan import MixWindow
-from flowrl.samplers import flow_sde
+from flowrl.plan import MixWindow, StepPlan
+from flowrl.samplers import cps, dance_sde, ddim, flow_sde
 from flowrl.samplers.base import step_std
-from flowrl.tree import trained_std
-from tests.toys import Session, ToyAdapter, flow_schedule, nudge, replay_of, roll_out, rollout_of
+from tests.toys import Session, ToyAdapter, flow_schedule, nudge, replay_of, roll_out, rollout_of, vp_schedule
 
 ONE = torch.ones(1)
 LAW = flow_sde.build(flow_sde.Config(noise_level=0.6))
@@ -35,6 +35,12 @@ def rewards() -> torch.Tensor:
     return torch.tensor([[[0.1, 0.9, 0.2, 0.4], [0.8, 0.3, 0.5, 0.6]]])
 
 
+def stds(plan: StepPlan, sampler: Any, vp: bool = False) -> torch.Tensor:
+    """Of the trained steps."""
+    process = ToyAdapter(vp=vp).process
+    return step_std(sampler, process, plan.steps(torch.tensor(plan.train), process))
+
+
 def credit_of(session: Session, values: torch.Tensor):
     credit = session.algorithm.advantages(values, ONE)
     return session.algorithm.on_tree(credit, rollout_of(session, values), ONE, 1)
@@ -48,10 +54,31 @@ def test_the_noise_of_a_layer_grows_linearly_and_is_the_one_that_is_scored():
     plan = algorithm.plan(flow_schedule(10), LAW, 1, 0)
     assert plan.noise_level[:4] == pytest.approx([0.6, 0.675, 0.75, 0.825])
     assert plan.noise_level[4:] == (0.0,) * 6
-    process = ToyAdapter().process
-    plain = replace(plan, noise_level=(0.6,) * 4 + (0.0,) * 6)
-    ratio = trained_std(plan, LAW, process) / trained_std(plain, LAW, process)
-    assert_close(ratio, torch.tensor([1.0, 1.125, 1.25, 1.375]))
+    found, expected = (stds(each, LAW) for each in (plan, replace(plan, noise_level=(0.6,) * 4 + (0.0,) * 6)))
+    assert_close(found / expected, torch.tensor([1.0, 1.125, 1.25, 1.375]))
+
+
+@pytest.mark.parametrize("vp", [False, True])
+@pytest.mark.parametrize("law", [ddim, cps])
+def test_growth_that_would_leave_more_noise_than_sigma_is_refused_and_what_the_message_names_fits(law, vp):
+    (key,) = (field.name for field in fields(law.Config))
+    for growth, level in ((0.5, 0.8), (0.5, 1.0), (0.1, 0.99), (3.0, 0.5)):
+        with pytest.raises(ValueError, match=rf"growth={growth}.*at most .* or rollout\.sampler\.{key}=") as error:
+            Config(growth=growth).check(law.build(law.Config(**{key: level})), 10)
+        growths, levels = (float(text) for text in re.findall(r"at most ([\d.]+\d|\d+)", str(error.value)))
+        for fits, own in ((growths, level), (growth, levels)):
+            config, sampler = Config(growth=fits, window=window(4)), law.build(law.Config(**{key: own}))
+            config.check(sampler, 10)
+            plan = build(config).plan((vp_schedule if vp else flow_schedule)(10), sampler, 1, 0)
+            assert stds(plan, sampler, vp).le(plan.schedule.sigmas[1:5] * (1 + 1e-6)).all()
+            assert max(plan.noise_level) == pytest.approx(1, abs=2e-3), "no more room than that"
+
+
+def test_laws_without_a_bound_and_a_tree_of_one_layer_take_any_growth():
+    for sampler in (dance_sde.build(dance_sde.Config(eta=0.9)), flow_sde.build(flow_sde.Config(noise_level=0.9))):
+        Config(growth=7.0).check(sampler, 10)
+    Config(growth=7.0, window=window(1)).check(ddim.build(ddim.Config(eta=1.0)), 10)
+    Config(growth=0.0).check(ddim.build(ddim.Config(eta=1.0)), 10)
 
 
 def test_the_rollouts_noise_is_that_of_its_plan():

@@ -341,6 +341,22 @@ def test_equal_rewards_train_nothing_and_the_file_says_so(tmp_path):
     assert "same reward" in record["note"]
 
 
+def test_an_edge_without_credit_has_no_advantage(tmp_path):
+    """G2RPO: one stride of a child fails, so the sum over strides is not known, though the edge has a reward."""
+
+    def holed(images, prompts, metadata):
+        found = light(images, prompts, metadata)
+        return found | {"light": torch.where(torch.arange(len(images)) == 1, torch.nan, found["light"])}
+
+    record = Place(tmp_path, "g2rpo", children=3, strides=[1, 2], steps=[0], score=holed).record()
+    nodes, edges = record["nodes"], record["edges"]
+    rows = zip(edges["child"], edges["noisy"], edges["advantage"], edges["pruned"], edges["reward"], strict=True)
+    noisy = {nodes["leaf"][child]: (told, cut, reward) for child, law, told, cut, reward in rows if law}
+    assert noisy[0][:2] == (None, True)
+    assert noisy[0][2] is not None, "of the stride that was scored"
+    assert all(noisy[leaf][0] is not None and not noisy[leaf][1] for leaf in (2, 4))
+
+
 def test_what_could_not_be_scored_is_null_and_trains_nothing(tmp_path):
     def holed(images, prompts, metadata):
         found = light(images, prompts, metadata)

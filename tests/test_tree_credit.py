@@ -18,8 +18,10 @@ from flowrl.algorithms import branch_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_g
 from flowrl.algorithms._tree import DepthwiseConfig
 from flowrl.branching import completions, offshoots, splits
 from flowrl.collect import Collector
+from flowrl.metrics import Sums
 from flowrl.plan import window
-from flowrl.samplers import dance_sde
+from flowrl.samplers import dance_sde, flow_sde
+from flowrl.samplers.base import step_std
 from flowrl.tree import (
     DepthWindow,
     Scale,
@@ -33,7 +35,7 @@ from flowrl.tree import (
     propagated,
 )
 from flowrl.types import Rollout, Samples
-from tests.toys import ToyAdapter, flow_schedule, roll_out
+from tests.toys import ToyAdapter, flow_schedule, learner_of, roll_out, rollout_of
 
 NAN = math.nan
 FOUR = splits(5, {0: 2, 2: 2}, range(4))
@@ -152,7 +154,7 @@ def test_a_masked_node_enters_no_statistic():
     total = torch.tensor([[NAN, NAN, 4.0, 3.0]], dtype=torch.float64)
     credit = depth(total)
     assert credit[0, :2].isnan().all()
-    assert credit[0, 2:, 0].eq(0).all(), "one node is left to compare"
+    assert credit[0, 2:, 0].isnan().all(), "one node is left, and nothing to compare it with"
     assert credit[0, 2, 2] == -credit[0, 3, 2] != 0
 
 
@@ -235,19 +237,22 @@ def test_g2rpo_with_one_stride_and_one_step_is_group_advantage():
     assert_close(credit.steps[..., 1], plain, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("turning", [None, 1.0])
-def test_a_steps_gain_by_hand(turning):
+@pytest.mark.parametrize("gain", ["whole", "long_term", "step"])
+def test_a_steps_gain_by_hand(gain):
     """Rewards after 0, 1, 2 and 3 stochastic steps of three chains."""
     tree = completions(5, [0, 1, 2])
     rewards = torch.tensor([[0.0, -1.0, 1.0, 2.0, 1.0, 2.0, 2.0, 0.0, 0.0, 3.0, 1.0, 2.0]], dtype=torch.float64)
     gains = torch.tensor([[-1.0, 2.0, 1.0], [1.0, 0.0, -2.0], [3.0, -2.0, 1.0]], dtype=torch.float64)
-    if turning is not None:
+    # Signs of d_t times that of D: (-, +, +), (-, 0, +), (+, -, +); a turn needs minus before plus.
+    if gain == "whole":
         whole = torch.tensor([[2.0], [-1.0], [2.0]], dtype=torch.float64)
-        # Signs of d_t times that of D: (-, +, +), (-, 0, +), (+, -, +); a turn needs minus before plus.
         turns = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1]], dtype=torch.float64)
         gains = whole + turns * gains
+    elif gain == "long_term":
+        # Behind the first chain's turn the reward goes on rising: 2 - (-1). Behind the third's first one it falls.
+        gains[0, 1] = 3.0
     expected = (gains - gains.mean(0)) / (gains.std(0, correction=0) + 1e-4)
-    credit = increments(rewards, tree, turning=turning, scale=Scale(pool="prompt", eps=1e-4, ddof=0))
+    credit = increments(rewards, tree, gain=gain, turning=1.0, scale=Scale(pool="prompt", eps=1e-4, ddof=0))
     for chain in range(3):
         # The edges of a chain belong to its last leaf; a leaf that left earlier has none there.
         assert_close(credit[0, 4 * chain + 3, :3], expected[chain])
@@ -258,10 +263,124 @@ def test_a_steps_gain_by_hand(turning):
 
 def test_tp_grpo_credits_a_chain_of_one_step_with_its_whole_gain():
     rewards = torch.tensor([[[0.0, 1.0, 0.0, 3.0, 0.0, -1.0]]])
-    for turning in (None, 0.0):
-        credit = on_tree(tp_grpo.Config(window=1, turning=turning, clip_range=1e-3), tp_grpo, rewards)
+    for options in ({"gain": "step"}, {"gain": "long_term"}, {"turning": 0.0}):
+        credit = on_tree(tp_grpo.Config(window=1, clip_range=1e-3, **options), tp_grpo, rewards)
         gain = torch.tensor([1.0, 3.0, -1.0])
         assert_close(credit.steps[0, 1::2, 0], (gain - 1) / (gain.std(correction=0) + 1e-4), atol=1e-5, rtol=1e-5)
+
+
+def test_a_floor_keeps_a_small_gain_small():
+    tree = completions(5, [0])
+    rewards = torch.tensor([[0.0, 0.01, 8.0, 8.02]], dtype=torch.float64)
+    options = {"gain": "step", "turning": 1.0}
+    plain, held = (
+        increments(rewards, tree, scale=Scale(pool="prompt", eps=0.0, ddof=0, floor=floor), **options)[0, 1::2, 0]
+        for floor in (0.0, 0.5)
+    )
+    assert_close(plain, torch.tensor([-1.0, 1.0], dtype=torch.float64))
+    assert_close(held[1], torch.tensor(0.005, dtype=torch.float64) / (0.5 * rewards.std(correction=0)))
+
+
+# ---- masked leaves
+
+
+def test_a_child_whose_picture_failed_at_one_stride_is_not_trained_and_the_others_are():
+    tree = offshoots(8, [0], 4, strides=(1, 2))
+    total = torch.tensor([[0.0, 10.0, NAN, 40.0, 2.0, 20.0, 3.0, 60.0]], dtype=torch.float64)
+    credit = by_grain(total, tree, 2, Scale(pool="prompt", eps=0.0, ddof=0))[0, :, 0]
+    assert credit[2:4].isnan().all(), "both ways of the child"
+    fine, coarse = torch.tensor([0.0, 2.0, 3.0]), torch.tensor([10.0, 40.0, 20.0, 60.0])
+    scores = [(r - r.mean()) / r.std(correction=0) for r in (fine, coarse)]
+    expected = (scores[0] + scores[1][[0, 2, 3]]).double()
+    assert_close(credit[[0, 4, 6]], expected, atol=1e-6, rtol=0, msg="each stride is compared among all it has")
+
+
+@pytest.mark.parametrize(
+    ("gain", "trained"),
+    [
+        ("step", [False, False, True, True]),  # d_1 and d_2 ask for R_1
+        # D is known. Step 1 may have turned or not; so may step 2, of a known sign but after an unknown one; step 3
+        # comes after an unknown sign, but falls against D, and step 4 rises after that.
+        ("whole", [False, False, True, True]),
+        ("long_term", [False, False, True, True]),
+    ],
+)
+def test_a_step_whose_gain_a_masked_reward_leaves_open_is_not_trained(gain, trained):
+    tree = completions(6, [0, 1, 2, 3])
+    chains = torch.tensor([[0.0, NAN, 3.0, 2.0, 5.0], [0.0, 1.0, 2.0, 1.0, 4.0], [0.0, -1.0, 2.0, 3.0, 1.0]])
+    credit = increments(chains.flatten()[None], tree, gain=gain, turning=1.0, scale=Scale(pool="prompt"))
+    assert (~credit[0, 4, :4].isnan()).tolist() == trained
+    assert not credit[0, [9, 14], :4].isnan().any(), "of the other chains nothing is masked"
+    if gain == "whole":
+        # The first step is known to be none, where R_1 is not known but no turn has weight, or D is.
+        free = increments(chains.flatten()[None], tree, gain=gain, turning=0.0, scale=Scale(pool="prompt"))
+        assert not free[0, 4, :4].isnan().any()
+        chains[0, 0] = NAN
+        lost = increments(chains.flatten()[None], tree, gain=gain, turning=1.0, scale=Scale(pool="prompt"))
+        assert lost[0, 4, :4].isnan().all(), "D is not known"
+
+
+def test_a_step_that_falls_against_the_whole_is_no_turning_point_whatever_came_before():
+    """R_1 is masked: d_2 is not known, but step 3 goes against D, so it is credited with D alone."""
+    tree = completions(6, [0, 1, 2])
+    chains = torch.tensor([[0.0, NAN, 3.0, 2.0], [0.0, 1.0, 2.0, 5.0], [0.0, 1.0, 0.0, 3.0]], dtype=torch.float64)
+    credit = increments(chains.flatten()[None], tree, gain="whole", turning=1.0, scale=Scale(pool="prompt", eps=0.0))
+    gains = torch.tensor([2.0, 5.0, 3.0 + 3.0], dtype=torch.float64)
+    assert_close(credit[0, 3::4, 2], (gains - gains.mean()) / gains.std())
+
+
+# ---- nothing to compare with
+
+
+def test_what_is_alone_at_its_step_is_not_trained_and_equals_are_at_0():
+    late = splits(5, {1: 2}, range(4))
+    credit = depth(torch.tensor([[0.0, 1.0, 2.0, 5.0]], dtype=torch.float64), late)
+    assert credit[0, :, 0].isnan().all(), "before the first split of a tree"
+    assert credit[0, :, 1:4].isfinite().all()
+    assert depth(torch.ones(1, 4, dtype=torch.float64), late)[0, :, 1:4].eq(0).all()
+    pooled = depth(torch.tensor([[0.0, 1.0, 2.0, 5.0]], dtype=torch.float64), late, pool="prompt")
+    assert pooled[0, :, 0].isfinite().all(), "two trees have two nodes there"
+
+
+def test_an_iteration_in_which_nothing_can_be_compared_updates_nothing():
+    """One child of each step could be scored: the rewards differ, and no step has two of them."""
+    config = tempflow_grpo.Config(children=2, steps=[0, 1], clip_range=1e-3)
+    method, sampler = tempflow_grpo.build(config), dance_sde.build(dance_sde.Config(eta=0.5))
+    session = roll_out(ToyAdapter(), algorithm=method, sampler=sampler, prompts=1, group=4)
+    rewards = torch.tensor([[[0.0, NAN, 1.0, NAN]]])
+    rollout, before = rollout_of(session, rewards), [p.clone() for p in session.adapter.network.parameters()]
+    credit = method.on_tree(method.advantages(rewards, torch.ones(1)), rollout, torch.ones(1), 1)
+    assert not credit.dead.any()
+    assert credit.pruned.all()
+    sums = Sums()
+    learner_of(session).update(1, rollout, credit, sums, gate=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(before, session.adapter.network.parameters(), strict=True))
+    assert sums.means()["nfe/train"] == 0
+
+
+# ---- the weight of a step
+
+
+@pytest.mark.parametrize("merge", [1, 2])
+def test_tempflows_weight_is_over_all_steps_that_may_branch(merge):
+    """Whichever are drawn in an iteration, a step has the weight that it has when all of them branch."""
+    sampler = flow_sde.build(flow_sde.Config(noise_level=0.7))
+    found: dict[int, float] = {}
+    for count, iterations in ((None, 1), (1, 20)):
+        config = tempflow_grpo.Config(children=2, steps_per_iteration=count, merge=merge, clip_range=1e-3)
+        method = tempflow_grpo.build(config)
+        for iteration in range(1, iterations + 1):
+            plan = method.plan(flow_schedule(6), sampler, iteration, 0)
+            group = SimpleNamespace(sampler=sampler, adapter=ToyAdapter())
+            step = plan.steps(torch.tensor(plan.train), group.adapter.process)
+            std = step_std(sampler, group.adapter.process, step)
+            weight = method.weight(std, SimpleNamespace(plan=plan), SimpleNamespace(policy=group)).tolist()
+            if count is None:
+                assert_close(torch.tensor(weight), std / std.mean(), rtol=0, atol=0)
+                found = dict(zip(plan.train, weight, strict=True))
+            else:
+                assert weight == [found.pop(plan.train[0], weight[0])]
+    assert not found, "every step was drawn"
 
 
 # ---- pruning
@@ -299,13 +418,28 @@ def test_extremes_keep_the_best_and_the_worst_ways():
         extremes(total, BIG, 9)
 
 
+@pytest.mark.parametrize("successes", [2, 14])
+def test_of_equal_leaves_best_and_worst_are_not_the_same(successes):
+    """Eight leaves stay, whatever ties; the masked ones are none of them."""
+    total = (torch.arange(16.0) < successes).double()[None]
+    kept = ~extremes(total, BIG, 4)[0, :, 12]
+    assert kept.sum() == 8
+    assert kept.nonzero().squeeze(1).tolist() == [0, 1, 2, 3, 12, 13, 14, 15], "equals in the order of the leaves"
+    holed = total.clone()
+    holed[0, ::3] = NAN
+    kept = ~extremes(holed, BIG, 4)[0, :, 12]
+    assert kept.sum() == 8
+    assert not kept[::3].any()
+
+
 @pytest.mark.parametrize(
     ("options", "iteration", "steps"),
     [
         ({}, 1, range(9, 13)),
         ({}, 30, range(9, 13)),
         ({}, 31, range(10, 14)),
-        ({}, 10_000, range(16, 20)),
+        ({}, 10_000, range(15, 19)),
+        ({"stop": 10}, 31, range(9, 11)),
         ({"stop": 15}, 10_000, range(12, 16)),
         ({"direction": "earlier", "size": 3, "start": 14}, 1, range(14, 17)),
         ({"direction": "earlier", "size": 3, "start": 14}, 61, range(12, 15)),
@@ -325,7 +459,7 @@ def test_pruning_changes_no_advantage_that_stays(options):
     rewards = torch.rand(1, 2, 8, generator=torch.Generator().manual_seed(9))
     whole = on_tree(branch_grpo.Config(**shape), branch_grpo, rewards, num_steps=8)
     some = on_tree(branch_grpo.Config(**shape, **options), branch_grpo, rewards, num_steps=8)
-    assert torch.equal(some.steps, whole.steps)
+    assert_close(some.steps, whole.steps, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(some.values, whole.values)
     assert (some.pruned & ~whole.pruned).any()
     assert not (whole.pruned & ~some.pruned).any()
@@ -345,11 +479,11 @@ def test_rewards_are_compared_together_or_apart():
     shape = {"splits": [0, 2], "clip_range": 1e-3}
     together = on_tree(branch_grpo.Config(**shape), branch_grpo, rewards)
     total = aggregate(rewards, torch.ones(2))
-    assert_close(together.steps.double(), depth(total).nan_to_num(), atol=1e-5, rtol=1e-5)
+    assert_close(together.steps.double(), depth(total), atol=1e-5, rtol=1e-5, equal_nan=True)
     apart = AdvantageConfig(name="per_reward")
     credit = on_tree(branch_grpo.Config(**shape, advantages=apart), branch_grpo, rewards)
-    expected = torch.stack([depth(r.double()).nan_to_num() for r in rewards]).mean(0)
-    assert_close(credit.steps.double(), expected, atol=1e-5, rtol=1e-5)
+    expected = torch.stack([depth(r.double()) for r in rewards]).mean(0)
+    assert_close(credit.steps.double(), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 def test_dead_and_masked_leaves_train_nothing_and_advantages_are_clipped():
@@ -358,8 +492,9 @@ def test_dead_and_masked_leaves_train_nothing_and_advantages_are_clipped():
     credit = on_tree(config, branch_grpo, rewards)
     assert credit.pruned[0].all(), "all rewards are equal"
     assert credit.pruned[1, :2].all()
-    assert not credit.pruned[1, 2:, :4].any()
-    assert float(credit.steps[2].max()) == 1.0
+    assert not credit.pruned[1, 2:, 2:4].any()
+    assert credit.pruned[1, 2:, :2].all(), "their node is alone there"
+    assert float(credit.steps[2].nan_to_num().max()) == 1.0
 
 
 def test_path_weights_reach_the_credit():

@@ -279,6 +279,19 @@ def test_the_caption_counts(tmp_path):
     assert f"{sum(e.pruned for e in tree.edges)} of {218 - 16} noisy edges pruned" in text
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_leaves_as_chains_take_the_steps_of_their_own_ways(tmp_path, name):
+    grown_ = grown(SHAPES[name])
+    tree = trees.read(saved(tmp_path, grown_))
+    parent = {edge.child: edge.parent for edge in tree.edges}
+    steps = 0
+    for node in tree.leaves:
+        while node in parent:
+            node, steps = parent[node], steps + 1
+    assert tree.chain_forwards == steps
+    assert f"(as chains: {steps})" in treechart.caption(tree)
+
+
 # ---- pictures
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flowrl.algorithms import branch_grpo
+from flowrl.branching import Branching
 from flowrl.commands.plan import _samples_text, _tree_table, geometry, step_plan
 from flowrl.config import Resolved, load_config, resolve
 from flowrl.memory import estimate, skeleton
@@ -109,6 +110,18 @@ def test_counts_of_the_published_tree():
     # Steps 9..12: the last split and three of the suffix.
     assert work(", depth: {}") == (203, 202 - 4 * 16, 187 - 8 - 3 * 16)
     assert work(", mix: {strategy: frozen}") == (203, 34, 19)
+    # A late first split: the one node of each step before it has nothing to be compared with, in a tree of its own.
+    late = "algorithm={name: branch_grpo, clip_range: 1e-3, splits: [3, 6, 9, 12]"
+    alone, pooled = (
+        tree_work(run_, step_plan(run_, None))
+        for run_ in (
+            resolve(load_config("configs/lab/flow_grpo.yaml", [late + scale, *published, "rollout.group_size=32"]))
+            for scale in ("}", ", scale: {pool: prompt}}")
+        )
+    )
+    assert alone.edges[:4] == (0, 0, 0, 2)
+    assert alone.parents[:4] == (0, 0, 0, 1)
+    assert pooled.edges[:4] == (1, 1, 1, 2)
 
 
 def test_trees_stay_whole_where_processes_share_them_out():
@@ -168,6 +181,25 @@ def test_the_title_counts_trees_and_leaves():
     assert "16 samples per iteration = 2 prompts x 8 = 4 trees of 4 leaves, each " in text
     assert "(chains: 24)" in text
     assert text.endswith("2 updates of 2 trees")
+
+
+@pytest.mark.parametrize(("name", "chains"), [("g2rpo", 3 * 2 * (5 + 4)), ("tp_grpo", 24)])
+def test_leaves_as_chains_take_the_steps_of_their_ways(name, chains):
+    """G2RPO with merge 2: a child of step 1 takes steps 0 and 1, and those from 3 on at stride 1 or 2."""
+    run_ = resolved(name)
+    plan = step_plan(run_, None)
+    walked = sum(len(alone(plan.tree, leaf)) for leaf in range(plan.leaves))
+    assert plan.tree.chain_forwards == walked == chains
+    assert f"(chains: {chains})" in _samples_text(run_, plan, 1.0, 3)
+
+
+def alone(tree: Branching, leaf: int) -> list[int]:
+    """Places at which a leaf's own way asks the network."""
+    found, place = [], 0
+    while place < tree.num_steps:
+        found.append(place)
+        place = int(tree.ends[place, leaf])
+    return found
 
 
 def test_the_page_names_every_option():

@@ -59,8 +59,9 @@ def leaf_advantages(credit: Advantages) -> Tensor:
 
 
 def by_steps(credit: Advantages, steps: Tensor, pruned: Tensor | Literal[False], clip: float | None) -> Advantages:
-    """Credit of the leaves with that of their edges, [P, G, K], beside it; edges of dead groups are not trained."""
+    """Credit of the leaves with that of their edges, [P, G, K], beside it; NaN and edges of dead groups are not
+    trained."""
     if clip is not None:
         steps = steps.clamp(-clip, clip)
     left_out = steps.isnan() | pruned | credit.dead[:, None, None]
-    return replace(credit, steps=steps.nan_to_num().float(), pruned=left_out)
+    return replace(credit, steps=steps.float(), pruned=left_out)

@@ -73,6 +73,12 @@ class DepthwiseConfig(TreeConfig):
                 f"advantages: {rule.name} with trimmed_ratio={rule.trimmed_ratio}: this method compares nodes by its "
                 "scale; use the rule group or per_reward, with trimmed_ratio=0"
             )
+        for name in ("std", "eps", "ddof"):
+            if getattr(rule, name) != getattr(AdvantageConfig(), name):
+                raise ValueError(
+                    f"advantages.{name}={getattr(rule, name)}: this method compares nodes by its scale; leave it out, "
+                    "and set algorithm.scale"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +98,8 @@ class OffshootConfig(DepthwiseConfig):
         DepthwiseConfig.__post_init__(self)
         if self.children < 2 or self.merge < 1:
             raise ValueError(f"children={self.children} must be at least 2 and merge={self.merge} at least 1")
+        if self.path_weight:
+            raise ValueError(f"path_weight={self.path_weight}: no stochastic step follows the branch; set it to 0")
 
     def every_step(self, num_steps: int) -> list[int]:
         """Those that may branch."""

@@ -18,6 +18,7 @@ and its width pruning by branch keeps the earliest half of each suffix (here: th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -34,6 +35,8 @@ from flowrl.schedules import Schedule
 from flowrl.tree import DepthWindow
 
 LEVEL = "experimental"
+_PRESET = {"dance_sde": 1e-3}
+"""Published clip range of this method, by law; others have that of the family."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +63,24 @@ class Config(DepthwiseConfig):
 
     def __post_init__(self) -> None:
         DepthwiseConfig.__post_init__(self)
+        if self.spread is not None and not (math.isfinite(self.spread) and self.spread >= 0):
+            raise ValueError(f"spread={self.spread} must be a number of at least 0, or null for independent siblings")
         given = self.splits
         if (given is not None and (not given or len(set(given)) < len(given))) or self.children < 2:
             raise ValueError(
                 f"splits={given}, children={self.children}: at least one split, none twice, and 2 children"
+            )
+
+    def clip(self, sampler: Sampler) -> float:
+        law = type(sampler).__module__.rpartition(".")[2]
+        return _PRESET[law] if self.clip_range is None and law in _PRESET else DepthwiseConfig.clip(self, sampler)
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        DepthwiseConfig.check(self, sampler, num_steps)
+        if self.split_inflation != 1 and sampler.log_prob_form == "unscaled":
+            raise ValueError(
+                f"split_inflation={self.split_inflation}: the sampler's log-prob form 'unscaled' leaves the std out, "
+                "so no density matches the wider steps; set it to 1, or use dance_sde or flow_sde"
             )
 
     def split_steps(self, num_steps: int) -> list[int]:
@@ -86,6 +103,14 @@ class Config(DepthwiseConfig):
         found = splits(num_steps, dict.fromkeys(steps, self.children), noisy)
         if self.prune == "extremes" and not 1 <= 2 * self.keep <= found.leaves:
             raise ValueError(f"keep={self.keep} best and worst of {found.leaves} leaves")
+        if self.depth is not None:
+            self.depth.check(found)
+        last = num_steps - 2 if self.mix is None else self.mix.last(num_steps)
+        if self.prune is not None and last <= max(steps):
+            raise ValueError(
+                f"prune={self.prune}: behind the last split, step {max(steps)}, no step is trained in any iteration; "
+                "set it to null, split earlier, or set mix to null"
+            )
         return found
 
 

@@ -17,6 +17,7 @@ Source: arXiv 2509.23352.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,7 +30,7 @@ from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase, totals
 from flowrl.algorithms.base import Networks
 from flowrl.branching import Branching, splits
 from flowrl.plan import MixWindow, StepPlan, mix_window
-from flowrl.samplers.base import Sampler
+from flowrl.samplers.base import Sampler, largest_noise_level, noise_key
 from flowrl.schedules import Schedule
 from flowrl.types import Edges, LossOutput, Microbatch, Rollout
 
@@ -59,7 +60,8 @@ class Config(TreeConfig):
     window: MixWindow = field(default_factory=MixWindow)
     """Where the tree is; its `size` is the depth d, at most all steps but the last two. See `flowrl/plan.py`."""
     growth: float = 0.5
-    """How much noisier the last layer is than the first, times d / (d - 1); 0: all alike."""
+    """How much noisier the last layer is than the first, times d / (d - 1); 0: all alike. A sampler whose noise level
+    has a bound must keep it at the last layer."""
     clip_sensitivity: float = 0.0
     """s: how the clip range depends on the advantage; 0: not at all."""
     tuning: TuningConfig | None = None
@@ -76,8 +78,25 @@ class Config(TreeConfig):
         if self.tuning is not None and self.advantages.clip is None:
             raise ValueError("advantages.clip=null: the weight of tuning is the advantage over its bound; give one")
 
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        TreeConfig.check(self, sampler, num_steps)
+        depth, level, bound = self.depth(num_steps), sampler.default_noise_level(), largest_noise_level(sampler)
+        share = (depth - 1) / depth
+        if level * (1 + self.growth * share) > bound:
+            fits = (bound / level - 1) / share, bound / (1 + self.growth * share)
+            growth, least = (math.floor(1e4 * value) / 1e4 for value in fits)  # rounded down, or they would not fit
+            raise ValueError(
+                f"growth={self.growth}: the last of {depth} layers has noise level "
+                f"{level * (1 + self.growth * share):.4g}, above the sampler's largest, {bound:g}; set growth to at "
+                f"most {growth:g}, or rollout.sampler.{noise_key(sampler)}={level:g} to at most {least:g}"
+            )
+
+    def depth(self, num_steps: int) -> int:
+        """d: layers of a tree, fewer on a short grid."""
+        return min(self.window.size, num_steps - 2)
+
     def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
-        size, steps = min(self.window.size, num_steps - 2), mix_window(self.window, num_steps, seed, iteration)
+        size, steps = self.depth(num_steps), mix_window(self.window, num_steps, seed, iteration)
         # At the end of its way the window is shorter; the tree keeps its leaves, and so its last whole place.
         start = min(steps[0], num_steps - 2 - size)
         steps = tuple(range(start, start + size))

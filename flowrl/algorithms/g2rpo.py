@@ -38,8 +38,6 @@ class Config(OffshootConfig):
         OffshootConfig.__post_init__(self)
         if not self.strides or min(self.strides) < 1 or len(set(self.strides)) < len(self.strides):
             raise ValueError(f"strides={self.strides}: at least one, each at least 1, none twice")
-        if self.path_weight:
-            raise ValueError(f"path_weight={self.path_weight}: no stochastic step follows the branch; set it to 0")
 
     def every_step(self, num_steps: int) -> list[int]:
         """Where they are not given, of the first half of the grid those behind which the strides differ."""

@@ -2,8 +2,8 @@
 
     1. one ODE way for a tree; at every step i but the last, k children leave it by the SDE and go on by the ODE
     2. A(i, j) = (r(i, j) - mean) / (std + 1e-4) over the children of step i, of all trees of the prompt
-    3. loss = w_i max(-A ratio, -A clamp(ratio, 1 - c, 1 + c)) + kl.coef KL, w_i = std_i over its mean (`noise_weight`):
-       noisy steps move the picture more
+    3. loss = w_i max(-A ratio, -A clamp(ratio, 1 - c, 1 + c)) + kl.coef KL, w_i = std_i over its mean (`noise_weight`)
+       over all steps that may branch, drawn in this iteration or not: noisy steps move the picture more
 
 A tree has k times as many leaves as steps that branch, and costs (T - 1) + k T (T - 1) / 2 evaluations where all do.
 
@@ -12,15 +12,16 @@ Source: arXiv 2508.04324; Shredded-Pork/TempFlow-GRPO.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from flowrl import tree as credit_on
 from flowrl.algorithms._grpo import KLConfig, clipped_terms, merged, with_reference
 from flowrl.algorithms._tree import DepthwiseGrpo, OffshootConfig
 from flowrl.algorithms.base import Networks
+from flowrl.samplers.base import step_std
 from flowrl.tree import Scale
 from flowrl.types import LossOutput, Microbatch
 
@@ -32,7 +33,7 @@ _RELEASED = 2.25
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(OffshootConfig):
     noise_weight: Literal["normalised", "released", "none"] = "normalised"
-    """w_i: std_i over its mean over the trained steps; 2.25 std_i; or 1."""
+    """w_i: std_i over its mean over all steps that may branch; 2.25 std_i; or 1."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
     kl: KLConfig = field(default_factory=lambda: KLConfig(divisor="variance"))
 
@@ -52,8 +53,11 @@ class TempFlowGrpo(DepthwiseGrpo[Config]):
             return None
         if self.config.noise_weight == "released":
             return _RELEASED * std
-        every = credit_on.trained_std(batch.plan, networks.policy.sampler, networks.policy.adapter.process)
-        return std / every.mean().to(std)
+        plan, process = batch.plan, networks.policy.adapter.process
+        every = torch.tensor(sorted(set(self.config.every_step(len(plan)))))
+        step = plan.steps(every, process, ends=every + self.config.merge)
+        step = replace(step, noise_level=torch.full_like(step.noise_level, plan.noise_level[plan.train[0]]))
+        return std / step_std(networks.policy.sampler, process, step).mean().to(std)
 
 
 def build(config: Config) -> TempFlowGrpo:

@@ -3,7 +3,9 @@
     1. chains of n stochastic steps, ODE elsewhere; from behind each of them the ODE to the end gives a picture and its
        reward: R_t after t stochastic steps, R_0 of the ODE alone
     2. d_t = R_t - R_{t-1}, D = R_n - R_0; a turning point is where the sign of d_t begins to agree with D's
-    3. step t's gain is D, plus d_t at a turning point (`turning` 1, as released), or d_t (null)
+    3. step t's gain is D, plus d_t at a turning point (`gain: whole`, the released configurations); or d_t, and at a
+       turning point from which the rewards go on in its direction R_n - R_{t-1} instead (`long_term`, the paper's idea
+       as the released launch scripts have it); or d_t alone (`step`, ours)
     4. A(t) = (gain - mean) / (std + 1e-4) over the chains of the prompt at step t; loss as Flow-GRPO
 
 A chain is a tree of n + 1 leaves, so a prompt needs several of them.
@@ -13,6 +15,7 @@ Source: arXiv 2602.06422; YunzeTong/TurningPoint-GRPO. That columns are compared
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,7 +24,7 @@ from torch import Tensor
 from flowrl import tree as credit_on
 from flowrl.algorithms._tree import DepthwiseConfig, DepthwiseGrpo
 from flowrl.branching import Branching, completions
-from flowrl.tree import Scale
+from flowrl.tree import Gain, Scale
 
 LEVEL = "experimental"
 
@@ -33,14 +36,19 @@ class Config(DepthwiseConfig):
     window: int | None = None
     """n: stochastic steps, the first of the grid. Released: 9 for SD3, 5 or 6 for FLUX; null: all but the last, at most
     9."""
-    turning: float | None = 1.0
-    """Weight of d_t at a turning point, beside D; null credits d_t alone, at every step."""
+    gain: Gain = "whole"
+    """What a step is credited with: D, and more at turning points; d_t, but at turning points what is still to come
+    too; or d_t alone."""
+    turning: float = 1.0
+    """Of `whole`: weight of d_t at a turning point, beside D."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
 
     def __post_init__(self) -> None:
         DepthwiseConfig.__post_init__(self)
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1")
+        if not math.isfinite(self.turning):
+            raise ValueError(f"turning={self.turning} must be finite")
         if self.scale.pool != "prompt":
             raise ValueError("scale.pool=tree: a chain has one step of each number; compare with prompt")
         if self.path_weight:
@@ -57,7 +65,9 @@ class TpGrpo(DepthwiseGrpo[Config]):
     level = LEVEL
 
     def compared(self, total: Tensor, tree: Branching, paths: Tensor | None) -> Tensor:
-        return credit_on.increments(total, tree, turning=self.config.turning, scale=self.config.scale)
+        return credit_on.increments(
+            total, tree, gain=self.config.gain, turning=self.config.turning, scale=self.config.scale
+        )
 
 
 def build(config: Config) -> TpGrpo:

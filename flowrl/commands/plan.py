@@ -53,7 +53,7 @@ def command(
     if len(train if given is None else given.records) < resolved.slots:
         console.print("fewer than are drawn in an iteration: some are drawn twice")
     console.print(_geometry_table(resolved, plan, adapter))
-    _heading(console, f"Steps: {len(plan)} in all, {len(plan.train)} trained")
+    _heading(console, f"Steps: {len(plan)} in all, {_trained_steps(resolved, plan)} trained")
     console.print(reason if adapter is None else _steps_table(resolved, adapter, plan))
     _heading(console, "Memory and compute, estimated for one process")
     if adapter is None:
@@ -230,12 +230,19 @@ def _samples_text(resolved: Resolved, plan: StepPlan, share: float, trained: int
 def _trees_text(resolved: Resolved, plan: StepPlan) -> str:
     from flowrl.treework import tree_work
 
-    work = tree_work(resolved, plan)
+    work, tree = tree_work(resolved, plan), plan.tree
+    assert tree is not None
     return (
         f"{resolved.slots * resolved.group_size // work.leaves} trees of {work.leaves} leaves, each {sum(work.nodes)} "
-        f"evaluations in the rollout (chains: {work.leaves * len(plan)}) and, for {sum(work.edges):g} trained edges, "
+        f"evaluations in the rollout (chains: {tree.chain_forwards}) and, for {sum(work.edges):g} trained edges, "
         f"{sum(work.parents):g} in the updates"
     )
+
+
+def _trained_steps(resolved: Resolved, plan: StepPlan) -> int:
+    from flowrl.treework import tree_work
+
+    return len(plan.train) if plan.tree is None else sum(edges > 0 for edges in tree_work(resolved, plan).edges)
 
 
 def _steps_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:

@@ -165,8 +165,7 @@ def caption(tree: Tree) -> str:
     """The drawing in numbers."""
     known = [value for value in tree.leaf_reward if value is not None]
     noisy, pruned = sum(edge.noisy for edge in tree.edges), sum(edge.pruned for edge in tree.edges)
-    chains = len(tree.leaves) * tree.steps
-    text = f"{len(tree.leaves)} leaves from {tree.forwards} network evaluations (as chains: {chains})"
+    text = f"{len(tree.leaves)} leaves from {tree.forwards} network evaluations (as chains: {tree.chain_forwards})"
     if known:
         text += f"; rewards {_text(min(known))} to {_text(max(known))}, mean {_text(sum(known) / len(known))}"
     return f"{text}; {pruned} of {noisy} noisy edges pruned."

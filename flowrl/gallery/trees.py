@@ -69,6 +69,12 @@ class Tree:
         """Network evaluations: one for each node but the leaves."""
         return len(self.place) - len(self.leaves)
 
+    @property
+    def chain_forwards(self) -> int:
+        """Those of its leaves if each went its way alone: one for each step on it."""
+        below = self.below()
+        return sum(1 + below[edge.child][1] - below[edge.child][0] for edge in self.edges)
+
     def below(self) -> list[tuple[int, int]]:
         """First and last leaf behind each node, [N]."""
         found = [(len(self.leaves), -1)] * len(self.place)

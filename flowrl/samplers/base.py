@@ -90,7 +90,8 @@ class StepDistribution:
 
 
 class Sampler(Protocol):
-    """A transition law. `log_prob_form` is the form its published clip ranges belong to."""
+    """A transition law. `log_prob_form` is the form its published clip ranges belong to. Where the noise level has a
+    bound, `largest` says it."""
 
     log_prob_form: LogProbForm
 
@@ -169,6 +170,17 @@ def step_std(sampler: Sampler, process: Process, step: Step) -> Tensor:
     """
     zeros = torch.zeros(len(step.sigma), 1)
     return sampler.transition(process, Prediction(zeros, zeros, zeros), zeros, step).std
+
+
+def largest_noise_level(sampler: Sampler) -> float:
+    """Bound on the law's noise level, infinite unless the sampler says otherwise (`largest`): beyond it more noise than
+    sigma' would be left."""
+    return getattr(sampler, "largest", math.inf)
+
+
+def noise_key(sampler: Sampler) -> str:
+    """Option of the sampler that is its noise level."""
+    return "eta" if hasattr(getattr(sampler, "config", None), "eta") else "noise_level"
 
 
 def takes_vp(sampler: Sampler) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -49,6 +50,8 @@ def direction(step: Step) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Cps:
+    largest: ClassVar[float] = 1.0
+
     config: Config
     log_prob_form: LogProbForm = "unscaled"
 

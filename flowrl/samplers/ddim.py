@@ -19,6 +19,7 @@ flow no official code: the same Gaussian written with alpha = 1 - sigma.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -72,6 +73,8 @@ def direction(step: Step) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Ddim:
+    largest: ClassVar[float] = 1.0
+
     config: Config
     log_prob_form: LogProbForm = "mean"
 

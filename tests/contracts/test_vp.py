@@ -22,15 +22,19 @@ from tests.toys import Session, algorithms, draw_advantages, learner_of, make_st
 UNDEFINED = {"mix_grpo_flash": r"predicts noise \(VP\); use mix_grpo"}
 EDGES = [name for name in algorithms("edges") if name not in UNDEFINED]
 SAMPLES = algorithms("samples")
-NO_PRESET = {"grpo_guard": {"clip_range": 1e-3}, "sage_grpo": {"clip_range": 1e-3}}
-"""Nobody published a clip range for their ratio on DDIM's steps."""
+OWN = {
+    "grpo_guard": {"clip_range": 1e-3},
+    "sage_grpo": {"clip_range": 1e-3},
+    "dynamic_tree_rpo": {"growth": 0.0},
+}
+"""Nobody published a clip range for their ratio on DDIM's steps; eta 1 leaves no room for noisier layers."""
 SPREAD = torch.tensor([[[0.9, 0.2], [0.1, 0.8]]])  # rewards [R, P, G]
 PROMPTS = (("one", ()), ("two", ()))
 
 
 def build(name: str, **options: Any) -> Any:
     module = registry.load("algorithms", name)
-    return module.build(module.Config(**NO_PRESET.get(name, {}) | options))
+    return module.build(module.Config(**OWN.get(name, {}) | options))
 
 
 def adapter() -> Any:
@@ -39,6 +43,7 @@ def adapter() -> Any:
 
 def session_of(name: str, num_steps: int = 6, **options: Any) -> Session:
     sampler = ddim.build(ddim.Config())
+    build(name, **options).config.check(sampler, num_steps)
     leaves = getattr(build(name, **options).config, "leaves", lambda steps: 1)(num_steps)
     group = 2 * leaves  # what a tree is compared with
     return roll_out(adapter(), algorithm=build(name, **options), sampler=sampler, group=group, num_steps=num_steps)

@@ -81,7 +81,7 @@ def test_two_processes_take_the_update_of_one(place: Path, name: str):
 def test_pruned_and_mixed_trees_and_a_reference_agree_on_two_processes(place: Path):
     words, kl = (*METHODS["branch_grpo"], CLIP, *ONE_UPDATE, *THREE), "algorithm.kl.coef=0.1"
     jobs = {
-        "top": ("algorithm.prune=parent_top1", SHARD),
+        "top": ("algorithm.splits=[0]", "algorithm.prune=parent_top1", SHARD),
         "extremes": ("algorithm.splits=[0]", "algorithm.prune=extremes", "algorithm.keep=1", SHARD),
         "recompute": ("algorithm.old_log_prob=recompute", kl, SHARD),
         "floor": ("algorithm.scale={pool: prompt, floor: 0.5}",),
