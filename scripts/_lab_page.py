@@ -11,6 +11,7 @@ import numpy as np
 from scipy.stats import t as student_t
 
 METRIC = "shapes_strict"
+PARTIAL = "shapes_partial"
 SIZE = "jpeg_kb"
 HEAD = """\
 # The lab
@@ -46,6 +47,11 @@ These recipes are rewarded for the JPEG size of their pictures alone, quality 95
 picture's, {flat:.0f} (`python scripts/lab.py --flat`), on the same captions and seeds; the change is the paired
 difference over the base's. Strict accuracy is only looked at: it is what such a reward costs.
 """
+WINS = """\
+What methods that learn from preferences are asked: of the held-out captions x 2 seeds, how often the tuned model's
+picture has the higher partial score (`shapes_partial`) than the base's, among those that are not tied; 95 % bootstrap
+interval.
+"""
 MANY = 10
 
 
@@ -64,6 +70,8 @@ class Entry:
     """Seed -> `lab.state`."""
     sized: bool = False
     """Rewarded for the size of its pictures alone, which strict accuracy says nothing of."""
+    preferring: bool = False
+    """Learns from pairs of which one is preferred."""
 
     @property
     def curves(self) -> dict[int, list[list[float]]]:
@@ -184,6 +192,19 @@ def sizes(entries: list[Entry]) -> list[str]:
     return lines + [size_row(entry, seed, flat) for entry in entries for seed in entry.cells]
 
 
+def wins(entries: list[Entry]) -> list[str]:
+    """Lines on how often the tuned model wins, of recipes that learn from preferences."""
+    rows = []
+    for entry in entries:
+        for seed, cell in entry.cells.items():
+            if cell is not None:
+                found = cell["summary"]["win_rate"][PARTIAL]
+                told = percent(found | {"mean": found["rate"]}), found["n"], f"{100 * found['tie_rate']:.1f}"
+                rows.append(_row(entry.name, seed, *told))
+    titles = _table("recipe", "seed", "win rate, per cent", "pictures not tied", "ties, per cent")
+    return ["", "## Win rate", "", WINS, *titles, *rows] if rows else []
+
+
 def reached(curve: list[list[float]], goal: float) -> float | None:
     """Seconds at the first evaluation that, together with the next one, is at `goal` on average; None: never.
 
@@ -250,7 +271,7 @@ def over_seeds(values: list[float | None]) -> tuple[str, str]:
 
 
 def page(entries: list[Entry], notes: str) -> str:
-    """The whole page: recipes over their seeds, the race, sizes, every cell, the notes."""
+    """The whole page: recipes over their seeds, the race, wins, sizes, every cell, the notes."""
     lines = [HEAD]
     lines += _table(
         *("recipe", "level", "mean difference", "lowest lower end", "seeds", "iterations"),
@@ -258,6 +279,7 @@ def page(entries: list[Entry], notes: str) -> str:
     )
     lines += [summary_row(entry) for entry in entries if not entry.sized]
     lines += race(entries)
+    lines += wins([entry for entry in entries if entry.preferring])
     lines += sizes([entry for entry in entries if entry.sized])
     lines += ["", "## Every cell", "", STATES]
     lines += _table(

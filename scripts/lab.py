@@ -48,6 +48,7 @@ PAIRS = {
     )
 }
 """Folder of a preference set -> the words of `flowrl pairs` that make it."""
+PREFERRING = ("diffusion_dpo", "online_dpo")
 MACHINE = ("hardware", "threads_per_process", "python", "torch", "diffusers", "transformers")
 
 
@@ -273,6 +274,7 @@ def write_page(results: dict[str, Any]) -> None:
                 cells=cells,
                 states={seed: state(cell, now) for seed, cell in cells.items()},
                 sized={entry["name"] for entry in tree.get("rewards", [])} == {"jpeg"},
+                preferring=tree["algorithm"]["name"] in PREFERRING,
             )
         )
     notes = ROOT / "docs" / "lab" / "notes.md"

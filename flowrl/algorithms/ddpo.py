@@ -32,7 +32,7 @@ from flowrl.algorithms.base import Networks
 from flowrl.history import HistoryConfig
 from flowrl.types import LossOutput, Microbatch
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from flowrl.algorithms._preference import Space, agreement, given_signs, pair_lo
 from flowrl.algorithms.base import Networks
 from flowrl.types import Identity, LossOutput, NoisedBatch
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

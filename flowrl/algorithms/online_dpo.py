@@ -32,7 +32,7 @@ from flowrl.selection import best_and_worst
 from flowrl.times import TimesConfig
 from flowrl.types import Identity, LossOutput, NoisedBatch
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
