@@ -103,7 +103,7 @@ def _write_tensors(folder: Path, checkpoint: Checkpoint, world: World) -> tuple[
     rows = {key: (first, last) for key, (first, last) in checkpoint.rows.items() if first < last}
     chosen = [key for key in checkpoint.tensors if key in rows or (world.main and key not in checkpoint.rows)]
     save_file({key: checkpoint.tensors[key].detach().cpu().contiguous() for key in chosen}, folder / name)
-    _fsync(folder / name)
+    fsync(folder / name)
     return name, _fingerprint(folder / name), rows
 
 
@@ -116,11 +116,11 @@ def _complete(temporary: Path, target: Path, checkpoint: Checkpoint, parts: list
     manifest = {name: fingerprint for name, fingerprint, _ in parts} | {STATE: _fingerprint(temporary / STATE)}
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
     for name in (STATE, "manifest.json"):
-        _fsync(temporary / name)
-    _fsync(temporary)
+        fsync(temporary / name)
+    fsync(temporary)
     shutil.rmtree(target, ignore_errors=True)
     os.rename(temporary, target)
-    _fsync(target.parent)
+    fsync(target.parent)
 
 
 def load(
@@ -188,7 +188,8 @@ def _fingerprint(file: Path) -> dict:
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

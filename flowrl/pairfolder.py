@@ -106,15 +106,6 @@ class PairFolder:
         self.done = Done(**added | {"last_pair": last, "nbytes": self.done.nbytes + len(text)})
         self._tell()
 
-    @staticmethod
-    def settle(file: Path) -> None:
-        """Wait until a picture, or the entries of a folder, are on the disk: the lines that name them follow."""
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
     def _tell(self) -> None:
         record = {"format": FORMAT, "made_with": self.made_with, "done": dataclasses.asdict(self.done), **self.facts}
         write_atomically(self.path / HEADER, json.dumps(record, indent=1) + "\n")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flowrl import media
+from flowrl.checkpoint import fsync
 from flowrl.collect import Abandoned
 from flowrl.config import ConfigError, Resolved
 from flowrl.distributed import Elsewhere, World, join
@@ -218,8 +219,8 @@ class Pairing:
 
     def _keep(self, folder: PairFolder, number: int, group: Group, pictures: dict[int, Tensor]) -> None:
         for image, name in zip(pictures[group.number], self._names(number, group), strict=True):
-            folder.settle(media.write(image, folder.path / name.removesuffix(".png")))
-        folder.settle(folder.path / PICTURES)
+            fsync(media.write(image, folder.path / name.removesuffix(".png")))
+        fsync(folder.path / PICTURES)
 
     def _names(self, number: int, group: Group) -> tuple[str, str]:
         """Paths of the best and the worst, relative to the folder."""

@@ -75,7 +75,7 @@ def test_only_finished_checkpoints_count(tmp_path):
 
 def test_a_checkpoint_gets_its_name_only_when_it_is_complete_and_on_disk(tmp_path, monkeypatch):
     synced, renamed = [], []
-    real_sync, real_rename = checkpoint._fsync, os.rename
+    real_sync, real_rename = checkpoint.fsync, os.rename
 
     def sync(path: Path) -> None:
         synced.append(str(path))
@@ -91,7 +91,7 @@ def test_a_checkpoint_gets_its_name_only_when_it_is_complete_and_on_disk(tmp_pat
         renamed.append(str(target))
         real_rename(source, target)
 
-    monkeypatch.setattr(checkpoint, "_fsync", sync)
+    monkeypatch.setattr(checkpoint, "fsync", sync)
     monkeypatch.setattr(os, "rename", rename)
     save(tmp_path, make(1), keep=3)
     assert renamed == [str(path_of(tmp_path, 1))]
