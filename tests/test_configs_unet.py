@@ -119,7 +119,7 @@ def test_a_plan_of_sd15_needs_no_download(tmp_path, capsys):
     assert "859,520,964" in text
     assert "LoRA rank 4, alpha 4, 128 modules" in text
     assert "751.00 sde, trained" in text
-    assert "distilled" not in text
+    assert "is distilled" not in text
 
 
 def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp_path, capsys, monkeypatch):
