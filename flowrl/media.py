@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowrl.pictures import plain
+
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
@@ -75,11 +77,12 @@ def find(stem: Path) -> Path | None:
 
 
 def read_frames(file: Path) -> list[Image]:
-    """RGB frames, one for a picture. WebP joins equal neighbours: those of `write` are taken apart again, but where all
-    are equal it keeps one.
+    """RGB frames (`pictures.plain`), one for a picture. WebP joins equal neighbours: those of `write` are taken apart
+    again, but where all are equal it keeps one.
 
     Raises:
-        OSError: no picture.
+        OSError, SyntaxError: no picture.
+        ValueError: grey of an unknown range.
     """
     from PIL import Image as Pillow
 
@@ -87,7 +90,7 @@ def read_frames(file: Path) -> list[Image]:
     with Pillow.open(file) as opened:
         for number in range(getattr(opened, "n_frames", 1)):
             opened.seek(number)
-            frames.append(opened.convert("RGB"))
+            frames.append(plain(opened))
             times.append(opened.info.get("duration") or 0)
     if any(not time or time % FRAME_MS for time in times):
         return frames
@@ -98,7 +101,7 @@ def read(file: Path) -> Tensor:
     """A picture [3, H, W] or a clip [F, 3, H, W], float32 in [0, 1].
 
     Raises:
-        OSError: no picture.
+        See `read_frames`.
     """
     import torch
 

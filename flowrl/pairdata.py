@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.prompts import Prompt, open_picture
+from flowrl.pictures import open_picture
+from flowrl.prompts import Prompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image

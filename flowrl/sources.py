@@ -19,7 +19,8 @@ from typing import Any
 
 from flowrl import shapes
 from flowrl.embedded import PACKAGE
-from flowrl.prompts import Prompt, open_picture
+from flowrl.pictures import open_picture
+from flowrl.prompts import Prompt
 from flowrl.registry import suggest
 from flowrl.strict import ConfigError
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
+from flowrl.pictures import open_picture
 from flowrl.reward import Card, RewardError
 from rewards._servers import Server, Servers
 from rewards._transport import pack, png
@@ -338,9 +338,8 @@ def _http_client(config: Config) -> httpx.Client:
 def _source(path: str) -> Picture:
     """A reference picture of the prompt, as the server will find it."""
     try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file).convert("RGB")
-    except OSError as error:
+        image = open_picture(path)
+    except (OSError, SyntaxError, ValueError) as error:
         raise RewardError(f"reward 'remote': the picture {path!r} of a prompt cannot be read: {error}") from None
     return Picture("png", (3, image.height, image.width), png(image))
 

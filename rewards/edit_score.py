@@ -24,10 +24,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 
+from flowrl.pictures import open_picture
 from flowrl.reward import Reward, RewardError
 from rewards._backends import Backend, judge_card, judged
 from rewards._images import to_uint8
@@ -113,9 +113,8 @@ def source_pixels(metadata: Mapping[str, Any]) -> np.ndarray:
             "its path under 'image' in a .jsonl prompt file"
         )
     try:
-        with Image.open(paths[0]) as picture:
-            return np.array(ImageOps.exif_transpose(picture).convert("RGB"))
-    except OSError as error:
+        return np.array(open_picture(paths[0]))
+    except (OSError, SyntaxError, ValueError) as error:
         raise RewardError(f"reward 'edit_score' cannot read the source picture {paths[0]!r}: {error}") from error
 
 

@@ -33,10 +33,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("reward", "attempts", "scorecache", "overlap", "threads"),
     ),
     ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
-    ("types", "rng", "registry", "shapes", "embedded"),
+    ("types", "rng", "registry", "shapes", "embedded", "pictures"),
 )
 TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives")
-FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes", "flowrl.embedded"}
+FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes", "flowrl.embedded", "flowrl.pictures"}
 
 
 def level(part: str) -> int:

@@ -27,6 +27,14 @@ def test_a_saved_picture_has_the_nearest_of_256_levels(tmp_path):
     assert torch.equal(media.read(file), (image * 255).round() / 255)
 
 
+def test_a_picture_from_elsewhere_is_read_as_it_looks(tmp_path):
+    """Pillow's own conversion shows what lies under transparent places, and 16-bit grey as white."""
+    Image.new("RGBA", (2, 1), (200, 0, 0, 0)).save(tmp_path / "a.png")
+    Image.fromarray(np.array([[0, 257 * 51]], dtype=np.uint16)).save(tmp_path / "b.png")
+    assert torch.equal(media.read(tmp_path / "a.png"), torch.ones(3, 1, 2))
+    assert_close(media.read(tmp_path / "b.png"), torch.tensor([0, 0.2]).expand(3, 1, 2))
+
+
 def test_a_small_clip_is_kept_to_the_last_bit(tmp_path):
     clip = noise(5, 3, 16, 24)
     clip[2] = clip[1]  # WebP joins them

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowrl.distributed import shard
-from flowrl.prompts import Prompt, PromptSource, Texts, open_picture
+from flowrl.pictures import open_picture
+from flowrl.prompts import Prompt, PromptSource, Texts
 from tests.toys import ToyAdapter
 
 # ---- the order of a run

@@ -416,6 +416,13 @@ def test_a_broken_edit_is_masked_and_the_others_keep_their_source(scripted, sour
     assert [brightness(q) for q in scripted.asked] == [[77, 1], [99, 3], [1], [3]]
 
 
+def test_a_transparent_source_is_shown_on_white(scripted, tmp_path):
+    Image.new("RGBA", (8, 6), (77, 77, 77, 0)).save(tmp_path / "source.png")
+    scripted.words = lambda q: graded(25, 25)
+    edit_score.build(edit_score.Config()).score(grey(1), ["x"], [{"images": [str(tmp_path / "source.png")]}])
+    assert brightness(scripted.asked[0]) == [255, 1]
+
+
 @pytest.mark.parametrize("record", [{}, {"images": []}, {"images": ["a", "b"]}, {"images": "a.png"}])
 def test_a_sample_without_its_one_source_stops_with_the_remedy(scripted, record):
     with pytest.raises(RewardError, match="needs the one picture that was edited"):

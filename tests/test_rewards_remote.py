@@ -199,15 +199,16 @@ def test_reference_pictures_travel_as_pictures_and_not_as_paths(tmp_path: Path):
         assert str(tmp_path) not in str(metadata)
         return torch.tensor([float(sum(values)) for values in opened])
 
-    for value in (10, 20, 30):
+    Image.new("RGBA", (4, 4), (30, 0, 0, 0)).save(tmp_path / "clear.png")
+    for value in (10, 20):
         Image.new("RGB", (4, 4), (value, 0, 0)).save(tmp_path / f"{value}.webp", lossless=True)
     metadata = [
         {"images": [str(tmp_path / "10.webp"), str(tmp_path / "20.webp")]},
-        {"images": [str(tmp_path / "30.webp")]},
+        {"images": [str(tmp_path / "clear.png")]},
     ]
     with serving(Inline(of_sources)) as url:
         found = client(url).score(pictures(2), ["a", "b"], metadata)["mine"]
-        assert found.tolist() == [30.0, 30.0]
+        assert found.tolist() == [30.0, 255.0]
         with pytest.raises(RewardError, match=r"gone\.png' of a prompt cannot be read"):
             client(url).score(pictures(1), ["a"], [{"images": [str(tmp_path / "gone.png")]}])
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl.prompts import Prompt, Texts, open_picture
+from flowrl.pictures import open_picture
+from flowrl.prompts import Prompt, Texts
 from flowrl.sources import Columns, load_prompts, picture_folder
 from flowrl.strict import ConfigError
 from tests.toys import ToyAdapter

@@ -43,7 +43,7 @@ def command(
     from flowrl.metrics import Progress
     from flowrl.models._options import guidance_arguments
     from flowrl.models._pictures import picture_arguments
-    from flowrl.prompts import open_picture
+    from flowrl.pictures import open_picture
 
     records = _records(prompts, image or [])
     noise = learned_noise(Path(model))
@@ -131,7 +131,8 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
         ConfigError: a file that is none, a picture that cannot be read, or pictures from two sides.
     """
     from flowrl.config import ConfigError
-    from flowrl.prompts import Prompt, open_picture
+    from flowrl.pictures import open_picture
+    from flowrl.prompts import Prompt
     from flowrl.sources import load_prompts
 
     for file in images:
