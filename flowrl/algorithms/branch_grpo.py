@@ -34,7 +34,7 @@ from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.tree import DepthWindow
 
-LEVEL = "experimental"
+LEVEL = "tested"
 _PRESET = {"dance_sde": 1e-3}
 """Published clip range of this method, by law; others have that of the family."""
 

@@ -34,7 +34,7 @@ from flowrl.samplers.base import Sampler, largest_noise_level, noise_key
 from flowrl.schedules import Schedule
 from flowrl.types import Edges, LossOutput, Microbatch, Rollout
 
-LEVEL = "experimental"
+LEVEL = "tested"
 _LEAST = 0.1
 """Share of the clip range that is always left."""
 

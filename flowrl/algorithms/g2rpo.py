@@ -23,7 +23,7 @@ from flowrl.algorithms._tree import DepthwiseGrpo, OffshootConfig
 from flowrl.branching import Branching, least_way
 from flowrl.tree import Scale
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

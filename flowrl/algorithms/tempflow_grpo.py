@@ -25,7 +25,7 @@ from flowrl.samplers.base import step_std
 from flowrl.tree import Scale
 from flowrl.types import LossOutput, Microbatch
 
-LEVEL = "experimental"
+LEVEL = "tested"
 _RELEASED = 2.25
 """Factor on the std of a step in the released code for SD3."""
 

@@ -26,7 +26,7 @@ from flowrl.algorithms._tree import DepthwiseConfig, DepthwiseGrpo
 from flowrl.branching import Branching, completions
 from flowrl.tree import Gain, Scale
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

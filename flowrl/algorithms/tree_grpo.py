@@ -22,7 +22,7 @@ from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase
 from flowrl.branching import Branching, splits
 from flowrl.rng import stream
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
