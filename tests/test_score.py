@@ -134,6 +134,13 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(folder, 
         score.command(**given)
 
 
+def test_a_check_on_a_file_that_is_no_picture_names_it(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_text("no picture")
+    with pytest.raises(ConfigError, match=r"a\.png cannot be read"):
+        score.command(tmp_path, check="jpeg", batch_size=4)
+
+
 # ---- the contract
 
 

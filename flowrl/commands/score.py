@@ -210,22 +210,33 @@ def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[
     """Places of the samples that could be read, and their pictures, in one tensor where they are of one size."""
     import torch
 
-    from flowrl import media
+    from flowrl.config import ConfigError
     from flowrl.judges import require_modality
 
     rows: list[int] = []
     images: list[torch.Tensor] = []
     for place, (file, _, _) in enumerate(samples):
         try:
-            images.append(media.read(file))
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises
-            _warn(f"{file.name} cannot be read: {error}")
+            images.append(_read(file))
+        except ConfigError as error:
+            _warn(str(error))
         else:
             rows.append(place)
     for entry in scorer.distinct:
         for clips in {image.ndim == 4 for image in images}:
             require_modality(entry.name, entry.reward.card, clips=clips)
     return rows, torch.stack(images) if len({image.shape for image in images}) == 1 else images
+
+
+def _read(file: Path) -> torch.Tensor:
+    """The picture or clip of a file; ConfigError where there is none."""
+    from flowrl import media
+    from flowrl.config import ConfigError
+
+    try:
+        return media.read(file)
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises
+        raise ConfigError(f"{file.name} cannot be read: {error}") from error
 
 
 def _records(
@@ -249,7 +260,6 @@ def _records(
 
 def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: Path | None) -> bool:
     """Try the contract on a reward and print what came out; whether it holds."""
-    from flowrl import media
     from flowrl.config import ConfigError
     from flowrl.rewardcheck import COUNT, Material, Trials, material
 
@@ -264,7 +274,7 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
         if len(samples) < 2:
             raise ConfigError("--check compares samples with each other: give at least two pictures or clips")
         part = samples[:COUNT]
-        loaded: Any = [media.read(file) for file, _, _ in part]
+        loaded: Any = [_read(file) for file, _, _ in part]
         if len({image.shape for image in loaded}) == 1:
             import torch
 
