@@ -22,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flowrl.distributed import ALONE, World
+from flowrl.errors import CheckpointError as CheckpointError
+from flowrl.errors import UnwritableCheckpoint
 
 FORMAT = 1
 STATE = "state.json"
@@ -29,10 +31,6 @@ _TENSORS = re.compile(r"state(-\d{5})?\.safetensors")
 
 Rows = tuple[int, int]
 """Of a tensor: the first row, and the one behind the last."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or trusted; the message says what is safe and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
             shutil.rmtree(temporary, ignore_errors=True)
         kept = available(folder)
         safe = f"iteration {kept[-1]} is safe" if kept else "there is no earlier checkpoint"
-        raise CheckpointError(
+        raise UnwritableCheckpoint(
             f"could not save {target}: {error}; {safe}. Free some space or mend the folder, then go on with --resume"
         ) from error
     if world.main:

@@ -84,16 +84,10 @@ def _run() -> None:
 
 def handle(error: BaseException) -> NoReturn:
     """Turn a failure into one message and an exit code; anything unforeseen keeps its traceback."""
-    from flowrl.config import ConfigError
-    from flowrl.registry import UnknownName
+    from flowrl.errors import Fault, Stopped
 
-    kind = type(error).__name__
-    if isinstance(error, (ConfigError, UnknownName)) or kind in ("ModelError", "CheckpointError", "RewardError"):
-        # A checkpoint that cannot be written is no configuration error.
-        writing = kind == "CheckpointError" and "could not save" in str(error)
-        _fail(str(error), 1 if writing else 2)
-    if kind == "Stopped":
-        raise SystemExit(128 + error.number)  # type: ignore[attr-defined]
-    if kind in ("ParityError", "LaunchError"):
-        _fail(str(error), 1)
+    if isinstance(error, Stopped):
+        raise SystemExit(128 + error.number)
+    if isinstance(error, Fault):
+        _fail(str(error), error.exit_code)
     raise error

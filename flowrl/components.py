@@ -230,7 +230,7 @@ class RewardPlan:
 
         Of a reward that is not built in the source file is part of it: people change theirs without raising a version.
         """
-        name, source = self.module.__name__, ""
+        name, source = self.module.__name__.removeprefix("flowrl."), ""
         if not name.startswith("rewards.") and self.module.__file__:
             name, source = self.name, hashlib.sha256(Path(self.module.__file__).read_bytes()).hexdigest()
         options = self.config and dataclasses.asdict(self.config)

@@ -17,9 +17,9 @@ import yaml
 
 from flowrl.checks import check
 from flowrl.components import Component, RewardPlan, component, model_component, reward_plan
+from flowrl.errors import ConfigError as ConfigError  # most modules know it by this one
 from flowrl.exploration import ExplorationConfig
 from flowrl.preferences import PreferenceOptions
-from flowrl.strict import ConfigError as ConfigError  # most modules know it by this one
 from flowrl.strict import Options, load_tree, validate
 from flowrl.types import Member
 

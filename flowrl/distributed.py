@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flowrl.errors import LaunchError
+
 T = TypeVar("T")
-
-
-class LaunchError(RuntimeError):
-    """The processes of a run do not fit together."""
 
 
 class Elsewhere(RuntimeError):

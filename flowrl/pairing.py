@@ -23,6 +23,7 @@ from flowrl.checkpoint import fsync
 from flowrl.collect import Abandoned
 from flowrl.config import ConfigError, Resolved
 from flowrl.distributed import Elsewhere, World, join
+from flowrl.errors import Stopped
 from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.metrics import Progress, log, set_up_logging
 from flowrl.models._savings import cast_frozen
@@ -35,7 +36,6 @@ from flowrl.reward import RewardError, Scorer, Scores
 from flowrl.rng import derive, permutation
 from flowrl.rollout import Noise, Policy, run
 from flowrl.runs import RunFolder, provenance
-from flowrl.trainer import Stopped
 from flowrl.types import SampleId
 
 T = TypeVar("T")

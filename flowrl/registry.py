@@ -15,20 +15,18 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
+from flowrl.errors import UnknownName as UnknownName
+
 PACKAGE = Path(__file__).resolve().parent
 FOLDERS: dict[str, str] = {
     "models": "flowrl.models",
     "samplers": "flowrl.samplers",
     "algorithms": "flowrl.algorithms",
-    "rewards": "rewards",
+    "rewards": "flowrl.rewards",
 }
 PLUGINS = {"rewards": "flowrl.rewards"}
 """Entry-point groups of the kinds that packages may add to."""
 _HELPERS = {"base", "weights"}
-
-
-class UnknownName(ValueError):
-    """No component of that name; the message lists what there is."""
 
 
 def suggest(name: str, valid: list[str]) -> str:
@@ -37,14 +35,10 @@ def suggest(name: str, valid: list[str]) -> str:
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-def _folder(kind: str) -> Path:
-    root = PACKAGE.parent if kind == "rewards" else PACKAGE
-    return root / kind
-
-
 def names(kind: str) -> list[str]:
     """Names of the built-in components of a kind ("models", "samplers", "algorithms", "rewards")."""
-    files = _folder(kind).glob("*.py")
+    # The package says where its files lie: in a checkout those of rewards are not inside flowrl/.
+    files = [file for folder in importlib.import_module(FOLDERS[kind]).__path__ for file in Path(folder).glob("*.py")]
     return sorted(f.stem for f in files if not f.stem.startswith("_") and f.stem not in _HELPERS)
 
 

@@ -13,16 +13,13 @@ from flowrl.algorithms.base import EdgeAlgorithm, Networks
 from flowrl.buffer import forwards, microbatches, update_chunks
 from flowrl.config import RunConfig
 from flowrl.distributed import World
+from flowrl.errors import ParityError
 from flowrl.metrics import Sums, log
 from flowrl.rng import permutation
 from flowrl.rollout import Evaluations
 from flowrl.sharding import longest
 from flowrl.spatial import spread
 from flowrl.types import Microbatch, Rollout
-
-
-class ParityError(RuntimeError):
-    """The replayed log-probs differ from the rollout's by more than the gate allows."""
 
 
 class Replay:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowrl.attempts import Attempts, Batch, Counts
+from flowrl.errors import RewardError as RewardError
 from flowrl.scorecache import ScoreCache
 
 ScoreFunction = Callable[[Any, Sequence[str], Sequence[dict]], "Tensor | Mapping[str, Tensor]"]
@@ -146,10 +147,6 @@ class WeightedReward:
                 value = value.clamp(*self.clip)
             total = total + share * value
         return total if self.gate is None else self.gate.apply(total, raw)
-
-
-class RewardError(RuntimeError):
-    """A reward broke its contract; the message names the reward and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

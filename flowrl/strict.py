@@ -16,12 +16,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from flowrl import registry
+from flowrl.errors import ConfigError as ConfigError  # most modules know it by this one
 
 Options = dict[str, Any]
-
-
-class ConfigError(ValueError):
-    """A configuration the user can mend; exit code 2."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -19,6 +19,7 @@ from flowrl.assembly import assemble
 from flowrl.collect import Abandoned, Collector
 from flowrl.config import ConfigError, Resolved, RunConfig, resolve
 from flowrl.distributed import Elsewhere, join
+from flowrl.errors import Stopped
 from flowrl.evaltree import EvalTree
 from flowrl.evaluate import Evaluation, Interrupted
 from flowrl.given import TooManyLost
@@ -30,14 +31,6 @@ from flowrl.runs import RunFolder, provenance
 from flowrl.types import Rollout
 
 T = TypeVar("T")
-
-
-class Stopped(Exception):
-    """A signal was honoured and the state saved; `number` is the signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by signal {number}")
-        self.number = number
 
 
 class Trainer:

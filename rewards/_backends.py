@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flowrl.rewards._chat import Http
+from flowrl.rewards._judge import Judge, JudgeScore
+from flowrl.rewards._vlm import Local
 from torch import Tensor
 
 from flowrl.reward import Card, Reward
-from rewards import _chat, _vlm
-from rewards._chat import Http
-from rewards._judge import Judge, JudgeScore
-from rewards._vlm import Local
+from flowrl.rewards import _chat, _vlm
 
 QWEN = Local(model="Qwen/Qwen3-VL-4B-Instruct")
 """The judge of rewards that ask for none in particular."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from rewards import _checkpoints
+from flowrl.rewards import _checkpoints
 
 LAYERS = {"roberta-large": 17, "deberta-xlarge-mnli": 40}
 """The layer whose embeddings agree best with people, as the authors have measured it, by the model's own name."""

@@ -23,12 +23,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from flowrl.rewards._images import jpeg
+from flowrl.rewards._judge import Counters, Question, Writing, joined, log
 from PIL import Image
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from rewards._images import jpeg
-from rewards._judge import Counters, Question, Writing, joined, log
 
 _RETRIED = {408, 409, 425, 429}
 _REFUSED = {401: "the API key", 403: "the API key's rights", 404: "base_url and model"}

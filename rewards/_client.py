@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from flowrl.rewards._servers import Server, Servers
+from flowrl.rewards._transport import pack, png
+from flowrl.rewards._wire import SCHEMA, Picture, WireError, require_schema, write_picture
 from torch import Tensor
 
 from flowrl.pictures import open_picture
 from flowrl.reward import Card, RewardError
-from rewards._servers import Server, Servers
-from rewards._transport import pack, png
-from rewards._wire import SCHEMA, Picture, WireError, require_schema, write_picture
 
 if TYPE_CHECKING:
     import httpx
-
-    from rewards.remote import Config
+    from flowrl.rewards.remote import Config
 
 log = logging.getLogger("flowrl")
 _OVERHEAD_BYTES = 1024

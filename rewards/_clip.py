@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._pixels import Pixels, Preprocess
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from rewards import _checkpoints
-from rewards._pixels import Pixels, Preprocess
+from flowrl.rewards import _checkpoints
 
 Tower = Literal["clip", "siglip"]
 

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._clip import Clip
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from rewards import _checkpoints
-from rewards._clip import Clip
+from flowrl.rewards import _checkpoints
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 # GenEval's names for three of COCO's classes.

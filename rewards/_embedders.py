@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from flowrl.rewards._clip import projected
+from flowrl.rewards._images import to_uint8
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from rewards import _checkpoints
-from rewards._clip import projected
-from rewards._images import to_uint8
+from flowrl.rewards import _checkpoints
 
 _CHUNK = 64
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from rewards import _checkpoints
+from flowrl.rewards import _checkpoints
 
 log = logging.getLogger("flowrl")
 

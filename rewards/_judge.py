@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from flowrl.rewards._images import to_uint8
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from rewards._images import to_uint8
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -13,12 +13,12 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._checkpoints import place
+from flowrl.rewards._pixels import Fit, Interpolation, Pixels, Preprocess
 from torch import Tensor
 
 from flowrl.embedded import asset_folder
 from flowrl.reward import RewardError
-from rewards._checkpoints import place
-from rewards._pixels import Fit, Interpolation, Pixels, Preprocess
 
 CONFIG = "open_clip_config.json"
 _WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin")

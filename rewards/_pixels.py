@@ -13,10 +13,9 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._images import to_uint8
 from PIL import Image
 from torch import Tensor
-
-from rewards._images import to_uint8
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)

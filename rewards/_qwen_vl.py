@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from flowrl.rewards._pixels import MEAN, STD
 from torch import Tensor, nn
 
 from flowrl.reward import RewardError
-from rewards import _checkpoints
-from rewards._pixels import MEAN, STD
+from flowrl.rewards import _checkpoints
 
 FACTOR = 28
 """Pixels to a token's side: sizes are multiples of it."""

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from flowrl.rewards._detectors import Detection, DetectionError
 from PIL import Image, UnidentifiedImageError
 
 from flowrl.reward import RewardError
-from rewards._detectors import Detection, DetectionError
 
 SCHEMA = 1
 _RETRIED = {408, 425, 429, 500, 502, 503, 504}

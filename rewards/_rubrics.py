@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from flowrl.rewards._judge import read_text, strict_fields
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flowrl.reward import RewardError
-from rewards._judge import read_text, strict_fields
 
 FOLDER = Path(__file__).parent / "rubrics"
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)

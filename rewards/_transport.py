@@ -6,10 +6,9 @@ import io
 
 import numpy as np
 import torch
+from flowrl.rewards._wire import Picture
 from PIL import Image
 from torch import Tensor
-
-from rewards._wire import Picture
 
 _DTYPES = {"uint8": "u1", "float32": "<f4"}
 

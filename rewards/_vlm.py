@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from flowrl.rewards._images import jpeg
+from flowrl.rewards._judge import Counters, Question, Writing, joined
 from PIL import Image
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from rewards import _checkpoints
-from rewards._images import jpeg
-from rewards._judge import Counters, Question, Writing, joined
+from flowrl.rewards import _checkpoints
 
 _FORMER_NAMES = {
     r"^visual\.": "model.visual.",

@@ -24,11 +24,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._frames import framewise
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _checkpoints, _clip
-from rewards._frames import framewise
+from flowrl.rewards import _checkpoints, _clip
 
 LEVEL = "experimental"
 Version = Literal["v1", "v2", "v2.5"]

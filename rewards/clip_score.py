@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from flowrl.rewards._frames import framewise
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _clip, _open_clip
-from rewards._frames import framewise
+from flowrl.rewards import _clip, _open_clip
 
 LEVEL = "tested"
 CARD = Card(

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from flowrl.rewards._frames import framewise
+from flowrl.rewards._images import to_uint8
 from torch import Tensor
 
 from flowrl.reward import Card, Reward
-from rewards._frames import framewise
-from rewards._images import to_uint8
 
 _LUMINANCE = (0.2126, 0.7152, 0.0722)
 _FRAMES = 8

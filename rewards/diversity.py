@@ -23,11 +23,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._embedders import Embed, network
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from flowrl.reward import Card, Reward
-from rewards._embedders import Embed, network
 
 _GRID, _WAVES = 8, 256
 

@@ -24,15 +24,15 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from flowrl.rewards._backends import Backend, judge_card, judged
+from flowrl.rewards._images import to_uint8
+from flowrl.rewards._judge import Judge, Question, Writing, ask_json, mean_or_nan, read_text, strict_fields
+from flowrl.rewards._vlm import Local
 from pydantic import Field
 from torch import Tensor
 
 from flowrl.pictures import open_picture
 from flowrl.reward import Reward, RewardError
-from rewards._backends import Backend, judge_card, judged
-from rewards._images import to_uint8
-from rewards._judge import Judge, Question, Writing, ask_json, mean_or_nan, read_text, strict_fields
-from rewards._vlm import Local
 
 LEVEL = "experimental"
 DEFAULT = Local(model="Qwen/Qwen2.5-VL-7B-Instruct", adapter="EditScore/EditScore-7B")

@@ -26,13 +26,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from flowrl.rewards._detectors import COLORS, ClipColors, ColorNamer, Detection, DetectionError, Detector, load_detector
+from flowrl.rewards._images import to_uint8
+from flowrl.rewards._remote_detector import RemoteDetector
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _clip
-from rewards._detectors import COLORS, ClipColors, ColorNamer, Detection, DetectionError, Detector, load_detector
-from rewards._images import to_uint8
-from rewards._remote_detector import RemoteDetector
+from flowrl.rewards import _clip
 
 log = logging.getLogger("flowrl")
 

@@ -22,13 +22,13 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._frames import framewise
+from flowrl.rewards._images import to_uint8
+from flowrl.rewards._pixels import broken, normalised, padded, resized_shape
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _checkpoints, _clip, _open_clip
-from rewards._frames import framewise
-from rewards._images import to_uint8
-from rewards._pixels import broken, normalised, padded, resized_shape
+from flowrl.rewards import _checkpoints, _clip, _open_clip
 
 LEVEL = "experimental"
 Version = Literal["v2.1", "v2.0"]

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from flowrl.rewards._images import to_uint8
 from PIL import Image
 from torch import Tensor, nn
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _checkpoints, _qwen_vl
-from rewards._images import to_uint8
+from flowrl.rewards import _checkpoints, _qwen_vl
 
 LEVEL = "experimental"
 MARK = "<|Reward|>"

@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flowrl.rewards._pixels import Pixels
 from torch import Tensor, nn
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _checkpoints, _clip
-from rewards._pixels import Pixels
+from flowrl.rewards import _checkpoints, _clip
 
 LEVEL = "experimental"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072

@@ -15,10 +15,10 @@ from typing import Literal
 
 import numpy as np
 import torch
+from flowrl.rewards._images import jpeg, to_uint8
 from torch import Tensor
 
 from flowrl.reward import Card, Reward
-from rewards._images import jpeg, to_uint8
 
 LEVEL = "tested"
 CARD = Card(

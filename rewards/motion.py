@@ -32,12 +32,12 @@ from statistics import fmean
 import numpy as np
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._embedders import Embed, network
+from flowrl.rewards._flow import Magnitude, load_raft, moving_share
+from flowrl.rewards._images import to_uint8
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards._embedders import Embed, network
-from rewards._flow import Magnitude, load_raft, moving_share
-from rewards._images import to_uint8
 
 _GRID, _CELL, _SHARE, _FLOW_FPS = 32, 8, 0.05, 8.0
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from flowrl.rewards._images import to_uint8
+from flowrl.rewards._reader import Pool, engine
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards._images import to_uint8
-from rewards._reader import Pool, engine
 
 Reader = Callable[[Sequence[np.ndarray]], list[str]]
 """Pictures [H, W, 3] uint8 RGB -> all the text read in each, in reading order; "" where there is none."""

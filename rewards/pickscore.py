@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from flowrl.rewards._frames import framewise
 from torch import Tensor
 
 from flowrl.reward import Card, Reward
-from rewards import _clip
-from rewards._frames import framewise
+from flowrl.rewards import _clip
 
 LEVEL = "experimental"
 CARD = Card(

@@ -66,7 +66,7 @@ def card_of(config: Config) -> None:
 
 
 def build(config: Config) -> Reward:
-    from rewards._client import Client
+    from flowrl.rewards._client import Client
 
     client = Client(config)
     return Reward(client.score, client.card)

@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from flowrl.rewards._frames import frame_indices
+from flowrl.rewards._images import to_uint8
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _checkpoints
-from rewards._frames import frame_indices
-from rewards._images import to_uint8
+from flowrl.rewards import _checkpoints
 
 _CHUNK = 64
 

@@ -23,14 +23,14 @@ from typing import Literal
 
 import numpy as np
 import torch
+from flowrl.rewards._backends import Backend, Score, judge_card, judged
+from flowrl.rewards._images import to_uint8
+from flowrl.rewards._judge import Judge, Question, Writing, log, where_asked
+from flowrl.rewards._vlm import Local
 from PIL import Image
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards._backends import Backend, Score, judge_card, judged
-from rewards._images import to_uint8
-from rewards._judge import Judge, Question, Writing, log, where_asked
-from rewards._vlm import Local
 
 LEVEL = "experimental"
 DEFAULT = Local(model="CodeGoat24/UnifiedReward-2.0-qwen3vl-4b")

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flowrl.rewards._images import to_uint8
 from torch import Tensor, nn
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _checkpoints, _lora, _qwen_vl
-from rewards._images import to_uint8
+from flowrl.rewards import _checkpoints, _lora, _qwen_vl
 
 LEVEL = "experimental"
 DIMENSIONS = ("VQ", "MQ", "TA")

@@ -23,15 +23,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from flowrl.rewards._backends import Backend, Score, judge_card, judged
+from flowrl.rewards._bertscore import BertScore
+from flowrl.rewards._images import to_uint8
+from flowrl.rewards._judge import Judge, Question, Writing, ask_about, where_asked
+from flowrl.rewards._vlm import Local
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from rewards import _bertscore
-from rewards._backends import Backend, Score, judge_card, judged
-from rewards._bertscore import BertScore
-from rewards._images import to_uint8
-from rewards._judge import Judge, Question, Writing, ask_about, where_asked
-from rewards._vlm import Local
+from flowrl.rewards import _bertscore
 
 LEVEL = "experimental"
 DEFAULT = Local(model="llava-hf/llava-1.5-13b-hf")

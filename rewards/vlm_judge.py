@@ -23,13 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
-from flowrl.reward import Card, Reward, RewardError
-from rewards import _rubrics
-from rewards._backends import QWEN, Backend, Score, judge_card, judged
-from rewards._images import to_uint8
-from rewards._judge import (
+from flowrl.rewards._backends import QWEN, Backend, Score, judge_card, judged
+from flowrl.rewards._images import to_uint8
+from flowrl.rewards._judge import (
     DIGITS,
     FIRST_SECOND,
     YES_NO,
@@ -42,8 +38,12 @@ from rewards._judge import (
     where_asked,
     yes_share,
 )
-from rewards._rubrics import Rubric
-from rewards.diversity import groups_of
+from flowrl.rewards._rubrics import Rubric
+from flowrl.rewards.diversity import groups_of
+from torch import Tensor
+
+from flowrl.reward import Card, Reward, RewardError
+from flowrl.rewards import _rubrics
 
 LEVEL = "experimental"
 CARD = judge_card(

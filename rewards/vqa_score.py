@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowrl.rewards._backends import QWEN, Backend, Score, judge_card, judged
+from flowrl.rewards._judge import Judge, ask_about, where_asked
 from torch import Tensor
 
 from flowrl.reward import Reward
-from rewards._backends import QWEN, Backend, Score, judge_card, judged
-from rewards._judge import Judge, ask_about, where_asked
 
 LEVEL = "experimental"
 CARD = judge_card(

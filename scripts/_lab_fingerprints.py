@@ -51,8 +51,10 @@ def _imported(file: Path) -> Iterator[Path]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
-            target = ROOT / (name.replace(".", "/") + ".py")
-            if name.startswith(("flowrl.", "rewards.")) and target.is_file():
+            # The files of flowrl.rewards lie in rewards/.
+            place = name.removeprefix("flowrl.") if name.startswith("flowrl.rewards.") else name
+            target = ROOT / (place.replace(".", "/") + ".py")
+            if name.startswith("flowrl.") and target.is_file():
                 yield target
 
 

@@ -154,7 +154,7 @@ def cell_row(entry: Entry, seed: int) -> str:
 
 def flat_kilobytes() -> float:
     """Thousands of bytes of a grey 32 x 32 picture as a JPEG of quality 95; other colours differ by under ten bytes."""
-    from rewards.jpeg import jpeg_kilobytes
+    from flowrl.rewards.jpeg import jpeg_kilobytes
 
     return jpeg_kilobytes(np.full((32, 32, 3), 128, dtype=np.uint8), quality=95)
 

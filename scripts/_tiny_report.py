@@ -18,7 +18,7 @@ FINGERPRINT = {"prompt": "a red circle left of a blue square", "seed": 0}
 @torch.no_grad()
 def strict_accuracy(pipe: Any, count: int, **call: Any) -> dict[str, float]:
     """Strict accuracy of plain pipeline calls on held-out captions, overall and by task."""
-    from rewards.shapes import detect, judge
+    from flowrl.rewards.shapes import detect, judge
 
     captions, hits = shapes.prompts("heldout")[:count], {}
     for start in range(0, len(captions), 64):

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from flowrl.rewards._reader import engine
+from flowrl.rewards.ocr import similarity
 from PIL import Image, ImageDraw, ImageFont
-
-from rewards._reader import engine
-from rewards.ocr import similarity
 
 SIZE, MARGIN, LEAST_CONTRAST = 256, 6, 3.0
 FONTS = (

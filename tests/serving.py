@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+from flowrl.rewards._transport import pack
+from flowrl.rewards._wire import SCHEMA, fingerprint, plain_card, write_picture
 
 from flowrl.reward import Card, Reward, WeightedReward
 from flowrl.serving.app import Service
@@ -21,8 +23,6 @@ from flowrl.serving.messages import Item, Limits
 from flowrl.serving.process import Runner, WorkerFailed
 from flowrl.serving.server import bind, run
 from flowrl.serving.worker import score_items
-from rewards._transport import pack
-from rewards._wire import SCHEMA, fingerprint, plain_card, write_picture
 
 PIXELS = 6
 

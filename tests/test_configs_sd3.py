@@ -10,14 +10,14 @@ from functools import cache
 from typing import Any
 
 import pytest
+from flowrl.rewards.geneval import read_clauses
+from flowrl.rewards.ocr import target_text
 
 from flowrl import memory
 from flowrl.advantages import AdvantageConfig
 from flowrl.commands.plan import command, geometry, step_plan, transition_std
 from flowrl.config import Resolved, load_config, resolve
 from flowrl.sources import load_prompts
-from rewards.geneval import read_clauses
-from rewards.ocr import target_text
 from tests import recipes
 from tests import tiny_sd3 as tiny
 from tests.recipes import ADAMW, EMA, NO_EMA, adapter, advantages, at, check_values

@@ -4,9 +4,9 @@ import hashlib
 from collections import Counter
 
 import pytest
+from flowrl.rewards.geneval import read_clauses
 
 from flowrl.sources import load_prompts
-from rewards.geneval import read_clauses
 from tests import tiny_sd3
 
 FILE = tiny_sd3.ROOT / "assets" / "prompts" / "geneval.jsonl"

@@ -300,8 +300,7 @@ def test_recipes_rewarded_for_size_have_a_table_of_their_own(lab, monkeypatch):
 
 def test_a_flat_picture_of_any_colour_has_nearly_the_same_bytes(lab):
     import numpy as np
-
-    from rewards.jpeg import jpeg_kilobytes
+    from flowrl.rewards.jpeg import jpeg_kilobytes
 
     flat = lab.flat_kilobytes()
     for colour in ((0, 0, 0), (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (30, 200, 90)):

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
         *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall"),
+        "rewards",
     ),
     ("algorithms",),
     (
@@ -33,10 +34,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("reward", "attempts", "scorecache", "overlap", "threads"),
     ),
     ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
-    ("types", "rng", "registry", "shapes", "embedded", "pictures"),
+    ("errors", "types", "rng", "registry", "shapes", "embedded", "pictures"),
 )
 TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives")
-FOR_REWARDS = {"flowrl.reward", "flowrl.types", "flowrl.shapes", "flowrl.embedded", "flowrl.pictures"}
+FOR_REWARDS = {f"flowrl.{name}" for name in ("errors", "reward", "rewards", "types", "shapes", "embedded", "pictures")}
 
 
 def level(part: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,12 +27,12 @@ def test_names_are_the_files_of_the_folder_without_helpers(kind):
     assert found
     assert not [name for name in found if name.startswith("_") or name in ("base", "weights")]
     for name in found:
-        assert (registry._folder(kind) / f"{name}.py").is_file()
+        assert Path(registry.load(kind, name).__file__).is_file()
 
 
 def test_a_name_loads_the_module_of_that_file():
     assert registry.load("samplers", "flow_sde").__name__ == "flowrl.samplers.flow_sde"
-    assert registry.load("rewards", "shapes").__name__ == "rewards.shapes"
+    assert registry.load("rewards", "shapes").__name__ == "flowrl.rewards.shapes"
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_list():

@@ -9,11 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from flowrl.rewards._detectors import Detection, DetectionError
+from flowrl.rewards._remote_detector import RemoteDetector, Unreachable
 from PIL import Image
 
 from flowrl.reward import RewardError
-from rewards._detectors import Detection, DetectionError
-from rewards._remote_detector import RemoteDetector, Unreachable
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
 DOG = {"label": "dog", "confidence": 0.5, "box": [1, 2, 5, 6]}

@@ -67,7 +67,7 @@ def test_a_built_in_name_means_the_built_in_one_and_the_clash_is_told(installed,
 
     monkeypatch.setattr(logging.getLogger("flowrl"), "propagate", True)
     installed("alpha", jpeg="alpha.reward")
-    assert reward_plan({"name": "jpeg"}, "rewards.0").module.__name__ == "rewards.jpeg"
+    assert reward_plan({"name": "jpeg"}, "rewards.0").module.__name__ == "flowrl.rewards.jpeg"
     assert "the name 'jpeg' of alpha.reward of alpha is that of a built-in one" in caplog.text
 
 

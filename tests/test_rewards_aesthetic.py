@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrl.rewards.aesthetic import CARD, PUBLISHED, Config, build, fingerprint, load_head, read_head, recognise
 from torch import nn
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import aesthetic
-from rewards.aesthetic import CARD, PUBLISHED, Config, build, fingerprint, load_head, read_head, recognise
+from flowrl.rewards import aesthetic
 from tests import toy_clip
 
 VERSIONS = ("v1", "v2", "v2.5")

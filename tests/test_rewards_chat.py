@@ -9,10 +9,10 @@ import time
 
 import pytest
 import torch
+from flowrl.rewards._chat import Http
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import _chat, vlm_judge, vqa_score
-from rewards._chat import Http
+from flowrl.rewards import _chat, vlm_judge, vqa_score
 from tests.fake_chat import FakeChat, Reply, free_port
 
 YES = Reply(top={"Yes": math.log(0.8), "No": math.log(0.1), "the": math.log(0.01)})

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrl.rewards._pixels import Pixels
+from flowrl.rewards.clip_score import CARD, Config, build
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import _clip, _open_clip
-from rewards._pixels import Pixels
-from rewards.clip_score import CARD, Config, build
+from flowrl.rewards import _clip, _open_clip
 from tests import toy_clip
 
 PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "sea"]

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards.degeneracy import CARD, Config, build
 
 from flowrl.reward import Scorer, WeightedReward
-from rewards.degeneracy import CARD, Config, build
 
 SIZE = 32
 LUMINANCE = (0.2126, 0.7152, 0.0722)

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
+from flowrl.rewards.diversity import Config, build, colour_waves, diversity_gain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flowrl.advantages import group_advantages
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards.diversity import Config, build, colour_waves, diversity_gain
 from tests import toy_clip
 
 LN2 = math.log(2)

@@ -5,9 +5,8 @@ import math
 
 import pytest
 import torch
+from flowrl.rewards._frames import frame_indices, framewise
 from torch.testing import assert_close
-
-from rewards._frames import frame_indices, framewise
 
 
 def brightness(images, prompts, metadata):

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards._detectors import COLORS, ClipColors, Detection, box_of, cut_out
+from flowrl.rewards.geneval import Clause, Config, read_clauses, relative_position, scorer
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import _clip, _detectors
-from rewards._detectors import COLORS, ClipColors, Detection, box_of, cut_out
-from rewards.geneval import Clause, Config, read_clauses, relative_position, scorer
+from flowrl.rewards import _clip, _detectors
 from tests import toy_clip
 
 PICTURE = torch.zeros(1, 3, 8, 8)

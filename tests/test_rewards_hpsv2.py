@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrl.rewards._pixels import MEAN, STD, margins, resized_shape
+from flowrl.rewards.hpsv2 import CARD, Config, build, find_weights, prepared
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import hpsv2
-from rewards._pixels import MEAN, STD, margins, resized_shape
-from rewards.hpsv2 import CARD, Config, build, find_weights, prepared
+from flowrl.rewards import hpsv2
 from tests import toy_clip
 
 PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "the sea"]

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from flowrl.rewards.hpsv3 import CARD, MARK, PROMPT, PROMPT_SHA256, Config, build
 from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import hpsv3
-from rewards.hpsv3 import CARD, MARK, PROMPT, PROMPT_SHA256, Config, build
+from flowrl.rewards import hpsv3
 from tests import toy_qwen_vl as toy
 
 PROMPTS = ["a photo of a cat", "two {dogs} on a bench", "sea"]

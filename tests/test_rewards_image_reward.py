@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from flowrl.rewards.image_reward import CARD, Config, build, pixels, raw_score, renamed
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import image_reward
-from rewards.image_reward import CARD, Config, build, pixels, raw_score, renamed
+from flowrl.rewards import image_reward
 
 # The second is longer than the model reads: the tokenizer's words are letters.
 PROMPTS = ["a cat", " ".join("abcdefghijklmnopqrstuvwxyz" * 2), "a cat", "x", ""]

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards.jpeg import Config, build
 from PIL import Image
 
 from flowrl.reward import Scorer, WeightedReward
-from rewards.jpeg import Config, build
 
 SIZE = 64
 

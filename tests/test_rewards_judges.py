@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards._judge import Counters, mean_or_nan
+from flowrl.rewards.unified_reward import grades
+from flowrl.rewards.vlm_judge import win_rates
 from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.components import reward_plan
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import _backends, _rubrics, edit_score, unified_reward, vlm_judge, vqa_score
-from rewards._judge import Counters, mean_or_nan
-from rewards.unified_reward import grades
-from rewards.vlm_judge import win_rates
+from flowrl.rewards import _backends, _rubrics, edit_score, unified_reward, vlm_judge, vqa_score
 
 
 class Scripted:

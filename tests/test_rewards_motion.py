@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from flowrl.rewards.motion import Config, build, consistency, dynamics, smoothness, spaced
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import _flow, motion
-from rewards.motion import Config, build, consistency, dynamics, smoothness, spaced
+from flowrl.rewards import _flow, motion
 from tests import toy_clip
 
 FRAMES, SIZE = 9, 64

@@ -9,12 +9,12 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards._images import to_uint8
+from flowrl.rewards._reader import Pool, engine
+from flowrl.rewards.ocr import Config, similarity, target_text
 
 from flowrl.reward import RewardError
-from rewards import ocr
-from rewards._images import to_uint8
-from rewards._reader import Pool, engine
-from rewards.ocr import Config, similarity, target_text
+from flowrl.rewards import ocr
 from tests.rendered_words import render
 
 needs_rapidocr = pytest.mark.skipif(

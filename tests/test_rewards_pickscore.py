@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from flowrl.rewards._pixels import Pixels, broken
+from flowrl.rewards.pickscore import Config, build
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import _clip
-from rewards._pixels import Pixels, broken
-from rewards.pickscore import Config, build
+from flowrl.rewards import _clip
 from tests import toy_clip
 
 PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "sea"]

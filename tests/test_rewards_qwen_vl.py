@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards._qwen_vl import local_name, patches, read_prompt, smart_resize
+from flowrl.rewards.video_align import PROMPT_SHA256
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from rewards import _checkpoints, _lora, _qwen_vl
-from rewards._qwen_vl import local_name, patches, read_prompt, smart_resize
-from rewards.video_align import PROMPT_SHA256
+from flowrl.rewards import _checkpoints, _lora, _qwen_vl
 
 
 @pytest.mark.parametrize(

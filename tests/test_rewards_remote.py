@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrl.rewards._servers import Servers
+from flowrl.rewards._transport import pack, unpack
+from flowrl.rewards._wire import Picture, WireError, read_picture, write_picture
 from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.distributed import free_port
 from flowrl.reward import Card, RewardError, Scorer, WeightedReward
-from rewards import remote
-from rewards._servers import Servers
-from rewards._transport import pack, unpack
-from rewards._wire import Picture, WireError, read_picture, write_picture
+from flowrl.rewards import remote
 from tests.serving import Inline, brightness, pictures, results, scripted, serving
 
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from flowrl.rewards.safety import CARD, Config, build, unsafe_classes
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards.safety import CARD, Config, build, unsafe_classes
 
 SIZE, NAMES = 32, {0: "normal", 1: "NSFW", 2: "drawing"}
 

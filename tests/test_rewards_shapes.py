@@ -13,12 +13,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards.shapes import BLOB, Config, Found, build, detect, judge
 from scipy import ndimage
 
 from flowrl import shapes
 from flowrl.reward import RewardError
 from flowrl.shapes import BACKGROUND, COLORS, PALETTE, RELATIONS, SHAPES, TASKS, ObjectSpec, Placed, Scene
-from rewards.shapes import BLOB, Config, Found, build, detect, judge
 
 NOISES = (0.0, 0.03, 0.08)
 WHEEL = ("red", "yellow", "green", "cyan", "blue", "purple")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from flowrl.rewards.video_align import CARD, MARKS, Config, build, frame_indices, read_settings, values_of
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import video_align
-from rewards.video_align import CARD, MARKS, Config, build, frame_indices, read_settings, values_of
+from flowrl.rewards import video_align
 from tests import toy_qwen_vl as toy
 
 PROMPTS = ["a photo of a cat", "two {dogs} on a bench", "sea"]

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards._judge import Question, Writing
+from flowrl.rewards._vlm import Local
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from rewards import _judge, _vlm, edit_score, unified_reward, vlm_judge, vqa_score
-from rewards._judge import Question, Writing
-from rewards._vlm import Local
+from flowrl.rewards import _judge, _vlm, edit_score, unified_reward, vlm_judge, vqa_score
 from tests import toy_vlm
 
 PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "x", "Yes No 5", "sea"]

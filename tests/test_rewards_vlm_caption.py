@@ -10,14 +10,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards._bertscore import Options
 from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.components import reward_plan
 from flowrl.reward import RewardError
 from flowrl.rewardcheck import Material, Trials, material
-from rewards import _backends, _bertscore, _images, vlm_caption
-from rewards._bertscore import Options
+from flowrl.rewards import _backends, _bertscore, _images, vlm_caption
 from tests import toy_vlm
 from tests.fake_chat import FakeChat, Reply
 from tests.test_rewards_judges import Scripted, brightness, grey
@@ -271,7 +271,7 @@ def test_a_server_is_sent_jpeg_of_the_papers_quality_unless_told_otherwise(serve
 
 
 def test_on_this_machine_the_judge_sees_the_picture_through_the_same_jpeg(roberta, tmp_path, monkeypatch):
-    from rewards import _vlm
+    from flowrl.rewards import _vlm
 
     seen: list[np.ndarray] = []
     real = _vlm._seen
@@ -288,7 +288,7 @@ def test_on_this_machine_the_judge_sees_the_picture_through_the_same_jpeg(robert
 
 
 def test_the_contract_holds_on_a_tiny_judge(roberta, tmp_path):
-    from rewards import _vlm
+    from flowrl.rewards import _vlm
 
     folder = toy_vlm.save(tmp_path, "llava")
     reward = build(roberta, local=_vlm.Local(model=folder, dtype="float32", device="cpu"), max_tokens=6)

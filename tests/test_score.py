@@ -112,7 +112,7 @@ def test_clips_are_scored_by_a_reward_that_takes_them_and_refused_by_one_that_do
         ({"reward": ["jpeg", "jpeg"]}, "named twice; give one a prefix, --reward PREFIX=jpeg"),
         ({"reward": ["jpeg", "a b=jpeg"]}, "prefix='a b' must be letters"),
         (
-            {"reward": ["clip_score", "rewards.clip_score"], "options": ["clip_score.model=x"]},
+            {"reward": ["clip_score", "flowrl.rewards.clip_score"], "options": ["clip_score.model=x"]},
             "give one of them a prefix",
         ),
         ({"reward": ["geneval"]}, "needs 'include' for every picture"),

@@ -15,15 +15,15 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from flowrl.rewards._transport import pack
+from flowrl.rewards._wire import SCHEMA, Picture, write_picture
 
 from flowrl.commands.serve import _token, entries
 from flowrl.reward import Card, RewardError
+from flowrl.rewards import jpeg
 from flowrl.serving.messages import Limits
 from flowrl.serving.process import Worker, WorkerFailed
 from flowrl.strict import ConfigError
-from rewards import jpeg
-from rewards._transport import pack
-from rewards._wire import SCHEMA, Picture, write_picture
 from tests.serving import Inline, brightness, message, pictures, serving
 
 REWARD = '''

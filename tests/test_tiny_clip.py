@@ -14,10 +14,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards.shapes import Found, judge
 from torch.testing import assert_close
 
 from flowrl import shapes
-from rewards.shapes import Found, judge
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "assets" / "tiny-clip"
@@ -98,7 +98,7 @@ def test_it_prefers_the_true_caption_of_unseen_scenes_to_near_misses(clip, loade
 
 def test_the_reward_clip_score_gives_its_cosine(clip, loaded):
     """At 32 px nothing is resized, so float tensors agree to rounding, and 8 bits nearly."""
-    from rewards.clip_score import Config, build
+    from flowrl.rewards.clip_score import Config, build
 
     scenes, images = held_out(4)
     captions = [scene.caption for scene in scenes]

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flowrl.rewards.shapes import detect, judge
 
 from flowrl import shapes
 from flowrl.models.base import resolve_path
-from rewards.shapes import detect, judge
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "assets" / "tiny-sd"

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from flowrl import embedded
+from flowrl.errors import ModelError as ModelError
 from flowrl.models._memory import MemorySettings, require_frozen, require_own_type
 from flowrl.process import PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-
-
-class ModelError(ValueError):
-    """A model that cannot be loaded or used as configured; the message says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 import fastapi
 from starlette.requests import ClientDisconnect
 
+from flowrl.rewards._wire import SCHEMA
 from flowrl.serving.batching import Batcher
 from flowrl.serving.counters import Counters
 from flowrl.serving.messages import Limits, Refusal, Request, dumps, parse_request
-from rewards._wire import SCHEMA
 
 _REMEMBERED = 1024
 """Answers kept for clients that ask again because they lost the first."""

@@ -9,8 +9,8 @@ import json
 import struct
 from typing import IO, Any
 
+from flowrl.rewards._wire import Picture
 from flowrl.serving.messages import Item, dumps
-from rewards._wire import Picture
 
 LENGTHS = struct.Struct(">IQ")
 """Bytes of the header, and of the pictures."""

@@ -28,7 +28,7 @@ _BUFFER = 1 << 20
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flowrl.serving.worker", "flowrl.components", "rewards._transport"])
+    context.set_forkserver_preload(["flowrl.serving.worker", "flowrl.components", "flowrl.rewards._transport"])
     return context
 
 

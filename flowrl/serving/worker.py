@@ -19,11 +19,11 @@ import torch
 from flowrl.components import RewardPlan, reward_plan
 from flowrl.distributed import watch_parent
 from flowrl.reward import RewardError, WeightedReward, score_once
+from flowrl.rewards._transport import unpack
+from flowrl.rewards._wire import fingerprint, plain_card
 from flowrl.runs import versions
 from flowrl.serving.frames import Result, failed, pack_frame, read_frame, unpack_items
 from flowrl.serving.messages import Item
-from rewards._transport import unpack
-from rewards._wire import fingerprint, plain_card
 
 
 def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:

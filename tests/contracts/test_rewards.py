@@ -48,7 +48,7 @@ def test_what_is_declared_for_the_default_options_is_the_card(module):
     if not hasattr(module, "card_of"):
         return
     required = {"remote": {"servers": ["http://127.0.0.1:1"], "reward": "a"}}
-    name = module.__name__.partition(".")[2]
+    name = module.__name__.rpartition(".")[2]
     declared = module.card_of(module.Config(**required.get(name, {})))
     assert declared == (None if name == "remote" else module.CARD), "only the servers know what they serve"
 

@@ -80,7 +80,7 @@ def test_two_processes_take_the_first_update_of_one(place: Path, recipe: Path):
 
 def test_one_reward_in_two_entries_gives_separate_losses_from_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch):
     from flowrl.reward import Reward
-    from rewards import shapes
+    from flowrl.rewards import shapes
 
     built, batches, build = [], [], shapes.build
 

@@ -53,9 +53,9 @@ def test_the_quickstart_raises_strict_accuracy(tmp_path: Path):
 @pytest.mark.slow
 def test_a_plain_call_without_flowrl_draws_as_well_as_the_lab(tmp_path: Path):
     import numpy as np
+    from flowrl.rewards.shapes import detect, judge
 
     from flowrl.shapes import parse, prompts
-    from rewards.shapes import detect, judge
 
     captions = prompts("heldout")[:128]
     out = tmp_path / "images.npy"

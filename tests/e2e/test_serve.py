@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flowrl.distributed import free_port
-from rewards import jpeg, remote
+from flowrl.rewards import jpeg, remote
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,64 @@
+"""Failures that end a command with a message instead of a traceback, each with its exit code.
+
+2: the user can mend the input (configuration, files, weights); 1: a failure while running.
+"""
+
+from __future__ import annotations
+
+
+class Fault(Exception):
+    """Its text tells the user what, where, which value, and the remedy."""
+
+    exit_code = 1
+
+
+class ConfigError(Fault, ValueError):
+    """A configuration, a file or a folder that the user can mend."""
+
+    exit_code = 2
+
+
+class UnknownName(Fault, ValueError):
+    """No component of that name; the message lists what there is."""
+
+    exit_code = 2
+
+
+class ModelError(Fault, ValueError):
+    """A model that cannot be loaded or used as configured; the message says what to do."""
+
+    exit_code = 2
+
+
+class CheckpointError(Fault, RuntimeError):
+    """A checkpoint that cannot be trusted; the message says what is safe and what to do."""
+
+    exit_code = 2
+
+
+class UnwritableCheckpoint(CheckpointError):
+    """A checkpoint that could not be written."""
+
+    exit_code = 1
+
+
+class RewardError(Fault, RuntimeError):
+    """A reward broke its contract; the message names the reward and the remedy."""
+
+    exit_code = 2
+
+
+class ParityError(Fault, RuntimeError):
+    """The replayed log-probs differ from the rollout's by more than the gate allows."""
+
+
+class LaunchError(Fault, RuntimeError):
+    """The processes of a run do not fit together."""
+
+
+class Stopped(Exception):
+    """A signal was honoured and the state saved; `number` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.number = number
