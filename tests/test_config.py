@@ -434,7 +434,7 @@ def test_entries_of_one_reward_with_the_same_options_share_what_is_built(read, t
     from flowrl.judges import build_rewards
 
     path = write(tmp_path, "def score(images, prompts, metadata):\n    return images.mean((1, 2, 3))\n")
-    other = "{name: flowrl.rewards.shapes, surplus_penalty: 0.25, weight: 0}"  # the same by a dotted path, default spelt out
+    other = "{name: flowrl.rewards.shapes, surplus_penalty: 0.25, weight: 0}"  # by a dotted path, default spelt out
     found = resolve(read(f"rewards=[{STRICT}, {PARTIAL}, {other}, {{path: {path}}}, {{path: {path}, clip: [0, 1]}}]"))
     first, second, third, mine, clipped = build_rewards(found.rewards)
     assert first.reward is second.reward is third.reward
