@@ -48,6 +48,16 @@ class RewardError(Fault, RuntimeError):
     exit_code = 2
 
 
+class RewardFailure(RewardError):
+    """A reward that failed while the run was under way: its code, its server, or too many of its samples."""
+
+    exit_code = 1
+
+
+class Diverged(Fault, RuntimeError):
+    """The model makes numbers that are not finite; the message says since when and which option to lower."""
+
+
 class ParityError(Fault, RuntimeError):
     """The replayed log-probs differ from the rollout's by more than the gate allows."""
 
