@@ -273,7 +273,23 @@ def test_the_mean_of_class_means_does_not_depend_on_their_sizes():
     assert float(reference_point(means, "mean")) == pytest.approx(2.0)
     assert float(reference_point(means, "class_means")) == pytest.approx(3.5)
     alone = torch.tensor([-2.0, -2.0, 1.0, 0.0, 0.0])
-    assert float(reference_point(alone, "class_means")) == 0
+    assert float(reference_point(alone, "class_means")) == -2
+
+
+def test_the_mean_of_class_means_may_be_negative_and_the_plain_mean_may_not():
+    """The official code clamps in its default branch alone."""
+    gain, liked = torch.tensor([-1.0, -3.0, 0.5]), torch.tensor([1.0, 1.0, 0.0])
+    means = torch.stack([gain, liked * gain, liked, (1 - liked) * gain, 1 - liked], dim=1).mean(dim=0)
+    assert float(reference_point(means, "class_means")) == pytest.approx((-2.0 + 0.5) / 2)
+    assert float(reference_point(means, "mean")) == 0
+    # Through the method: everything got worse than the reference, and z follows.
+    error, reference = mean_square(V, EPS - CLEAN), mean_square(REF, EPS - CLEAN)
+    better, worse = (V, REF) if (reference - error).mean() > 0 else (REF, V)
+    own = mean_square(better, EPS - CLEAN) - mean_square(worse, EPS - CLEAN)
+    expected = torch.stack([own[SIGN > 0].mean(), own[SIGN < 0].mean()]).mean()
+    assert expected < 0
+    output, _ = found(kto(offset="class_means"), worse, better)
+    assert float(output.metrics["policy/offset"]) / (2 * PAIRS) == pytest.approx(float(expected))
 
 
 # ---- SePPO

@@ -2,7 +2,8 @@
 
     1. pictures (c, x, y) of the data, y = +1 liked, -1 not, with a fixed share of liked ones
     2. x = alpha x0 + sigma eps; g = l_ref - l, l = mean (v - v*)^2, the reference without CFG
-    3. z = the mean of g over all terms of the update, at least 0 (a pass of its own, reduced over all processes)
+    3. z = max(mean of g over all terms of the update, 0) (a pass of its own, reduced over all processes); or the mean
+       of the liked terms' and the disliked terms' means, of either sign
     4. loss = -U(y beta (g - z)): 1 - sigmoid, or risk-averse or risk-seeking
 
 Source: arXiv 2404.04465; jacklishufan/diffusion-kto:train_kto_sd_v1.5.py.
@@ -35,7 +36,7 @@ class Config(NoisedConfig):
     utility: Utility = "kahneman_tversky"
     """Shape of the loss; see `flowrl/objectives.py`."""
     offset: Literal["mean", "class_means"] = "mean"
-    """z: the mean of g over all terms, or the mean of the two classes' means."""
+    """z: the mean of g over all terms, at least 0; or the mean of the two classes' means, of either sign."""
     liked_share: float = 0.8
     """Of the pictures that are drawn."""
     mixed: Literal["positive", "negative", "drop"] = "positive"
@@ -85,15 +86,16 @@ class DiffusionKto(NoisedBase[Config]):
 
 
 def reference_point(means: Tensor, how: Literal["mean", "class_means"]) -> Tensor:
-    """z, at least 0, from the means of `measured` [5]: of g, of both classes' parts of it, and their shares.
+    """z from the means of `measured` [5]: of g, of both classes' parts of it, and their shares.
 
-    A class that is absent has no mean, and the other's counts alone.
+    The plain mean is at least 0, as published; that of the classes' means has no such bound in the published code and
+    may have either sign. A class that is absent has no mean, and the other's counts alone.
     """
     gain, liked, likes, disliked, dislikes = means
     if how == "mean":
         return gain.clamp(min=0)
     classes = [part / share for part, share in ((liked, likes), (disliked, dislikes)) if share > 0]
-    return torch.stack(classes).mean().clamp(min=0)
+    return torch.stack(classes).mean()
 
 
 def build(config: Config) -> DiffusionKto:
