@@ -139,12 +139,24 @@ def _explain(error: ValidationError, where: str) -> str:
     return "\n".join(lines)
 
 
-def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:
-    """The plain data of a YAML file with overrides applied."""
+def find_config(path: str | Path) -> Path:
+    """The YAML file that the argument CONFIG of a command means: a file, or the one in a run folder.
+
+    Raises:
+        ConfigError: there is neither.
+    """
     file = Path(path)
+    if file.is_dir() and (file / "config.yaml").is_file():
+        return file / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"configuration file {str(path)!r} does not exist")
-    tree = parse_yaml(file.read_text(encoding="utf-8"), str(path))
+    return file
+
+
+def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:
+    """The plain data of a YAML file with overrides applied."""
+    file = find_config(path)
+    tree = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
     for word in overrides or []:
