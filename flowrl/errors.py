@@ -5,6 +5,33 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from pathlib import Path
+
+_OURS = Path(__file__).resolve().parent
+_REWARDS = _OURS.parent / "rewards"  # of a checkout; elsewhere they lie in flowrl/ like the other components
+_LIBRARIES = (_OURS, _REWARDS, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")))
+_COMPONENTS = (_REWARDS, *(_OURS / name for name in ("rewards", "algorithms", "samplers", "models")))
+
+
+def described(error: BaseException) -> str:
+    """An exception of somebody's code in a line: kind, text, and the file and line that can be mended.
+
+    Of the frames that it came through this is the last in a user's file, else in a component of ours, else the last.
+    """
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) or not frames:  # a SyntaxError says where it is
+        return text
+    users = [(file, line) for file, line in frames if file.is_file() and not _inside(file, _LIBRARIES)]
+    file, line = (users or [each for each in frames if _inside(each[0], _COMPONENTS)] or frames)[-1]
+    return f"{text} ({file.name}:{line})"
+
+
+def _inside(file: Path, folders: tuple[Path, ...]) -> bool:
+    return any(file.resolve().is_relative_to(folder) for folder in folders)
+
 
 class Fault(Exception):
     """Its text tells the user what, where, which value, and the remedy."""
