@@ -297,6 +297,19 @@ def terms_gradient(session: Session, *parts: Noising, share: int = 0) -> dict[st
     return {name: p.grad.clone() for name, p in session.adapter.network.named_parameters()}
 
 
+def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5) -> None:
+    """Two gradients of the same float32 sum, added in another order: their difference against the length of the whole.
+
+    One parameter's part may be what is left of larger numbers that cancel (an output bias, where advantages sum to 0
+    and samples share noise): the rounding of those has nothing to do with its size.
+    """
+    assert found.keys() == expected.keys()
+    length = torch.cat([value.flatten() for value in expected.values()]).norm()
+    apart = torch.cat([(found[name] - value).flatten() for name, value in expected.items()]).norm()
+    assert float(length) > 0, "no gradient: the comparison would be empty"
+    assert float(apart) <= rtol * float(length)
+
+
 def outputs_of(
     roles: dict[str, Tensor],
     *,
