@@ -52,6 +52,9 @@ def _fail(text: str, code: int) -> NoReturn:
 
 def main() -> None:
     """Run a command; exit 2 for what the user can mend in the input, 1 for a failure, 128 + n after signal n."""
+    # Components by dotted path are found in the working directory, however flowrl was started; its files come last.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     if "WORLD_SIZE" not in os.environ:
         _run()
         return

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from flowrl.errors import LaunchError
 
 T = TypeVar("T")
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
+"""Where the workers find this flowrl, installed or not."""
 
 
 class Elsewhere(RuntimeError):
@@ -175,9 +178,11 @@ def launch(arguments: Sequence[str], processes: int, pass_fds: Sequence[int] = (
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "FLOWRL_PARENT": str(os.getpid()),
+                "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), PACKAGE_ROOT])),
             }
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-            command = [sys.executable, "-m", "flowrl", *arguments]
+            # -P: a user's types.py in the working directory would end Python itself.
+            command = [sys.executable, "-P", "-m", "flowrl", *arguments]
             # A session of its own: Ctrl-C reaches the children once, through us.
             children.append(subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=list(pass_fds)))
         return _wait(children)

@@ -1,4 +1,4 @@
-"""What comes with the package: small models by their bare names."""
+"""What comes with the package: small models and recipes by their names."""
 
 from __future__ import annotations
 
@@ -17,3 +17,21 @@ def asset_roots() -> list[Path]:
 def asset_folder(name: str, marker: str) -> Path | None:
     """Folder of the embedded asset `name`, known by its file `marker`; None if there is no such asset."""
     return next((root / name for root in asset_roots() if (root / name / marker).is_file()), None)
+
+
+def _recipe_folder() -> Path:
+    """`configs` in an installed flowrl, or beside the package in a checkout."""
+    inside = PACKAGE / "configs"
+    return inside if inside.is_dir() else PACKAGE.parent / "configs"
+
+
+def recipes() -> list[str]:
+    """Names of the recipes that come with the package: "quickstart", "sd3/flow_grpo-pickscore"."""
+    folder = _recipe_folder()
+    return sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
+
+
+def recipe_file(name: str) -> Path | None:
+    """File of a recipe: "quickstart", "quickstart.yaml" and "configs/quickstart.yaml" are one; None if there is none."""
+    bare = name.removeprefix("configs/").removesuffix(".yaml")
+    return _recipe_folder() / f"{bare}.yaml" if bare in recipes() else None

@@ -84,7 +84,9 @@ def _import(kind: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise UnknownName(f"{kind}: no module {name!r} can be imported (looked in {sys.path[0] or '.'})") from None
+        raise UnknownName(
+            f"{kind}: no module {name!r} can be imported (looked in the working directory {Path.cwd()} too)"
+        ) from None
 
 
 def _load_plugin(kind: str, entry: EntryPoint) -> ModuleType:
