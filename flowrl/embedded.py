@@ -32,6 +32,10 @@ def recipes() -> list[str]:
 
 
 def recipe_file(name: str) -> Path | None:
-    """File of a recipe: "quickstart", "quickstart.yaml" and "configs/quickstart.yaml" are one; None if there is none."""
+    """File of a recipe, also with `configs/` before its name or `.yaml` after it; None if there is none.
+
+    >>> recipe_file("configs/quickstart.yaml") == recipe_file("quickstart"), recipe_file("quickstar")
+    (True, None)
+    """
     bare = name.removeprefix("configs/").removesuffix(".yaml")
     return _recipe_folder() / f"{bare}.yaml" if bare in recipes() else None

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from flowrl import registry
+from flowrl import embedded, registry
 from flowrl.errors import ConfigError as ConfigError  # most modules know it by this one
 
 Options = dict[str, Any]
@@ -140,7 +140,7 @@ def _explain(error: ValidationError, where: str) -> str:
 
 
 def find_config(path: str | Path) -> Path:
-    """The YAML file that the argument CONFIG of a command means: a file, or the one in a run folder.
+    """The YAML file that the argument CONFIG of a command means: a file, the one in a run folder, a shipped recipe.
 
     Raises:
         ConfigError: there is neither.
@@ -148,9 +148,16 @@ def find_config(path: str | Path) -> Path:
     file = Path(path)
     if file.is_dir() and (file / "config.yaml").is_file():
         return file / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"configuration file {str(path)!r} does not exist")
-    return file
+    if file.is_file():
+        return file
+    shipped = embedded.recipe_file(str(path))
+    if shipped is None:
+        close = registry.suggest(str(path), embedded.recipes())
+        raise ConfigError(
+            f"configuration file {str(path)!r} does not exist, nor does a recipe of this name come with flowrl; {close}"
+            "`flowrl list recipes` names them"
+        )
+    return shipped
 
 
 def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:

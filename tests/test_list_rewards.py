@@ -6,7 +6,7 @@ import pytest
 
 from flowrl import registry
 from flowrl.commands import list as listing
-from flowrl.config import ConfigError
+from flowrl.config import ConfigError, load_config
 from flowrl.reward import Card
 
 
@@ -19,6 +19,17 @@ def test_every_reward_is_listed_with_its_card(capsys):
         assert card.outputs[0] in printed
         assert card.licence.split()[0] in printed
     assert "0 to 0.6931" in printed
+
+
+def test_recipes_are_listed_by_the_names_that_train_takes(capsys):
+    listing.command("recipes")
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("quickstart", "lab/awm", "sd3/flow_grpo-pickscore"))
+    assert "Flow-GRPO on tiny-sd3 with the shapes verifier" in printed
+    for name in ("quickstart", "configs/quickstart.yaml", "lab/awm"):
+        assert load_config(name).name
+    with pytest.raises(ConfigError, match=r"did you mean 'quickstart'\? `flowrl list recipes`"):
+        load_config("quikstart")
 
 
 def test_one_reward_is_shown_whole_with_its_options(capsys, tmp_path):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flowrl import embedded
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -13,15 +15,14 @@ if TYPE_CHECKING:
 
 
 def command(
-    kind: Annotated[Literal["models", "samplers", "algorithms", "rewards"], typer.Argument(help="What to list.")],
+    kind: Annotated[
+        Literal["models", "samplers", "algorithms", "rewards", "recipes"], typer.Argument(help="What to list.")
+    ],
     name: Annotated[
         str | None, typer.Argument(help="Of rewards: show the whole card of this one (name, dotted path, .py file).")
     ] = None,
 ) -> None:
     """Names, levels (tested, verified, experimental) and what each one is. Nothing is loaded or downloaded."""
-    from rich.console import Console
-    from rich.table import Table
-
     from flowrl import registry
     from flowrl.config import ConfigError
 
@@ -30,7 +31,9 @@ def command(
             raise ConfigError(f"{kind} have no cards; leave {name!r} out")
         _show(name)
         return
-    table = Table(show_edge=False, pad_edge=False)
+    if kind == "recipes":
+        _print(("name", "what it is"), [(each, _first_comment(each)) for each in embedded.recipes()])
+        return
     rows: list[tuple[str, ...]]
     titles: tuple[str, ...] = ("name", "level", "what it is")
     if kind == "rewards":
@@ -38,6 +41,18 @@ def command(
     else:
         modules = {each: registry.load(kind, each) for each in registry.names(kind)}
         rows = [(each, getattr(m, "LEVEL", "experimental"), about(m.__doc__)) for each, m in modules.items()]
+    _print(titles, rows)
+    for each in registry.plugins(kind):
+        wrong = registry.collision(kind, each)
+        if wrong is not None:
+            print(f"note: {wrong}")
+
+
+def _print(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_edge=False, pad_edge=False)
     for title in titles:
         table.add_column(title, overflow="fold")
     for row in rows:
@@ -46,10 +61,13 @@ def command(
     # A pipe or a narrow window gets whole rows, rather than columns of single letters.
     wide = 12 * len(titles)
     (console if console.is_terminal and console.width >= wide else Console(width=max(console.width, 200))).print(table)
-    for each in registry.plugins(kind):
-        wrong = registry.collision(kind, each)
-        if wrong is not None:
-            print(f"note: {wrong}")
+
+
+def _first_comment(recipe: str) -> str:
+    """The first line of a recipe's file, which says what it is."""
+    file = embedded.recipe_file(recipe)
+    first = file.read_text(encoding="utf-8").partition("\n")[0] if file is not None else ""
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 COLUMNS = ("level", "outputs", "range", "better", "sees", "resolution", "gradient", "licence", "source")
