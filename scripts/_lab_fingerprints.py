@@ -26,7 +26,8 @@ class Fingerprints:
     recipe: str
     """The parsed recipe and the model it names."""
     code: str
-    """The meaning of every module of the run that can change a number: comments and docstrings do not count."""
+    """The meaning of every module of the run that can change a number, wherever its file lies: comments, docstrings
+    and imports do not count. What is imported does: it is one of the modules."""
 
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
@@ -86,7 +87,16 @@ def model_files(tree: dict[str, Any]) -> list[Path]:
 
 
 class _Meaning(ast.NodeTransformer):
-    """Drops what tells a reader something and the run nothing: docstrings, and a method's level."""
+    """Drops what tells a reader something and the run nothing: docstrings, a level, where a name comes from."""
+
+    def visit_Import(self, node: ast.Import) -> None:
+        return None
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        return None
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node
@@ -96,26 +106,31 @@ class _Meaning(ast.NodeTransformer):
 
 
 def meaning(code: str) -> str:
-    """Python code without comments, docstrings, layout and level; of one version of Python.
+    """Python code without comments, docstrings, imports, layout and level; of one version of Python.
 
-    >>> meaning("'Says.'; LEVEL = 'tested'; x = (1 +  2)  # three")
+    >>> meaning("'Says.'; LEVEL = 'tested'; from a import b; x = (1 +  2)  # three")
     'x = 1 + 2'
     """
     return ast.unparse(_Meaning().visit(ast.parse(code)))
 
 
-def _digest(digest: Any, files: list[Path]) -> str:
-    for file in files:
-        found = meaning(file.read_text(encoding="utf-8")).encode() if file.suffix == ".py" else file.read_bytes()
-        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(found).digest())
+def _recipe_digest(tree: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
+    for file in model_files(tree):
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+def _code_digest(files: list[Path]) -> str:
+    """By meaning alone: a module that moves is the same code."""
+    meanings = sorted(hashlib.sha256(meaning(file.read_text(encoding="utf-8")).encode()).digest() for file in files)
+    return hashlib.sha256(b"".join(meanings)).hexdigest()[:16]
 
 
 def fingerprints(recipe: Path) -> Fingerprints:
     """As the working tree is now."""
     tree = read_recipe(recipe)
-    start = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
-    return Fingerprints(_digest(start, model_files(tree)), _digest(hashlib.sha256(), code_files(tree)))
+    return Fingerprints(_recipe_digest(tree), _code_digest(code_files(tree)))
 
 
 def state(cell: dict[str, Any] | None, now: Fingerprints) -> str:

@@ -125,7 +125,15 @@ def test_a_changed_file_changes_the_fingerprint_it_belongs_to(lab: ModuleType, n
 
 
 @pytest.mark.parametrize(
-    "text", ["# A comment.\n", '"""A docstring."""\n', 'LEVEL = "experimental"\n', "\n\n", "x = (1 +  # one\n    2)\n"]
+    "text",
+    [
+        "# A comment.\n",
+        "import os\n",
+        '"""A docstring."""\n',
+        'LEVEL = "experimental"\n',
+        "\n\n",
+        "x = (1 +  # one\n    2)\n",
+    ],
 )
 def test_what_only_a_reader_sees_is_not_in_the_fingerprint(lab: ModuleType, text: str):
     recipe = lab.recipes()["quickstart"]
@@ -134,6 +142,18 @@ def test_what_only_a_reader_sees_is_not_in_the_fingerprint(lab: ModuleType, text
     before = lab.fingerprints(recipe)
     file.write_text(text + ("y = 3\n" if text.startswith("x") else "x = 1 + 2\ny = 3\n"))
     assert lab.fingerprints(recipe) == before
+
+
+def test_a_module_that_moves_is_the_same_code(lab: ModuleType):
+    recipe, old = lab.recipes()["quickstart"], lab.ROOT / "flowrl" / "process.py"
+    before = lab.fingerprints(recipe)
+    (lab.ROOT / "flowrl" / "diffusion").mkdir()
+    old.rename(lab.ROOT / "flowrl" / "diffusion" / "paths.py")
+    user = lab.ROOT / "flowrl" / "rollout.py"
+    user.write_text(user.read_text().replace("flowrl.process", "flowrl.diffusion.paths"))
+    assert lab.fingerprints(recipe) == before
+    touch(lab, "flowrl/diffusion/paths.py")
+    assert lab.fingerprints(recipe) != before
 
 
 def test_a_changed_value_of_the_recipe_changes_its_fingerprint(lab: ModuleType):
