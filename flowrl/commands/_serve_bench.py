@@ -63,7 +63,7 @@ def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list
 @contextlib.contextmanager
 def pinned_server(core: int) -> Iterator[tuple[str, subprocess.Popen]]:
     """(address, process) of a server of `jpeg` that runs on that core alone, with all its workers."""
-    words = [sys.executable, "-m", "flowrl", "serve", "--reward", "jpeg", "--port", "0"]
+    words = [sys.executable, "-P", "-m", "flowrl", "serve", "--reward", "jpeg", "--port", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
     # Before it has started anything: its children inherit the core.

@@ -98,7 +98,7 @@ def _two_processes() -> str:
         "t = torch.ones(1); d.all_reduce(t); assert t.item() == 2; d.destroy_process_group()"
     )
     port = str(free_port())
-    children = [subprocess.Popen([sys.executable, "-c", code, str(rank), port]) for rank in range(2)]
+    children = [subprocess.Popen([sys.executable, "-P", "-c", code, str(rank), port]) for rank in range(2)]
     codes = [child.wait(timeout=60) for child in children]
     if any(codes):
         raise RuntimeError(f"exit codes {codes}")

@@ -12,8 +12,10 @@ import asyncio
 import functools
 import json
 import multiprocessing
+import os
 import socket
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Protocol
 
@@ -23,17 +25,30 @@ from flowrl.serving.messages import Item
 _END_S = 2.0
 """A worker that was told to end and has not after this is killed."""
 _BUFFER = 1 << 20
+_SAFE_PATH = "PYTHONSAFEPATH"
 
 
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flowrl.serving.worker", "flowrl.components", "flowrl.rewards._transport"])
+    # multiprocessing starts it by `python -c`, which looks in the working directory first: a user's types.py there
+    # would end it.
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
     return context
 
 
 def _work(connection: socket.socket) -> None:
     """In the worker. The server itself imports nothing of it: it needs no torch."""
+    os.environ.pop(_SAFE_PATH, None)  # a reward may start scripts of its own
     from flowrl.serving.worker import main
 
     main(connection)
@@ -124,8 +139,8 @@ class Worker:
             raise WorkerDied(f"the worker process ended (exit code {code})") from None
 
     async def close(self) -> None:
-        if self.process is None:
-            return
+        if self.process is None or self.process.pid is None:
+            return  # a signal came before it was started
         if self.writer is not None:
             self.writer.close()
         await asyncio.to_thread(self.process.join, _END_S)
@@ -134,7 +149,7 @@ class Worker:
     def kill(self) -> None:
         if self.writer is not None:
             self.writer.close()
-        if self.process is not None:
+        if self.process is not None and self.process.pid is not None:
             self.process.kill()
             # SIGKILL: the wait is short, unless the kernel itself is stuck in a driver.
             self.process.join(_END_S)

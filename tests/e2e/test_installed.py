@@ -45,6 +45,7 @@ def test_files_of_the_user_with_the_names_of_modules_are_left_alone(tmp_path):
     few = ("iterations=1", "rewards.0.name=shapes", "rewards.0.path=null", "data.max_eval_prompts=2")
     run(place, ROOT, script, "train", "run.yaml", *few, "--processes", "2")
     assert json.loads((place / "runs/run/summary.json").read_text())["status"] == "finished"
+    assert "all-reduce works" in run(place, ROOT, script, "doctor")
     (place / "types.py").unlink()
     assert "shapes_strict" in run(place, ROOT, sys.executable, "-m", "flowrl", "list", "rewards", "shapes")
 
