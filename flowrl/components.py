@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 from flowrl import registry
+from flowrl.paths import CACHE, PATH
 from flowrl.reward import Card, Gate, Reward, RewardError, WeightedReward, doubled_output
 from flowrl.scorecache import Folder, Memory, ScoreCache
 from flowrl.strict import ConfigError, Options, validate
@@ -78,7 +79,7 @@ class RewardEntry:
 
     name: str | None = None
     """A built-in reward, one that an installed package brings, or a dotted module path."""
-    path: str | None = None
+    path: Annotated[str | None, PATH] = None
     """Your own file with `score(images, prompts, metadata)`."""
     prefix: str | None = None
     """Before the name of every output, as in h14_clip_cos; so the same reward may stand there with other options."""
@@ -92,7 +93,7 @@ class RewardEntry:
     clip: list[float] | None = None
     gate: Gate | None = None
     """Count the training value only where an output is good enough: {output, at_least or at_most, floor}."""
-    cache: str | None = None
+    cache: Annotated[str | None, CACHE] = None
     """Keep scores by picture, prompt and version: `memory`, or a folder that runs and processes may share."""
     retries: int | None = None
     """Further tries after an exception; null: 2."""

@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
@@ -19,8 +19,10 @@ from flowrl.checks import check
 from flowrl.components import Component, RewardPlan, component, model_component, reward_plan
 from flowrl.errors import ConfigError as ConfigError  # most modules know it by this one
 from flowrl.exploration import ExplorationConfig
+from flowrl.locate import located, origin_of
+from flowrl.paths import OUTPUT, PAIRS, PROMPTS, ComponentOf
 from flowrl.preferences import PreferenceOptions
-from flowrl.strict import Options, load_tree, validate
+from flowrl.strict import Options, find_config, load_tree, validate
 from flowrl.types import Member
 
 
@@ -32,14 +34,14 @@ def _positive(**values: float | int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    prompts: str | None = None
+    prompts: Annotated[str | None, PROMPTS] = None
     """Training prompts: a .txt (one a line), a .jsonl or .parquet, `hf:PATH` or `hf:PATH:SPLIT` for a data set (hub id
     or folder), or `shapes:train`. Required, unless there are pairs."""
-    eval_prompts: str | None = None
+    eval_prompts: Annotated[str | None, PROMPTS] = None
     """Held-out prompts, same forms; null evaluates on the training prompts and says so, with pairs on none."""
-    pairs: str | None = None
+    pairs: Annotated[str | None, PAIRS] = None
     """Preference set, for methods that learn from given pictures (docs/preferences.md)."""
-    eval_pairs: str | None = None
+    eval_pairs: Annotated[str | None, PAIRS] = None
     """Held-out pairs, same forms: what the network prefers of them is told at every evaluation."""
     pair_options: PreferenceOptions = field(default_factory=PreferenceOptions)
     """Columns of both sets, and the share of them that may be broken."""
@@ -108,7 +110,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    sampler: Options | None = None
+    sampler: Annotated[Options | None, ComponentOf("samplers")] = None
     """Transition law of the stochastic steps: name and its own options. Null: the method's own, where it needs one:
     flow_sde, of ddpo and dpok ddim."""
     num_inference_steps: int = 10
@@ -198,7 +200,7 @@ class EvalConfig:
     """CFG scales tried on the base; the best one is reported beside base and tuned. Empty: not searched."""
     periodic_prompts: int | None = None
     """Prompts of the evaluations on the way; null: all."""
-    rewards: list[Options] = field(default_factory=list)
+    rewards: Annotated[list[Options], ComponentOf("rewards")] = field(default_factory=list)
     """Further rewards, only looked at; training rewards are always evaluated."""
     save_images: int | None = 64
     """Prompts whose pictures are kept; null keeps all (the report then shows the worst regressions)."""
@@ -231,15 +233,15 @@ class RunConfig:
 
     name: str
     """Run folder: <output>/<name>."""
-    model: Options
+    model: Annotated[Options, ComponentOf("models")]
     data: DataConfig
     iterations: int
-    rewards: list[Options] = field(default_factory=list)
+    rewards: Annotated[list[Options], ComponentOf("rewards")] = field(default_factory=list)
     """What samples are credited by; none for a method that learns from pairs."""
-    output: str = "runs"
+    output: Annotated[str, OUTPUT] = "runs"
     seed: int = 0
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    algorithm: Options = field(default_factory=lambda: {"name": "flow_grpo"})
+    algorithm: Annotated[Options, ComponentOf("algorithms")] = field(default_factory=lambda: {"name": "flow_grpo"})
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -281,12 +283,15 @@ def geometry(config: RunConfig) -> None:
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read, override and validate; components are validated by `resolve`.
+    """Read, override, make paths absolute (`flowrl/locate.py`) and validate; components are validated by `resolve`.
+
+    `path` is a YAML file or a run folder, whose name and place then are the run's.
 
     Raises:
         ConfigError: one clear message, nothing loaded.
     """
-    return validate(RunConfig, load_tree(path, overrides), "")
+    tree = load_tree(path, overrides)
+    return validate(RunConfig, located(RunConfig, tree, origin_of(find_config(path), overrides)), "")
 
 
 def to_tree(config: Any) -> Options:

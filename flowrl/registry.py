@@ -103,7 +103,8 @@ def _load_plugin(kind: str, entry: EntryPoint) -> ModuleType:
 
 def _load_file(path: Path, kind: str) -> ModuleType:
     if not path.is_file():
-        raise UnknownName(f"{kind[:-1]} path={str(path)!r}: there is no such file")
+        looked = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise UnknownName(f"{kind[:-1]} path={str(path)!r}: there is no such file{looked}")
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     module_name = f"flowrl_user_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(module_name, path)

@@ -17,12 +17,13 @@ from typing import Any
 import yaml
 
 from flowrl import checkpoint
-from flowrl.config import ConfigError, Options, Resolved
+from flowrl.config import ConfigError, Options, Resolved, RunConfig
+from flowrl.locate import Origin, located
 from flowrl.metrics import MetricsFile
 
-# A resumed run may be longer, save more often, lie on other processes, or bear more broken pictures; anything else
-# would make it another run.
-_MAY_CHANGE = ("iterations", "checkpoint", "output", "model.shard", "data.pair_options.max_broken")
+# A resumed run may be longer, save more often, lie elsewhere or on other processes, or bear more broken pictures;
+# anything else would make it another run.
+_MAY_CHANGE = ("iterations", "checkpoint", "name", "output", "model.shard", "data.pair_options.max_broken")
 
 
 class RunFolder:
@@ -80,7 +81,9 @@ class RunFolder:
         saved = checkpoint.available(self.checkpoints)
         started = bool(saved or self.metrics.rows())
         if file.is_file() and started:
-            changed = differences(yaml.safe_load(file.read_text(encoding="utf-8")), tree)
+            # Older run folders have paths relative to the working directory.
+            old = located(RunConfig, yaml.safe_load(file.read_text(encoding="utf-8")), Origin(Path.cwd()))
+            changed = differences(old, tree)
             if changed:
                 raise ConfigError(
                     f"the run folder {self.path} holds a run with another configuration: {'; '.join(changed)}. "

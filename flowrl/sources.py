@@ -71,7 +71,8 @@ def load_prompts(source: str, key: str, columns: Columns = Columns()) -> list[Pr
         return _prompts(_rows(rows, columns), where, folder if folder.is_dir() else None, columns)
     file = _find(source)
     if file is None:
-        raise ConfigError(f"{where}: there is no such file; give {_FORMS}")
+        looked = "" if Path(source).is_absolute() else f" in {Path.cwd()}, and no embedded one of that name"
+        raise ConfigError(f"{where}: there is no such file{looked}; give {_FORMS}")
     if file.suffix == ".parquet":
         return _prompts(_parquet(file, where), where, file.parent, columns)
     numbered = _lines(file, where)
@@ -83,13 +84,16 @@ def load_prompts(source: str, key: str, columns: Columns = Columns()) -> list[Pr
 # ---- where records come from
 
 
-def _find(source: str) -> Path | None:
-    places = [
-        Path(source).expanduser(),
-        PACKAGE / "assets/prompts" / source,
-        PACKAGE.parent / "assets/prompts" / source,
-    ]
+def embedded_prompts(name: str) -> Path | None:
+    """The file of an embedded list, or None."""
+    places = [PACKAGE / "assets/prompts" / name, PACKAGE.parent / "assets/prompts" / name]
     return next((place for place in places if place.is_file()), None)
+
+
+def _find(source: str) -> Path | None:
+    # A name before the working directory: a configuration's own files come with their whole path (flowrl/locate.py).
+    embedded, file = embedded_prompts(source), Path(source).expanduser()
+    return embedded or (file if file.is_file() else None)
 
 
 def _lines(file: Path, where: str) -> list[tuple[int, str]]:

@@ -161,11 +161,15 @@ def find_config(path: str | Path) -> Path:
 
 
 def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:
-    """The plain data of a YAML file with overrides applied."""
+    """The plain data of a YAML file with overrides applied; of a run folder, which may have been moved, `name` and
+    `output` are what they are now."""
     file = find_config(path)
     tree = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
+    if Path(path).is_dir():
+        folder = Path(path).resolve()
+        tree |= {"name": folder.name, "output": str(folder.parent)}
     for word in overrides or []:
         apply_override(tree, word)
     return tree

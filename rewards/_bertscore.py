@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import RewardError
 from flowrl.rewards import _checkpoints
 
@@ -34,7 +35,7 @@ _SPACE_BEFORE = {"roberta", "gpt2"}
 class Options:
     """Which embeddings are compared."""
 
-    model: str = "FacebookAI/roberta-large"
+    model: Annotated[str, NAME_OR_PATH] = "FacebookAI/roberta-large"
     """An encoder of transformers, a folder or a hub id; roberta-large is the authors' choice for English."""
     layer: int | None = None
     """Behind this many layers; null: the authors' for roberta-large (17) and deberta-xlarge-mnli (40)."""

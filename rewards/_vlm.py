@@ -10,7 +10,7 @@ import inspect
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from flowrl.rewards._judge import Counters, Question, Writing, joined
 from PIL import Image
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import RewardError
 from flowrl.rewards import _checkpoints
 
@@ -36,10 +37,10 @@ _FORMER_NAMES = {
 class Local:
     """A judge on this machine."""
 
-    model: str | None = None
+    model: Annotated[str | None, NAME_OR_PATH] = None
     """Weights and processor: a folder or a hub id of any image-text-to-text model of transformers; none takes the
     reward's own."""
-    adapter: str | None = None
+    adapter: Annotated[str | None, NAME_OR_PATH] = None
     """A LoRA on it (peft): a folder or a hub id."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str | None = None

@@ -20,13 +20,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from flowrl.rewards._frames import framewise
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _clip
 
@@ -119,11 +120,11 @@ CARD = Card(
 class Config:
     version: Version = "v2"
     """Which head; their numbers are not comparable."""
-    head: str | None = None
+    head: Annotated[str | None, NAME_OR_PATH] = None
     """Its file (.pth, .safetensors), or a hub id with the file, owner/name/file; null: v2's copy on the hub."""
     published: bool = True
     """Refuse a head whose values are not those of the published one; false for a head of your own."""
-    backbone: str | None = None
+    backbone: Annotated[str | None, NAME_OR_PATH] = None
     """CLIP ViT-L/14 or SigLIP so400m, a folder or a hub id; null: the one that the head was trained on."""
     preprocess: _clip.Preprocess = "exact"
     """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""

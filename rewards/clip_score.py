@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from flowrl.rewards._frames import framewise
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _clip, _open_clip
 
@@ -43,13 +44,13 @@ _CONVENTIONS = {"cos": ("clip_cos", 1.0), "clip_s": ("clip_s", 2.5), "percent": 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    model: str = "openai/clip-vit-large-patch14"
+    model: Annotated[str, NAME_OR_PATH] = "openai/clip-vit-large-patch14"
     """A folder, a hub id, the embedded tiny-clip, or a network's name of open_clip (ViT-H-14), with `pretrained`."""
-    pretrained: str | None = None
+    pretrained: Annotated[str | None, NAME_OR_PATH] = None
     """Weights for a network's name of open_clip: its tag (laion2b_s32b_b79k), a file, a folder or a hub id."""
     backend: Literal["auto", "transformers", "open_clip"] = "auto"
     """"auto": open_clip for its names, its folders, tiny-clip and hf-hub:owner/name; else transformers."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, NAME_OR_PATH] = None
     """transformers only: a folder or a hub id; null: the model's own."""
     quick_gelu: bool | None = None
     """open_clip only: the activation that the weights were trained with; null: what their tag or configuration says."""

@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from flowrl.rewards._embedders import Embed, network
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward
 
 _GRID, _WAVES = 8, 256
@@ -47,7 +49,7 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    backbone: str = "fixed"
+    backbone: Annotated[str, NAME_OR_PATH] = "fixed"
     """`fixed`: grids of 8 x 8 mean colours, compared by a Gaussian; else a CLIP or DINOv2, a folder or a hub id."""
     bandwidth: float = 0.2
     """Of `fixed`: root mean square difference of two grids at which their similarity has fallen to exp(-1/2)."""

@@ -31,6 +31,7 @@ from flowrl.rewards._vlm import Local
 from pydantic import Field
 from torch import Tensor
 
+from flowrl.paths import PATH
 from flowrl.pictures import open_picture
 from flowrl.reward import Reward, RewardError
 
@@ -76,9 +77,9 @@ class Config(Backend):
     seed: int = 42
     """Of the first answer; a sample's draws depend on nothing else."""
     max_tokens: int = 512
-    sc_prompt: str | None = None
+    sc_prompt: Annotated[str | None, PATH] = None
     """A text file to ask with instead, <instruction> where the prompt goes: was the edit made, and nothing else?"""
-    pq_prompt: str | None = None
+    pq_prompt: Annotated[str | None, PATH] = None
     """The same for the look of the edited picture."""
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from flowrl.rewards._images import to_uint8
 from flowrl.rewards._remote_detector import RemoteDetector
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _clip
 
@@ -66,9 +67,9 @@ class Config:
     """An object counts above this confidence."""
     counting_confidence: float = 0.9
     """The same for prompts tagged "counting"."""
-    detector: str = "facebook/mask2former-swin-small-coco-instance"
+    detector: Annotated[str, NAME_OR_PATH] = "facebook/mask2former-swin-small-coco-instance"
     """Weights of a Mask2Former or of an object detector such as DETR, a folder or a hub id; or a server, http://..."""
-    color_model: str = "openai/clip-vit-large-patch14"
+    color_model: Annotated[str, NAME_OR_PATH] = "openai/clip-vit-large-patch14"
     """CLIP weights and tokenizer that name colours: a folder or a hub id."""
     device: str | None = None
     """Where the networks run; none takes the GPU if there is one."""

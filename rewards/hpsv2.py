@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from flowrl.rewards._images import to_uint8
 from flowrl.rewards._pixels import broken, normalised, padded, resized_shape
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _clip, _open_clip
 
@@ -55,7 +56,7 @@ CARD = Card(
 class Config:
     version: Version = "v2.1"
     """Which release; their numbers are not comparable."""
-    weights: str | None = None
+    weights: Annotated[str | None, NAME_OR_PATH] = None
     """The release's file, a folder with it, or a .safetensors of its state_dict; null: that of the hub."""
     sha256: str | None = None
     """Of the file of weights; another one is refused."""

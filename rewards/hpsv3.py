@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from flowrl.rewards._images import to_uint8
 from PIL import Image
 from torch import Tensor, nn
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _qwen_vl
 
@@ -47,9 +49,9 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    model: str = "MizzenAI/HPSv3"
+    model: Annotated[str, NAME_OR_PATH] = "MizzenAI/HPSv3"
     """HPSv3.safetensors: the file, its folder or a hub id (17 GB)."""
-    base: str = "Qwen/Qwen2-VL-7B-Instruct"
+    base: Annotated[str, NAME_OR_PATH] = "Qwen/Qwen2-VL-7B-Instruct"
     """Configuration and tokenizer: a folder or a hub id; its weights are not used."""
     dtype: _qwen_vl.Dtype = "bfloat16"
     """Of the backbone; the head is float32."""

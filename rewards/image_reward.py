@@ -29,12 +29,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from flowrl.rewards._pixels import Pixels
 from torch import Tensor, nn
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _clip
 
@@ -71,9 +72,9 @@ _UNUSED = re.compile(r"^blip\.(vision_proj|text_proj)\.|\.position_ids$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    model: str = "THUDM/ImageReward"
+    model: Annotated[str, NAME_OR_PATH] = "THUDM/ImageReward"
     """Folder or hub id with ImageReward.pt and med_config.json (1.8 GB)."""
-    tokenizer: str = "bert-base-uncased"
+    tokenizer: Annotated[str, NAME_OR_PATH] = "bert-base-uncased"
     """Tokenizer: a folder or a hub id."""
     preprocess: _clip.Preprocess = "exact"
     """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from flowrl.rewards._flow import Magnitude, load_raft, moving_share
 from flowrl.rewards._images import to_uint8
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH, PATH
 from flowrl.reward import Card, Reward, RewardError
 
 _GRID, _CELL, _SHARE, _FLOW_FPS = 32, 8, 0.05, 8.0
@@ -60,9 +62,9 @@ class Config:
     """Frames per second at which the clips are meant to be played."""
     enough: float = 0.05
     """motion_dynamics at which the gate is open. A judgement, not a measurement on filmed clips."""
-    backbone: str | None = None
+    backbone: Annotated[str | None, NAME_OR_PATH] = None
     """Adds motion_consistency: a DINO or CLIP, a folder or a hub id."""
-    flow_weights: str | None = None
+    flow_weights: Annotated[str | None, PATH] = None
     """Adds motion_degree: the file of torchvision's raft_large_C_T_V1-22a6c225.pth."""
     device: str | None = None
     """Where the networks run; none takes the GPU if there is one."""

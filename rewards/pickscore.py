@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from flowrl.rewards._frames import framewise
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward
 from flowrl.rewards import _clip
 
@@ -33,9 +35,9 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    model: str = "yuvalkirstain/PickScore_v1"
+    model: Annotated[str, NAME_OR_PATH] = "yuvalkirstain/PickScore_v1"
     """Weights: a folder or a hub id (4 GB in float32)."""
-    tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    tokenizer: Annotated[str, NAME_OR_PATH] = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     """Tokenizer: a folder or a hub id."""
     preprocess: _clip.Preprocess = "exact"
     """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""

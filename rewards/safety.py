@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from flowrl.rewards._frames import frame_indices
 from flowrl.rewards._images import to_uint8
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints
 
@@ -50,7 +51,7 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    model: str = "Falconsai/nsfw_image_detection"
+    model: Annotated[str, NAME_OR_PATH] = "Falconsai/nsfw_image_detection"
     """Weights of an image classifier: a folder or a hub id."""
     unsafe: tuple[str, ...] = ("nsfw",)
     """Names of its unsafe classes, in any case."""

@@ -22,12 +22,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from flowrl.rewards._images import to_uint8
 from torch import Tensor, nn
 
+from flowrl.paths import NAME_OR_PATH, PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _lora, _qwen_vl
 
@@ -52,11 +53,11 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    model: str = "KwaiVGI/VideoReward"
+    model: Annotated[str, NAME_OR_PATH] = "KwaiVGI/VideoReward"
     """Folder or hub id with model_config.json and checkpoint-N, of which the last is taken."""
-    prompt_file: str | None = None
+    prompt_file: Annotated[str | None, PATH] = None
     """prompt_template.py of KwaiVGI/VideoAlign, or its text for three special tokens in a file of its own."""
-    base: str | None = None
+    base: Annotated[str | None, NAME_OR_PATH] = None
     """Qwen2-VL's folder or hub id; none takes the one that model_config.json names."""
     fps: float | None = None
     """Frames a second of clips whose metadata says nothing: the rate they are generated for."""

@@ -21,6 +21,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from flowrl.rewards._backends import QWEN, Backend, Score, judge_card, judged
@@ -42,6 +43,7 @@ from flowrl.rewards._rubrics import Rubric
 from flowrl.rewards.diversity import groups_of
 from torch import Tensor
 
+from flowrl.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _rubrics
 
@@ -56,7 +58,7 @@ CARD = judge_card(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(Backend):
-    rubric: str = "alignment"
+    rubric: Annotated[str, NAME_OR_PATH] = "alignment"
     """A built-in rubric (alignment, alignment_digits, quality, preference), or the path of a .yaml file of yours."""
     max_tokens: int = 512
     """Longest answer of a rubric of scale `score`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,20 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 # Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
 # named here counts, so a new one cannot be forgotten.
-SILENT = ("checkpoint", "checks", "export", "media", "memory", "metrics", "registry", "runs", "state", "strict")
+SILENT = (
+    "checkpoint",
+    "checks",
+    "export",
+    "locate",
+    "media",
+    "memory",
+    "metrics",
+    "paths",
+    "registry",
+    "runs",
+    "state",
+    "strict",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +45,16 @@ class Fingerprints:
 
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
-    return yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    """A recipe's tree, its paths relative to the repository instead of to the recipe."""
+    return _from_root(yaml.safe_load(recipe.read_text(encoding="utf-8")), recipe.resolve().parent)
+
+
+def _from_root(value: Any, folder: Path) -> Any:
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return os.path.relpath(folder / value, ROOT)
+    if isinstance(value, dict):
+        return {key: _from_root(part, folder) for key, part in value.items()}
+    return [_from_root(part, folder) for part in value] if isinstance(value, list) else value
 
 
 def _words(value: Any) -> Iterator[str]:

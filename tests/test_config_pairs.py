@@ -54,11 +54,11 @@ def test_slots_are_filled_as_the_method_says(read, method, size, drawn):
         (["data={prompts: a.txt}"], ["data.pairs is required", "diffusion_dpo learns from given pictures"]),
         (
             ["algorithm.name=flow_grpo", "rewards=[{name: jpeg}]"],
-            ["data.pairs='pairs.jsonl'", "flow_grpo draws its samples", "diffusion_dpo"],
+            ["data.pairs='", "pairs.jsonl': ", "flow_grpo draws its samples", "diffusion_dpo"],
         ),
         (["algorithm.name=online_dpo", "data={prompts: a.txt}"], ["rewards is empty"]),
         (["data={}"], ["prompts is required", "pairs"]),
-        (["data.prompts=a.txt"], ["prompts='a.txt'", "captions of the pairs are the prompts"]),
+        (["data.prompts=a.txt"], ["prompts='", "a.txt': captions", "captions of the pairs are the prompts"]),
         (["rewards=[{name: jpeg}]"], ["rewards", "move them to eval.rewards"]),
         # options without a meaning
         (["rollout.group_size=4"], ["rollout.group_size=4", "data.pairs_per_iteration"]),

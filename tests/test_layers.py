@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("preferences", "pairdata", "labels", "records", "pairing", "pairplan", "pairfolder"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
-        *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall"),
+        *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall", "locate"),
         "rewards",
     ),
     ("algorithms",),
@@ -34,10 +34,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("reward", "attempts", "scorecache", "overlap", "threads"),
     ),
     ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
-    ("errors", "types", "rng", "registry", "shapes", "embedded", "pictures"),
+    ("errors", "paths", "types", "rng", "registry", "shapes", "embedded", "pictures"),
 )
 TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives")
-FOR_REWARDS = {f"flowrl.{name}" for name in ("errors", "reward", "rewards", "types", "shapes", "embedded", "pictures")}
+FOR_REWARDS = {
+    f"flowrl.{name}" for name in ("errors", "paths", "reward", "rewards", "types", "shapes", "embedded", "pictures")
+}
 
 
 def level(part: str) -> int:

@@ -25,7 +25,7 @@ def command(
 
     folder = Path(target)
     run = folder if (folder / "config.yaml").is_file() else None
-    resolved = resolve(load_config(folder / "config.yaml" if run else target, overrides))
+    resolved = resolve(load_config(target, overrides))
     default = folder / "eval-extra" if run else Path("eval") / resolved.run.name
     trainer = Trainer(resolved)
     result = trainer.evaluate_only(run, out or default)

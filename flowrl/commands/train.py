@@ -9,7 +9,7 @@ import typer
 
 
 def command(
-    config: Annotated[str, typer.Argument(help="YAML file.")],
+    config: Annotated[str, typer.Argument(help="YAML file, or a run folder to go on in with --resume.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the run folder.")] = False,
     processes: Annotated[int, typer.Option("--processes", help="Processes on this machine.", min=1)] = 1,

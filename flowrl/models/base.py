@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flowrl import embedded
 from flowrl.errors import ModelError as ModelError
 from flowrl.models._memory import MemorySettings, require_frozen, require_own_type
+from flowrl.paths import NAME_OR_PATH, PATH
 from flowrl.process import PredictionType, Process
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
@@ -48,7 +49,7 @@ class LoraSettings:
 class ModelConfig:
     """Options every family has."""
 
-    path: str
+    path: Annotated[str, NAME_OR_PATH]
     """Hub id, folder, single .safetensors file, or the name of an embedded asset such as tiny-sd3."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
@@ -58,9 +59,9 @@ class ModelConfig:
     """Of the network's frozen weights and of its forward pass; trained weights are always float32."""
     lora: LoraSettings | None = None
     """The adapter to train; null trains all weights of the denoiser."""
-    init_lora: str | None = None
+    init_lora: Annotated[str | None, PATH] = None
     """Folder or .safetensors of a LoRA to start from; its rank and targets must be those of `lora`."""
-    vae: str | None = None
+    vae: Annotated[str | None, NAME_OR_PATH] = None
     """Another VAE: hub id or folder."""
     height: int | None = None
     """Picture height in pixels; null takes the pipeline's default."""

@@ -39,7 +39,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *wor
         ("rewards=[{name: shape}]", ["shape", "did you mean 'shapes'"]),
         ("rewards=[{path: nowhere.py}]", ["nowhere.py", "no such file"]),
         ("model.name=sd4", ["sd4", "sd3"]),
-        ("model.path=./nowhere", ["./nowhere", "no such"]),
+        ("model.path=./nowhere", ["/nowhere'", "no such"]),
         ("model.path=weights.ckpt", ["weights.ckpt", "safetensors"]),
         ("algorithm.name=grpo_flow", ["grpo_flow", "flow_grpo"]),
         ("rollout.sampler={name: ode}", ["deterministic"]),
