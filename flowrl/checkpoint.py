@@ -24,6 +24,7 @@ from torch import Tensor
 from flowrl.distributed import ALONE, World
 from flowrl.errors import CheckpointError as CheckpointError
 from flowrl.errors import UnwritableCheckpoint
+from flowrl.files import writing
 
 FORMAT = 1
 STATE = "state.json"
@@ -142,7 +143,7 @@ def load(
     others = [i for i in available(folder) if i < iteration]
     remedy = f"delete {source} to go on from " + (f"iteration {others[-1]}" if others else "the start")
     try:
-        manifest = json.loads((source / "manifest.json").read_text())
+        manifest = json.loads((source / "manifest.json").read_text(encoding="utf-8"))
         files = sorted(name for name in manifest if _TENSORS.fullmatch(name))
         for name in (STATE, *files[verify]):
             if _fingerprint(source / name) != manifest[name]:
@@ -154,7 +155,7 @@ def load(
         if state.pop("format") != FORMAT:
             raise CheckpointError(f"checkpoint {source} was written by another version of flowrl; {remedy}")
         return Checkpoint(state.pop("iteration"), _read(source, files, index, wanted), state)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {source} is damaged ({type(error).__name__}: {error}); {remedy}") from error
 
 
@@ -196,8 +197,13 @@ def fsync(path: Path) -> None:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """A small text file that is either the old one or the new one, never half of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """A small text file that is either the old one or the new one, never half of it.
+
+    Raises:
+        WriteError: the disk is full or not writable; the old one is there still.
+    """
     temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)

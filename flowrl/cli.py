@@ -43,10 +43,11 @@ def _register() -> None:
             app.command(name=name)(module.command)
 
 
-def _fail(text: str, code: int) -> NoReturn:
-    # Worker processes all meet the same error: only the first one prints it.
-    if os.environ.get("RANK", "0") == "0":
-        print(f"flowrl: {text}", file=sys.stderr)
+def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:
+    # Worker processes all meet the same error, and only the first one prints it, unless it is one process's own.
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or of_one_process:
+        print(f"flowrl{f' (process {rank})' if rank != '0' else ''}: {text}", file=sys.stderr)
     raise SystemExit(code)
 
 
@@ -92,5 +93,5 @@ def handle(error: BaseException) -> NoReturn:
     if isinstance(error, Stopped):
         raise SystemExit(128 + error.number)
     if isinstance(error, Fault):
-        _fail(str(error), error.exit_code)
+        _fail(str(error), error.exit_code, of_one_process=error.of_one_process)
     raise error

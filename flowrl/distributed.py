@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrl.errors import LaunchError
+from flowrl.errors import Fault, LaunchError
 
 T = TypeVar("T")
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 """Where the workers find this flowrl, installed or not."""
 
 
-class Elsewhere(RuntimeError):
+class Elsewhere(Fault, RuntimeError):
     """Another process failed in what all of them did together; the message is its own."""
 
 

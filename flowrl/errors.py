@@ -37,6 +37,8 @@ class Fault(Exception):
     """Its text tells the user what, where, which value, and the remedy."""
 
     exit_code = 1
+    of_one_process = False
+    """Whether one process of several may meet it alone, and so has to tell it itself."""
 
 
 class ConfigError(Fault, ValueError):
@@ -67,6 +69,18 @@ class UnwritableCheckpoint(CheckpointError):
     """A checkpoint that could not be written."""
 
     exit_code = 1
+
+
+class WriteError(Fault, OSError):
+    """A file that could not be written while running: a full disk, a folder that became read-only."""
+
+    of_one_process = True
+
+
+class OutOfMemory(Fault, RuntimeError):
+    """The device or the host had no memory left; the message says in which phase, and what lowers it."""
+
+    of_one_process = True
 
 
 class RewardError(Fault, RuntimeError):

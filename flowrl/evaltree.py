@@ -91,7 +91,6 @@ class EvalTree:
             "note": note,
         }
         folder = parts.evaluator.folder / "eval"
-        folder.mkdir(parents=True, exist_ok=True)
         media.write(sheet, folder / f"tree-{tag}")
         write_atomically(folder / f"tree-{tag}.json", json.dumps(record))
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch
 from flowrl import media
 from flowrl.checkpoint import write_atomically
 from flowrl.distributed import World
+from flowrl.files import damaged, of_evaluation, read_object
 from flowrl.initials import numbers_of
 from flowrl.learned_noise import LearnedNoise
 from flowrl.models.base import ModelAdapter, decoded
@@ -80,22 +82,38 @@ class Evaluation:
 
     @staticmethod
     def load(file: Path) -> Evaluation:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        scores = {name: np.asarray(table, dtype=np.float64) for name, table in record["scores"].items()}
-        agreement = None
-        if "agreement" in record:
-            right = np.asarray(record["agreement"], dtype=np.float64)
-            agreement = Agreement(right, np.asarray(record["agreement_captions"], dtype=np.int64))
-        return Evaluation(
-            tag=record["tag"],
-            iteration=record["iteration"],
-            guidance_scale=record["guidance_scale"],
-            num_inference_steps=record["num_inference_steps"],
-            prompts=tuple(record["prompts"]),
-            seeds=len(record["seeds"]),
-            scores=scores,
-            agreement=agreement,
-        )
+        """What `save` wrote.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        record = read_object(file, of_evaluation(file))
+        try:
+            return _evaluation(record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(file, error, of_evaluation(file)) from error
+
+
+def _evaluation(record: dict[str, Any]) -> Evaluation:
+    scores = {name: np.asarray(table, dtype=np.float64) for name, table in record["scores"].items()}
+    agreement = None
+    if "agreement" in record:
+        right = np.asarray(record["agreement"], dtype=np.float64)
+        agreement = Agreement(right, np.asarray(record["agreement_captions"], dtype=np.int64))
+    prompts, seeds = tuple(record["prompts"]), len(record["seeds"])
+    for name, table in scores.items():
+        if len(table) != len(prompts) or (prompts and table.shape != (len(prompts), seeds)):
+            raise ValueError(f"scores.{name} is {list(table.shape)} for {len(prompts)} prompts and {seeds} seeds")
+    return Evaluation(
+        tag=record["tag"],
+        iteration=int(record["iteration"]),
+        guidance_scale=float(record["guidance_scale"]),
+        num_inference_steps=int(record["num_inference_steps"]),
+        prompts=prompts,
+        seeds=seeds,
+        scores=scores,
+        agreement=agreement,
+    )
 
 
 def _plain(values: np.ndarray) -> list[float | None]:
@@ -214,7 +232,6 @@ class Evaluator:
         target = self.folder / "eval" / tag
         for i, image in zip(ids, images, strict=True):
             if self.save_images is None or i.slot < self.save_images:
-                target.mkdir(parents=True, exist_ok=True)
                 media.write(image, target / f"{i.slot:05d}-{i.sample}")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowrl.files import writing
 from flowrl.pictures import plain
 
 if TYPE_CHECKING:
@@ -26,18 +27,22 @@ def write(sample: Tensor, stem: Path) -> Path:
 
     Scoring the file repeats the logged score: for pictures and small clips. Clips of `SMALL_PX` and more are saved with
     loss, a tenth as large. Returns the file.
+
+    Raises:
+        WriteError: the disk is full or not writable.
     """
     from PIL import Image as Pillow
 
     frames = sample if sample.ndim == 4 else sample[None]
     pixels = (frames * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
     images = [Pillow.fromarray(frame) for frame in pixels]
-    if len(images) == 1:
-        file = stem.with_name(f"{stem.name}.png")
-        images[0].save(file)
-    else:
-        file = stem.with_name(f"{stem.name}.webp")
-        write_clip(images, file, quality=_QUALITY)
+    file = stem.with_name(f"{stem.name}.{'png' if len(images) == 1 else 'webp'}")
+    with writing(file):
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        if len(images) == 1:
+            images[0].save(file)
+        else:
+            write_clip(images, file, quality=_QUALITY)
     return file
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.checkpoint import write_atomically
+from flowrl.files import read_rows, writing
 from flowrl.types import LossOutput
 
 log = logging.getLogger("flowrl")
@@ -62,20 +63,16 @@ class MetricsFile:
 
     def append(self, row: dict[str, Any]) -> None:
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        with self.file.open("a", encoding="utf-8") as stream:
+        with writing(self.file), self.file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(clean) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Complete rows; a torn last line of a killed run is dropped."""
-        if not self.file.is_file():
-            return []
-        found = []
-        for line in self.file.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
+        """Complete rows; a torn last line of a killed run is dropped.
+
+        Raises:
+            ConfigError: another line is damaged.
+        """
+        return read_rows(self.file)[0]
 
     def truncate(self, iteration: int) -> None:
         """Drop rows past a checkpoint."""

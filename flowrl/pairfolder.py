@@ -17,6 +17,7 @@ from typing import Any
 
 from flowrl.checkpoint import write_atomically
 from flowrl.config import ConfigError
+from flowrl.files import writing
 from flowrl.runs import differences
 
 FORMAT = "flowrl-pairs-1"
@@ -96,7 +97,7 @@ class PairFolder:
     def append(self, records: Sequence[dict[str, Any]], tally: dict[str, int]) -> None:
         """Lines of new pairs, whose pictures are written, and what all groups of this step came to."""
         text = "".join(json.dumps(record) + "\n" for record in records).encode()
-        with (self.path / LINES).open("ab") as stream:
+        with writing(self.path / LINES), (self.path / LINES).open("ab") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from flowrl.errors import ConfigError
 from flowrl.evaluate import Evaluation, difference, summary, win_rate
 from flowrl.gallery import build as build_gallery
 from flowrl.metrics import log
@@ -49,7 +50,10 @@ def evaluate_base(trainer: Trainer) -> tuple[Evaluation, Evaluation | None]:
 
 def _with_base_weights(trainer: Trainer, tag: str, guidance_scale: float, **options: Any) -> Evaluation:
     if trainer.start:
-        raise RuntimeError(f"eval/{tag}.json is gone and the weights have already moved; start the run anew")
+        raise ConfigError(
+            f"{trainer.folder.path / 'eval' / f'{tag}.json'} is gone, and behind a checkpoint the untouched weights "
+            "are gone too: restore the file from a copy, or start anew under another name"
+        )
     # The base is its own reference: it prefers nothing.
     return trainer.evaluate(tag, guidance_scale=guidance_scale, judge=False, **options)
 

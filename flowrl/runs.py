@@ -18,6 +18,7 @@ import yaml
 
 from flowrl import checkpoint
 from flowrl.config import ConfigError, Options, Resolved, RunConfig
+from flowrl.files import damaged, of_evaluation, read_object
 from flowrl.locate import Origin, located
 from flowrl.metrics import MetricsFile
 
@@ -97,10 +98,17 @@ class RunFolder:
         return saved[-1] if resume and saved else 0
 
     def forget_after(self, iteration: int) -> None:
-        """Drop metrics and evaluations past a checkpoint; they will be made again."""
+        """Drop metrics and evaluations past a checkpoint; they will be made again.
+
+        Raises:
+            ConfigError: one of the files is damaged.
+        """
         self.metrics.truncate(iteration)
         for file in (self.path / "eval").glob("*.json"):
-            if json.loads(file.read_text(encoding="utf-8"))["iteration"] > iteration:
+            found = read_object(file, of_evaluation(file)).get("iteration")
+            if not isinstance(found, int):
+                raise damaged(file, KeyError("iteration"), of_evaluation(file))
+            if found > iteration:
                 file.unlink()
 
     def write_json(self, name: str, value: Any) -> None:

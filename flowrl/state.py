@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl import checkpoint
 from flowrl.checkpoint import Checkpoint, Rows
 from flowrl.distributed import Elsewhere
+from flowrl.errors import UnwritableCheckpoint
+from flowrl.files import writing
 from flowrl.metrics import log
 from flowrl.runs import versions
 from flowrl.sharding import rows
@@ -23,7 +26,8 @@ def save(trainer: Trainer, iteration: int) -> None:
     """Checkpoint the end of an iteration, with the weights as a plain pipeline loads them.
 
     Raises:
-        CheckpointError: on every process, if it could not be written on one.
+        UnwritableCheckpoint: on every process, if it could not be written on one.
+        WriteError: the checkpoint is there, and its adapter could not be written.
     """
     if trainer.saved == iteration:
         return
@@ -50,27 +54,32 @@ def save(trainer: Trainer, iteration: int) -> None:
     try:
         if own:
             checkpoint.save(trainer.folder.checkpoints, saved, keep, world)
-            _save_whole(trainer)
+            _save_whole(trainer, iteration)
         else:
             world.together(lambda: _save_alone(trainer, saved, keep) if world.main else None)
-    except (OSError, Elsewhere) as error:
-        raise checkpoint.CheckpointError(str(error)) from error
+    except Elsewhere as error:
+        raise UnwritableCheckpoint(str(error)) from error
     trainer.saved = iteration
 
 
 def _save_alone(trainer: Trainer, saved: Checkpoint, keep: int) -> None:
     checkpoint.save(trainer.folder.checkpoints, saved, keep)
-    with trainer.weights.using(trainer.optimizer.role):
+    with trainer.weights.using(trainer.optimizer.role), _writing_adapter(trainer, saved.iteration):
         trainer.weights.save(trainer.folder.path / "adapter", type(trainer.adapter.pipeline))
 
 
-def _save_whole(trainer: Trainer) -> None:
+def _save_whole(trainer: Trainer, iteration: int) -> None:
     """The folders of the denoisers, as `Weights.save` writes them, from the rows of all processes."""
     world, weights, folder = trainer.world, trainer.weights, trainer.folder.path / "adapter"
     with weights.using(trainer.optimizer.role):
         for name in weights.components:
             network = weights.whole(name, keep=world.main)
-            world.together(lambda n=network, name=name: n.save_pretrained(folder / name) if world.main else None)
+            with _writing_adapter(trainer, iteration):
+                world.together(lambda n=network, name=name: n.save_pretrained(folder / name) if world.main else None)
+
+
+def _writing_adapter(trainer: Trainer, iteration: int) -> AbstractContextManager[None]:
+    return writing(trainer.folder.path / "adapter", f"the checkpoint of iteration {iteration} is safe")
 
 
 def load(trainer: Trainer, folder: Path, iteration: int) -> dict[str, Any]:

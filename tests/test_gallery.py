@@ -288,7 +288,7 @@ def test_prompts_and_names_are_text_and_never_markup(tmp_path):
     prompts = [EVIL, *shapes.prompts("heldout")[:11], "a lone surrogate \ud800"]
     folder = make_run(tmp_path / "evil", name="<script>alert(1)</script>", prompts=prompts)
     (folder / "provenance.json").write_text(json.dumps({"<b>cpu</b>": "<img src=x onerror=alert(2)>"}))
-    evil = Page(build([folder, folder], tmp_path / "page.html"))
+    evil = Page(build([folder, folder], tmp_path / "page"))
     assert evil.source.count("<script") == 1
     assert "<img src=x" not in evil.source
     assert "<b>cpu" not in evil.source
@@ -444,7 +444,7 @@ def test_lower_is_better_turns_the_ranking_and_the_colours(tmp_path):
 
 def test_two_runs_get_a_table_on_top_and_a_part_each(tmp_path, run_folder):
     other = make_run(tmp_path / "other", name="other-run", tuned=0.5)
-    both = Page(build([run_folder, other], tmp_path / "both.html"))
+    both = Page(build([run_folder, other], tmp_path / "both"))
     assert both.ids.index("comparison") < both.ids.index("run-0") < both.ids.index("run-1")
     assert {"run-0-worst", "run-1-worst"} <= set(both.ids)
     assert both.text("h2").count("Worst regressions") == 2
@@ -480,7 +480,7 @@ def test_a_broken_evaluation_is_named_with_the_remedy(tmp_path, change, message)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=message) as raised:
         build([folder])
-    assert "run flowrl eval again" in str(raised.value)
+    assert "restore it from a copy" in str(raised.value)
 
 
 def test_a_broken_picture_and_a_broken_log_line_are_named(tmp_path):
@@ -538,7 +538,8 @@ def test_the_gallery_loads_no_model_library():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
             assert not {n.split(".")[0] for n in names} & {"torch", "diffusers", "transformers", "matplotlib"}
-            assert all(n.startswith(("flowrl.gallery", "flowrl.media")) for n in names if n.startswith("flowrl")), path
+            own = ("flowrl.gallery", "flowrl.media", "flowrl.errors", "flowrl.files")
+            assert all(n.startswith(own) for n in names if n.startswith("flowrl")), path
     code = "import sys, flowrl.gallery; print([m for m in ('torch', 'diffusers') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert loaded.stdout.strip() == "[]", loaded.stderr

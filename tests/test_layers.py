@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("reward", "attempts", "scorecache", "overlap", "threads"),
     ),
     ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
-    ("errors", "paths", "types", "rng", "registry", "shapes", "embedded", "pictures"),
+    ("errors", "files", "paths", "types", "rng", "registry", "shapes", "embedded", "pictures"),
 )
 TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives")
 FOR_REWARDS = {

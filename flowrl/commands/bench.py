@@ -20,7 +20,7 @@ WORK = ("network", "VAE", "text encoder", "reward")
 REENTRY_LIMIT_MS = 5.0
 """What a call of the generic adapter may cost above one of the native adapter."""
 MARKS = ("<!-- flowrl bench {} -->", "<!-- end -->")
-"""Between these `--out` puts its result, the first with the name of the benchmark."""
+"""Between these `--page` puts its result, the first with the name of the benchmark."""
 
 
 @app.callback()
@@ -58,15 +58,15 @@ def reentry(
     calls: Annotated[int, typer.Option("--calls", help="Measured pairs of calls.", min=10)] = 300,
     batch: Annotated[int, typer.Option("--batch", help="Samples a call.", min=1)] = 2,
     guidance: Annotated[float, typer.Option("--guidance", help="Guidance scale.")] = 4.5,
-    out: Annotated[Path | None, typer.Option("--out", help="Markdown file with a place for the result.")] = None,
+    page: Annotated[Path | None, typer.Option("--page", help="Markdown file with a place for the result.")] = None,
 ) -> None:
     """What `predict` of the generic adapter costs above the native sd3's, on tiny-sd3: paired calls in turn."""
     import torch
 
     text = _reentry_text(reentry_cost(calls, batch, guidance), batch, guidance, torch.get_num_threads())
     print(text)
-    if out is not None:
-        put_between(out, "reentry", text)
+    if page is not None:
+        put_between(page, "reentry", text)
 
 
 @app.command()
@@ -87,15 +87,15 @@ def exploration(
 def trees(
     overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words, for all methods.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Measured iterations of each method.", min=1)] = 10,
-    out: Annotated[Path | None, typer.Option("--out", help="Markdown file with a place for the result.")] = None,
+    page: Annotated[Path | None, typer.Option("--page", help="Markdown file with a place for the result.")] = None,
 ) -> None:
     """What an iteration of BranchGRPO costs beside those of DanceGRPO and MixGRPO, on tiny-sd3: 20 steps, 16 leaves."""
     from flowrl.commands._tree_bench import measure, report
 
     text = report(measure(overrides or [], rounds), _cpu())
     print(text)
-    if out is not None:
-        put_between(out, "trees", text)
+    if page is not None:
+        put_between(page, "trees", text)
 
 
 @app.command()

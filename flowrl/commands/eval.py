@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 def command(
     target: Annotated[str, typer.Argument(help="YAML file (the untouched model) or run folder (the tuned one).")],
     overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words, such as eval.guidance_scale=4.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for scores and pictures.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for scores and pictures; default: RUN/eval-extra, eval/NAME.")
+    ] = None,
 ) -> None:
     """Scores on the held-out prompts with 95 % intervals; the same seeds as in training runs."""
     from flowrl.config import load_config, resolve
     from flowrl.evaluate import Evaluation, summary
+    from flowrl.files import out_folder
     from flowrl.report import told_accuracy
     from flowrl.trainer import Trainer
 
@@ -27,8 +30,11 @@ def command(
     run = folder if (folder / "config.yaml").is_file() else None
     resolved = resolve(load_config(target, overrides))
     default = folder / "eval-extra" if run else Path("eval") / resolved.run.name
+    saved = folder / "eval" / "base.json"
+    # Read before anything is drawn: a damaged file is told now rather than behind the evaluation.
+    base = Evaluation.load(saved) if run is not None and saved.is_file() else None
     trainer = Trainer(resolved)
-    result = trainer.evaluate_only(run, out or default)
+    result = trainer.evaluate_only(run, out_folder(out or default))
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "
@@ -36,9 +42,8 @@ def command(
         )
     if result.agreement is not None:
         print(told_accuracy(result.agreement.interval()))
-    base = folder / "eval" / "base.json"
-    if run is not None and base.is_file():
-        _against(Evaluation.load(base), result, trainer.watched)
+    if base is not None:
+        _against(base, result, trainer.watched)
 
 
 def _against(base: Evaluation, tuned: Evaluation, scorer: Scorer | None) -> None:

@@ -10,13 +10,14 @@ import typer
 
 def command(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Default: <first run>/gallery/index.html.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder of index.html; default: RUN/gallery, of several gallery-A-B beside them."),
+    ] = None,
 ) -> None:
     """Build the report; it opens from disk."""
-    from flowrl.config import ConfigError
+    from flowrl.files import out_folder
     from flowrl.gallery import build
+    from flowrl.gallery.places import PAGE
 
-    try:
-        print(build(runs, out))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    print(build(runs, None if out is None else out_folder(out, PAGE)))

@@ -30,6 +30,7 @@ def command(
 ) -> None:
     """Draw samples of the training prompts, score them, and keep the best and the worst of each prompt as a pair."""
     from flowrl.config import ConfigError
+    from flowrl.files import out_folder
 
     if check:
         if out is not None or count is not None or per_prompt is not None or margin or processes > 1:
@@ -39,6 +40,7 @@ def command(
         raise SystemExit(0 if look(target, words or []) else 1)
     if out is None:
         raise ConfigError("--out DIR is required: a folder for the pairs")
+    out_folder(out)
     from flowrl.config import load_config, resolve
     from flowrl.pairing import make
     from flowrl.pairplan import Wanted

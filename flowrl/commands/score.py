@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flowrl.components import RewardPlan
     from flowrl.reward import Scorer
 
+LINES = "scores.jsonl"
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif"}
 
 
@@ -35,7 +36,7 @@ def command(
         typer.Option(
             "--prompts",
             help="A .txt with a line per file, in file-name order, or a .jsonl of records with `prompt`, metadata and "
-            "perhaps `image`, the name of the file.",
+            "perhaps `image`, the name of the file; without it those that `flowrl sample` wrote into its files.",
         ),
     ] = None,
     options: Annotated[
@@ -43,13 +44,16 @@ def command(
         typer.Option("--set", help="key=value options of the reward; of several, NAME.key=value or PREFIX.key=value."),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples that are scored together.")] = 16,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the lines there instead.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help=f"Folder: the lines go to its {LINES} instead of the screen.")
+    ] = None,
     check: Annotated[
         str | None, typer.Option("--check", help="Try the contract on this reward, on IMAGES if given; 1 if it fails.")
     ] = None,
 ) -> None:
     """One line of JSON per picture or clip, NaN is null, then a summary. Exit code 1 if a reward scored nothing."""
     from flowrl.config import ConfigError
+    from flowrl.files import out_folder
     from flowrl.judges import build_rewards, build_scorer
 
     if (check is None) == (not reward):
@@ -60,6 +64,8 @@ def command(
         raise SystemExit(0 if _check(plans[0], samples, prompts) else 1)
     if images is None:
         raise ConfigError("IMAGES is required: a folder of pictures or clips")
+    if out is not None:
+        out_folder(out, LINES)
     entries = build_rewards(plans)
     # What fails is told and stays null: nothing is trained here, so nothing needs to stop.
     scorer = build_scorer(entries, batch_size=batch_size, max_failed_share=1.0, on_error=_warn)
@@ -73,7 +79,7 @@ def command(
 
 
 def _told(records: Iterator[dict[str, Any]], outputs: Sequence[str], out: Path | None) -> dict[str, list[float]]:
-    """Print the lines as they come, or write them to `out` in the end; the numbers by output."""
+    """Print the lines as they come, or write them into the folder `out` in the end; the numbers by output."""
     from flowrl.checkpoint import write_atomically
 
     values: dict[str, list[float]] = {name: [] for name in outputs}
@@ -86,7 +92,7 @@ def _told(records: Iterator[dict[str, Any]], outputs: Sequence[str], out: Path |
         if out is None:
             print(lines[-1])
     if out is not None:
-        write_atomically(out, "".join(f"{line}\n" for line in lines))
+        write_atomically(out / LINES, "".join(f"{line}\n" for line in lines))
     return values
 
 

@@ -18,7 +18,10 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from flowrl.errors import ConfigError
+from flowrl.files import writing
 from flowrl.gallery import charts, pictures, results, treechart
+from flowrl.gallery.places import PAGE, page_folder
 from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import Run, load_run, nan_mean, number
 
@@ -31,23 +34,25 @@ DURING_TREES = 3
 """Of the evaluations on the way, the latest have their tree drawn."""
 
 
-def build(run_folders: Sequence[Path], output: Path | None = None) -> Path:
+def build(run_folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of one or several runs.
 
     Args:
         run_folders: folders that `flowrl train` wrote, finished or not.
-        output: the HTML file; default `<first run>/gallery/index.html`.
+        out: folder of the page; default `<run>/gallery`, and for several runs see `places.comparison_folder`.
 
     Returns:
-        The path of the file: one self-contained page that refers to nothing on a network.
+        `out / "index.html"`: one self-contained page that refers to nothing on a network.
 
     Raises:
-        ValueError: a folder is no run, or one of its files cannot be understood; names the file and the remedy.
+        ConfigError: a folder is no run, one of its files cannot be understood, or the page would take the place of
+            a run's own report; names the file and the remedy.
+        WriteError: the disk is full or not writable.
     """
     if not run_folders:
-        raise ValueError("run_folders is empty; name at least one run folder, such as runs/quickstart")
+        raise ConfigError("run_folders is empty; name at least one run folder, such as runs/quickstart")
     runs = [load_run(Path(folder)) for folder in run_folders]
-    output = Path(output) if output else runs[0].folder / "gallery" / "index.html"
+    output = page_folder([run.folder for run in runs], out) / PAGE
     views = [_view(run, f"run-{index}", output.parent) for index, run in enumerate(runs)]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -319,11 +324,12 @@ def _csp_hash(script: str) -> str:
 
 def _write(output: Path, page: str) -> None:
     """Write under a temporary name and rename: a reader never sees half a page."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        # A lone surrogate in a prompt cannot be encoded; a question mark stands for it.
-        temporary.write_bytes(page.encode("utf-8", "replace"))
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(output, "the run itself is safe, and flowrl gallery RUN builds its report"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # A lone surrogate in a prompt cannot be encoded; a question mark stands for it.
+            temporary.write_bytes(page.encode("utf-8", "replace"))
+            os.replace(temporary, output)
+        finally:
+            temporary.unlink(missing_ok=True)

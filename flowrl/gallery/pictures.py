@@ -12,6 +12,7 @@ from urllib.parse import quote
 import numpy as np
 
 from flowrl import media
+from flowrl.errors import ConfigError
 from flowrl.gallery.results import Metric, paired, shared
 from flowrl.gallery.runs import Evaluation, Run
 
@@ -118,14 +119,15 @@ def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1
     play in the time of the file.
 
     Raises:
-        ValueError: the file is no picture.
+        ConfigError: the file is no picture.
     """
     if path is None:
         return None
     try:
         frames = media.read_frames(path)
-    except OSError as error:
-        raise ValueError(f"{path} is no picture ({error}); delete it and run flowrl eval again") from error
+    # Pillow reports a broken PNG as SyntaxError, a broken header as ValueError, anything else as OSError.
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path} is no picture ({error}); delete it: the report does without it") from error
     clip, full_size = len(frames) > 1, frames[0].size
     kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), CLIP_FRAMES)).round().astype(int)]
     for frame in kept:

@@ -12,6 +12,8 @@ import numpy as np
 import yaml
 
 from flowrl import media
+from flowrl.errors import ConfigError
+from flowrl.files import of_evaluation, read_object, read_rows
 from flowrl.gallery import trees
 from flowrl.gallery.trees import Tree
 
@@ -108,19 +110,19 @@ def load_run(folder: Path) -> Run:
     """Read a run folder.
 
     Raises:
-        ValueError: `folder` is no run, or one of its files cannot be understood; names the file and the remedy.
+        ConfigError: `folder` is no run, or one of its files cannot be understood; names the file and the remedy.
     """
     path = folder / "config.yaml"
     if not path.is_file():
         what = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
-        raise ValueError(f"{folder} is no run: {what}; pass the folder that flowrl train wrote, <output>/<name>")
-    text = path.read_text(encoding="utf-8")
+        raise ConfigError(f"{folder} is no run: {what}; pass the folder that flowrl train wrote, <output>/<name>")
     try:
+        text = path.read_text(encoding="utf-8")
         config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML ({error}); restore the file that flowrl train wrote") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not YAML ({error}); restore the file that flowrl train wrote") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no mapping; restore the resolved configuration that flowrl train wrote")
+        raise ConfigError(f"{path} holds no mapping; restore the resolved configuration that flowrl train wrote")
     problems: list[str] = []
     provenance = _read_optional(folder / "provenance.json", problems)
     summary = _read_optional(folder / "summary.json", problems)
@@ -161,29 +163,18 @@ def _read_rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         problems.append("There is no metrics.jsonl yet.")
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows: dict[int, dict[str, Any]] = {}
-    for index, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            # A resumed run may repeat an iteration: the last row is the one that was trained on.
-            rows[int(row["iteration"])] = row
-        except (ValueError, KeyError, TypeError) as error:
-            if index == len(lines) - 1:
-                problems.append("The last line of metrics.jsonl is half written and was left out.")
-                continue
-            raise ValueError(
-                f"{path}:{index + 1} is no JSON object with an iteration; delete the line or resume the run"
-            ) from error
+    found, torn = read_rows(path)
+    if torn:
+        problems.append("The last line of metrics.jsonl is half written and was left out.")
+    # A resumed run may repeat an iteration: the last row is the one that was trained on.
+    rows = {row["iteration"]: row for row in found}
     return [rows[iteration] for iteration in sorted(rows)]
 
 
 def _read_evaluation(path: Path, folder: Path) -> Evaluation:
-    remedy = "delete it and run flowrl eval again"
+    remedy = of_evaluation(path)
+    document = read_object(path, remedy)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
         prompts, seeds = tuple(map(str, document["prompts"])), tuple(map(int, document["seeds"]))
         scores = {
             # float() turns null into an error, so nulls become NaN by hand.
@@ -202,14 +193,14 @@ def _read_evaluation(path: Path, folder: Path) -> Evaluation:
             pictures=pictures,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no evaluation ({type(error).__name__}: {error}); {remedy}") from error
+        raise ConfigError(f"{path} is no evaluation ({type(error).__name__}: {error}); {remedy}") from error
     for name, table in scores.items():
         if table.shape != (len(prompts), len(seeds)):
-            raise ValueError(
+            raise ConfigError(
                 f"{path}: scores.{name} is {list(table.shape)}, expected [{len(prompts)} prompts, "
                 f"{len(seeds)} seeds]; {remedy}"
             )
     # A page carries its pictures along: a foreign path must not be able to smuggle other files into it.
     if not pictures.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{path}: images={document['images']!r} lies outside the run folder; {remedy}")
+        raise ConfigError(f"{path}: images={document['images']!r} lies outside the run folder; {remedy}")
     return evaluation

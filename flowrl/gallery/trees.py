@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import media
+from flowrl.errors import ConfigError
 
 PREFIX = "tree-"
 """Of its files in `eval/`, before the tag of the evaluation."""
@@ -107,12 +108,12 @@ def read(path: Path) -> Tree:
     """Read a tree's file; its pictures lie beside it.
 
     Raises:
-        ValueError: it is none; names the file and the remedy.
+        ConfigError: it is none; names the file and the remedy.
     """
     try:
         return _tree(json.loads(path.read_text(encoding="utf-8")), path)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path} is no tree ({type(error).__name__}: {error}); delete it") from error
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{path} is no tree ({type(error).__name__}: {error}); delete it") from error
 
 
 def _tree(document: dict[str, Any], path: Path) -> Tree:
