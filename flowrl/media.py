@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flowrl.files import writing
 from flowrl.pictures import plain
@@ -20,18 +21,21 @@ SMALL_PX = 128
 FRAME_MS = 62
 """How long a frame is shown: 16 a second, Wan's rate. Only the player sees it."""
 _QUALITY = 90
+_TOLD = "flowrl"
 
 
-def write(sample: Tensor, stem: Path) -> Path:
+def write(sample: Tensor, stem: Path, told: Mapping[str, Any] | None = None) -> Path:
     """Save a picture [3, H, W] or a clip [F, 3, H, W] in [0, 1], rounded to 8 bits, beside the name `stem`.
 
     Scoring the file repeats the logged score: for pictures and small clips. Clips of `SMALL_PX` and more are saved with
-    loss, a tenth as large. Returns the file.
+    loss, a tenth as large. What is `told` of it, plain data, goes into the PNG's text under `flowrl`, or beside the
+    WebP into `<stem>.json`. Returns the file.
 
     Raises:
         WriteError: the disk is full or not writable.
     """
     from PIL import Image as Pillow
+    from PIL.PngImagePlugin import PngInfo
 
     frames = sample if sample.ndim == 4 else sample[None]
     pixels = (frames * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
@@ -40,10 +44,35 @@ def write(sample: Tensor, stem: Path) -> Path:
     with writing(file):
         stem.parent.mkdir(parents=True, exist_ok=True)
         if len(images) == 1:
-            images[0].save(file)
+            info = PngInfo()
+            if told is not None:
+                info.add_text(_TOLD, json.dumps(told))
+            images[0].save(file, pnginfo=info)
         else:
             write_clip(images, file, quality=_QUALITY)
+            if told is not None:
+                _beside(file).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return file
+
+
+def told(file: Path) -> dict[str, Any]:
+    """What `write` was told of a picture or a clip; empty where nothing is known, as of anyone else's file."""
+    from PIL import Image as Pillow
+
+    try:
+        if file.suffix == ".png":
+            with Pillow.open(file) as opened:
+                found = json.loads(opened.info.get(_TOLD, "{}"))
+        else:
+            found = json.loads(_beside(file).read_text(encoding="utf-8")) if _beside(file).is_file() else {}
+    # No picture, or text of another program: whoever reads the pixels says what is wrong with them.
+    except (OSError, SyntaxError, ValueError, TypeError, Pillow.DecompressionBombError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _beside(clip: Path) -> Path:
+    return clip.with_suffix(".json")
 
 
 def write_clip(images: Sequence[Image], file: object, *, quality: int, frame_ms: int = FRAME_MS) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 from torch.testing import assert_close
 
 from flowrl import media
+from flowrl.commands._drawn import origin, stem
 from flowrl.models.base import ModelError
 from flowrl.models.generic import Config, Generic
 from tests import native, tiny_sd3
@@ -63,7 +66,8 @@ def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     Image.new("RGB", (20, 12), (30, 30, 200)).save("blue.png")
 
     def run(case: str, *words: str, tokens: int = tiny.TOKENS) -> tuple[int, str]:
-        tiny.make(case).save_pretrained("model")
+        if not Path("model").is_dir():
+            tiny.make(case).save_pretrained("model")
         small = ("height=16", "width=16", f"max_sequence_length={tokens}")
         settings = [word for setting in small for word in ("--set", setting)]
         return command(monkeypatch, capsys, "sample", "model", "--steps", "2", *settings, *words)
@@ -71,12 +75,18 @@ def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
+def drawn(number: str, suffix: str = "png", folder: str = "samples") -> Path:
+    """The one file of a prompt and a sample."""
+    (file,) = Path(folder).glob(f"{number}-*.{suffix}")
+    return file
+
+
 def test_a_text_file_and_a_prompt_are_drawn_as_pictures(draw):
     Path("prompts.txt").write_text("a red circle\ntwo blue squares\n")
     code, printed = draw("flux", "prompts.txt", "a circle", "--count", "2")
     assert code == 0, printed
     assert len(list(Path("samples").glob("*.png"))) == 6
-    assert media.read(Path("samples/00002-1.png")).shape == (3, 16, 16)
+    assert media.read(drawn("00002-1")).shape == (3, 16, 16)
 
 
 def test_a_record_of_prompts_gives_each_its_picture(draw):
@@ -84,14 +94,14 @@ def test_a_record_of_prompts_gives_each_its_picture(draw):
     Path("edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
     code, printed = draw("flux_kontext", "edits.jsonl", "--set", "_auto_resize=false", "--set", "max_area=256")
     assert code == 0, printed
-    red, blue = (media.read(Path(f"samples/0000{k}-0.png")) for k in (0, 1))
+    red, blue = (media.read(drawn(f"0000{k}-0")) for k in (0, 1))
     assert not torch.allclose(red, blue)
 
 
 def test_a_clip_begins_with_the_picture_of_the_option(draw):
     code, printed = draw("wan_image", "a", "--image", "red.png", "--set", "num_frames=5", tokens=512)
     assert code == 0, printed
-    assert media.read(Path("samples/00000-0.webp")).shape == (5, 3, 16, 16)
+    assert media.read(drawn("00000-0", "webp")).shape == (5, 3, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +127,89 @@ def test_pictures_that_do_not_fit_are_refused_with_the_reason(draw, case, words,
     assert code == 2, printed
     assert reason in printed
     assert not list(Path("samples").glob("*"))
+
+
+def test_a_folder_used_again_keeps_what_another_call_drew_and_the_same_call_draws_the_same_file(draw):
+    for words in (["a red circle"], ["a red circle"], ["a red circle!"]):
+        assert draw("flux", *words)[0] == 0
+    assert [media.told(file)["prompt"] for file in sorted(Path("samples").iterdir(), key=os.path.getmtime)] == [
+        "a red circle",
+        "a red circle!",
+    ]
+
+
+CALL = {"num_inference_steps": 4, "height": 8}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"prompt": "b"},
+        {"call": CALL | {"num_inference_steps": 5}},
+        {"call": CALL | {"height": 16}},
+        {"guidance": 2.0},
+        {"model": "other"},
+        {"weights": "other bytes"},
+        {"picture": "blue.png"},
+    ],
+)
+def test_whatever_decides_a_picture_is_in_its_name(tmp_path, monkeypatch, change):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "other"):
+        Path(name).mkdir()
+        Path(name, "model_index.json").write_text("{}")
+    for name, colour in (("red.png", "red"), ("blue.png", "blue")):
+        Image.new("RGB", (2, 2), colour).save(name)
+
+    def name(*, prompt="a", seed=0, call=CALL, guidance=None, model="model", weights="bytes", picture="red.png"):
+        (Path(model) / "weights.safetensors").write_text(weights)
+        told = origin(model, SimpleNamespace(), call, guidance).told(prompt, [picture], seed)
+        return stem(0, 0, told)
+
+    assert name() != name(**change)
+
+
+def test_other_weights_of_a_run_have_another_name(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "config.yaml").write_text("model: {name: sd3, path: tiny-sd3}\n")
+    names = []
+    for weights in ("one", "one", "two"):
+        (tmp_path / "adapter" / "pytorch_lora_weights.safetensors").write_text(weights)
+        made = origin(str(tmp_path), SimpleNamespace(), {}, None)
+        names.append(stem(0, 0, made.told("a", [], 0)))
+    assert names[0] == names[1] != names[2]
+    assert (made.model, made.run) == ("tiny-sd3", str(tmp_path))
+
+
+def test_a_picture_says_how_it_was_drawn_and_is_scored_by_its_prompt(draw, monkeypatch, capsys):
+    Path("words.py").write_text("def score(images, prompts, metadata):\n    return [float(len(p)) for p in prompts]\n")
+    assert draw("flux", "a red circle \u2013 one", "--seed", "5", "--guidance", "2.5")[0] == 0
+    told = media.told(drawn("00000-0"))
+    assert (told["prompt"], told["seed"], told["model"]) == ("a red circle \u2013 one", 5, "model")
+    assert (told["steps"], told["guidance"], told["adapter"], told["run"]) == (2, 2.5, None, None)
+    assert told["arguments"]["height"] == 16
+    code, printed = command(monkeypatch, capsys, "score", "samples", "--reward", "words.py")
+    assert code == 0, printed
+    assert json.loads(printed.splitlines()[0])["words"] == 18
+
+
+def test_a_clip_has_the_same_beside_it(draw):
+    assert draw("wan_image", "a", "--image", "red.png", "--set", "num_frames=5", tokens=512)[0] == 0
+    clip = drawn("00000-0", "webp")
+    assert clip.with_suffix(".json").is_file()
+    told = media.told(clip)
+    assert (told["prompt"], told["seed"], told["images"][0]["file"]) == ("a", 0, "red.png")
+
+
+@pytest.mark.parametrize("content", [b"", b"no picture", b"\x89PNG\r\n\x1a\n"])
+def test_of_a_foreign_or_broken_file_nothing_is_told(tmp_path, content):
+    file = tmp_path / "a.png"
+    file.write_bytes(content)
+    assert media.told(file) == {}
+    file.with_suffix(".webp").write_bytes(content)
+    file.with_suffix(".json").write_text("[1]")
+    assert media.told(file.with_suffix(".webp")) == {}
 
 
 def test_guidance_is_set_in_the_pipelines_own_units():

@@ -88,10 +88,10 @@ def test_what_cannot_be_read_or_scored_is_null_and_never_a_number(capsys, tmp_pa
     assert "no sample scored, 3 failed" in told
 
 
-def test_the_lines_go_to_a_file_where_one_is_named(capsys, tmp_path, folder):
-    lines, _ = run(capsys, folder, ["jpeg"], out=tmp_path / "scores.jsonl")
+def test_the_lines_go_into_a_folder_where_one_is_named(capsys, tmp_path, folder):
+    lines, _ = run(capsys, folder, ["jpeg"], out=tmp_path / "scores")
     assert lines == []
-    assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "scores" / "scores.jsonl").read_text().splitlines()) == 3
 
 
 def test_clips_are_scored_by_a_reward_that_takes_them_and_refused_by_one_that_does_not(capsys, tmp_path):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from flowrl.commands._drawn import Origin
     from flowrl.learned_noise import LearnedNoise
     from flowrl.prompts import Prompt
     from flowrl.types import Gaussians
@@ -34,18 +35,17 @@ def command(
         list[str] | None, typer.Option("--set", help="key=value arguments of the pipeline's call: num_frames=33.")
     ] = None,
 ) -> None:
-    """Draw with the pipeline's own call: a PNG for a picture, an animated WebP for a clip."""
+    """Draw with the pipeline's own call: a PNG for a picture, an animated WebP for a clip, with how each was drawn."""
     import torch
 
-    from flowrl import media
-    from flowrl.config import ConfigError
+    from flowrl.commands._drawn import origin
     from flowrl.export import learned_noise, load_run_pipeline
-    from flowrl.metrics import Progress
+    from flowrl.files import out_folder
     from flowrl.models._options import guidance_arguments
     from flowrl.models._pictures import picture_arguments
-    from flowrl.pictures import open_picture
 
     records = _records(prompts, image or [])
+    out_folder(out)
     noise = learned_noise(Path(model))
     laws = None if noise is None else _laws(noise, records)
     pipeline, call = load_run_pipeline(model)
@@ -58,7 +58,29 @@ def command(
     if guidance is not None:
         call |= guidance_arguments(pipeline, guidance, call)
     call |= _settings(pipeline, options or [])
-    out.mkdir(parents=True, exist_ok=True)
+    _draw(pipeline, call, records, origin(model, pipeline, call, guidance), laws, out, count, seed)
+
+
+def _draw(
+    pipeline: Any,
+    call: dict[str, Any],
+    records: list[Prompt],
+    made: Origin,
+    laws: Gaussians | None,
+    out: Path,
+    count: int,
+    seed: int,
+) -> None:
+    """`count` samples of each prompt into the folder `out`; prints their files."""
+    import torch
+
+    from flowrl import media
+    from flowrl.commands._drawn import stem
+    from flowrl.config import ConfigError
+    from flowrl.metrics import Progress
+    from flowrl.models._pictures import picture_arguments
+    from flowrl.pictures import open_picture
+
     bar = Progress(len(records) * count, "sampling", show=True)
     for i, record in enumerate(records):
         pictures = picture_arguments(pipeline, [open_picture(file) for file in record.pictures])
@@ -72,7 +94,8 @@ def command(
                 drawn = pipeline(prompt=record.text, **arguments)[0][0]
             except ValueError as error:  # how pipelines refuse what they are called with
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
-            file = media.write(drawn.float().cpu(), out / f"{i:05d}-{k}")
+            told = made.told(record.text, record.pictures, seed + k)
+            file = media.write(drawn.float().cpu(), out / stem(i, k, told), told)
             bar.update(1)
             print(file)
     bar.close()

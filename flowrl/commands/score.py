@@ -133,14 +133,18 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 
 
 def _samples(images: Path, prompts: Path | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
-    """(file, prompt, metadata), in file-name order."""
+    """(file, prompt, metadata), in file-name order; without `prompts` those that `flowrl sample` wrote."""
+    from flowrl import media
     from flowrl.config import ConfigError
 
     found = sorted(images.iterdir()) if images.is_dir() else [images] if images.is_file() else []
     files = [file for file in found if file.suffix.lower() in _SUFFIXES]
     if not files:
         raise ConfigError(f"{str(images)!r}: no pictures there ({', '.join(sorted(_SUFFIXES))})")
-    samples = [(file, "", {}) for file in files] if prompts is None else _matched(files, prompts)
+    if prompts is None:
+        samples = [(file, str(media.told(file).get("prompt", "")), {}) for file in files]
+    else:
+        samples = _matched(files, prompts)
     for plan in plans:
         for name in plan.card.requires if plan.card is not None else ():
             lacking = next((file for file, _, record in samples if name not in record), None)
