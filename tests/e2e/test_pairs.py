@@ -174,7 +174,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--out", "out", "rollout.num_inference_steps=0"), "num_inference_steps=0"),
     (("--out", "full"), "--out full: it holds something else (notes.txt)"),
     (("--out", "foreign"), "its pairs.json is not of this command"),
-    (("--out", "run.yaml"), "--out: the run folder run.yaml cannot be written"),
+    (("--out", "run.yaml"), "--out run.yaml: it is a file; give a folder"),
     (("--out", "out", "--check"), "--check takes a preference set"),
     (("--out", "out", "no-equals-sign"), "key=value"),
 ]
