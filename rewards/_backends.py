@@ -70,9 +70,14 @@ def judged(
 ) -> Reward:
     """The reward with its judge loaded; the version of its card names the judge and the `text` of the questions."""
     judge = config.load(name, default)
+    return judged_by(judge, name, card, config, default, score(judge), *text)
+
+
+def judged_by(judge: Judge, name: str, card: Card, config: Backend, default: Local, score: Score, *text: str) -> Reward:
+    """The same with a judge that is loaded already, for questions that depend on it."""
     digest = hashlib.sha256(repr((config.backend, config.identity(default), *text)).encode()).hexdigest()[:12]
     memory = judge.memory_gib if isinstance(judge, _vlm.LocalJudge) else 0.0
     # A server leaves this process idle.
     version, overlap = f"{card.version}-{digest}", config.backend == "http"
     card = dataclasses.replace(card, memory_gib=memory, version=version, overlap=overlap)
-    return Reward(score=JudgeScore(name, judge, score(judge)), card=card)
+    return Reward(score=JudgeScore(name, judge, score), card=card)

@@ -84,7 +84,7 @@ class HttpJudge:
     """The server as a judge; see `_judge.Judge`."""
 
     def __init__(self, config: Http, reward: str) -> None:
-        self.config, self.reward = config, reward
+        self.config, self.reward, self.family = config, reward, config.model
         self.counters = Counters(config.price_prompt, config.price_completion)
         self._key = _api_key(config, reward)
         self._unreachable = False

@@ -70,8 +70,16 @@ class Vision:
             return F.normalize(projected(forward(pixel_values=pixels)), dim=-1)
 
 
-def load(model: str, tokenizer: str, *, device: str | None, preprocess: Preprocess, reward: str) -> Clip:
-    """A frozen float32 CLIP from a folder or the hub.
+def load(
+    model: str,
+    tokenizer: str,
+    *,
+    device: str | None,
+    preprocess: Preprocess,
+    reward: str,
+    half_even_crop: bool = False,
+) -> Clip:
+    """A frozen float32 CLIP from a folder or the hub; `half_even_crop` as in `Pixels`.
 
     Raises:
         RewardError: the weights can neither be found nor downloaded, or are of another network.
@@ -86,11 +94,16 @@ def load(model: str, tokenizer: str, *, device: str | None, preprocess: Preproce
             f"reward {reward!r} cannot load the tokenizer {tokenizer!r} of CLIP {model!r}; give a folder or a hub id "
             f"that can be reached: {error}"
         ) from error
-    return Clip(network, words, Pixels(size=network.config.vision_config.image_size, preprocess=preprocess))
+    size = network.config.vision_config.image_size
+    return Clip(network, words, Pixels(size=size, preprocess=preprocess, half_even_crop=half_even_crop))
 
 
-def load_vision(model: str, tower: Tower, *, device: str | None, preprocess: Preprocess, reward: str) -> Vision:
+def load_vision(
+    model: str, tower: Tower, *, device: str | None, preprocess: Preprocess, reward: str, half_even_crop: bool = False
+) -> Vision:
     """The frozen float32 image tower of a CLIP or a SigLIP, from a folder or the hub.
+
+    SigLIP sees the whole picture; `half_even_crop` is of CLIP's centre square, as in `Pixels`.
 
     Raises:
         RewardError: the weights can neither be found nor downloaded, or are of another network.
@@ -104,7 +117,8 @@ def load_vision(model: str, tower: Tower, *, device: str | None, preprocess: Pre
     # Not CLIPVisionModelWithProjection: it takes the width from another place of the configuration than CLIPModel.
     network = _network(CLIPModel, model, reward, device)
     network.text_model = network.text_projection = None
-    pixels = Pixels(size=network.config.vision_config.image_size, preprocess=preprocess)
+    size = network.config.vision_config.image_size
+    pixels = Pixels(size=size, preprocess=preprocess, half_even_crop=half_even_crop)
     return Vision(network, pixels, network.config.projection_dim)
 
 

@@ -117,6 +117,8 @@ class Judge(Protocol):
     """A vision-language model that answers questions, each for itself."""
 
     counters: Counters
+    family: str
+    """What kind of model it is: `model_type` of its configuration, or the name that the server knows it by."""
 
     def check_options(self, options: Mapping[str, tuple[str, ...]]) -> None:
         """Raise RewardError where the model is known to be unable to answer with one of the options."""

@@ -58,7 +58,7 @@ class LocalJudge:
 
     def __init__(self, model: Any, processor: Any, batch_size: int, reward: str) -> None:
         self.model, self.processor, self.batch_size, self.reward = model, processor, batch_size, reward
-        self.counters = Counters()
+        self.counters, self.family = Counters(), str(model.config.model_type)
         template = processor.chat_template or getattr(processor.tokenizer, "chat_template", None)
         if not template:
             raise RewardError(

@@ -7,6 +7,10 @@ them. Versions are on scales of their own:
 - v2.5: five on SigLIP so400m; 1 to 10, 5.5 and more being good. Its code and weights are AGPL-3: they are not part of
   this package, give the file yourself.
 
+Where an odd number of pixels is left around the centre square, the repositories of v1 and v2 round half of it half to
+even (torchvision), DDPO and Flow-GRPO round it down (transformers). v1 does here as the first, v2 as the second;
+`half_even_crop` asks for either. One row or column of 224 moves.
+
 A clip has the mean over some of its frames.
 
 Source: LAION-AI/aesthetic-predictor; christophschuhmann/improved-aesthetic-predictor;
@@ -124,6 +128,9 @@ class Config:
     """Its file (.pth, .safetensors), or a hub id with the file, owner/name/file; null: v2's copy on the hub."""
     published: bool = True
     """Refuse a head whose values are not those of the published one; false for a head of your own."""
+    half_even_crop: bool | None = None
+    """Half an odd margin of CLIP's centre square is rounded half to even, as by the head's own repository, or down, as
+    by DDPO and Flow-GRPO; null: true for v1, false for v2. v2.5 has no margin."""
     backbone: Annotated[str | None, NAME_OR_PATH] = None
     """CLIP ViT-L/14 or SigLIP so400m, a folder or a hub id; null: the one that the head was trained on."""
     preprocess: _clip.Preprocess = "exact"
@@ -141,6 +148,13 @@ class Config:
             raise ValueError(
                 f"version={self.version!r} needs head, the file {known.file} of {known.where}: no hub has a copy of it"
             )
+        if self.half_even_crop is not None and PUBLISHED[self.version].tower != "clip":
+            raise ValueError(f"half_even_crop is of v1 and v2; version={self.version!r} sees the whole picture")
+
+    @property
+    def crops_half_even(self) -> bool:
+        """`half_even_crop` with the version's own where none is given."""
+        return self.version == "v1" if self.half_even_crop is None else self.half_even_crop
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +264,13 @@ def _file(head: str) -> Path:
 def card_of(config: Config) -> Card:
     """With the published head's range; a head of your own has its own."""
     known = PUBLISHED[config.version]
+    version = config.version if config.published else f"{config.version}, own head {config.head}"
     return replace(
         CARD,
         outputs=(f"aesthetic_{config.version.replace('.', '_')}",),
         **_bounds(known.fingerprint[0], known.fingerprint[4]),
         memory_gib=1.2 if known.tower == "clip" else 1.6,
-        version=config.version if config.published else f"{config.version}, own head {config.head}",
+        version=f"{version}, half-even crop" if config.crops_half_even else version,
         differentiable=config.preprocess == "fast",
         licence=f"{known.licence if config.published else 'unknown'} (head), "
         f"{'MIT (CLIP)' if known.tower == 'clip' else 'Apache-2.0 (SigLIP)'}",
@@ -267,7 +282,12 @@ def build(config: Config) -> Reward:
     known, head = PUBLISHED[config.version], load_head(config)
     backbone = config.backbone or known.backbone
     vision = _clip.load_vision(
-        backbone, known.tower, device=config.device, preprocess=config.preprocess, reward="aesthetic"
+        backbone,
+        known.tower,
+        device=config.device,
+        preprocess=config.preprocess,
+        reward="aesthetic",
+        half_even_crop=config.crops_half_even,
     )
     if vision.width != known.widths[0]:
         raise RewardError(

@@ -3,10 +3,12 @@
 Three conventions are about, and the output's name says which it is:
 - `clip_cos`: the cosine;
 - `clip_s`: 2.5 max(cosine, 0), the CLIP-S of the paper;
-- `clip_percent`: 100 max(cosine, 0), as torchmetrics has it.
+- `clip_percent`: 100 max(cosine, 0), torchmetrics' scale; it takes the maximum of the batch's mean.
 
 Numbers of two networks are not comparable. CLIP sees what the card's resolution says of the picture, as a rule its
-centre square, and the first 77 tokens of the prompt. A clip has the mean over some of its frames.
+centre square, and of the prompt 77 tokens, the start and the end token among them. torchmetrics cuts the end token of a
+longer one off; transformers then takes the text's embedding from the start token, the same for every such caption. So
+over 77 tokens its scores are others, which are not offered. A clip has the mean over some of its frames.
 
 `model: tiny-clip` is the CLIP that comes with the package, trained on the shapes world; with `preprocess: fast`,
 gradients reach the picture.
@@ -55,7 +57,7 @@ class Config:
     quick_gelu: bool | None = None
     """open_clip only: the activation that the weights were trained with; null: what their tag or configuration says."""
     convention: Literal["cos", "clip_s", "percent"] = "cos"
-    """The cosine, 2.5 max(cosine, 0), or 100 max(cosine, 0)."""
+    """The cosine, 2.5 max(cosine, 0), or 100 max(cosine, 0); "percent" is torchmetrics' up to 77 tokens."""
     preprocess: _clip.Preprocess = "exact"
     """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
     frames: int = 8

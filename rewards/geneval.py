@@ -10,6 +10,7 @@ Scores, of which one is trained on and the first three are always reported:
 - official: the benchmark's rule, which looks at the most confident objects only and so forgives extra ones;
 - legacy: partial as the reward server of Flow-GRPO computes it: a violated position adds a full term.
 
+Colours are named on objects cut out and cropped as the benchmark does, half an odd margin rounded half to even.
 The benchmark's prompts are `geneval.jsonl`. The detector is one of transformers, not the benchmark's mmdet
 checkpoint: report results as GenEval-hf; or it runs elsewhere, behind HTTP (docs/rewards/geneval.md).
 
@@ -53,6 +54,8 @@ CARD = Card(
     resolution="the whole picture, resized by the detector; colours on 224 x 224 crops",
     requires=("include",),
     memory_gib=2.0,
+    # 2: colours on the benchmark's crops; transformers', before, were a pixel off where the margin is odd.
+    version="2",
     level=LEVEL,
     licence="MIT (GenEval, Mask2Former and CLIP)",
     source="arXiv:2310.11513",
@@ -265,7 +268,13 @@ def _require_known(labels: Collection[str] | None, clauses: Sequence[Clause]) ->
 
 def build(config: Config) -> Reward:
     clip = _clip.load(
-        config.color_model, config.color_model, device=config.device, preprocess="exact", reward="geneval"
+        config.color_model,
+        config.color_model,
+        device=config.device,
+        preprocess="exact",
+        reward="geneval",
+        # The benchmark crops by open_clip's transform, which is torchvision's.
+        half_even_crop=True,
     )
     if config.detector.startswith(("http://", "https://")):
         return scorer(config, RemoteDetector(config.detector), ClipColors(clip))

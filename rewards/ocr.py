@@ -4,6 +4,9 @@ raw = 1 - min(edit distance, len(target)) / len(target), spaces and case ignored
 part of what was read. Extra text goes unpunished then, which training exploits: watch a preference reward beside it.
 A clip [F, 3, H, W] has the mean over those of its frames 0, 4, 8, ... that are above 0, as Flow-GRPO scores them.
 
+The rule is Flow-GRPO's, the reader is not. Its scores on pictures are those of `min_confidence: 0.5`, on clips of
+`allow_extra_text: false` besides; its PaddleOCR has other weights, limits and order of colours (docs/rewards/ocr.md).
+
 On words drawn at 256 x 256 the reader is measured by `python -m tests.rendered_words` (docs/rewards/ocr.md).
 
 Source: yifan123/flow_grpo:flow_grpo/ocr.py; the reader is RapidOCR (PP-OCRv4), whose weights come with its package.
@@ -47,9 +50,11 @@ _FRAME_INTERVAL = 4
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     allow_extra_text: bool = True
-    """Full score where the target is part of what was read (as Flow-GRPO does); false punishes every extra letter."""
+    """Full score where the target is part of what was read; false punishes every extra letter. Flow-GRPO: true for
+    pictures, false for clips."""
     min_confidence: float = 0.0
-    """Lines that the reader is less sure of are ignored; 0 takes every line, as published, RapidOCR itself has 0.5."""
+    """Lines that the reader is less sure of are ignored; 0 takes every line. PaddleOCR, of which Flow-GRPO takes what
+    it gives, and RapidOCR by themselves have 0.5."""
     detection_side: int = 736
     """Text is looked for with the shorter side at this many pixels or more; less is faster on small pictures."""
     workers: int = 0

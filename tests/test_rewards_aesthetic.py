@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrl.rewards._pixels import MEAN, STD
 from flowrl.rewards.aesthetic import CARD, PUBLISHED, Config, build, fingerprint, load_head, read_head, recognise
 from torch import nn
 from torch.testing import assert_close
@@ -259,6 +260,40 @@ def test_scores_equal_a_straight_line_computation(version, tiny):
     expected = straight_line(version, tower, weights, pictures())
     assert expected.std() > 0.01 * expected.abs().max(), "the pictures must tell apart for this to mean anything"
     assert_close(scored(reward, pictures()), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_an_odd_margin_is_rounded_as_in_the_source_that_is_asked_for(tiny):
+    """Half even by OpenAI's and open_clip's transforms, which the heads' repositories take; down by CLIPProcessor."""
+    from torchvision import transforms
+    from transformers import CLIPModel
+
+    images = pictures(4, 32, 35)  # three columns over: one or two are cut off on the left
+    scores, versions = {}, {}
+    for version in ("v1", "v2"):
+        for asked in (None, False, True):
+            reward, weights, tower = tiny(version, half_even_crop=asked)
+            scores[version, asked], versions[version, asked] = scored(reward, images), reward.card.version
+        assert_close(scores[version, False], straight_line(version, tower, weights, images), rtol=1e-5, atol=1e-4)
+        assert (scores[version, True] - scores[version, False]).abs().min() > 1e-3
+        assert versions[version, True] != versions[version, False], "a cache must tell them apart"
+    assert torch.equal(scores["v1", None], scores["v1", True])
+    assert torch.equal(scores["v2", None], scores["v2", False])
+    assert versions["v1", None] == versions["v1", True] == versions["v1", False] + ", half-even crop"
+    assert versions["v2", None] == versions["v2", False]
+    transform = transforms.Compose(
+        [transforms.ToPILImage(), transforms.CenterCrop(32), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    )
+    model = CLIPModel.from_pretrained(tower).eval()
+    with torch.no_grad():
+        pixels = torch.stack([transform((image * 255).round().to(torch.uint8)) for image in images])
+        e = model.vision_model(pixels).pooler_output @ model.visual_projection.weight.T
+    expected = read_head(weights, "v2", "x.pth")(e / e.norm(dim=1, keepdim=True))
+    assert_close(scores["v2", True], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_version_without_a_crop_takes_no_rounding_of_it():
+    with pytest.raises(ValueError, match=r"half_even_crop is of v1 and v2; version='v2.5' sees the whole picture"):
+        Config(version="v2.5", head="x.pth", half_even_crop=True)
 
 
 @pytest.mark.parametrize("version", ["v2", "v2.5"])

@@ -208,6 +208,29 @@ def test_conventions_are_named_by_their_output(folders, rewards):
     assert scorer.score(pictures(), PROMPTS, [{}] * 5).failures == 0
 
 
+def test_it_is_torchmetrics_number_for_short_captions_and_keeps_the_end_token_of_long_ones(folders):
+    """torchmetrics (functional/multimodal/clip_score.py) cuts ids and mask at the model's length."""
+    from transformers import CLIPModel, CLIPTokenizer
+
+    folder, length = folders["transformers"], toy_clip.TEXT_LENGTH
+    model = CLIPModel.from_pretrained(folder).eval()
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
+    images = pictures(4)
+    captions = ["a cat", "the sea", "a dog " * length, "red sea " * length]
+    seen, _ = embeddings("transformers", folder, images, captions)
+    tokens = tokenizer(captions, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        said = _clip.projected(
+            model.get_text_features(tokens["input_ids"][:, :length], tokens["attention_mask"][:, :length])
+        )
+    said = said / said.norm(dim=1, keepdim=True)
+    theirs = 100 * (seen * said).sum(dim=1).clamp(min=0)
+    ours = scored(build(Config(model=folder, device="cpu", convention="percent")), images, captions)
+    assert_close(ours[:2], theirs[:2], rtol=0, atol=1e-3)
+    assert_close(said[2], said[3], rtol=0, atol=1e-6)  # of the start token, which sees no word of the caption
+    assert (ours[2:] - theirs[2:]).abs().min() > 0.1
+
+
 # ---- preprocessing of open_clip
 
 

@@ -11,7 +11,7 @@ from flowrl.rewards.geneval import Clause, Config, read_clauses, relative_positi
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError, Scorer, WeightedReward
-from flowrl.rewards import _clip, _detectors
+from flowrl.rewards import _clip, _detectors, geneval
 from tests import toy_clip
 
 PICTURE = torch.zeros(1, 3, 8, 8)
@@ -355,6 +355,22 @@ def test_the_whole_reward_runs_on_tiny_networks_and_no_score_depends_on_the_batc
     for name, values in together.items():
         assert_close(values, torch.cat([scores[name] for scores in alone]))
     assert (together["geneval_partial"] > 0).any()
+
+
+def test_colours_are_named_on_the_benchmarks_crops(monkeypatch, tmp_path):
+    """djghosh13/geneval transforms by open_clip, which rounds half an odd margin half to even."""
+    import open_clip
+    from PIL import Image
+
+    kept = []
+    monkeypatch.setattr(geneval, "load_detector", lambda *_, **__: SimpleNamespace(labels=None))
+    monkeypatch.setattr(geneval, "scorer", lambda config, detector, namer, labels=None: kept.append(namer))
+    folder = toy_clip.save(tmp_path)
+    geneval.build(Config(color_model=folder, device="cpu"))
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 35, 3), dtype=np.uint8)
+    expected = open_clip.image_transform(32, False)(Image.fromarray(pixels))
+    (namer,) = kept
+    assert_close(namer.clip.pixels([torch.from_numpy(pixels).permute(2, 0, 1) / 255])[0], expected, rtol=0, atol=1e-6)
 
 
 def test_a_detector_that_cannot_be_found_is_named(tmp_path):

@@ -23,6 +23,7 @@ class Scripted:
 
     def __init__(self, probabilities=None, words=None):
         self.counters, self.probabilities, self.words = Counters(), probabilities, words
+        self.family = ""
         self.asked, self.writings = [], []
 
     def check_options(self, options):
@@ -106,6 +107,38 @@ def test_vqa_score_masks_a_broken_picture_and_keeps_the_others_prompts(scripted)
     values = vqa_score.build(vqa_score.Config()).score(images, ["a", "b", "c"], [{}] * 3)
     assert_close(values, torch.tensor([0.2, math.nan, 0.8]), equal_nan=True)
     assert [q.text[22:25] for q in scripted.asked] == ['"a"', '"c"']
+
+
+PAPER, LATER = (f'Does this figure show "{{}}"? Please answer {words}.' for words in ("yes or no", "Yes or No"))
+IMAGE = 'Does this image show "{}"? Answer the question with Yes or No'
+
+
+@pytest.mark.parametrize(
+    ("family", "question"),
+    [
+        ("llava", PAPER),
+        ("llava_next", PAPER),
+        ("llava-hf/llava-1.5-7b-hf", PAPER),
+        ("llava_onevision", IMAGE),
+        ("llava-hf/llava-onevision-qwen2-7b-ov-hf", IMAGE),
+        ("mllama", IMAGE),
+        ("meta-llama/Llama-3.2-11B-Vision-Instruct", IMAGE),
+        ("qwen3_vl", LATER),
+        ("Qwen/Qwen3-VL-8B-Instruct", LATER),
+        ("internvl", LATER),
+        ("gpt-4o", LATER),
+        ("", LATER),
+    ],
+)
+def test_vqa_score_asks_each_family_in_its_published_words_and_in_the_users_where_given(scripted, family, question):
+    """linzhiqiu/t2v_metrics:t2v_metrics/models/vqascore_models."""
+    scripted.probabilities, scripted.family, seen = lambda q: 0.5, family, set()
+    for options, expected in (({}, question), ({"question": "A {}?"}, "A {}?")):
+        reward = vqa_score.build(vqa_score.Config(**options))
+        reward.score(grey(51), ["{a cat}"], [{}])
+        assert scripted.asked.pop().text == expected.replace("{}", "{a cat}")
+        seen.add(reward.card.version)
+    assert len(seen) == 2, "a cache must tell the questions apart"
 
 
 # ---- rubrics

@@ -140,7 +140,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ocr.build(Config())
 
 
-def test_every_line_is_taken_as_published_unless_asked_otherwise(monkeypatch):
+def test_every_line_is_taken_unless_asked_otherwise(monkeypatch):
     asked = []
     monkeypatch.setattr(ocr, "engine", lambda *options: asked.append(options))
     for config in (Config(), Config(min_confidence=0.5)):

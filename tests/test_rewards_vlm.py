@@ -106,7 +106,8 @@ def test_expectation_equals_a_straight_line_computation(folder):
 def test_vqa_score_is_the_geometric_mean_over_the_answers_tokens(folder, answer):
     values = scored(vqa_score.build(vqa_score.Config(local=local(folder), answer=answer)))
     for value, image, prompt in zip(values, pictures(), PROMPTS, strict=True):
-        question = f'Does this figure show "{prompt}"? Please answer Yes or No.'
+        words = "yes or no" if by_itself(folder)[0].config.model_type == "llava" else "Yes or No"
+        question = f'Does this figure show "{prompt}"? Please answer {words}.'
         logits, vocabulary = straight_logits(folder, image, question, answer)
         tokens = {"Yes": ["Yes"], "Yes No": ["Yes", "\u0120No"], "ab": ["a", "b"]}[answer]
         # The logits before each answer token, that is from the one before the first to the one before the last.
