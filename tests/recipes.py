@@ -28,6 +28,11 @@ EMA = {"optim.ema": {"decay": 0.9, "every": 8, "warmup": True}}
 NO_EMA = {"optim.ema": None}
 
 
+def saved(evaluations: int, checkpoints: int) -> dict[str, Any]:
+    """Evaluations and checkpoints every so many iterations; Flow-GRPO keeps five, by its config/base.py."""
+    return {"eval.every": evaluations, "checkpoint": {"every": checkpoints, "keep": 5}}
+
+
 def advantages(name: str, std: str, eps: float = 1e-4, ddof: int = 0) -> dict[str, Any]:
     values = {"name": name, "std": std, "eps": eps, "ddof": ddof, "clip": 5.0, "trimmed_ratio": 0.0, "select": None}
     return {f"algorithm.advantages.{key}": value for key, value in values.items()}

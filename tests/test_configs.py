@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from typing import Any
@@ -84,6 +85,42 @@ def test_its_lora_targets_exist_and_its_trained_steps_are_the_noisy_ones(name):
     assert plan.train
     assert all((std > 0) == (k in plan.train) for k, std in enumerate(stds))
     assert step_plan(run, None).train == plan.train
+
+
+# Recipes of Flow-GRPO's whole rollouts, and of what takes their values over.
+NOISY_TO_THE_END = [
+    *(f"sd3/{name}" for name in ("flow_grpo-pickscore", "flow_grpo-ocr", "flow_grpo-geneval", "flow_grpo-jpeg")),
+    *(f"sd3/grpo_guard-{name}" for name in ("pickscore", "ocr", "geneval")),
+    *("sd3/flow_dppo-pickscore", "sd35_large/flow_grpo-pickscore", "flux/flow_grpo-pickscore"),
+    *("wan/flow_grpo-ocr", "wan/sage_grpo-ocr"),
+]
+
+
+@pytest.mark.parametrize("name", NOISY_TO_THE_END)
+def test_the_noise_that_the_official_rollout_keeps_in_its_last_step_is_named_as_a_departure(name):
+    """migration sheet 5; the std by the law on the model's own grid, grpo_family sheet 0.1, trees sheet 3.1."""
+    run = recipe(name)
+    model = adapter(run)
+    sigmas = model.schedule(run.run.rollout.num_inference_steps).sigmas.double()
+    first, last = float(sigmas[1]), float(sigmas[-2])
+    law = run.tree()["rollout"]["sampler"]
+    std = {
+        "flow_sde": lambda: law["noise_level"] * last / (1 - last) ** 0.5,
+        "wan_sde": lambda: first * last * last**0.5,
+        "sage": lambda: law["eta"] * (-last - math.log(1 - last)) ** 0.5,
+    }[law["name"]]()
+    text = " ".join((FOLDER / f"{name}.yaml").read_text(encoding="ascii").replace("#", " ").split())
+    (said,) = re.findall(r"Departs: [^.]*? is an ODE step[^()]*\(std ([0-9.]+)\)", text)
+    assert said == f"{std:.{len(said) - 2}f}"
+    assert transition_std(run, model, step_plan(run, model))[-1] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("-ocr")])
+def test_text_is_read_by_the_published_rules(name):
+    """flow_grpo/ocr.py: PaddleOCR drops lines below 0.5 before the scorer sees them; clips have no substring rule."""
+    (reward,) = recipe(name).rewards
+    assert reward.config.min_confidence == 0.5
+    assert reward.config.allow_extra_text == (not name.startswith("wan/"))
 
 
 @pytest.mark.parametrize("name", RECIPES)

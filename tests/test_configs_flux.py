@@ -16,7 +16,7 @@ from flowrl.schedules import shift_sigmas
 from flowrl.treework import tree_work
 from flowrl.types import SampleId
 from tests import recipes
-from tests.recipes import ADAMW, EMA, FOLDER, NO_EMA, adapter, advantages, check_values
+from tests.recipes import ADAMW, EMA, FOLDER, NO_EMA, adapter, advantages, check_values, saved
 
 
 def rollout(steps: int, prompts: int, group: int, batch: int, updates: int, rate: float, shared: bool = False) -> dict:
@@ -35,7 +35,7 @@ def rollout(steps: int, prompts: int, group: int, batch: int, updates: int, rate
 
 
 # grpo_family sheet 1.2, rows *_flux and *_flux_fast.
-FLOW = EMA | rollout(6, 48, 24, 3, 2, 3e-4) | {"eval.num_inference_steps": 28}
+FLOW = EMA | rollout(6, 48, 24, 3, 2, 3e-4) | saved(30, 30) | {"eval.num_inference_steps": 28}
 CPS = {"rollout.sampler": {"name": "cps", "noise_level": 0.8}, "algorithm.clip_range": 1e-5}
 FAST = FLOW | CPS | {"algorithm.window_size": 3, "algorithm.low": 0, "algorithm.high": 3}
 # grpo_family sheet 4.2, column FLUX LoRA 8 GPU.

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from flowrl.commands.plan import step_plan, transition_std
-from tests.recipes import ADAMW, EMA, FOLDER, NO_EMA, adapter, advantages, check_values, recipe
+from tests.recipes import ADAMW, EMA, FOLDER, NO_EMA, adapter, advantages, check_values, recipe, saved
 
 # grpo_family sheet 1.2, row pickscore_qwenimage.
 QWEN = (
     ADAMW
     | NO_EMA
+    | saved(30, 30)
     | advantages("group", "global")
     | {"model.path": "Qwen/Qwen-Image", "model.dtype": "bfloat16", "model.height": 512, "model.width": 512}
     | {"model.lora": {"rank": 64, "alpha": 128, "targets": None}, "model.negative_prompt": " "}
@@ -32,7 +33,7 @@ WAN = (
 # recipe -> (its source, trained steps, its values)
 RECIPES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen_image/flow_grpo_fast-pickscore": ("pickscore_qwenimage", 2, QWEN),
-    # grpo_family sheet 1.2, row general_ocr_wan2_1.
+    # grpo_family sheet 1.1 (6), the Wan script's KL, and 1.2, row general_ocr_wan2_1; its README has one process.
     "wan/flow_grpo-ocr": (
         "general_ocr_wan2_1",
         19,
@@ -41,7 +42,9 @@ RECIPES: dict[str, tuple[str, int, dict[str, Any]]] = {
         | WAN
         | advantages("group", "group")
         | {"rollout.sampler": {"name": "wan_sde"}, "algorithm.clip_range": 1e-3, "model.shift": None}
-        | {"algorithm.kl.coef": 0.004, "algorithm.kl.divisor": "flow_grpo", "optim.updates_per_iteration": 2},
+        | saved(30, 60)
+        | {"algorithm.kl.coef": 0.004, "algorithm.kl.divisor": "variance", "optim.updates_per_iteration": 2}
+        | {"rollout.prompts_per_iteration": 1 * 8 * 2 // 4, "rollout.batch_size": 8},
     ),
     # trees_and_exploration sheet 3.1, 3.3, 3.4.
     "wan/sage_grpo-ocr": (
