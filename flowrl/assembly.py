@@ -126,7 +126,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         weights = _weights(resolved, adapter, world, dtype if sharded else None)
     learned = weights.network if isinstance(weights, NoiseWeights) else None
     probe(scorer, data.train[:2], adapter)
-    probe(watched, data.held_out[:2], adapter)
+    probe(watched, data.held_out[:2], adapter, known=scorer)
     if data.given is not None:
         require_encoder(adapter)
     texts = Texts(adapter, data.texts(cache=config.data.caches_text), cache=config.data.caches_text)

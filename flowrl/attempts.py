@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.errors import described
 from flowrl.scorecache import ScoreCache
 
+log = logging.getLogger("flowrl")
 ScoreOnce = Callable[[Any, Sequence[str], Sequence[dict]], "dict[str, Tensor]"]
 
 
@@ -43,6 +46,13 @@ class Batch:
     def part(self, start: int, stop: int) -> Batch:
         return Batch(self.images[start:stop], self.prompts[start:stop], self.metadata[start:stop])
 
+    def finite(self) -> list[int]:
+        """Rows whose pictures hold no NaN and no inf: one pass over them, without a copy."""
+        if isinstance(self.images, Tensor):
+            sums = self.images.detach().sum(dim=tuple(range(1, self.images.ndim)), dtype=torch.float32)
+            return sums.isfinite().nonzero().flatten().tolist()
+        return [row for row, image in enumerate(self.images) if image.detach().sum(dtype=torch.float32).isfinite()]
+
     def pick(self, rows: Sequence[int]) -> Batch:
         images = self.images[list(rows)] if isinstance(self.images, Tensor) else [self.images[i] for i in rows]
         return Batch(images, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows])
@@ -65,7 +75,18 @@ class Attempts:
     tell: Callable[[str], None]
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Each output, [B] float32; NaN where every try failed."""
+        """Each output, [B] float32; NaN where every try failed, and for a picture that is not finite."""
+        rows = batch.finite()
+        if len(rows) == len(batch):
+            return self._known_or_scored(batch)
+        # No reward's fault, so none is asked: it could only raise, or make a number of what is none.
+        self.tell(f"{len(batch) - len(rows)} of {len(batch)} pictures hold NaN or inf, so they have no score")
+        scores = self._masked(len(batch))
+        for name, values in (self._known_or_scored(batch.pick(rows)) if rows else {}).items():
+            scores[name][rows] = values
+        return scores
+
+    def _known_or_scored(self, batch: Batch) -> dict[str, Tensor]:
         # A score from the cache has no gradient.
         if self.cache is None or any(getattr(image, "requires_grad", False) for image in batch.images):
             return self._scored(batch)
@@ -82,7 +103,7 @@ class Attempts:
     def _scored(self, batch: Batch) -> dict[str, Tensor]:
         tries = self.retries + 1
         for attempt in range(1, tries + 1):
-            scores = self._once(batch, f"(try {attempt} of {tries})")
+            scores = self._once(batch, f"try {attempt} of {tries}")
             if scores is not None:
                 return scores
         if self.isolate and len(batch) > 1:
@@ -96,9 +117,11 @@ class Attempts:
             return self.once(batch.images, batch.prompts, batch.metadata)
         except self.stops:
             raise
-        except Exception as error:  # a user's code may raise anything; the policy is retry, then mask
+        # A user's code may raise anything, sys.exit() included; the policy is retry, then mask.
+        except (Exception, SystemExit) as error:
             self.counts.failures += 1
-            self.tell(f"reward {self.name!r} raised {type(error).__name__}: {error} {note}")
+            self.tell(f"reward {self.name!r} raised {described(error)}, {note}")
+            log.debug("reward %r raised this, %s", self.name, note, exc_info=error)
             return None
 
     def _masked(self, count: int) -> dict[str, Tensor]:
@@ -134,7 +157,7 @@ class Search:
             return True
         part = self.batch.part(low, high)
         alone = f" for the prompt {part.prompts[0]!r}" if high - low == 1 else ""
-        found = self.attempts._once(part, f"(a part of {high - low} of its batch{alone})")
+        found = self.attempts._once(part, f"a part of {high - low} of its batch{alone}")
         if found is not None:
             self._keep(found, low, high)
             return True

@@ -13,12 +13,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
+import torch
+
 from flowrl import registry
+from flowrl.errors import Fault, described
 from flowrl.paths import CACHE, PATH
 from flowrl.reward import Card, Gate, Reward, RewardError, WeightedReward, doubled_output
 from flowrl.scorecache import Folder, Memory, ScoreCache
 from flowrl.strict import ConfigError, Options, validate
+from flowrl.surroundings import MEND, Conduct, kept
 from flowrl.threads import TimeLimit
+
+log = logging.getLogger("flowrl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +220,23 @@ class RewardPlan:
 
     def _component(self) -> Reward:
         if hasattr(self.module, "build"):
-            return self.module.build(self.config)
+            return self._built()
         # Nothing is known of a bare function, so nothing is refused for it.
         bare = Card(outputs=(self.name,), modality="any", source=str(self.entry.path or self.entry.name))
         return Reward(score=self.module.score, card=self.card or bare)
+
+    def _built(self) -> Reward:
+        conduct = Conduct()
+        try:
+            with kept(conduct, numbers=False):
+                reward = self.module.build(self.config)
+        except (Fault, MemoryError, torch.OutOfMemoryError):  # these say what to do, or somebody else does
+            raise
+        except (Exception, SystemExit) as error:  # somebody's build may raise anything
+            log.debug("reward %r cannot be built", self.name, exc_info=error)
+            raise RewardError(f"reward {self.name!r} cannot be built: {described(error)}") from error
+        _require_kept(conduct, f"reward {self.name!r}: its build(config)", self.module)
+        return reward
 
     def _cache(self, card: Card) -> ScoreCache:
         place = str(self.entry.cache)
@@ -250,18 +269,21 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
     common = {f.name for f in dataclasses.fields(RewardEntry)}
     entry = validate(RewardEntry, {k: v for k, v in options.items() if k in common}, where)
     own = {k: v for k, v in options.items() if k not in common}
-    name = entry.path if entry.path is not None else entry.name
+    name, conduct = entry.path if entry.path is not None else entry.name, Conduct()
     try:
         if entry.path is not None and not entry.path.endswith(".py"):
             raise registry.UnknownName(f"path={entry.path!r} must be a .py file; use name for a module")
-        module = registry.load("rewards", name)
+        with kept(conduct, numbers=False):
+            module = registry.load("rewards", name)
     except registry.UnknownName as error:
         raise ConfigError(f"{where}: {error}") from None
     except (Exception, SystemExit) as error:  # a user's file may raise anything when it is run
-        raise ConfigError(f"{where}: {name} cannot be imported: {type(error).__name__}: {error}") from error
+        log.debug("%s: %s cannot be imported", where, name, exc_info=error)
+        raise ConfigError(f"{where}: {name} cannot be imported: {described(error)}") from error
+    _require_kept(conduct, f"{where}: {name}, when it is imported,", module)
     clash = registry.collision("rewards", str(name))
     if clash is not None:
-        logging.getLogger("flowrl").warning("%s: %s", where, clash)
+        log.warning("%s: %s", where, clash)
     if hasattr(module, "build"):
         return RewardPlan(entry, module, validate(_config_class(module, where, str(name)), own, where))
     if not callable(getattr(module, "score", None)):
@@ -273,6 +295,15 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
             f"{', '.join(sorted(common))}"
         )
     return RewardPlan(entry, module, None)
+
+
+def _require_kept(conduct: Conduct, what: str, module: ModuleType) -> None:
+    """Refuse somebody's code that leaves the process changed; it is put back already, and may count on it.
+
+    What a library does under a reward of ours is put back alone.
+    """
+    if conduct.settings and not module.__name__.startswith("flowrl.rewards."):
+        raise ConfigError(f"{what} changes {' and '.join(conduct.settings)} for the whole process; {MEND}")
 
 
 def check_plans(plans: Sequence[tuple[str, RewardPlan]]) -> None:

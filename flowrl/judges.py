@@ -9,10 +9,12 @@ import torch
 
 from flowrl.components import RewardPlan
 from flowrl.config import ConfigError, Resolved
+from flowrl.errors import described
 from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter
 from flowrl.prompts import Prompt
 from flowrl.reward import Card, RewardError, Scorer, WeightedReward, score_once
+from flowrl.surroundings import MEND, Conduct
 
 PROBE_PX = 64
 """Side of a probe picture where the adapter does not say its own."""
@@ -76,6 +78,10 @@ def require_metadata(
                         check(prompt.text, prompt.metadata)
                 except RewardError as error:
                     raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {error}") from None
+                except (Exception, SystemExit) as error:  # somebody's code may raise anything
+                    log.debug("reward %r: check_prompt raised", plan.name, exc_info=error)
+                    raised = f"check_prompt of the reward {plan.name!r} raised {described(error)}"
+                    raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {raised}") from error
 
 
 def require_modality(name: str, card: Card, *, clips: bool) -> None:
@@ -96,26 +102,30 @@ def require_modality(name: str, card: Card, *, clips: bool) -> None:
         )
 
 
-def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapter) -> None:
-    """Score noise: a broken reward ends the run here; one that scores none of it is told of."""
+def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapter, known: Scorer | None = None) -> None:
+    """Score noise: a broken reward ends the run here; what it does in vain, and what is put back, is told of.
+
+    Args:
+        scorer: whose rewards are tried; None: nothing is.
+        prompts: of the noise.
+        adapter: makes pictures of such a size.
+        known: its rewards were told of before.
+
+    Raises:
+        RewardError: a reward raises, breaks its contract, or leaves a setting of the process changed.
+    """
     if scorer is None:
         return
     height, width = getattr(adapter, "height", PROBE_PX), getattr(adapter, "width", PROBE_PX)
     images = probe_batch(len(prompts), height, width, getattr(adapter, "num_frames", 1))
     given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
+    told = [] if known is None else [entry.reward for entry in known.distinct]
     joined: dict[str, torch.Tensor] = {}
     for entry in scorer.distinct:
-        try:
-            joined |= score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts])
-        except RewardError as error:
-            if images.ndim < 5:
-                raise
-            raise RewardError(f"{error} (the model makes clips: it was given {given})") from error
-        except Exception as error:
-            raise RewardError(
-                f"reward {entry.name!r} fails on a probe batch of {given}: "
-                f"{type(error).__name__}: {error}; nothing was trained"
-            ) from error
+        conduct = Conduct(looks_at_inputs=True)
+        joined |= _probed(entry, images, prompts, conduct)
+        if not any(entry.reward is reward for reward in told):
+            _tell(entry.name, conduct)
     for entry in scorer.entries:
         if entry.training_value(joined).isnan().all():
             log.warning(
@@ -124,3 +134,46 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
                 entry.name,
                 given,
             )
+
+
+def _probed(
+    entry: WeightedReward, images: torch.Tensor, prompts: Sequence[Prompt], conduct: Conduct
+) -> dict[str, torch.Tensor]:
+    given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
+    try:
+        found = score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts], conduct)
+    except RewardError as error:
+        if images.ndim < 5:
+            raise
+        raise RewardError(f"{error} (the model makes clips: it was given {given})") from error
+    except (Exception, SystemExit) as error:  # somebody's code may raise anything
+        log.debug("reward %r fails on a probe batch", entry.name, exc_info=error)
+        raise RewardError(
+            f"reward {entry.name!r} fails on a probe batch of {given}: {described(error)}; nothing was trained"
+        ) from error
+    if conduct.settings:
+        raise RewardError(
+            f"reward {entry.name!r} changes {' and '.join(conduct.settings)} and leaves it so, for the whole process; "
+            f"{MEND}; nothing was trained"
+        )
+    return found
+
+
+def _tell(name: str, conduct: Conduct) -> None:
+    """What a reward does that hurts nobody, since it gets a copy, or since it is put back."""
+    for reason in conduct.reasons:
+        log.warning("reward %r: %s", name, reason)
+    if conduct.inputs:
+        log.warning(
+            "reward %r works in place: it changes the %s that it is given; these are a copy, so that other rewards and "
+            "the saved pictures do not change, but work on copies of your own (`flowrl score --check` fails on it)",
+            name,
+            " and ".join(conduct.inputs),
+        )
+    if conduct.random:
+        log.warning(
+            "reward %r seeds or draws %s random numbers of the process: they are put back after every call, and what "
+            "flowrl draws does not depend on them; use a generator of its own",
+            name,
+            " and ".join(conduct.random),
+        )

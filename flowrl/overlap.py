@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowrl.reward import Scorer, Scores, WeightedReward
+from flowrl.surroundings import BESIDE, OF_THE_PROCESS, Settings
 from flowrl.threads import Ambient
 
 Outputs = dict[str, Tensor]
@@ -26,7 +27,7 @@ class Lanes:
     """A thread for each of some rewards, in the surroundings of the one that makes this."""
 
     def __init__(self, scorer: Scorer, entries: Sequence[WeightedReward]) -> None:
-        self.scorer, self.ambient = scorer, Ambient()
+        self.scorer, self.ambient, self.before = scorer, Ambient(), Settings(OF_THE_PROCESS)
         self.pools = [(entry, ThreadPoolExecutor(1, "flowrl-reward")) for entry in entries]
 
     def __bool__(self) -> bool:
@@ -34,7 +35,16 @@ class Lanes:
 
     def submit(self, *batch: Any) -> dict[int, Future[Outputs]]:
         """`Scorer.raw` on a batch, by the identity of the entry."""
-        return {id(e): pool.submit(self.ambient.run, self.scorer.raw, e, *batch) for e, pool in self.pools}
+        return {id(e): pool.submit(self.ambient.run, self._beside, e, *batch) for e, pool in self.pools}
+
+    def _beside(self, *batch: Any) -> Outputs:
+        BESIDE.set(True)  # in the copy of the context that this call has
+        return self.scorer.raw(*batch)
+
+    def settle(self) -> None:
+        """No thread is at work: put back, and tell of, what their rewards changed of the process."""
+        changed = self.before.put_back() if self.pools else []
+        self.scorer.tell_changed(" or ".join(entry.name for entry, _ in self.pools), changed)
 
     def close(self) -> None:
         """What waits is not scored; what is under way ends by itself, so that a slow server holds up no one's end."""
@@ -77,15 +87,19 @@ class Ahead:
     def close(self) -> None:
         self.lanes.close()
 
-    def add(self, images: Tensor) -> None:
+    def add(self, images: Tensor, *, early: bool = True) -> None:
         """The next pictures, [b, ...].
+
+        Args:
+            images: of the samples that come next.
+            early: False keeps what a reward raised for `scores`: this process must go on with the others.
 
         Raises:
             RewardError: a reward has broken its contract on earlier ones.
         """
         part = slice(self.done, self.done + len(images))
         self.done = part.stop
-        for earlier in self._found:
+        for earlier in self._found if early else ():
             for future in earlier.values():
                 if future.done():
                     future.result()
@@ -106,6 +120,7 @@ class Ahead:
         for entry, _ in self.lanes.pools:
             parts = [futures[id(entry)].result() for futures in self._found]
             found[id(entry)] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        self.lanes.settle()
         return self.lanes.combine(found, self.errors)
 
 
@@ -145,7 +160,10 @@ class Beside:
 
     def rest(self) -> list[tuple[Any, Scores]]:
         """What has not come back yet."""
-        return self._take(0)
+        due = self._take(0)
+        if self.lanes is not None:
+            self.lanes.settle()
+        return due
 
     def _take(self, left: int) -> list[tuple[Any, Scores]]:
         due = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,11 @@ from torch import Tensor
 
 from flowrl.attempts import Attempts, Batch, Counts
 from flowrl.errors import RewardError as RewardError
+from flowrl.errors import RewardFailure
+from flowrl.onecall import score_once as score_once
+from flowrl.onecall import unscored as unscored
 from flowrl.scorecache import ScoreCache
+from flowrl.surroundings import MEND, Conduct
 
 ScoreFunction = Callable[[Any, Sequence[str], Sequence[dict]], "Tensor | Mapping[str, Tensor]"]
 
@@ -169,51 +172,6 @@ class Scores:
         return (self.values[live] * self.weights[live, None]).sum(dim=0)
 
 
-def score_once(
-    entry: WeightedReward, images: Any, prompts: Sequence[str], metadata: Sequence[dict]
-) -> dict[str, Tensor]:
-    """Raw outputs of one reward, checked against its card.
-
-    Raises:
-        RewardError: no numbers, a wrong shape, other outputs than declared, a finite value outside the range.
-    """
-    card, count = entry.reward.card, len(prompts)
-    # A score is not to depend on the autocast of whoever asks for it; a reward that wants one enters its own.
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        result = entry.reward.score(images, prompts, metadata)
-    named = dict(result) if isinstance(result, Mapping) else {card.outputs[0]: result}
-    if set(named) != set(card.outputs):
-        raise RewardError(
-            f"reward {entry.name!r} declares the outputs {list(card.outputs)} but returned {list(named)}; "
-            f"name them all in the Card of its build(config)"
-        )
-    checked: dict[str, Tensor] = {}
-    for name in card.outputs:
-        try:
-            tensor = torch.as_tensor(named[name], dtype=torch.float32)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise RewardError(
-                f"reward {entry.name!r} returned a {type(named[name]).__name__} for {name!r} that is not one number "
-                f"a sample ({error}); a sample that could not be scored is NaN"
-            ) from error
-        tensor = tensor.detach().cpu()
-        if tensor.shape != (count,):
-            raise RewardError(
-                f"reward {entry.name!r} returned shape {tuple(tensor.shape)} for {name!r}; "
-                f"it was given {count} samples and must return one number for each, shape ({count},)"
-            )
-        finite = tensor[tensor.isfinite()]
-        # Ranges are declared with float literals: allow for their rounding.
-        slack = 1e-4 * max(1.0, abs(card.high) if math.isfinite(card.high) else 1.0)
-        if finite.numel() and (finite.min() < card.low - slack or finite.max() > card.high + slack):
-            raise RewardError(
-                f"reward {entry.name!r} returned {finite.min():.4g}..{finite.max():.4g} for {name!r}, "
-                f"outside its declared range {card.low}..{card.high}"
-            )
-        checked[name] = torch.where(tensor.isfinite(), tensor, torch.nan)
-    return checked
-
-
 def doubled_output(rewards: Sequence[tuple[str, Sequence[str]]]) -> str | None:
     """What is wrong, and the remedy, where two of different rewards (who, outputs) share an output; None: nothing."""
     owner: dict[str, str] = {}
@@ -295,6 +253,8 @@ class Scorer:
         self.batch_size, self.retries, self.max_failed_share = batch_size, retries, max_failed_share
         self.on_error = on_error
         self.counts = [Counts() for _ in self.distinct]
+        self._changed: set[tuple[str, str]] = set()
+        """(reward, setting) that was told of."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -317,7 +277,7 @@ class Scorer:
         A reward that needs whole groups gets the batch in one piece.
 
         Raises:
-            RewardError: a broken contract, or more than `max_failed_share` of the samples failed.
+            RewardFailure: a broken contract, or more than `max_failed_share` of the samples failed.
         """
         errors: list[str] = []
         joined: dict[str, Tensor] = {}
@@ -333,14 +293,19 @@ class Scorer:
         metadata: Sequence[dict],
         errors: list[str],
     ) -> dict[str, Tensor]:
-        """Outputs of one reward, each [B], NaN where it failed; what it raised is appended to `errors`."""
+        """Outputs of one reward, each [B], NaN where it failed; what it raised is appended to `errors`.
+
+        Raises:
+            RewardFailure: a broken contract.
+        """
         count, counts = len(prompts), self.counts[self.distinct.index(entry)]
         chunk = max(count, 1) if entry.reward.card.needs_groups else self.batch_size
         attempts = self._attempts(entry, counts, errors)
-        parts = [
-            attempts(Batch(images[part], prompts[part], metadata[part]))
-            for part in (slice(start, start + chunk) for start in range(0, count, chunk))
-        ]
+        try:
+            batch = Batch(images, prompts, metadata)
+            parts = [attempts(batch.part(start, start + chunk)) for start in range(0, count, chunk)]
+        except RewardError as error:  # before training it would have been the user's to mend
+            raise RewardFailure(str(error)) from error
         outputs = entry.reward.card.outputs
         joined = {name: torch.cat([part[name] for part in parts]) if parts else torch.empty(0) for name in outputs}
         counts.masked += int(torch.stack([value.isnan() for value in joined.values()]).any(dim=0).sum())
@@ -350,7 +315,7 @@ class Scorer:
         """The scores of B samples from the outputs of all rewards.
 
         Raises:
-            RewardError: more than `max_failed_share` of the samples failed.
+            RewardFailure: more than `max_failed_share` of the samples failed.
         """
         values = torch.stack([entry.training_value(joined) for entry in self.entries])
         weights = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float32)
@@ -362,9 +327,17 @@ class Scorer:
             errors.append(text)
             self.on_error(text)
 
+        def once(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+            conduct = Conduct()
+            found = score_once(entry, images, prompts, metadata, conduct)
+            for reason in conduct.reasons:
+                tell(f"reward {entry.name!r}: {reason}")
+            self.tell_changed(entry.name, conduct.settings)
+            return found
+
         return Attempts(
             name=entry.name,
-            once=partial(score_once, entry),
+            once=once,
             outputs=entry.reward.card.outputs,
             stops=RewardError,
             retries=self.retries if entry.retries is None else entry.retries,
@@ -374,6 +347,13 @@ class Scorer:
             tell=tell,
         )
 
+    def tell_changed(self, name: str, settings: Sequence[str]) -> None:
+        """That a reward has left settings of the process changed; once for each."""
+        new = [setting for setting in settings if (name, setting) not in self._changed]
+        self._changed.update((name, setting) for setting in new)
+        if new:
+            self.on_error(f"reward {name!r} changed {' and '.join(new)}, which is put back now and every time; {MEND}")
+
     def _abort(self, values: Tensor, weights: Tensor, errors: Sequence[str]) -> None:
         """Stop where too much is lost. A reward that is only looked at (weight 0) ends nothing by failing."""
         live = weights != 0 if bool((weights != 0).any()) else torch.ones_like(weights, dtype=torch.bool)
@@ -381,7 +361,7 @@ class Scorer:
         for entry, row, counted in zip(self.entries, values.isnan(), live, strict=True):
             share, lost = entry.max_failed_share, int(row.sum())
             if counted and share is not None and lost > share * count:
-                raise RewardError(
+                raise RewardFailure(
                     f"{lost} of {count} samples have no value of reward {entry.name!r}, more than its "
                     f"max_failed_share={share} allows; {why}"
                 )
@@ -389,7 +369,7 @@ class Scorer:
         rest = live & torch.tensor([entry.max_failed_share is None for entry in self.entries])
         lost = int(values[rest].isnan().any(dim=0).sum()) if bool(rest.any()) else 0
         if lost > self.max_failed_share * count:
-            raise RewardError(
+            raise RewardFailure(
                 f"{lost} of {count} samples could not be scored, more than the allowed share "
                 f"{self.max_failed_share}; {why}"
             )

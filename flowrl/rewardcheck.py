@@ -7,7 +7,7 @@ allowed for a NaN picture (the scorer then finds and masks that sample) and nowh
 from __future__ import annotations
 
 import copy
-import random
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.errors import described
+from flowrl.onecall import called
 from flowrl.reward import Card, Reward, RewardError, WeightedReward, score_once
+from flowrl.surroundings import MEND, Conduct
 
+log = logging.getLogger("flowrl")
 COUNT, SIDE, FRAMES = 6, 64, 4
 PROMPTS = ("a red circle", "a blue square", "two green triangles")
 ODD = (
@@ -84,9 +88,11 @@ class Trials:
         self.reward, self.card, self.samples = reward, reward.card, samples
         self.entry = WeightedReward(name, reward)
         self.seconds = 0.0
+        self.conduct = Conduct(looks_at_inputs=True)
+        """In all trials: some rewards do only to a NaN picture what they must not do."""
 
     def once(self, given: Material) -> dict[str, Tensor]:
-        return score_once(self.entry, given.images, given.prompts, given.metadata)
+        return score_once(self.entry, given.images, given.prompts, given.metadata, self.conduct)
 
     def run(self) -> Iterator[Finding]:
         """Finding after finding; the first trial must pass before there is a second."""
@@ -97,19 +103,19 @@ class Trials:
             return
         trials: list[tuple[str, Callable[[], Finding]]] = [
             ("same twice", self._twice),
-            ("leaves state alone", self._state),
-            ("leaves inputs alone", self._inputs),
             ("order", self._order),
             ("NaN picture", self._nan),
             ("sizes differ", self._sizes),
             ("odd prompts", self._odd),
             ("gradient", self._gradient),
+            ("leaves state alone", self._state),
+            ("leaves inputs alone", self._inputs),
             ("speed", self._speed),
         ]
         if not self.card.needs_groups:
-            trials.insert(4, ("alone as in a batch", self._alone))
+            trials.insert(2, ("alone as in a batch", self._alone))
         if self.card.modality == "any" and self._first_ndim() == 3:
-            trials.insert(-1, ("clips", self._clips))
+            trials.insert(-3, ("clips", self._clips))
         for name, trial in trials:
             yield self._tried(name, trial)
 
@@ -118,10 +124,11 @@ class Trials:
             return trial()
         except RewardError as error:
             return Finding(name, str(error), "mend what the message names, or give prompts it can judge with --prompts")
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # somebody's code may raise anything
+            log.debug("the trial %r raised", name, exc_info=error)
             return Finding(
                 name,
-                f"raised {type(error).__name__}: {error}",
+                f"raised {described(error)}",
                 "score what can be scored, and return NaN for a sample that cannot",
             )
 
@@ -172,7 +179,7 @@ class Trials:
         same = isinstance(given.images, Tensor)
         try:
             found = self.once(Material(torch.stack(images) if same else images, given.prompts, given.metadata))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Finding("NaN picture", f"raises {type(error).__name__}, and the scorer masks that sample")
         numbers = [name for name, values in found.items() if not values[1].isnan()]
         if numbers:
@@ -201,10 +208,10 @@ class Trials:
                 self.once(Material(given.images, [prompt], given.metadata))
             except RewardError:
                 refused.append(prompt)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 return Finding(
                     "odd prompts",
-                    f"{prompt[:24]!r} of {len(prompt)} letters raised {type(error).__name__}: {error}",
+                    f"{prompt[:24]!r} of {len(prompt)} letters raised {described(error)}",
                     "return NaN for a prompt that cannot be judged, or raise RewardError if no run should use it",
                 )
         told = f"{len(ODD) - len(refused)} of {len(ODD)} are scored (empty, foreign, 3000 letters)"
@@ -226,8 +233,7 @@ class Trials:
         return Finding("gradient", "reaches every picture" if good else "does not arrive", "" if good else remedy)
 
     def _raw(self, given: Material) -> dict[str, Any]:
-        result = self.reward.score(given.images, given.prompts, given.metadata)
-        return dict(result) if isinstance(result, Mapping) else {self.card.outputs[0]: result}
+        return called(self.entry, given.images, given.prompts, given.metadata, self.conduct)
 
     def _clips(self) -> Finding:
         given = self.samples.pick([0, 1])
@@ -237,27 +243,17 @@ class Trials:
         return Finding("clips", "are scored")
 
     def _state(self) -> Finding:
-        # A reward that sets the same seed every time has done so before: move on from there.
-        torch.rand(1), random.random(), np.random.random()
-        before = _global_state()
-        self.once(self.samples)
-        after = _global_state()
-        changed = [name for name in before if not _equal(before[name], after[name])]
-        remedy = "use a generator of its own, and restore what it sets (a `with` block does)"
-        told = f"it changed {', '.join(changed)}" if changed else "random numbers, grad mode, autocast, dtype as before"
+        changed = self.conduct.settings + [f"{whose} random numbers" for whose in self.conduct.random]
+        told = (
+            f"it changed {', '.join(changed)}" if changed else "random numbers, grad mode, dtype, folder ... as before"
+        )
+        remedy = f"use a random generator of its own; whatever else it changes, {MEND}"
         return Finding("leaves state alone", told, remedy if changed else "")
 
     def _inputs(self) -> Finding:
-        given = self.samples.pick(range(len(self.samples.prompts)))
-        kept = copy.deepcopy(given)
-        self.once(given)
-        changed = []
-        if not all(torch.equal(a, b) for a, b in zip(given.images, kept.images, strict=True)):
-            changed.append("images")
-        changed += [name for name in ("prompts", "metadata") if getattr(given, name) != getattr(kept, name)]
+        changed = self.conduct.inputs
         told = f"it changed {', '.join(changed)}" if changed else "as they were"
-        remedy = "work on a copy: other rewards and the training get the same ones"
-        return Finding("leaves inputs alone", told, remedy if changed else "")
+        return Finding("leaves inputs alone", told, "work on copies of your own" if changed else "")
 
     def _speed(self) -> Finding:
         started, calls = time.perf_counter(), 0
@@ -285,20 +281,3 @@ def _apart(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
         difference = ((a - b).abs() / a.abs().clamp(min=1)).nan_to_num(0.0)
         worst = max(worst, float(difference.max()) if len(difference) else 0.0)
     return worst
-
-
-def _global_state() -> dict[str, Any]:
-    numbers = np.random.get_state(legacy=False)["state"]
-    return {
-        "torch's random numbers": torch.get_rng_state(),
-        "Python's random numbers": random.getstate(),
-        "numpy's random numbers": (numbers["key"].tobytes(), numbers["pos"]),
-        "the grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
-        "the default dtype": torch.get_default_dtype(),
-        "the number of threads": torch.get_num_threads(),
-    }
-
-
-def _equal(first: Any, second: Any) -> bool:
-    return torch.equal(first, second) if isinstance(first, Tensor) else first == second

@@ -24,11 +24,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from flowrl.rewards._images import jpeg
-from flowrl.rewards._judge import Counters, Question, Writing, joined, log
+from flowrl.rewards._judge import Counters, Question, Writing, joined
 from PIL import Image
 from torch import Tensor
 
-from flowrl.reward import RewardError
+from flowrl.reward import RewardError, unscored
 
 _RETRIED = {408, 409, 425, 429}
 _REFUSED = {401: "the API key", 403: "the API key's rights", 404: "base_url and model"}
@@ -158,10 +158,8 @@ class HttpJudge:
         replies, errors = _run(self._ask_all(group.unique, body))
         if errors:
             self.counters.add(failures=len(errors))
-            log.warning(
-                "reward %s: %d of %d questions failed and are masked; the last: %s",
-                *(self.reward, len(errors), len(group.unique), errors[-1]),
-            )
+            many = f"{len(errors)} of {len(group.unique)}"
+            unscored(f"reward {self.reward}: {many} questions failed and are masked; the last: {errors[-1]}")
         return [replies[place] for place in group.places]
 
     async def _ask_all(self, questions: Sequence[Question], body: Mapping[str, Any]) -> tuple[list[Any], list[str]]:

@@ -22,7 +22,7 @@ from flowrl.rewards._wire import SCHEMA, Picture, WireError, require_schema, wri
 from torch import Tensor
 
 from flowrl.pictures import open_picture
-from flowrl.reward import Card, RewardError
+from flowrl.reward import Card, RewardError, unscored
 
 if TYPE_CHECKING:
     import httpx
@@ -102,9 +102,8 @@ class Client:
                 for name, value in reply.get(str(part.row), {}).items():
                     table[name][part.row] = math.nan if value is None else value
         if call.lost:
-            log.warning(
-                "reward %r has no score for %d of %d: %s", self.config.reward, call.lost, len(prompts), call.last
-            )
+            name = self.config.reward
+            unscored(f"no score for {call.lost} of {len(prompts)} from the servers of {name!r}: {call.last}")
         return table
 
     # ---- requests

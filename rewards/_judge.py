@@ -20,7 +20,7 @@ import torch
 from flowrl.rewards._images import to_uint8
 from torch import Tensor
 
-from flowrl.reward import RewardError
+from flowrl.reward import RewardError, unscored
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -230,7 +230,7 @@ def ask_json(
             answers[row], wrong = _read_json(text, schema)
             if wrong is not None:
                 judge.counters.add(failures=1)
-                log.warning("a judge's answer could not be used twice, the sample is masked: %s", wrong)
+                unscored(f"a judge's answer could not be used twice, the sample is masked: {wrong}")
     return answers
 
 

@@ -67,7 +67,7 @@ def read_picture(record: Any, where: str) -> Picture:
     if not isinstance(record, dict) or not {"format", "data"} <= set(record) <= {"format", "shape", "data"}:
         raise WireError(f"{where}: must be an object with format, data and shape")
     kind, text = record["format"], record["data"]
-    if kind not in FORMATS or not isinstance(text, str):
+    if not isinstance(kind, str) or kind not in FORMATS or not isinstance(text, str):
         raise WireError(f"{where}: format must be one of {', '.join(FORMATS)}, data a string of base64")
     try:
         data = base64.b64decode(text, validate=True)

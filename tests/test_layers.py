@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
         *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall", "locate"),
+        *("divergence", "deadgroups"),
         "rewards",
     ),
     ("algorithms",),
@@ -31,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("samplers", "solvers", "sa_solver", "plan", "branching", "flash", "times"),
-        *("reward", "attempts", "scorecache", "overlap", "threads"),
+        *("reward", "onecall", "attempts", "scorecache", "overlap", "threads", "surroundings"),
     ),
     ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
     ("errors", "files", "paths", "types", "rng", "registry", "shapes", "embedded", "pictures"),

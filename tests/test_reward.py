@@ -158,9 +158,9 @@ def test_an_exception_is_retried_and_told():
     scores = scored(entry(flaky), retries=2, on_error=told.append)
     assert_close(scores.raw["mine"], BASE)
     assert (flaky.calls, scores.failures) == (3, 0)
+    line = Flaky.__call__.__code__.co_firstlineno + 3
     assert [text.split(" raised ")[1] for text in told] == [
-        "ConnectionError: server is away (try 1 of 3)",
-        "ConnectionError: server is away (try 2 of 3)",
+        f"ConnectionError: server is away (test_reward.py:{line}), try {number} of 3" for number in (1, 2)
     ]
 
 

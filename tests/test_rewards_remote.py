@@ -18,6 +18,7 @@ from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.distributed import free_port
+from flowrl.errors import RewardFailure
 from flowrl.reward import Card, RewardError, Scorer, WeightedReward
 from flowrl.rewards import remote
 from tests.serving import Inline, brightness, pictures, results, scripted, serving
@@ -269,6 +270,16 @@ def test_after_the_deadline_a_sample_is_nan_and_never_a_number(caplog):
     assert time.monotonic() - began < 5
     assert "no score for 3 of 3" in caplog.text
     assert "out of order" in caplog.text
+
+
+def test_what_ends_a_run_says_that_the_server_is_away():
+    with serving(Inline()) as url:
+        reward = client(url, deadline_s=0.3)
+    scorer = Scorer([WeightedReward("judge", reward)])
+    away = r"3 of 3 samples could not be scored.*'judge'.*within deadline_s=0.3; http://127.*ConnectError: .*refused"
+    with pytest.raises(RewardFailure, match=away):
+        scorer.score(pictures(3), ["0", "1", "2"], [{}] * 3)
+    assert scorer.take_counts()["mine_calls"] == 1, "the client has tried for as long as it was told to"
 
 
 def test_a_server_that_does_not_answer_in_time_is_left_for_another():

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -19,10 +20,11 @@ from flowrl.rewards._transport import pack
 from flowrl.rewards._wire import SCHEMA, Picture, write_picture
 
 from flowrl.commands.serve import _token, entries
-from flowrl.reward import Card, RewardError
+from flowrl.reward import Card, Reward, RewardError, WeightedReward
 from flowrl.rewards import jpeg
-from flowrl.serving.messages import Limits
+from flowrl.serving.messages import Item, Limits
 from flowrl.serving.process import Worker, WorkerFailed
+from flowrl.serving.worker import score_items
 from flowrl.strict import ConfigError
 from tests.serving import Inline, brightness, message, pictures, serving
 
@@ -72,6 +74,8 @@ def address(url: str) -> tuple[str, int]:
 
 # ---- bodies
 
+ITEM = message()["items"][0]
+
 
 def nested(levels: int) -> list:
     """Lists inside each other."""
@@ -102,6 +106,8 @@ def nested(levels: int) -> list:
         (message(items=[message()["items"][0] | {"metadata": {"x": nested(33)}}]), "form"),
         (message(request_id=7), "form"),
         (message(request_id="x" * 1000), "form"),
+        *((message(reward=value), "form") for value in ([], {}, None, 7)),
+        *((message(items=[ITEM | {"picture": {"format": kind, "data": ""}}]), "picture") for kind in ([], {}, None)),
     ],
 )
 def test_malformed_messages_are_refused_with_the_reason(url, body, kind):
@@ -350,10 +356,26 @@ def test_a_scorer_that_raises_costs_its_own_sample_alone_and_nan_is_null():
         assert values(answer) == [0.0, None, None, None, 1028.0]
         errors = [row["error"] for row in answer.json()["results"]]
         assert errors[0] is None
-        assert errors[1] == {"kind": "raised", "text": "ValueError: odd prompt"}
+        assert errors[1]["kind"] == "raised"
+        assert errors[1]["text"].startswith("ValueError: odd prompt (test_serving.py:")
         assert errors[2] == {"kind": "nan", "text": "the reward returned NaN for mine"}
         assert errors[3]["kind"] == "refused"
         assert counted(url, 'flowrl_item_errors_total{kind="raised",reward="mine"}') == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_scorer_that_calls_sys_exit_costs_its_sample_and_not_the_worker(whole: bool):
+    def leaves(images, prompts, metadata):
+        if "1" in prompts:
+            sys.exit()
+        return brightness(images, prompts, metadata)
+
+    entry = WeightedReward("mine", Reward(leaves, Card(outputs=("mine",), needs_groups=whole)))
+    samples = [Item(str(k), str(k), {}, pack(torch.full((3, 4, 4), k / 255), "uint8")) for k in range(3)]
+    found = score_items(entry, samples)
+    kinds = [row["error"] and row["error"]["kind"] for row in found]
+    assert kinds == (["raised"] * 3 if whole else [None, "raised", None])
+    assert "SystemExit (test_serving.py:" in found[1]["error"]["text"]
 
 
 def test_a_scorer_of_groups_that_raises_gives_no_part_of_the_group_a_score():
@@ -472,7 +494,7 @@ def test_a_scorer_that_kills_its_process_is_tried_once_more_and_then_given_up(pr
 @pytest.mark.slow
 def test_a_reward_that_cannot_be_built_ends_the_start_with_its_reason():
     with (
-        pytest.raises(WorkerFailed, match=r"ConfigError.*quality=200 must be from 1 to 95"),
+        pytest.raises(WorkerFailed, match=r"quality=200 must be from 1 to 95"),
         serving(Worker({"name": "jpeg", "quality": 200})),
     ):
         pass

@@ -109,6 +109,8 @@ def parse_request(body: bytes, limits: Limits, rewards: Collection[str]) -> Requ
     request_id, name, records = message["request_id"], message["reward"], message["items"]
     if not _is_id(request_id):
         raise Refusal(400, "form", f"request_id must be a string of 1 to {_ID_LENGTH} characters")
+    if not isinstance(name, str):
+        raise Refusal(400, "form", f"reward must be a name, not {str(name)[:60]}")
     if name not in rewards:
         raise Refusal(404, "reward", f"no reward {str(name)[:60]!r} is served here; there are: {', '.join(rewards)}")
     if not isinstance(records, list) or not records:

@@ -18,12 +18,14 @@ import torch
 
 from flowrl.components import RewardPlan, reward_plan
 from flowrl.distributed import watch_parent
+from flowrl.errors import Fault, described
 from flowrl.reward import RewardError, WeightedReward, score_once
 from flowrl.rewards._transport import unpack
 from flowrl.rewards._wire import fingerprint, plain_card
 from flowrl.runs import versions
 from flowrl.serving.frames import Result, failed, pack_frame, read_frame, unpack_items
 from flowrl.serving.messages import Item
+from flowrl.surroundings import Conduct
 
 
 def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:
@@ -45,12 +47,12 @@ def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:
         batch = batches.pop()
         try:
             found = _score_rows(entry, [items[row] for row in batch], [samples[row] for row in batch])
-        except Exception as error:  # a reward may raise anything
+        except (Exception, SystemExit) as error:  # a reward may raise anything
             if len(batch) > 1 and not whole:
                 batches += [[row] for row in batch]
                 continue
             kind = "refused" if isinstance(error, RewardError) else "raised"
-            text = str(error) if kind == "refused" else f"{type(error).__name__}: {error}"
+            text = str(error) if kind == "refused" else described(error)
             found = [failed(outputs, kind, text) for _ in batch]
         results |= dict(zip(batch, found, strict=True))
     return [results[row] for row in range(len(items))]
@@ -61,12 +63,14 @@ def _score_rows(entry: WeightedReward, items: list[Item], samples: list[Any]) ->
     images = torch.stack(samples) if same else samples
     with tempfile.TemporaryDirectory(prefix="flowrl-sources-") as folder:
         metadata = [_with_sources(item, Path(folder) / str(row)) for row, item in enumerate(items)]
-        table = score_once(entry, images, [item.prompt for item in items], metadata)
+        conduct = Conduct()
+        table = score_once(entry, images, [item.prompt for item in items], metadata, conduct)
     results = []
     for values in zip(*(table[name].tolist() for name in entry.reward.card.outputs), strict=True):
         scores = {n: None if v != v else v for n, v in zip(entry.reward.card.outputs, values, strict=True)}
         missing = [name for name, value in scores.items() if value is None]
-        error = {"kind": "nan", "text": f"the reward returned NaN for {', '.join(missing)}"} if missing else None
+        why = "".join(f" ({reason})" for reason in conduct.reasons[-1:])
+        error = {"kind": "nan", "text": f"the reward returned NaN for {', '.join(missing)}{why}"} if missing else None
         results.append({"scores": scores, "error": error})
     return results
 
@@ -119,7 +123,7 @@ def main(connection: socket.socket) -> None:
         entry = plan.build()
         answer(introduce(plan, entry))
     except (Exception, SystemExit) as error:  # told to the server, which ends with it or tries again
-        answer({"failed": f"{type(error).__name__}: {error}"})
+        answer({"failed": str(error) if isinstance(error, Fault) else described(error)})
         return
     while (frame := read_frame(file)) is not None:
         answer(score_items(entry, unpack_items(*frame)))

@@ -1,0 +1,214 @@
+"""What other people's code shares with a run: handed out as copies, looked at after a call, and put back.
+
+    its batch           a copy for every call, so that work in place spoils no other reward, saved picture or retry
+    settings            grad mode, default dtype, working directory, ...: put back after every call
+    random numbers      put back and moved on, whatever was seeded or drawn; nothing of flowrl draws from them
+
+In a thread beside others only what belongs to the thread can be put back: another may need the rest at that moment.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BESIDE: ContextVar[bool] = ContextVar("flowrl_beside", default=False)
+"""Whether this code runs in a thread beside others that work."""
+
+MEND = "set it in a `with` block inside score(), or put it back there"
+"""What is to be done about a setting that was left changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Something that one call can leave changed for all that follow."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return None
+
+
+def _go_to(folder: str | None) -> None:
+    if folder is not None:
+        os.chdir(folder)
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def _set_autocast(values: tuple[Any, ...]) -> None:
+    for kind, (enabled, dtype) in zip(("cpu", "cuda"), values, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _set_deterministic(values: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(values[0], warn_only=values[1])
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_default_device(device: torch.device) -> None:
+    # Without a default torch says that it is the CPU.
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _nothing(value: Any) -> None:
+    """Put back by the context that a call runs in."""
+
+
+OF_A_THREAD = (
+    Setting("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    Setting("the inference mode", torch.is_inference_mode_enabled, _nothing),
+    Setting("autocast", _autocast, _set_autocast),
+    Setting("the default device", torch.get_default_device, _set_default_device),
+)
+OF_THE_PROCESS = (
+    Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("the working directory", _working_directory, _go_to),
+    Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    Setting("deterministic algorithms", _deterministic, _set_deterministic),
+    Setting("the precision of matmul", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+
+
+class Settings:
+    """Values of some settings, as they are when this is made."""
+
+    def __init__(self, settings: Sequence[Setting]) -> None:
+        self.values = [(setting, setting.read()) for setting in settings]
+
+    def put_back(self) -> list[str]:
+        """Names of those that are others now, which then are as they were."""
+        changed = [(setting, value) for setting, value in self.values if setting.read() != value]
+        for setting, value in changed:
+            setting.write(value)
+        return [setting.name for setting, _ in changed]
+
+
+class Numbers:
+    """The states of the generators that a process has, as they are when this is made."""
+
+    def __init__(self) -> None:
+        self.torch = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self.python, self.numpy = random.getstate(), _numpy_state()
+
+    def move_on(self) -> list[str]:
+        """Names of those that were drawn from or seeded; each then stands where its state before alone decides.
+
+        So a seed that a reward sets reaches nobody, and one that only draws gets other numbers in the next call.
+        """
+        changed = []
+        if not torch.equal(self.torch, torch.get_rng_state()):
+            changed.append("torch's")
+            torch.set_rng_state(self.torch)
+            torch.default_generator.manual_seed(_seed(self.torch))
+        for place, state in enumerate(self.cuda):
+            if not torch.equal(state, torch.cuda.get_rng_state(place)):
+                changed.append(f"those of GPU {place}")
+                torch.cuda.default_generators[place].manual_seed(_seed(state))
+        if self.python != random.getstate():
+            changed.append("Python's")
+            random.seed(_hashed(repr(self.python).encode()))
+        if self.numpy != _numpy_state():
+            changed.append("numpy's")
+            np.random.seed(_hashed(self.numpy[0]) % 2**32)
+        return changed
+
+
+def _numpy_state() -> tuple[bytes, int]:
+    state = np.random.get_state(legacy=False)["state"]
+    return state["key"].tobytes(), state["pos"]
+
+
+def _hashed(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def _seed(state: Tensor) -> int:
+    return _hashed(state.numpy().tobytes())
+
+
+@dataclass(slots=True)
+class Conduct:
+    """What calls did to what they share with others, each name once, and what they said of samples without a score."""
+
+    looks_at_inputs: bool = False
+    """Whether the batch is compared with what was handed out: as much work as the copy."""
+    settings: list[str] = field(default_factory=list)
+    random: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    """Of `unscored`, in their order."""
+
+    def note(self, *, settings: Sequence[str] = (), random: Sequence[str] = (), inputs: Sequence[str] = ()) -> None:
+        for names, new in ((self.settings, settings), (self.random, random), (self.inputs, inputs)):
+            names += [name for name in new if name not in names]
+
+
+@contextmanager
+def kept(conduct: Conduct, *, numbers: bool = True) -> Iterator[None]:
+    """Other people's code runs in here; what it leaves changed is noted in `conduct` and put back.
+
+    `numbers` False leaves random numbers out: what builds a network draws from them.
+    """
+    wide = not BESIDE.get()
+    before = Settings((*OF_A_THREAD, *OF_THE_PROCESS) if wide else OF_A_THREAD)
+    drawn = Numbers() if wide and numbers else None
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    # The second inside the first, which sets the grad mode too.
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        try:
+            yield
+        finally:
+            conduct.note(settings=before.put_back(), random=[] if drawn is None else drawn.move_on())
+
+
+class Handed:
+    """A batch as a reward is given it: a copy of the pictures, the prompts and every record.
+
+    Gradients go through the copy.
+    """
+
+    def __init__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
+        self.originals = images, prompts, metadata
+        self.images: Any = images.clone() if isinstance(images, Tensor) else [image.clone() for image in images]
+        self.prompts, self.metadata = list(prompts), copy.deepcopy(list(metadata))
+
+    def changed(self) -> list[str]:
+        """What is no longer as it was handed out."""
+        images, prompts, metadata = self.originals
+        same = len(images) == len(self.images) and all(map(_equal, images, self.images))
+        told = [] if same else ["images"]
+        told += ["prompts"] if list(prompts) != self.prompts else []
+        # By their text: a record may hold arrays, which no == compares.
+        return told + (["metadata"] if repr(list(metadata)) != repr(self.metadata) else [])
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """NaN is equal to itself."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
