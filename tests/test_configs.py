@@ -92,19 +92,28 @@ NOISY_TO_THE_END = [
     *(f"sd3/{name}" for name in ("flow_grpo-pickscore", "flow_grpo-ocr", "flow_grpo-geneval", "flow_grpo-jpeg")),
     *(f"sd3/grpo_guard-{name}" for name in ("pickscore", "ocr", "geneval")),
     *("sd3/flow_dppo-pickscore", "sd35_large/flow_grpo-pickscore", "flux/flow_grpo-pickscore"),
-    *("wan/flow_grpo-ocr", "wan/sage_grpo-ocr"),
+    *("wan/flow_grpo-ocr", "wan/sage_grpo-ocr", "sd/dance_grpo-hpsv2"),
 ]
+
+
+def ddim_std(before: float, after: float) -> float:
+    """By the squared alphas of a step's ends, ddpo sheet 1.2; at eta 1."""
+    return ((1 - after) / (1 - before) * (1 - before / after)) ** 0.5
 
 
 @pytest.mark.parametrize("name", NOISY_TO_THE_END)
 def test_the_noise_that_the_official_rollout_keeps_in_its_last_step_is_named_as_a_departure(name):
-    """migration sheet 5; the std by the law on the model's own grid, grpo_family sheet 0.1, trees sheet 3.1."""
+    """migration sheet 5; the std by the law on the model's own grid, grpo_family sheet 0.1, trees sheet 3.1.
+
+    DanceGRPO's SD script samples by ddpo-pytorch's pipeline, noise to the end, and trains num_steps - 1 of the steps.
+    """
     run = recipe(name)
     model = adapter(run)
-    sigmas = model.schedule(run.run.rollout.num_inference_steps).sigmas.double()
-    first, last = float(sigmas[1]), float(sigmas[-2])
+    grid = model.schedule(run.run.rollout.num_inference_steps)
+    first, last = float(grid.sigmas[1]), float(grid.sigmas[-2])
     law = run.tree()["rollout"]["sampler"]
     std = {
+        "ddim": lambda: law["eta"] * ddim_std(*grid.alphas[-2:].double().square().tolist()),
         "flow_sde": lambda: law["noise_level"] * last / (1 - last) ** 0.5,
         "wan_sde": lambda: first * last * last**0.5,
         "sage": lambda: law["eta"] * (-last - math.log(1 - last)) ** 0.5,
