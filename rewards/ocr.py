@@ -4,8 +4,8 @@ raw = 1 - min(edit distance, len(target)) / len(target), spaces and case ignored
 part of what was read. Extra text goes unpunished then, which training exploits: watch a preference reward beside it.
 A clip [F, 3, H, W] has the mean over those of its frames 0, 4, 8, ... that are above 0, as Flow-GRPO scores them.
 
-The rule is Flow-GRPO's, the reader is not. Its scores on pictures are those of `min_confidence: 0.5`, on clips of
-`allow_extra_text: false` besides; its PaddleOCR has other weights, limits and order of colours (docs/rewards/ocr.md).
+The rule is Flow-GRPO's, the reader is not. Nearest to its scores come `min_confidence: 0.5`, and for clips
+`allow_extra_text: false`; its PaddleOCR has other weights, limits and order of colours (docs/rewards/ocr.md).
 
 On words drawn at 256 x 256 the reader is measured by `python -m tests.rendered_words` (docs/rewards/ocr.md).
 
