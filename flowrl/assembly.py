@@ -278,10 +278,10 @@ def both_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     columns = Columns(data.prompt_column, data.image_column, data.subset)
     train: list[Prompt] = []
     if data.prompts is not None:
-        train = load_prompts(data.prompts, "data.prompts", columns)[: data.max_prompts]
+        train = load_prompts(data.prompts, "data.prompts", columns, data.max_prompts)
     held_out = train
     if data.eval_prompts is not None:
-        held_out = load_prompts(data.eval_prompts, "data.eval_prompts", columns)
+        held_out = load_prompts(data.eval_prompts, "data.eval_prompts", columns, data.max_eval_prompts)
     return train, held_out[: data.max_eval_prompts]
 
 

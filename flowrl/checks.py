@@ -6,6 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from flowrl.components import check_plans
+from flowrl.matching import is_cfg
+from flowrl.models.base import unguided
 from flowrl.process import VPProcess
 from flowrl.samplers.base import takes_vp
 from flowrl.strict import ConfigError
@@ -43,16 +45,19 @@ def check_model(resolved: Resolved, adapter: Any) -> list[str]:
     """What should be known of a checkpoint distilled to few steps; nothing of others. `adapter` None: not known yet.
 
     Raises:
-        ConfigError: the KL's divisor is not for its process, or a distilled checkpoint does not take the guidance.
+        ConfigError: the KL's divisor is not for its process, a guidance scale changes nothing, or a distilled
+            checkpoint does not take it.
     """
     _check_divisor(resolved, adapter)
     how, run, method = getattr(adapter, "distilled", ""), resolved.run, resolved.algorithm
+    scales = [("rollout.guidance_scale", run.rollout.guidance_scale), ("eval.guidance_scale", run.eval.guidance_scale)]
+    scales.append(("algorithm.guidance_scale", getattr(method.config, "guidance_scale", None)))
+    scales += [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
+    if adapter is not None and is_cfg(adapter):
+        _check_below(scales, unguided(adapter), type(getattr(adapter, "pipeline", adapter)).__name__)
     if not how:
         return []
-    scales = {"rollout.guidance_scale": run.rollout.guidance_scale, "eval.guidance_scale": run.eval.guidance_scale}
-    scales["algorithm.guidance_scale"] = getattr(method.config, "guidance_scale", None)
-    scales["eval.best_guidance"] = max(run.eval.best_guidance, default=None)
-    for key, scale in scales.items():
+    for key, scale in scales:
         try:
             if scale is not None and hasattr(adapter, "check_guidance"):
                 adapter.check_guidance(scale)
@@ -67,6 +72,16 @@ def check_model(resolved: Resolved, adapter: Any) -> list[str]:
             "methods with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
         )
     return notes
+
+
+def _check_below(scales: list[tuple[str, float | None]], none: float, kind: str) -> None:
+    """Refuse guidance below the scale `none`, from which on a pipeline of class `kind` guides."""
+    for key, scale in scales:
+        if scale is not None and scale < none:
+            raise ConfigError(
+                f"{key}={scale:g} changes nothing: {kind} guides above {none:g} only; set it to {none:g}, which is no "
+                "guidance, or above"
+            )
 
 
 def _check_divisor(resolved: Resolved, adapter: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
@@ -20,9 +20,12 @@ from flowrl.errors import Fault, described
 from flowrl.paths import CACHE, PATH
 from flowrl.reward import Card, Gate, Reward, RewardError, WeightedReward, doubled_output
 from flowrl.scorecache import Folder, Memory, ScoreCache
-from flowrl.strict import ConfigError, Options, validate
+from flowrl.strict import ConfigError, Options, UnknownKey, validate
 from flowrl.surroundings import MEND, Conduct, kept
 from flowrl.threads import TimeLimit
+
+if TYPE_CHECKING:
+    from flowrl.models._classes import Choice
 
 log = logging.getLogger("flowrl")
 
@@ -52,8 +55,12 @@ def component(kind: str, options: Options, where: str, default: str | None = Non
     return Component(name, module, validate(_config_class(module, where, name), rest, where))
 
 
-def model_component(options: Options) -> Component:
+def model_component(options: Options, *, offline: bool = False) -> Component:
     """The adapter that `model.name` names; where it is left out, that of the pipeline's class.
+
+    Args:
+        options: of the model.
+        offline: ask the hub for nothing; what is in its cache here is read.
 
     Raises:
         ConfigError: a bad option, or one of an adapter that was not chosen.
@@ -66,11 +73,17 @@ def model_component(options: Options) -> Component:
     path, revision = options.get("path"), options.get("revision")
     if not isinstance(path, str):
         raise ConfigError("model.path is required: a hub id, a folder, or an embedded asset such as tiny-sd3")
-    choice = choose(path, revision if isinstance(revision, str) else None)
+    choice = choose(path, revision if isinstance(revision, str) else None, offline=offline)
     try:
         return component("models", {**options, "name": choice.name}, "model")
+    except UnknownKey as error:
+        raise error.told(note=_guessed(choice)) from None
     except ConfigError as error:
-        raise ConfigError(f"{error} (model.name is left out and taken to be {choice.name}: {choice.reason})") from None
+        raise ConfigError(f"{error}{_guessed(choice)}") from None
+
+
+def _guessed(choice: Choice) -> str:
+    return f" (model.name is left out and taken to be {choice.name}: {choice.reason})"
 
 
 def _config_class(module: ModuleType, where: str, name: str) -> type:
@@ -267,6 +280,9 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
         ConfigError: no such reward, a file without `score`, a bad option.
     """
     common = {f.name for f in dataclasses.fields(RewardEntry)}
+    if options.get("name") is None and options.get("path") is None:
+        known = ", ".join(registry.names("rewards"))
+        raise ConfigError(f"{where}: give either name or path (your own .py file); names: {known}")
     entry = validate(RewardEntry, {k: v for k, v in options.items() if k in common}, where)
     own = {k: v for k, v in options.items() if k not in common}
     name, conduct = entry.path if entry.path is not None else entry.name, Conduct()

@@ -21,6 +21,7 @@ from flowrl.errors import ConfigError as ConfigError  # most modules know it by 
 from flowrl.exploration import ExplorationConfig
 from flowrl.locate import located, origin_of
 from flowrl.paths import OUTPUT, PAIRS, PROMPTS, ComponentOf
+from flowrl.places import placed
 from flowrl.preferences import PreferenceOptions
 from flowrl.strict import Options, find_config, load_tree, validate
 from flowrl.types import Member
@@ -35,8 +36,9 @@ def _positive(**values: float | int | None) -> None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     prompts: Annotated[str | None, PROMPTS] = None
-    """Training prompts: a .txt (one a line), a .jsonl or .parquet, `hf:PATH` or `hf:PATH:SPLIT` for a data set (hub id
-    or folder), or `shapes:train`. Required, unless there are pairs."""
+    """Training prompts: a .txt (one a line), a .jsonl, a .json list, a .csv, .tsv or .parquet (further columns are
+    metadata), `hf:PATH` or `hf:PATH:SPLIT` for a data set (hub id or folder), or `shapes:train`. Required, unless there
+    are pairs."""
     eval_prompts: Annotated[str | None, PROMPTS] = None
     """Held-out prompts, same forms; null evaluates on the training prompts and says so, with pairs on none."""
     pairs: Annotated[str | None, PAIRS] = None
@@ -291,7 +293,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         ConfigError: one clear message, nothing loaded.
     """
     tree = load_tree(path, overrides)
-    return validate(RunConfig, located(RunConfig, tree, origin_of(find_config(path), overrides)), "")
+    origin = origin_of(find_config(path), overrides)
+    return placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))
 
 
 def to_tree(config: Any) -> Options:
@@ -345,15 +348,27 @@ class Resolved:
         return tree
 
 
-def resolve(run: RunConfig) -> Resolved:
+def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:
     """Find every component and check what spans several of them.
+
+    Args:
+        run: the configuration.
+        offline: ask no hub which adapter a model wants.
 
     Raises:
         ConfigError, ModelError: naming the key, the value and the remedy.
     """
-    model, algorithm = model_component(run.model), component("algorithms", run.algorithm, "algorithm", "flow_grpo")
+    resolved = placed(RunConfig, to_tree(run), lambda: _found(run, offline=offline))
+    check(resolved)
+    return resolved
+
+
+def _found(run: RunConfig, *, offline: bool) -> Resolved:
+    """The run with its components, each by itself valid."""
+    model = model_component(run.model, offline=offline)
+    algorithm = component("algorithms", run.algorithm, "algorithm", "flow_grpo")
     own_sampler = getattr(algorithm.config, "SAMPLER", "flow_sde")
-    resolved = Resolved(
+    return Resolved(
         run=run,
         model=model,
         sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", own_sampler),
@@ -361,5 +376,3 @@ def resolve(run: RunConfig) -> Resolved:
         rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
         eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),
     )
-    check(resolved)
-    return resolved

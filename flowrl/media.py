@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.files import writing
-from flowrl.pictures import plain
+from flowrl.pictures import opened, plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -115,17 +115,15 @@ def read_frames(file: Path) -> list[Image]:
     again, but where all are equal it keeps one.
 
     Raises:
-        OSError, SyntaxError: no picture.
+        UNREADABLE (`pictures.opened`): no picture, or one of too many pixels.
         ValueError: grey of an unknown range.
     """
-    from PIL import Image as Pillow
-
     frames, times = [], []
-    with Pillow.open(file) as opened:
-        for number in range(getattr(opened, "n_frames", 1)):
-            opened.seek(number)
-            frames.append(plain(opened))
-            times.append(opened.info.get("duration") or 0)
+    with opened(file) as picture:
+        for number in range(getattr(picture, "n_frames", 1)):
+            picture.seek(number)
+            frames.append(plain(picture))
+            times.append(picture.info.get("duration") or 0)
     if any(not time or time % FRAME_MS for time in times):
         return frames
     return [frame for frame, time in zip(frames, times, strict=True) for _ in range(round(time / FRAME_MS))]

@@ -53,7 +53,7 @@ def training_prompts(resolved: Resolved) -> list[Prompt]:
     data = resolved.run.data
     columns = Columns(data.prompt_column, data.image_column, data.subset)
     assert data.prompts is not None  # only a method that learns from pairs has none
-    prompts = load_prompts(data.prompts, "data.prompts", columns)[: data.max_prompts]
+    prompts = load_prompts(data.prompts, "data.prompts", columns, data.max_prompts)
     for number, prompt in enumerate(prompts, 1):
         taken = [name for name in prompt.metadata if name in OWN]
         if taken:

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+UNREADABLE = (OSError, SyntaxError, ValueError)
+"""What `opened` raises of a file that is no readable picture."""
+
+
+@contextmanager
+def opened(path: str | Path | IO[bytes]) -> Iterator[Image]:
+    """The picture of a file, decoded inside the block.
+
+    Raises:
+        ValueError: a broken header, or more pixels than a picture may have (a decompression bomb).
+        SyntaxError: a broken PNG.
+        OSError: there is no file, it is no picture, it is cut off.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            yield picture
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"it has more pixels than a picture is taken to have ({error}); make it smaller") from None
+    # What decoders let through of broken bytes; of the block's own code these would be faults, so it only decodes.
+    except (EOFError, struct.error, IndexError, KeyError, TypeError, OverflowError) as error:
+        raise OSError(f"its bytes are broken ({type(error).__name__}: {error})") from error
 
 
 def open_picture(path: str | Path | IO[bytes]) -> Image:
@@ -14,11 +41,9 @@ def open_picture(path: str | Path | IO[bytes]) -> Image:
 
     Raises:
         ValueError: grey of 32 bits or of floats.
-        OSError, SyntaxError, and whatever else a decoder meets in broken bytes.
+        UNREADABLE: see `opened`.
     """
-    from PIL import Image
-
-    with Image.open(path) as picture:
+    with opened(path) as picture:
         return plain(picture)
 
 

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flowrl.sources import as_stored, missing_package, open_data_set, split_of
+from flowrl.promptfiles import missing_package
+from flowrl.sources import as_stored, open_data_set, split_of
 from flowrl.strict import ConfigError
 
 WINDOW_BYTES = 256 * 2**20
@@ -101,7 +102,13 @@ def find_records(source: str, pictures: Sequence[str], subset: str | None, where
         found = ", ".join(file.name for file in lines[:5]) or "none"
         raise ConfigError(f"{where}: the folder must hold pairs.jsonl, one .jsonl, or .parquet files; .jsonl: {found}")
     if path.is_file():
-        return Shards([path], pictures, where) if path.suffix == ".parquet" else Lines(path)
+        suffix = path.suffix.lower()
+        if suffix not in ("", ".jsonl", ".parquet"):
+            raise ConfigError(
+                f"{where}: pairs are not read from a {path.suffix} file; give a .jsonl (one record a line), a "
+                ".parquet, a pattern of such, a folder, or hf:PATH for a data set (docs/preferences.md)"
+            )
+        return Shards([path], pictures, where) if suffix == ".parquet" else Lines(path)
     shards = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     if not shards:
         raise ConfigError(f"{where}: there is no such file or folder")

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -29,10 +30,22 @@ PLUGINS = {"rewards": "flowrl.rewards"}
 _HELPERS = {"base", "weights"}
 
 
-def suggest(name: str, valid: list[str]) -> str:
+def close_to(name: str, valid: Sequence[str], cutoff: float = 0.5) -> str | None:
+    """The valid name that is most like this one, or whose words it abbreviates; None where none is.
+
+    >>> close_to("lr", ["betas", "learning_rate"]), close_to("widht", ["width"]), close_to("x", ["y"])
+    ('learning_rate', 'width', None)
+    """
+    initials = {known for known in valid if "_" in known and name == "".join(word[:1] for word in known.split("_"))}
+    # Two of the same initials would be a guess.
+    found = initials if len(initials) == 1 else difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
+    return next(iter(found), None)
+
+
+def suggest(name: str, valid: Sequence[str]) -> str:
     """ "did you mean X? " or ""."""
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}? " if close else ""
+    found = close_to(name, valid)
+    return "" if found is None else f"did you mean {found!r}? "
 
 
 def names(kind: str) -> list[str]:
@@ -84,8 +97,10 @@ def _import(kind: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
+        valid = sorted({*names(kind), *plugins(kind)})
         raise UnknownName(
-            f"{kind}: no module {name!r} can be imported (looked in the working directory {Path.cwd()} too)"
+            f"{kind}: no module {name!r} can be imported (looked in the working directory {Path.cwd()} too); "
+            f"{suggest(name, valid)}there are: {', '.join(valid)}, or the dotted path of a module"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Where prompts come from: text, JSONL and parquet files, data sets of Hugging Face, the shapes world.
+"""Where prompts come from: files (flowrl/promptfiles.py), data sets of Hugging Face, the shapes world.
 
 A record of whatever source has a prompt, perhaps pictures, and metadata for the rewards: everything else. Pictures
 travel as paths. Those that lie inside a data set are written to a folder of the user's cache under the hash of their
@@ -9,76 +9,82 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from flowrl import shapes
 from flowrl.embedded import PACKAGE
-from flowrl.pictures import open_picture
+from flowrl.pictures import UNREADABLE, open_picture, opened
+from flowrl.promptfiles import FORMS, missing_package, read_records
 from flowrl.prompts import Prompt
 from flowrl.registry import suggest
 from flowrl.strict import ConfigError
 
-_FORMS = "a .txt (one prompt a line), a .jsonl, a .parquet, or hf:PATH for a data set"
-# What Pillow raises: SyntaxError for a broken PNG, ValueError for a broken header, OSError for anything else.
-UNREADABLE = (OSError, SyntaxError, ValueError)
-
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where a record has what: keys of a .jsonl, columns of a table."""
+    """Where a record has what: keys of a record, columns of a table."""
 
     prompt: str = "prompt"
     image: str | None = None
     """Of one picture or a list of them; None: `image` or `images`, if there."""
     subset: str | None = None
     """Of a data set that has several."""
+    names_sample: bool = False
+    """`image` is the name of the very sample that the record is of, so metadata and no reference picture."""
 
     def names(self, record: Iterable[str]) -> list[str]:
         """Columns with pictures among those of a record."""
         wanted = ("image", "images") if self.image is None else (self.image,)
-        return [name for name in wanted if name in record]
+        return [name for name in wanted if name in record and not (self.names_sample and name == "image")]
 
 
-def load_prompts(source: str, key: str, columns: Columns = Columns()) -> list[Prompt]:
-    """Prompts of a .txt, .jsonl or .parquet, an embedded list such as `shapes-train.txt`, `shapes:train|heldout`, or a
-    data set, `hf:PATH` or `hf:PATH:SPLIT`.
+def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int | None = None) -> list[Prompt]:
+    """Prompts of a file, an embedded list such as `shapes-train.txt`, `shapes:train|heldout`, or a data set, `hf:PATH`
+    or `hf:PATH:SPLIT`.
 
     Args:
         source: where they are.
         key: the configuration key, for the message.
         columns: of records; a .txt has none.
+        most: take the first so many, and read no further.
 
     Raises:
-        ConfigError: no such file, split or column, an empty set, a broken record, a picture that is missing or cannot
-            be read, a package that is not installed.
+        ConfigError: no such file, split or column, an ending that is not read, an empty set, a broken record, a picture
+            that is missing or cannot be read, a package that is not installed.
     """
     where = f"{key}={source!r}"
     if source.startswith("shapes:"):
         try:
-            return [Prompt(text) for text in shapes.prompts(source.removeprefix("shapes:"))]
+            return [Prompt(text) for text in shapes.prompts(source.removeprefix("shapes:"))][:most]
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
     if source.startswith("hf:"):
         path, split = split_of(source.removeprefix("hf:"))
         folder = Path(path).expanduser()
         rows = open_data_set(path, split, columns.subset, where)
-        return _prompts(_rows(rows, columns), where, folder if folder.is_dir() else None, columns)
+        return _prompts(islice(_rows(rows, columns), most), where, folder if folder.is_dir() else None, columns)
     file = _find(source)
     if file is None:
         looked = "" if Path(source).is_absolute() else f" in {Path.cwd()}, and no embedded one of that name"
-        raise ConfigError(f"{where}: there is no such file{looked}; give {_FORMS}")
-    if file.suffix == ".parquet":
-        return _prompts(_parquet(file, where), where, file.parent, columns)
-    numbered = _lines(file, where)
-    if file.suffix != ".jsonl":
-        return [Prompt(line) for _, line in numbered]
-    return _prompts(_objects(numbered, where), where, file.parent, columns)
+        raise ConfigError(f"{where}: there is no such file{looked}; give {FORMS}")
+    if file.suffix.lower() in ("", ".txt"):
+        columns = replace(columns, image=None)  # lines have no columns
+    records = read_records(file, where, columns.prompt)
+    return _prompts(islice(records, most), where, file.parent, columns)
+
+
+def hub_id(source: str | None) -> str | None:
+    """Of `hf:PATH[:SPLIT]` the id of a data set that is on the hub, not in a folder here; None of any other source."""
+    if source is None or not source.startswith("hf:"):
+        return None
+    path, _ = split_of(source.removeprefix("hf:"))
+    return None if Path(path).expanduser().exists() else path
 
 
 # ---- where records come from
@@ -94,48 +100,6 @@ def _find(source: str) -> Path | None:
     # A name before the working directory: a configuration's own files come with their whole path (flowrl/locate.py).
     embedded, file = embedded_prompts(source), Path(source).expanduser()
     return embedded or (file if file.is_file() else None)
-
-
-def _lines(file: Path, where: str) -> list[tuple[int, str]]:
-    """(number, line) of every line that is not empty."""
-    try:
-        text = file.read_text(encoding="utf-8-sig")  # a byte-order mark is no part of the first prompt
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    # Not splitlines: it also breaks at U+2028 and the like, which JSON strings may hold.
-    lines = [line.strip() for line in text.split("\n")]
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
-    if not numbered:
-        raise ConfigError(f"{where}: the file holds no prompt; write one a line")
-    return numbered
-
-
-def _objects(numbered: Sequence[tuple[int, str]], where: str) -> Iterator[tuple[str, dict]]:
-    for number, line in numbered:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where}, line {number}: not valid JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{where}, line {number}: needs an object, got {line[:80]!r}")
-        yield f"line {number}", record
-
-
-def _parquet(file: Path, where: str) -> Iterator[tuple[str, dict]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ModuleNotFoundError as error:
-        raise missing_package(error, where) from None
-    try:
-        table = parquet.read_table(file)
-    except (ArrowException, OSError) as error:
-        raise ConfigError(f"{where}: not a readable parquet file: {str(error).splitlines()[0]}") from None
-    records = (record for batch in table.to_batches(max_chunksize=1024) for record in batch.to_pylist())
-    yield from ((f"row {number}", record) for number, record in enumerate(records, 1))
-
-
-def missing_package(error: ModuleNotFoundError, where: str) -> ConfigError:
-    return ConfigError(f'{where} needs a package that is not installed ({error.name}): run pip install "flowrl[data]"')
 
 
 def split_of(path: str) -> tuple[str, str | None]:
@@ -298,10 +262,8 @@ def picture_folder() -> Path:
 
 def _kept(data: bytes, what: str, read: set[Path]) -> Path:
     """The file that holds these bytes, named by their hash, and written unless it is there."""
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(data)) as picture:
+        with opened(io.BytesIO(data)) as picture:
             suffix = str(picture.format).lower()
         file = picture_folder() / f"{hashlib.sha256(data).hexdigest()}.{suffix}"
         if file in read:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,63 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse_yaml(text: str, source: str) -> Any:
+    """The plain data of a YAML text; `source` is for messages.
+
+    Raises:
+        ConfigError: no YAML, or a key that stands twice in a mapping: of two values one would be lost in silence.
+    """
     try:
-        return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+        loader = _Loader(text)  # a SafeLoader; refuses NUL and other control characters at once
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _refuse_doubled(node, source, (), {})
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except ConfigError:
+        raise
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not valid YAML: it is nested too deeply") from None
+    # What PyYAML's own constructors let through: a number or a tag that its value does not fit.
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{source}: not valid YAML: a value does not fit its tag ({error})") from None
+
+
+def _refuse_doubled(node: yaml.Node, source: str, place: tuple[str, ...], seen: dict[int, bool]) -> None:
+    """Refuse a mapping with a key twice, and a node that holds itself. What `<<` merges may be overridden.
+
+    Args:
+        node: to look at.
+        source: for messages.
+        place: of the node, the keys that lead to it.
+        seen: id of a node that was looked at -> whether this one lies in it.
+    """
+    if seen.get(id(node)):
+        raise ConfigError(f"{source}, line {node.start_mark.line + 1}: {'.'.join(place)} holds itself (*alias)")
+    if id(node) in seen:
+        return
+    seen[id(node)] = True
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            _refuse_doubled(item, source, (*place, str(number)), seen)
+    elif isinstance(node, yaml.MappingNode):
+        first: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            inner, line = place, key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode):  # no other can be a key of a mapping of Python
+                inner, known = (*place, key.value), first.get((key.tag, key.value))
+                if known is not None:
+                    raise ConfigError(
+                        f"{source}, line {line}: the key {'.'.join(inner)!r} is there twice, first in line {known}; "
+                        "keep one of them"
+                    )
+                first[key.tag, key.value] = line
+            _refuse_doubled(value, source, inner, seen)
+    seen[id(node)] = False
 
 
 def apply_override(tree: Options, word: str) -> None:
@@ -71,6 +126,30 @@ def apply_override(tree: Options, word: str) -> None:
             node = node[key]
 
 
+class UnknownKey(ConfigError):
+    """A mapping has a key that nobody asks for."""
+
+    def __init__(self, place: str, value: Any, valid: Sequence[str], meant: Sequence[str] = (), note: str = "") -> None:
+        """
+        Args:
+            place: dotted, of the key.
+            value: what it was given.
+            valid: keys of that mapping.
+            meant: dotted places where such a key is, if any; none looks for one among the valid.
+            note: to say behind the message.
+        """
+        self.place, self.value, self.valid, self.note = place, value, list(valid), note
+        self.key = place.rpartition(".")[2]
+        named = " or ".join(repr(place) for place in meant)
+        close = f"did you mean {named}? " if meant else registry.suggest(self.key, self.valid)
+        known = f"valid keys: {', '.join(sorted(self.valid))}" if self.valid else "this component takes no options"
+        super().__init__(f"{place}: unknown key (value {value!r}); {close}{known}{note}")
+
+    def told(self, *, meant: Sequence[str] = (), note: str = "") -> UnknownKey:
+        """The same with more to say."""
+        return UnknownKey(self.place, self.value, self.valid, meant, self.note + note)
+
+
 _ADAPTERS: dict[type, TypeAdapter] = {}
 
 
@@ -81,12 +160,13 @@ def validate(cls: type, value: Any, where: str) -> Any:
     if cls not in _ADAPTERS:
         _ADAPTERS[cls] = TypeAdapter(cls)
     _refuse_unknown(cls, value, where)
-    _refuse_nan(value, where)
+    # What another's Config takes, it judges itself.
+    _refuse_no_number(value, where, cls, infinite=cls.__module__.partition(".")[0] != "flowrl")
     try:
         # Through JSON: strict, and still taking a list where a tuple is asked for.
         return _ADAPTERS[cls].validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        raise ConfigError(_explain(error, where)) from None
+        raise ConfigError(_explain(cls, error, where)) from None
     except TypeError as error:
         raise ConfigError(f"{where or 'the configuration'}: {error}") from None
 
@@ -96,25 +176,39 @@ def _refuse_unknown(cls: type, value: Options, where: str) -> None:
     for key, inner in value.items():
         place = f"{where}.{key}" if where else str(key)
         if key not in hints:
-            close = registry.suggest(str(key), list(hints))
-            raise ConfigError(f"{place}: unknown key (value {inner!r}); {close}{_valid(hints)}")
+            raise UnknownKey(place, inner, list(hints))
         nested = hints[key]
         if nested is not None and isinstance(inner, dict):
             _refuse_unknown(nested, inner, place)
 
 
-def _refuse_nan(value: Any, where: str) -> None:
-    """No option means anything as NaN, and every check of a range lets it pass."""
+_LIMITS = frozenset(
+    (
+        *("clip", "clip_range", "threshold", "veto_above", "advantage_max", "max_coef", "most_mean", "limit"),
+        *("max_grad_norm", "at_least", "at_most"),
+        *("spread", "turning"),  # refused by their own checks, with what to set instead
+    )
+)
+"""Options where infinity has a meaning: no limit."""
+
+
+def _refuse_no_number(value: Any, where: str, cls: type | None, *, infinite: bool) -> None:
+    """No option means anything as NaN, and every check of a range lets it pass; few do as infinity.
+
+    Args:
+        value: to look at.
+        where: its place.
+        cls: the dataclass that it is of, if it is one. Any other mapping is judged by whose it is.
+        infinite: whether infinity is taken.
+    """
+    fields = {} if cls is None else _field_types(cls)
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         place = f"{where}.{key}" if where else str(key)
-        if isinstance(inner, float) and inner != inner:
-            raise ConfigError(f"{place} = nan: must be a number")
-        _refuse_nan(inner, place)
-
-
-def _valid(hints: Options) -> str:
-    return f"valid keys: {', '.join(sorted(hints))}" if hints else "this component takes no options"
+        takes, nested = infinite or key in _LIMITS, fields.get(str(key))
+        if isinstance(inner, float) and (math.isnan(inner) or (math.isinf(inner) and not takes)):
+            raise ConfigError(f"{place} = {inner}: must be a {'' if math.isnan(inner) else 'finite '}number")
+        _refuse_no_number(inner, place, nested, infinite=takes or (nested is None and isinstance(inner, dict)))
 
 
 def _field_types(cls: type) -> dict[str, type | None]:
@@ -127,14 +221,36 @@ def _field_types(cls: type) -> dict[str, type | None]:
     return found
 
 
-def _explain(error: ValidationError, where: str) -> str:
+def dotted(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every option of a dataclass and of those inside it, as the words of an override: `optim.ema.decay`."""
+    for name, nested in _field_types(cls).items():
+        yield f"{prefix}{name}"
+        if nested is not None:
+            yield from dotted(nested, f"{prefix}{name}.")
+
+
+def _names(cls: type, place: Sequence[str | int]) -> tuple[Any, ...]:
+    """Values that the field at `place` may have, where they are names; () where they are not, or there is none."""
+    inner: type | None = cls
+    for part in place[:-1]:
+        inner = None if inner is None else _field_types(inner).get(str(part))
+    hint = None if inner is None else typing.get_type_hints(inner).get(str(place[-1]))
+    kinds = (hint, *typing.get_args(hint))
+    return next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is typing.Literal), ())
+
+
+def _explain(cls: type, error: ValidationError, where: str) -> str:
     lines = []
     for problem in error.errors():
         place = ".".join(str(part) for part in ((where,) if where else ()) + problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
         shown = "" if problem["type"] in ("missing", "value_error") else f" = {problem['input']!r}"
+        names = [str(name) for name in _names(cls, problem["loc"])] if problem["loc"] else []
+        known = f"; there are: {', '.join(names)}" if names else ""
         if problem["type"] == "missing":
-            message = "is required"
+            message = f"is required{known}"
+        elif problem["type"] == "literal_error":
+            message += f"; {registry.suggest(str(problem['input']), names)}".removesuffix("; ").rstrip()
         lines.append(f"{place or 'configuration'}{shown}: {message}")
     return "\n".join(lines)
 
@@ -160,11 +276,28 @@ def find_config(path: str | Path) -> Path:
     return shipped
 
 
+def read_text(file: Path, where: str) -> str:
+    """The text of a file, without a byte-order mark.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{where}: not UTF-8 text ({error.reason} at byte {error.start}, line {line}); save it as UTF-8"
+        ) from None
+
+
 def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:
     """The plain data of a YAML file with overrides applied; of a run folder, which may have been moved, `name` and
     `output` are what they are now."""
     file = find_config(path)
-    tree = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    tree = parse_yaml(read_text(file, str(file)), str(file))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
     if Path(path).is_dir():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.checks import check_model
 from flowrl.components import reward_plan
 from flowrl.config import dump, load_config, resolve
 from flowrl.strict import ConfigError, apply_override, parse_yaml, validate
@@ -632,3 +636,130 @@ def test_the_neighbours_on_samples_are_accepted(read, overrides):
 
 def test_a_method_on_edges_has_its_sampler_written_out(read):
     assert resolve(read()).tree()["rollout"]["sampler"]["name"] == "flow_sde"
+
+
+# ---- what looks right and is not
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: a\nseed: 1\nname: b\n", ("line 3", "'name'", "first in line 1")),
+        ("optim:\n  ema: {decay: 0.1, every: 2, decay: 0.2}\n", ("line 2", "'optim.ema.decay'")),
+        ("rewards:\n- name: jpeg\n- weight: 1\n  weight: 2\n", ("line 4", "'rewards.1.weight'", "line 3")),
+        ("a: &loop\n  b: *loop\n", ("line 1", "a.b holds itself")),
+        ("a: !!int word\n", ("not valid YAML", "tag")),
+        ("[" * 3000, ("not valid YAML", "too deeply")),
+        ("a: \0\n", ("not valid YAML", "x0000")),
+    ],
+)
+def test_a_yaml_that_would_lose_or_break_something_is_refused_with_its_line(text, words):
+    message = refusal(parse_yaml, text, "run.yaml")
+    assert all(word in message for word in ("run.yaml", *words)), message
+
+
+def test_a_key_twice_is_refused_in_an_override_too_and_merges_may_be_overridden(read):
+    assert "'decay'" in refusal(read, "optim.ema={decay: 0.5, decay: 0.6}")
+    assert parse_yaml("a: &x {b: 1, c: 2}\nd: {<<: *x, b: 3}\ne: *x\n", "k")["d"] == {"b": 3, "c": 2}
+
+
+def test_a_configuration_that_is_no_utf8_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_bytes("name: a\noutput: caf\u00e9\n".encode("latin-1"))
+    message = refusal(load_config, file)
+    assert "run.yaml: not UTF-8 text" in message
+    assert "line 2" in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.learning_rate=.inf",
+        "optim.eps=.inf",
+        "optim.weight_decay=.inf",
+        "rollout.guidance_scale=-.inf",
+        "eval.best_guidance=[1, .inf]",
+        "algorithm.kl.coef=.inf",
+        "rollout.sampler={name: flow_sde, noise_level: .inf}",
+        "model.lora={alpha: .inf}",
+        "rewards.0.weight=.inf",
+        "rewards.0.scale=-.inf",
+    ],
+)
+def test_an_infinity_that_means_nothing_is_refused(read, override):
+    message = refusal(lambda: resolve(read(override)))
+    assert "must be a finite number" in message
+    assert override.partition("=")[0].split(".")[0] in message
+
+
+def test_an_infinity_that_is_no_limit_is_taken(read):
+    run = resolve(read("rewards.0.clip=[-.inf, 1.0]", "optim.max_grad_norm=.inf"))
+    assert run.rewards[0].entry.clip == [-math.inf, 1.0]
+
+
+def test_what_another_packages_component_takes_it_judges_itself():
+    config = dataclasses.make_dataclass("Config", [("bound", float)], namespace={"__module__": "theirs"})
+    assert validate(config, {"bound": math.inf}, "rewards.0").bound == math.inf
+    assert "nan" in refusal(validate, config, {"bound": math.nan}, "rewards.0")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.lr=1e-4", "optim.lr: unknown key (value 0.0001); did you mean 'learning_rate'?"),
+        ("learning_rate=1e-4", "did you mean 'optim.learning_rate'?"),
+        ("lr=1e-4", "did you mean 'optim.learning_rate'?"),
+        (
+            "algorithm.learning_rate=1",
+            "algorithm.learning_rate: unknown key (value 1); did you mean 'optim.learning_rat",
+        ),
+        ("noise_level=0.5", "did you mean 'rollout.sampler.noise_level'?"),
+        ("rank=4", "did you mean 'model.lora.rank'?"),
+        ("model.decay=0.5", "did you mean 'optim.ema.decay'?"),
+        ("clip_range=1", "did you mean 'algorithm.clip_range'?"),
+        ("rollout.samples_per_prompt=1", "did you mean 'eval.samples_per_prompt' or"),
+        ("rewards.0.group_size=1", "did you mean 'rollout.group_size'?"),
+        ("model.name=sd3.5", "did you mean 'sd3'? there are: flux, generic"),
+    ],
+)
+def test_a_key_at_the_wrong_place_or_cut_short_is_told_its_place(read, override, words):
+    assert words in refusal(lambda: resolve(read(override)))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm={name: awm, times: {count: 4}}", ("algorithm.times.name: is required", "there are: discrete,")),
+        ("algorithm={name: awm, times: {name: logit}}", ("algorithm.times.name = 'logit'", "did you mean 'logit_no")),
+        ("algorithm.advantages={name: grp}", ("algorithm.advantages.name = 'grp'", "'group'")),
+        ("rewards=[{weight: 1}]", ("rewards.0: give either name or path", "names: aesthetic, clip_score")),
+        ("rollout.sampler={noise_level: 1, name: sde}", ("rollout.sampler: ", "'sde' is unknown", "flow_sde")),
+    ],
+)
+def test_a_nested_name_that_is_missing_or_unknown_comes_with_the_valid_ones(read, override, words):
+    message = refusal(lambda: resolve(read(override)))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("rollout.guidance_scale", "0.5"),
+        ("eval.guidance_scale", "0"),
+        ("algorithm.guidance_scale", "0.5"),
+        ("eval.best_guidance", "[2, 0.9]"),
+    ],
+)
+def test_guidance_below_the_scale_that_is_none_is_refused_where_it_changes_nothing(read, key, text):
+    both = [f"{key}={text}", *(["rollout.guidance_scale=0.5"] if key.startswith("algorithm") else [])]
+    resolved = resolve(read(*both))
+    message = refusal(check_model, resolved, SimpleNamespace())
+    assert message.startswith(key if not key.startswith("algorithm") else "rollout.guidance_scale")
+    assert "guides above 1 only; set it to 1, which is no guidance" in message
+    # The network takes the scale as an input; a pipeline that guides above 0; nothing is known yet.
+    for adapter in (SimpleNamespace(branches=lambda scale: 1), SimpleNamespace(unguided=0.0), None):
+        assert check_model(resolved, adapter) == []
+    assert "guides above 0.7 only" in refusal(
+        check_model, resolve(read("rollout.guidance_scale=0.6")), SimpleNamespace(unguided=0.7)
+    )
+    assert check_model(resolve(read("rollout.guidance_scale=1")), SimpleNamespace()) == []

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
         *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall", "locate"),
-        *("divergence", "deadgroups"),
+        *("divergence", "deadgroups", "promptfiles", "places"),
         "rewards",
     ),
     ("algorithms",),

@@ -89,6 +89,17 @@ def test_a_text_file_and_a_prompt_are_drawn_as_pictures(draw):
     assert media.read(drawn("00002-1")).shape == (3, 16, 16)
 
 
+def test_words_of_sample_are_prompts_or_files_of_any_form(tmp_path, monkeypatch):
+    from flowrl.commands.sample import _records
+
+    monkeypatch.chdir(tmp_path)
+    Path("p.csv").write_text("prompt,tag\na cat,1\n")
+    Path("p.json").write_text('["a dog"]')
+    long = "no. 5 of " * 60
+    found = _records(["p.csv", "p.json", "2.5 cats", long], [])
+    assert [record.text for record in found] == ["a cat", "a dog", "2.5 cats", long]
+
+
 def test_a_record_of_prompts_gives_each_its_picture(draw):
     lines = [{"prompt": "a", "image": "red.png"}, {"prompt": "a", "images": ["blue.png"]}]
     Path("edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -111,6 +122,12 @@ def test_a_clip_begins_with_the_picture_of_the_option(draw):
         ("flux", ["a", "--image", "red.png"], "1 picture(s) with a prompt, but FluxPipeline takes none"),
         ("flux", ["a", "--image", "gone.png"], "--image 'gone.png' cannot be read as a picture"),
         ("flux", ["gone.jsonl"], "prompts='gone.jsonl': there is no such file"),
+        ("flux", ["set.xlsx"], "prompts='set.xlsx': prompts are not read from a .xlsx file; give a .txt"),
+        ("flux", ["gone.yaml"], "prompts='gone.yaml': there is no such file"),
+        ("flux", ["a", "--image", "cut.png"], "--image 'cut.png' cannot be read as a picture"),
+        ("flux", ["a", "--steps", "0"], "--steps"),
+        ("flux", ["a", "--set", "num_inference_steps=0"], "--set num_inference_steps=0: at least 1"),
+        ("flux", ["a", "--guidance", "inf"], "--guidance inf: must be a finite number"),
         (
             "flux",
             ["a", "--set", "heigth=8"],
@@ -122,6 +139,8 @@ def test_a_clip_begins_with_the_picture_of_the_option(draw):
     ],
 )
 def test_pictures_that_do_not_fit_are_refused_with_the_reason(draw, case, words, reason):
+    Path("set.xlsx").write_text("a prompt\n")
+    Path("cut.png").write_bytes(Path("red.png").read_bytes()[:60])
     Path("own.jsonl").write_text(json.dumps({"prompt": "a", "image": "blue.png"}))
     code, printed = draw(case, *words)
     assert code == 2, printed

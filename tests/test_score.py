@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from flowrl import media
@@ -67,12 +68,36 @@ def test_records_are_matched_by_file_name_and_lines_by_order(capsys, tmp_path, f
     records = [{"prompt": f"p{n}", "image": f"elsewhere/{n}.png", "want": n} for n in (3, 1, 2)]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    lines, _ = run(capsys, folder, [mine(tmp_path, text)], prompts=file)
+    lines, _ = run(capsys, folder, [mine(tmp_path, text)], prompts=str(file))
     assert [(line["prompt"], line["mine"]) for line in lines] == [("p1", 1), ("p2", 2), ("p3", 3)]
     plain = tmp_path / "prompts.txt"
     plain.write_text("a\nb\nc\n")
-    lines, _ = run(capsys, folder, [mine(tmp_path, text)], prompts=plain)
+    lines, _ = run(capsys, folder, [mine(tmp_path, text)], prompts=str(plain))
     assert [line["prompt"] for line in lines] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.csv", "image,prompt,want\n2.png,b,x\n1.png,a,x\n3.png,c,x\n"),
+        ("p.json", json.dumps([{"image": f"{n}.png", "prompt": "abc"[n - 1], "want": "x"} for n in (3, 1, 2)])),
+    ],
+)
+def test_prompts_of_tables_and_lists_are_matched_by_file_name(capsys, tmp_path, folder, name, content):
+    (tmp_path / name).write_text(content)
+    text = "def score(images, prompts, metadata):\n    return [float(r['want'] == 'x') for r in metadata]\n"
+    lines, _ = run(capsys, folder, [mine(tmp_path, text)], prompts=str(tmp_path / name))
+    assert [(line["prompt"], line["mine"]) for line in lines] == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_a_bomb_and_a_cut_picture_are_null_with_the_reason(capsys, tmp_path, folder, monkeypatch):
+    Image.new("RGB", (64, 64)).save(folder / "4.png")
+    (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:-30])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)  # twice the limit is an error of Pillow
+    lines, told = run(capsys, folder, [mine(tmp_path)])
+    assert [line["mine"] is None for line in lines] == [False, True, False, True]
+    assert "2.png cannot be read" in told
+    assert "4.png cannot be read: it has more pixels" in told
 
 
 def test_what_cannot_be_read_or_scored_is_null_and_never_a_number(capsys, tmp_path, folder):
@@ -117,19 +142,21 @@ def test_clips_are_scored_by_a_reward_that_takes_them_and_refused_by_one_that_do
         ),
         ({"reward": ["geneval"]}, "needs 'include' for every picture"),
         ({"check": "geneval", "images": None}, "needs include for every sample"),
-        ({"reward": ["jpeg"], "prompts": "two.txt"}, "2 lines for 3 pictures"),
-        ({"reward": ["jpeg"], "prompts": "bad.jsonl"}, 'line 1: no record with a "prompt"'),
+        ({"reward": ["jpeg"], "prompts": "two.txt"}, "2 prompts for 3 pictures"),
+        ({"reward": ["jpeg"], "prompts": "bad.jsonl"}, r"line 1: has no 'prompt'"),
         ({"reward": ["jpeg"], "prompts": "other.jsonl"}, r"no record has the image '1.png' \(3 lack one\)"),
         ({"reward": ["jpeg"], "prompts": "gone.txt"}, "no such file"),
+        ({"reward": ["jpeg"], "prompts": "two.xlsx"}, "not read from a .xlsx file; give a .txt"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_is_loaded(folder, tmp_path, options, words):
     (tmp_path / "two.txt").write_text("a\nb\n")
+    (tmp_path / "two.xlsx").write_text("a\nb\n")
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
     (tmp_path / "other.jsonl").write_text('{"prompt": "p", "image": "x.png"}\n')
     given = {"images": folder, "batch_size": 4} | options
     if "prompts" in given:
-        given["prompts"] = tmp_path / given["prompts"]
+        given["prompts"] = str(tmp_path / given["prompts"])
     with pytest.raises(ConfigError, match=words):
         score.command(**given)
 

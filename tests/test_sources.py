@@ -100,6 +100,87 @@ def test_the_shapes_world_is_a_source_of_its_own():
     assert "data.prompts='shapes:tran'" in message
 
 
+# ---- forms
+
+
+RECORDS = [Prompt("a red fox", {"level": "1"}), Prompt('says "stop", twice', {"level": "2"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.csv", 'prompt,level\r\na red fox,1\r\n\r\n"says ""stop"", twice",2\r\n'),
+        ("p.CSV", '\ufefflevel, prompt\n1,a red fox\n2,"says ""stop"", twice"\n'),
+        ("p.tsv", 'prompt\tlevel\na red fox\t1\n"says ""stop"", twice"\t2\n'),
+        ("p.json", '[{"prompt": "a red fox", "level": "1"},\n {"prompt": "says \\"stop\\", twice", "level": "2"}]'),
+        ("p.JSONL", '{"prompt": "a red fox", "level": "1"}\n{"prompt": "says \\"stop\\", twice", "level": "2"}\n'),
+    ],
+)
+def test_tables_and_lists_are_read_as_what_they_are(put, name, content):
+    assert load_prompts(put(content, name), "data.prompts") == RECORDS
+
+
+def test_a_json_list_of_strings_is_a_list_of_prompts_and_line_breaks_in_a_cell_stay(put):
+    assert load_prompts(put('["a", "b"]', "p.json"), "k") == [Prompt("a"), Prompt("b")]
+    assert load_prompts(put('text,n\n"one\ntwo",1\n', "p.csv"), "k", Columns("text")) == [
+        Prompt("one\ntwo", {"n": "1"})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        (
+            "p.csv",
+            "a red fox\na cat\n",
+            "line 1: the header has no column 'prompt' (data.prompt_column); there are: a re",
+        ),
+        ("p.csv", "prompt;level\na;1\n", "there are: prompt;level (separated by commas)"),
+        ("p.csv", "prompt,level\na,1\nb\n", "line 3: has 1 cells, but the header has 2 columns"),
+        ("p.csv", "prompt,level\na cat, sleeping,1\n", "line 2: has 3 cells"),
+        ("p.csv", "prompt,level\n,1\n", "line 2: 'prompt' (data.prompt_column) is empty"),
+        ("p.csv", "prompt,tag,tag\na,1,2\n", "the column 'tag' twice"),
+        ("p.csv", 'prompt\n"a\n', "not a readable table"),
+        ("p.csv", "prompt\n", "holds no prompt"),
+        ("p.json", '{"prompt": "a"}', "is a list of strings or of records, this is dict"),
+        ("p.json", '["a", 3]', "item 2: needs a string or a record, got int '3'"),
+        ("p.json", '[{"text": "a"}]', "item 1: has no 'prompt' (data.prompt_column); there are: text"),
+        ("p.json", '["a",', "not valid JSON"),
+        ("p.json", "[]", "holds no prompt"),
+        ("p.txt", "a\nb\0c\n", "line 2: holds a NUL"),
+        *((f"p.{end}", "a\n", f"not read from a .{end} file") for end in ("xlsx", "yaml", "zip", "md")),
+    ],
+)
+def test_a_file_that_is_not_what_it_says_is_refused_by_place_and_name(put, name, content, reason):
+    message = refusal(put(content, name))
+    assert f"data.prompts={put(content, name)!r}" in message
+    assert reason in message
+    if "not read from" in reason:
+        assert all(form in message for form in (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", "hf:PATH"))
+
+
+def test_a_parquet_is_read_no_further_than_the_prompts_that_are_asked_for(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = tmp_path / "set.parquet"
+    table = arrow.table({"prompt": [f"prompt {k}" for k in range(40)]})
+    parquet.write_table(table, file, row_group_size=10, compression="none", use_dictionary=False)
+    content = bytearray(file.read_bytes())
+    start = parquet.ParquetFile(file).metadata.row_group(2).column(0).data_page_offset
+    content[start : start + 8] = b"\xff" * 8
+    file.write_bytes(bytes(content))
+    assert [p.text for p in load_prompts(str(file), "k", most=20)] == [f"prompt {k}" for k in range(20)]
+    assert "not a readable parquet file behind row 20" in refusal(str(file))
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_only_the_first_prompts_are_taken_of_any_form(put, most):
+    for name, content in (("p.txt", "a\nb\n"), ("p.json", '["a", "b"]'), ("p.csv", "prompt\na\nb\n")):
+        assert [p.text for p in load_prompts(put(content, name), "k", most=most)] == ["a", "b"][:most]
+    assert len(load_prompts("shapes:train", "k", most=most)) == most
+
+
 # ---- pictures
 
 
@@ -140,6 +221,13 @@ def test_a_picture_that_cannot_be_used_is_refused_with_its_line(put, pictures, e
     message = refusal(put('{"prompt": "x", "image": "a.png"}\n{"prompt": "y", ' + entry + "}\n", "p.jsonl"))
     assert "line 2" in message
     assert reason in message
+
+
+def test_a_picture_of_more_pixels_than_are_taken_is_refused_with_its_line(put, pictures, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)  # a.png has 24, and twice the limit is an error of Pillow
+    message = refusal(put('{"prompt": "x", "image": "a.png"}\n', "p.jsonl"))
+    assert "line 1" in message
+    assert "more pixels than a picture is taken to have" in message
 
 
 def test_columns_of_a_jsonl_may_have_other_names(put, pictures, tmp_path):

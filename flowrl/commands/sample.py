@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +15,14 @@ if TYPE_CHECKING:
     from flowrl.prompts import Prompt
     from flowrl.types import Gaussians
 
-_FILES = (".jsonl", ".txt")
 _OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict")
 
 
 def command(
     model: Annotated[str, typer.Argument(help="Run folder, model folder, hub id or embedded asset.")],
-    prompts: Annotated[list[str], typer.Argument(help="Prompts, or files of them (.jsonl with pictures, .txt).")],
+    prompts: Annotated[
+        list[str], typer.Argument(help="Prompts, or files of them (.txt, .jsonl, .json, .csv, .tsv, .parquet).")
+    ],
     image: Annotated[
         list[Path] | None,
         typer.Option("--image", help="Picture to edit or to begin with, for every prompt; again for a second one."),
@@ -27,7 +30,9 @@ def command(
     out: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = Path("samples"),
     count: Annotated[int, typer.Option("--count", help="Samples per prompt.", min=1)] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Of the starting noise.")] = 0,
-    steps: Annotated[int | None, typer.Option("--steps", help="Denoising steps; default: the pipeline's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Denoising steps; default: the pipeline's.", min=1)
+    ] = None,
     guidance: Annotated[
         float | None, typer.Option("--guidance", help="Scale, in the pipeline's units; default: the pipeline's.")
     ] = None,
@@ -44,6 +49,8 @@ def command(
     from flowrl.models._options import guidance_arguments
     from flowrl.models._pictures import picture_arguments
 
+    if guidance is not None and not math.isfinite(guidance):
+        raise typer.BadParameter(f"--guidance {guidance}: must be a finite number")
     records = _records(prompts, image or [])
     out_folder(out)
     noise = learned_noise(Path(model))
@@ -144,6 +151,9 @@ def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:
                 f"--set {name}: {type(pipeline).__name__} takes no such argument; {suggest(name, known)}"
                 f"there are: {', '.join(known)}"
             )
+    steps = found.get("num_inference_steps", 1)
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"--set num_inference_steps={steps}: at least 1, a whole number")
     return found
 
 
@@ -154,20 +164,21 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
         ConfigError: a file that is none, a picture that cannot be read, or pictures from two sides.
     """
     from flowrl.config import ConfigError
-    from flowrl.pictures import open_picture
+    from flowrl.pictures import UNREADABLE, open_picture
+    from flowrl.promptfiles import named_as_file
     from flowrl.prompts import Prompt
     from flowrl.sources import load_prompts
 
     for file in images:
         try:
             open_picture(file)
-        # Pillow reports a broken PNG as SyntaxError, a broken header as ValueError, anything else as OSError.
-        except (OSError, SyntaxError, ValueError) as error:
+        except UNREADABLE as error:
             raise ConfigError(f"--image {str(file)!r} cannot be read as a picture: {error}") from None
     paths = tuple(str(file.resolve()) for file in images)
     records: list[Any] = []
     for word in words:
-        if Path(word).suffix not in _FILES:
+        # os.path: Path.is_file() raises of a prompt that is too long to be a name.
+        if not named_as_file(word) and not os.path.isfile(word):
             records.append(Prompt(word, {}, paths))
             continue
         for record in load_prompts(word, "prompts"):

@@ -32,11 +32,12 @@ def command(
         ),
     ] = None,
     prompts: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--prompts",
-            help="A .txt with a line per file, in file-name order, or a .jsonl of records with `prompt`, metadata and "
-            "perhaps `image`, the name of the file; without it those that `flowrl sample` wrote into its files.",
+            help="A .txt with a line per file, in file-name order, or records (.jsonl, .json, .csv, .tsv, .parquet) "
+            "with `prompt`, metadata and perhaps `image`, the name of the file; "
+            "without it those that `flowrl sample` wrote into its files.",
         ),
     ] = None,
     options: Annotated[
@@ -132,7 +133,7 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 # ---- what is scored
 
 
-def _samples(images: Path, prompts: Path | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
+def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
     """(file, prompt, metadata), in file-name order; without `prompts` those that `flowrl sample` wrote."""
     from flowrl import media
     from flowrl.config import ConfigError
@@ -156,12 +157,12 @@ def _samples(images: Path, prompts: Path | None, plans: Sequence[RewardPlan]) ->
     return samples
 
 
-def _matched(files: Sequence[Path], prompts: Path) -> list[tuple[Path, str, dict]]:
+def _matched(files: Sequence[Path], prompts: str) -> list[tuple[Path, str, dict]]:
     """Files with their prompts: by the name under "image" where every record has one, else in their order."""
     from flowrl.config import ConfigError
 
-    records = list(_lines(prompts))
-    if records and all(isinstance(record.get("image"), str) for _, record in records):
+    records = _records_of(prompts)
+    if all(isinstance(record.get("image"), str) for _, record in records):
         named = {Path(record["image"]).name: (text, record) for text, record in records}
         lacking = [file.name for file in files if file.name not in named]
         if lacking:
@@ -171,31 +172,17 @@ def _matched(files: Sequence[Path], prompts: Path) -> list[tuple[Path, str, dict
         return [(file, *named[file.name]) for file in files]
     if len(records) != len(files):
         raise ConfigError(
-            f"--prompts has {len(records)} lines for {len(files)} pictures; give one each, or records of a .jsonl with "
-            'the file\'s name under "image"'
+            f"--prompts has {len(records)} prompts for {len(files)} pictures; give one each, or records of a .jsonl or "
+            'a table with the file\'s name under "image"'
         )
     return [(file, *record) for file, record in zip(files, records, strict=True)]
 
 
-def _lines(file: Path) -> Iterator[tuple[str, dict]]:
-    """(prompt, metadata) of each line; pictures under "images" are found beside the file."""
-    from flowrl.config import ConfigError
+def _records_of(prompts: str) -> list[tuple[str, dict]]:
+    """(prompt, metadata) of each record; reference pictures under "images" are found beside the file."""
+    from flowrl.sources import Columns, load_prompts
 
-    if not file.is_file():
-        raise ConfigError(f"--prompts {file}: there is no such file")
-    lines = file.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        if file.suffix != ".jsonl":
-            yield line, {}
-            continue
-        try:
-            record = json.loads(line)
-            text = record.pop("prompt")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f'--prompts {file}, line {number}: no record with a "prompt" ({error})') from None
-        if isinstance(record.get("images"), list):
-            record["images"] = [str((file.parent / name).resolve()) for name in record["images"]]
-        yield str(text), record
+    return [(p.text, p.metadata) for p in load_prompts(prompts, "--prompts", Columns(names_sample=True))]
 
 
 def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]]) -> Iterator[dict[str, Any]]:
@@ -242,10 +229,11 @@ def _read(file: Path) -> torch.Tensor:
     """The picture or clip of a file; ConfigError where there is none."""
     from flowrl import media
     from flowrl.config import ConfigError
+    from flowrl.pictures import UNREADABLE
 
     try:
         return media.read(file)
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises
+    except UNREADABLE as error:
         raise ConfigError(f"{file.name} cannot be read: {error}") from error
 
 
@@ -268,7 +256,7 @@ def _records(
 # ---- the contract
 
 
-def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: Path | None) -> bool:
+def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: str | None) -> bool:
     """Try the contract on a reward and print what came out; whether it holds."""
     from flowrl.config import ConfigError
     from flowrl.rewardcheck import COUNT, Material, Trials, material
@@ -291,9 +279,7 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
             loaded = torch.stack(loaded)
         given = Material(loaded, [text for _, text, _ in part], [record for _, _, record in part])
     elif prompts is not None:
-        records = list(_lines(prompts))
-        if not records:
-            raise ConfigError(f"--prompts {prompts} is empty")
+        records = _records_of(prompts)
         chosen = [records[i % len(records)] for i in range(COUNT)]
         given = Material(given.images, [text for text, _ in chosen], [record for _, record in chosen])
     good = True

@@ -49,13 +49,13 @@ def natives() -> dict[str, str]:
     return {module.PIPELINE: name for name, module in modules.items()}
 
 
-def choose(path: str, revision: str | None = None) -> Choice:
-    """The adapter for `model.path`.
+def choose(path: str, revision: str | None = None, *, offline: bool = False) -> Choice:
+    """The adapter for `model.path`; `offline` reads the hub's cache here and asks for nothing.
 
     Raises:
         ModelError: nothing there, no pipeline folder, a single file, or a hub id that cannot be reached.
     """
-    read = _reader(path, revision)
+    read = _reader(path, revision, offline=offline)
     kind = read("model_index.json").get("_class_name")
     # A pipeline with code of its own names its module too.
     kind = str(kind[-1] if isinstance(kind, list) and kind else kind)
@@ -71,7 +71,7 @@ def choose(path: str, revision: str | None = None) -> Choice:
     return Choice(GENERIC, f"{native}, the native adapter of {kind}, cannot take this checkpoint")
 
 
-def _reader(path: str, revision: str | None) -> Callable[[str], dict[str, Any]]:
+def _reader(path: str, revision: str | None, *, offline: bool) -> Callable[[str], dict[str, Any]]:
     """Reads a JSON file of the model by its name in the repository."""
     folder, place = config_folder(path), Path(resolve_path(path))
     if folder is None and place.suffix == ".safetensors":
@@ -83,7 +83,7 @@ def _reader(path: str, revision: str | None) -> Callable[[str], dict[str, Any]]:
         require_folder(path)
 
     def read(name: str) -> dict[str, Any]:
-        file = folder / name if folder is not None else _download(path, name, revision)
+        file = folder / name if folder is not None else _download(path, name, revision, offline=offline)
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -95,17 +95,18 @@ def _reader(path: str, revision: str | None) -> Callable[[str], dict[str, Any]]:
     return read
 
 
-def _download(path: str, name: str, revision: str | None) -> Path:
+def _download(path: str, name: str, revision: str | None, *, offline: bool) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     why = f"model.name is left out, so the pipeline's class is read from the hub's {name}"
     try:
         with loading("model.path", path):
-            return Path(hf_hub_download(path, name, revision=revision))
+            return Path(hf_hub_download(path, name, revision=revision, local_files_only=offline))
     except ModelError as error:
         if isinstance(error.__cause__, LocalEntryNotFoundError):
-            reason = f"model.path={path!r}: the hub cannot be reached, and {name} is not in its cache here"
+            asked = "a plan asks the hub for nothing" if offline else "the hub cannot be reached"
+            reason = f"model.path={path!r}: {asked}, and {name} is not in its cache here"
         elif isinstance(error.__cause__, EntryNotFoundError):
             reason = f"model.path={path!r}: the hub's repository has no {name}"
         else:
