@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.files import writing
+from flowrl.pictures import UNREADABLE as UNREADABLE
 from flowrl.pictures import opened, plain
 
 if TYPE_CHECKING:

@@ -61,8 +61,9 @@ what they make is dropped; `{last}` is the number of the last block.
 ABOUT_PICTURES = """
 ## Pictures in a prompt record
 
-A `.jsonl` of prompts may name reference pictures or a first frame in each record, relative to the file; a `.parquet`
-file or a data set of Hugging Face (`data.prompts: hf:PATH`) may hold them in a column:
+Records of prompts (a `.jsonl`, a `.json` list, a `.csv` or `.tsv` with a header) may name reference pictures or a first
+frame, relative to the file; a `.parquet` file or a data set of Hugging Face (`data.prompts: hf:PATH`) may hold them in a
+column:
 
 ```json
 {"prompt": "make the circle blue", "image": "pictures/0001.png"}

@@ -44,13 +44,14 @@ def command(
     import torch
 
     from flowrl.commands._drawn import origin
+    from flowrl.errors import ConfigError
     from flowrl.export import learned_noise, load_run_pipeline
     from flowrl.files import out_folder
     from flowrl.models._options import guidance_arguments
     from flowrl.models._pictures import picture_arguments
 
     if guidance is not None and not math.isfinite(guidance):
-        raise typer.BadParameter(f"--guidance {guidance}: must be a finite number")
+        raise ConfigError(f"--guidance {guidance}: must be a finite number")
     records = _records(prompts, image or [])
     out_folder(out)
     noise = learned_noise(Path(model))

@@ -15,7 +15,6 @@ from flowrl import media
 from flowrl.errors import ConfigError
 from flowrl.gallery.results import Metric, paired, shared
 from flowrl.gallery.runs import Evaluation, Run
-from flowrl.pictures import UNREADABLE
 
 SELECTION_SEED = 0
 """Draws the pairs to show and breaks ties; fixed here, so that nobody chooses after having looked."""
@@ -126,7 +125,7 @@ def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1
         return None
     try:
         frames = media.read_frames(path)
-    except UNREADABLE as error:
+    except media.UNREADABLE as error:
         raise ConfigError(f"{path} is no picture ({error}); delete it: the report does without it") from error
     clip, full_size = len(frames) > 1, frames[0].size
     kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), CLIP_FRAMES)).round().astype(int)]
