@@ -62,8 +62,8 @@ ABOUT_PICTURES = """
 ## Pictures in a prompt record
 
 Records of prompts (a `.jsonl`, a `.json` list, a `.csv` or `.tsv` with a header) may name reference pictures or a first
-frame, relative to the file; a `.parquet` file or a data set of Hugging Face (`data.prompts: hf:PATH`) may hold them in a
-column:
+frame, relative to the file; a `.parquet` file or a data set of Hugging Face (`data.prompts: hf:PATH`) may hold them
+in a column:
 
 ```json
 {"prompt": "make the circle blue", "image": "pictures/0001.png"}
