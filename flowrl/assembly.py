@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -142,6 +142,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         log.warning("%s", note)
     _require_whole_groups(algorithm, resolved.slots, world)
     learned_with = (config, algorithm, Networks(policy, weights), optimizer, world, schedule)
+    learner = Learner(*learned_with, sharded=sharded, lookup=partial(_embedded, texts))
+    evaluator = _evaluator(config.eval, adapter, texts, watched, world, folder, data.held_out, sharded, learned)
     return Parts(
         resolved=resolved,
         world=world,
@@ -158,8 +160,8 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         schedule=schedule,
         sampler=sampler,
         policy=policy,
-        learner=Learner(*learned_with, sharded=sharded, lookup=partial(_embedded, texts)),
-        evaluator=_evaluator(config.eval, adapter, texts, watched, world, folder, data.held_out, sharded, learned),
+        learner=learner,
+        evaluator=replace(evaluator, remedy=learner.remedy),
         maps=_maps(algorithm, adapter, world) if training else None,
         sharded=sharded,
         learned=learned,

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages, aggregate
 from flowrl.assembly import Parts
+from flowrl.deadgroups import DeadGroups
 from flowrl.distributed import World, largest_shard, shard
+from flowrl.divergence import Health
+from flowrl.errors import Diverged, RewardError
 from flowrl.exploration import choose, fidelity
 from flowrl.initials import numbers_of
 from flowrl.metrics import Progress, Sums, Timer, log
@@ -26,6 +29,7 @@ from flowrl.prompts import Prompt, PromptSource, identity
 from flowrl.reward import Scores
 from flowrl.rollout import Noise, run
 from flowrl.schedules import Schedule
+from flowrl.tree import log_probs_on_ways
 from flowrl.types import Condition, Edges, Rollout, SampleId, Samples
 
 
@@ -67,6 +71,7 @@ class Collector:
         assert isinstance(parts.source, PromptSource)
         self.scorer, self.source = parts.scorer, parts.source
         self.weights = torch.tensor([e.weight for e in self.scorer.entries])
+        self.dead_groups = DeadGroups(self.scorer.entries)
         self.options = self.config.rollout.exploration
         self.explores, self.fidelity = self.options is not None, None
         if self.options is not None and training:
@@ -76,7 +81,7 @@ class Collector:
         """The rollout of an iteration; prompts that the method is done with are drawn no more.
 
         Raises:
-            Abandoned: on all processes; what was drawn is lost.
+            Abandoned, Diverged, RewardError: on all processes; what was drawn is lost.
         """
         parts, config = self.parts, self.config
         numbers = self.source.draw(iteration)
@@ -152,18 +157,45 @@ class Collector:
         recorded: dict[str, Any],
         batch_size: int | None = None,
     ) -> Draw:
-        """`group` samples of each prompt, decoded and scored; this process's share of them."""
+        """`group` samples of each prompt, decoded and scored; this process's share of them.
+
+        Raises:
+            Diverged, RewardError, Abandoned: on all processes.
+        """
+        found, failure = None, None
+        try:
+            found = self._drawn(text, prompts, group, plan, noise, timer, recorded, batch_size)
+        except (Diverged, RewardError, Abandoned) as error:
+            failure = error
+        self.world.agree(failure, (Diverged, RewardError, Abandoned))
+        assert found is not None
+        return found
+
+    def _drawn(
+        self,
+        text: str,
+        prompts: Sequence[Prompt],
+        group: int,
+        plan: StepPlan,
+        noise: Noise,
+        timer: Timer,
+        recorded: dict[str, Any],
+        batch_size: int | None,
+    ) -> Draw:
+        """As `_draw`, on this process alone."""
         parts, world, size = self.parts, self.world, batch_size or self.config.rollout.batch_size
         own = [SampleId(*pair) for pair in shard(len(prompts), group, world.rank, world.size, plan.leaves)]
         slots, rows = slots_and_rows(own)
-        bar = Progress(len(own), text, show=world.main)
+        bar, health = Progress(len(own), text, show=world.main), Health()
         asked = [prompts[i.slot] for i in own]
         ahead, pictures = Ahead(self.scorer, [p.text for p in asked], [p.metadata for p in asked]), list[Tensor]()
 
         def decode(start: int, x0: Tensor) -> None:
             with timer.phase("decode"):
-                pictures.append(decoded(parts.adapter, x0.to(world.device), cond, rows[start : start + len(x0)]).cpu())
-            ahead.add(pictures[-1])
+                made = decoded(parts.adapter, x0.to(world.device), cond, rows[start : start + len(x0)]).cpu()
+                pictures.append(health.seen(x0, made))
+            # Of a sharded network every forward needs all processes: what a reward raises must wait.
+            ahead.add(pictures[-1], early=not parts.sharded)
 
         try:
             with timer.phase("text"):
@@ -176,13 +208,23 @@ class Collector:
             if not ahead:
                 for start in range(0, len(own), size):
                     decode(start, samples.x0[start : start + size])
+            self._require_finite(health, noise.iteration or 0)
             with timer.phase("reward"):
                 images = torch.cat(pictures)
+                pictures.clear()  # a reward gets a copy: there are never three
                 scores = ahead.scores(images)
         finally:
             ahead.close()
             bar.close()
         return Draw(own, samples, edges, cond, rows, images, scores)
+
+    def _require_finite(self, health: Health, iteration: int) -> None:
+        """Raise Diverged where most samples are not finite; a few are told of, and have no score."""
+        if health.diverged:
+            why = self.parts.learner.remedy(trained=iteration > 1, in_decoder=health.in_decoder)
+            raise health.error(f"since iteration {iteration}", why)
+        if health.spoiled:
+            log.warning("%s; they have no score", health.told(f"in iteration {iteration}"))
 
     def _watch(self, bar: Progress, count: int) -> None:
         bar.update(count)
@@ -208,6 +250,9 @@ class Collector:
         counted = self.world.gather(self.scorer.take_counts())
         row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
         row["advantage/dead_group_share"] = float(credit.dead.float().mean())
+        text = self.dead_groups.look(rollout, credit)
+        if text is not None and self.world.main:
+            log.warning("%s", text)
         row["sample/group_spread"] = rollout.spread
         return row
 
@@ -304,18 +349,6 @@ def by_identity(world: World, ids: Sequence[SampleId], values: Tensor, prompts: 
         slot, sample = torch.tensor([[i.slot, i.sample] for i in own], dtype=torch.int64).reshape(-1, 2).T
         table[:, slot, sample] = part
     return table
-
-
-def log_probs_on_ways(edges: Edges, ids: Sequence[SampleId], plan: StepPlan) -> Tensor:
-    """Old log-probs of the steps on the way to each of B leaves of whole trees, [K, B]; NaN where none is kept."""
-    tree, leaf = plan.tree, torch.tensor([i.sample % plan.leaves for i in ids])
-    assert tree is not None
-    found, first = torch.full((len(plan), len(leaf)), torch.nan), torch.arange(len(leaf)) - leaf
-    found[edges.step, edges.sample] = edges.old_log_prob
-    for k in range(len(plan)):
-        child = tree.child(k)[leaf]
-        found[k] = torch.where(child >= 0, found[k, first + child.clamp(min=0)], torch.nan)
-    return found
 
 
 def drawn_in_step(

@@ -85,6 +85,20 @@ class World:
             raise Elsewhere(failed)
         return [value for value, _ in everyone]
 
+    def agree(self, error: Exception | None, kinds: Sequence[type[Exception]]) -> None:
+        """Leave together: where something failed on any process, the same kind of error is raised on all of them.
+
+        Args:
+            error: what failed here, of one of the kinds, whose only argument is their text; None: nothing.
+            kinds: of what may fail; if several have, the first of them is what is raised.
+        """
+        place = next((k for k, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
+        told = [each for each in self.gather(None if error is None else (place, type(error), str(error))) if each]
+        if not told:
+            return
+        _, kind, text = min(told, key=lambda each: each[0])
+        raise error if error is not None and type(error) is kind else kind(text)
+
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()

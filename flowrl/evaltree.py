@@ -35,14 +35,15 @@ from flowrl.algorithms.base import EdgeAlgorithm
 from flowrl.assembly import Parts
 from flowrl.branching import Branching
 from flowrl.checkpoint import write_atomically
-from flowrl.collect import log_probs_on_ways
+from flowrl.divergence import Health
+from flowrl.errors import Diverged, RewardError
 from flowrl.judges import build_scorer
-from flowrl.metrics import Progress
+from flowrl.metrics import Progress, log
 from flowrl.models.base import decoded
 from flowrl.plan import StepPlan
 from flowrl.prompts import identity
 from flowrl.rollout import Noise, run
-from flowrl.tree import by_path, fuse
+from flowrl.tree import by_path, fuse, log_probs_on_ways
 from flowrl.types import Rollout, SampleId
 
 LEAF_PX = 128
@@ -75,8 +76,16 @@ class EvalTree:
             bar.close()
         if stop() or not parts.world.main:
             return
-        images = self._decoded(rollout)
-        rollout, weights = self._scored(rollout, images)
+        health = Health()
+        images = health.seen(rollout.samples.x0, self._decoded(rollout))
+        try:
+            if health.spoiled:
+                raise health.error("in it", "the evaluation says more")
+            rollout, weights = self._scored(rollout, images)
+        except (Diverged, RewardError) as error:
+            # The evaluation that follows meets the same, and ends the run on all processes.
+            log.warning("the tree of %s is not drawn: %s", tag, error)
+            return
         credit, note = credited(self._copy(), rollout, weights, planned)
         columns = math.ceil(math.sqrt(len(images)))
         sheet, (height, width) = media.contact_sheet(images, columns, LEAF_PX)

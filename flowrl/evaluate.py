@@ -15,9 +15,12 @@ import torch
 from flowrl import media
 from flowrl.checkpoint import write_atomically
 from flowrl.distributed import World
+from flowrl.divergence import Health
+from flowrl.errors import Diverged, RewardError
 from flowrl.files import damaged, of_evaluation, read_object
 from flowrl.initials import numbers_of
 from flowrl.learned_noise import LearnedNoise
+from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.overlap import Beside
 from flowrl.plan import deterministic
@@ -144,6 +147,8 @@ class Evaluator:
     """Every forward, and `stop`, is then a step of all processes together."""
     learned: LearnedNoise | None = None
     """Laws that the initial noise is drawn from; None: the standard one."""
+    remedy: Callable[..., str] = lambda **known: "lower optim.learning_rate"
+    """`divergence.remedy` of this run."""
 
     def __call__(
         self,
@@ -163,6 +168,7 @@ class Evaluator:
         `agreement` judges held-out pairs, for a method that prefers pictures.
 
         Raises:
+            Diverged, RewardError: on all processes.
             Interrupted: `stop()` became true on some process; all of them raise, and no scores are written.
         """
         prompts = self.prompts[:limit]
@@ -171,6 +177,7 @@ class Evaluator:
         laws = None if self.learned is None else self.learned.drawn_from(numbers_of(self.learned, prompts))
         noise = Noise(self.seed, "eval", None, self.adapter.latent_shape(), laws=laws)
         due: list[tuple[list[SampleId], Scores]] = []
+        health, failure = Health(), None
         with Beside(self.scorer) as beside:
             for slots, counts in self._rounds(len(prompts)):
                 if stop():
@@ -180,17 +187,27 @@ class Evaluator:
                 cond = self.texts.lookup([prompts[slot] for slot in slots])
                 options = {"batch_size": self.batch_size, "device": self.world.device}
                 samples, _ = run(policy, plan, noise, ids, cond, rows, **options)
-                if not counts:
+                if not counts or failure is not None:
                     continue
                 images = decoded(self.adapter, samples.x0.to(self.world.device), cond, rows).cpu()
-                asked = [prompts[i.slot] for i in ids]
-                due += beside.add(ids, images, [p.text for p in asked], [p.metadata for p in asked])
+                images, asked = health.seen(samples.x0, images), [prompts[i.slot] for i in ids]
+                try:
+                    if not health.diverged:  # then no reward is to be blamed
+                        due += beside.add(ids, images, [p.text for p in asked], [p.metadata for p in asked])
+                except RewardError as error:
+                    failure = error
+                    if not self.sharded:  # else every forward needs all processes
+                        break
                 if save:
                     self._keep(tag, ids, images)
                 progress(len(ids))
             if self.world.any(stop()):
                 raise Interrupted
-            due += beside.rest()
+            try:
+                due += beside.rest() if failure is None else []
+            except RewardError as error:
+                failure = error
+            self.world.agree(self._diverged(health, iteration) or failure, (Diverged, RewardError))
         table = self._gather(due, len(prompts))
         texts = tuple(p.text for p in prompts)
         told = None if agreement is None else agreement()
@@ -199,6 +216,15 @@ class Evaluator:
         if save and self.world.main:
             result.save(self.folder / "eval")
         return result
+
+    def _diverged(self, health: Health, iteration: int) -> Diverged | None:
+        """The error of this process, where most of its samples are not finite; a few are told of, and have no score."""
+        if health.diverged:
+            why = self.remedy(trained=iteration > 0, in_decoder=health.in_decoder)
+            return health.error(f"after iteration {iteration}" if iteration else "before any update", why)
+        if health.spoiled:
+            log.warning("%s; they have no score", health.told(f"after iteration {iteration}"))
+        return None
 
     def _gather(self, due: Sequence[tuple[list[SampleId], Scores]], prompts: int) -> dict[str, np.ndarray]:
         """Everybody's scores: output -> [P, samples_per_prompt]."""

@@ -10,6 +10,8 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Algorithm, Networks
 from flowrl.config import RunConfig
 from flowrl.distributed import World
+from flowrl.divergence import remedy
+from flowrl.errors import Diverged
 from flowrl.initials import Initials
 from flowrl.metrics import Sums
 from flowrl.noising import Noising
@@ -55,6 +57,12 @@ class Learner:
         self.optimizer, self.world, self.schedule, self.sharded = optimizer, world, schedule, sharded
         self.evaluations = Evaluations(networks.policy.adapter.network)
         self.bad_updates = 0
+        self.grad_norm: float | None = None
+        """Of the last update."""
+
+    def remedy(self, *, trained: bool, in_decoder: bool) -> str:
+        """What is known and what to change where the model makes what is not finite; see `divergence.remedy`."""
+        return remedy(self.config, self.grad_norm, trained=trained, in_decoder=in_decoder)
 
     def update(
         self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums, *, gate: torch.dtype | None = None
@@ -122,11 +130,12 @@ class Learner:
             self.algorithm.after_update(self.optimizer.updates, self.networks.weights, means)
         if report.grad_norm == 0 and self.optimizer.updates == 1:
             raise RuntimeError("no trainable parameter got a gradient: the loss does not reach the weights")
+        self.grad_norm = report.grad_norm
         self.bad_updates = self.bad_updates + 1 if report.skipped else 0
         if self.bad_updates >= _MAX_BAD_UPDATES and scale == 1.0:
-            raise RuntimeError(
-                f"{self.bad_updates} updates in a row had a gradient that is not finite; "
-                f"lower optim.learning_rate (now {self.config.optim.learning_rate})"
+            raise Diverged(
+                f"{self.bad_updates} updates in a row had a gradient whose norm is {self.grad_norm}; "
+                f"lower optim.learning_rate (now {self.config.optim.learning_rate:g})"
             )
         sums.add("grad/norm", report.grad_norm if math.isfinite(report.grad_norm) else 0.0)
         sums.add("optim/learning_rate", report.learning_rate)

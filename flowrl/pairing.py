@@ -23,7 +23,8 @@ from flowrl.checkpoint import fsync
 from flowrl.collect import Abandoned
 from flowrl.config import ConfigError, Resolved
 from flowrl.distributed import Elsewhere, World, join
-from flowrl.errors import Stopped
+from flowrl.divergence import Health, remedy
+from flowrl.errors import Diverged, RewardFailure, Stopped
 from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.metrics import Progress, log, set_up_logging
 from flowrl.models._savings import cast_frozen
@@ -146,9 +147,11 @@ class Pairing:
         chosen = order[place : place + self.config.rollout.prompts_per_iteration]
         pictures: dict[int, Tensor] = {}
         try:
-            found = self.world.together(lambda: self._attempt(number, self._own(chosen), pictures), (RewardError,))
+            found = self.world.together(
+                lambda: self._attempt(number, self._own(chosen), pictures), (RewardError, Diverged)
+            )
         except Elsewhere as error:
-            raise RewardError(str(error)) from None
+            raise RewardFailure(str(error)) from None
         if self.world.any(bool(self.signals)):
             self._stop(folder)
         groups = {group.number: group for part in found for group in part}
@@ -184,10 +187,11 @@ class Pairing:
         rows = torch.arange(len(own)).repeat_interleave(group)
         cond = self.texts.lookup([self.prompts[prompt] for prompt in own])
         parts: list[Tensor] = []
+        health = Health()
 
         def decode(start: int, x0: Tensor) -> None:
             where = rows[start : start + len(x0)]
-            parts.append(decoded(self.adapter, x0.to(self.world.device), cond, where).cpu())
+            parts.append(health.seen(x0, decoded(self.adapter, x0.to(self.world.device), cond, where).cpu()))
 
         def watch(count: int) -> None:
             bar.update(count)
@@ -197,6 +201,9 @@ class Pairing:
         options: dict[str, Any] = {"batch_size": config.rollout.batch_size, "device": self.world.device}
         with torch.no_grad():
             run(self.policy, self.plan, noise, ids, cond, rows, **options, progress=watch, finished=decode)
+        if health.diverged:
+            why = remedy(config, None, trained=False, in_decoder=health.in_decoder)
+            raise health.error(f"in round {number + 1}", why)
         images, asked = torch.cat(parts), [self.prompts[i.slot] for i in ids]
         scores = self.scorer.score(images, [p.text for p in asked], [p.metadata for p in asked])
         groups = []

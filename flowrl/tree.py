@@ -10,6 +10,7 @@ Source: arXiv 2509.06040 (BranchGRPO), 2512.08153 (TreeGRPO), 2508.04324 (TempFl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from flowrl.branching import Branching
+from flowrl.plan import StepPlan
+from flowrl.types import Edges, SampleId
 
 Gain = Literal["whole", "long_term", "step"]
 
@@ -299,3 +302,15 @@ class DepthWindow:
         else:
             start = max(start - moved, stop)
         return range(start, min(start + self.size, last + 1))
+
+
+def log_probs_on_ways(edges: Edges, ids: Sequence[SampleId], plan: StepPlan) -> Tensor:
+    """Old log-probs of the steps on the way to each of B leaves of whole trees, [K, B]; NaN where none is kept."""
+    tree, leaf = plan.tree, torch.tensor([i.sample % plan.leaves for i in ids])
+    assert tree is not None
+    found, first = torch.full((len(plan), len(leaf)), torch.nan), torch.arange(len(leaf)) - leaf
+    found[edges.step, edges.sample] = edges.old_log_prob
+    for k in range(len(plan)):
+        child = tree.child(k)[leaf]
+        found[k] = torch.where(child >= 0, found[k, first + child.clamp(min=0)], torch.nan)
+    return found

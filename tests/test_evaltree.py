@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from flowrl import media, registry
 from flowrl.advantages import AdvantageConfig, group_advantages
 from flowrl.branching import Branching
-from flowrl.collect import log_probs_on_ways
 from flowrl.distributed import World
 from flowrl.evaltree import EvalTree
 from flowrl.history import HistoryConfig
@@ -21,7 +20,7 @@ from flowrl.prompts import Prompt, Texts
 from flowrl.reward import Card, Reward, Scorer, WeightedReward
 from flowrl.rollout import Evaluations, Noise, Policy, run
 from flowrl.runs import RunFolder
-from flowrl.tree import Scale, by_grain, by_path, depthwise, extremes, fuse, propagated
+from flowrl.tree import Scale, by_grain, by_path, depthwise, extremes, fuse, log_probs_on_ways, propagated
 from flowrl.types import SampleId
 from tests.toys import ToyAdapter, nudge
 
