@@ -1,0 +1,47 @@
+"""Runs whose model makes NaN, or whose reward fails on the way: the reason, exit code 1, and no process that waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import finish, start
+from tests.e2e.test_bad_input import command
+
+SHORT = ("iterations=3", "eval.samples_per_prompt=1", "data.max_eval_prompts=2", "checkpoint.every=9")
+WILD = ("optim.learning_rate=1e30", "optim.max_grad_norm=null")
+
+
+@pytest.mark.slow
+def test_a_run_whose_weights_overflow_says_since_when_and_what_to_lower(place, monkeypatch, capsys):
+    code, printed = command(monkeypatch, capsys, "train", "run.yaml", *SHORT, *WILD)
+    assert code == 1, printed
+    assert "since iteration 2 (8 of 8 samples): the gradient norm was" in printed
+    assert "optim.learning_rate is 1e+30, optim.max_grad_norm null; lower one of them" in printed
+    assert "Traceback" not in printed
+    assert "reward 'brightness'" not in printed
+
+
+@pytest.mark.slow
+def test_a_constant_reward_is_told_of_and_training_goes_on(place, monkeypatch, capsys):
+    (place / "same.py").write_text("def score(images, prompts, metadata):\n    return [0.5] * len(prompts)\n")
+    code, printed = command(monkeypatch, capsys, "train", "run.yaml", *SHORT, "rewards=[{path: same.py}]")
+    assert code == 0, printed
+    assert printed.count("groups of this iteration dead") == 2, "at the first and the second of three"
+    assert "'same' looks constant, with 0.5" in printed
+
+
+@pytest.mark.slow
+def test_two_processes_end_together_with_the_reason_of_the_second(place):
+    """Eight samples of an iteration on two processes: four each, which no probe and no evaluation has."""
+    (place / "mine.py").write_text(
+        "import os, sys\ndef score(images, prompts, metadata):\n"
+        "    if len(prompts) == 4 and os.environ['RANK'] == '1':\n        sys.exit(0)\n"
+        "    return images.mean(dim=(1, 2, 3))\n"
+    )
+    options = ("rewards=[{path: mine.py, isolate: false}]", *SHORT)
+    code, printed = finish(start("train", "run.yaml", "--processes", "2", *options))
+    assert code == 1, printed
+    assert "4 of 4 samples could not be scored" in printed
+    assert "SystemExit: 0 (mine.py:4)" in printed
+    assert printed.count("flowrl: ") == 1
+    assert "Traceback" not in printed
