@@ -166,6 +166,9 @@ class FakeWorld:
     def any(self, flag: bool) -> bool:
         return flag
 
+    def agree(self, error, kinds) -> None:
+        assert error is None
+
 
 def score(images, prompts, metadata) -> dict[str, torch.Tensor]:
     bonus = torch.tensor([float(m.get("bonus", 0.0)) for m in metadata])
