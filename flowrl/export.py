@@ -16,15 +16,21 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from flowrl.components import component
+from flowrl.components import Component, component
 from flowrl.config import ConfigError, load_tree
+from flowrl.files import damaged, out_folder, writing
 from flowrl.learned_noise import FILE, LearnedNoise
+from flowrl.models import sd3
+from flowrl.models._classes import pipeline_class
 from flowrl.models.base import ModelError, loading, null_components, resolve_path, torch_dtype
 from flowrl.models.weights import component_names, lora_file, lora_places, read_lora
 
@@ -56,7 +62,9 @@ def export(run: Path, layout: Format, out: Path) -> Path:
     """Write a run's weights to the folder `out`; returns the file or folder to load.
 
     Raises:
-        ConfigError: no run, nothing trained yet, or full weights asked for as a LoRA.
+        ConfigError: no run, nothing trained yet, weights that cannot be read, full weights asked for as a LoRA, kohya's
+            layout for another family than SD3; nothing is written then.
+        WriteError: the disk is full or not writable.
     """
     if learned_noise(run) is not None:
         raise ConfigError(
@@ -65,25 +73,66 @@ def export(run: Path, layout: Format, out: Path) -> Path:
         )
     saved, model = _trained(run), _model(run)
     file = lora_file(saved)
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+    if out.is_file():
+        raise ConfigError(f"--out {str(out)!r}: it is a file; give a folder, new or empty")
+    if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {str(out)!r} is not empty; name a new folder")
     if layout == "merged":
-        out.mkdir(parents=True, exist_ok=True)
-        _with_update(model, saved, merge=True).pipeline.save_pretrained(out)
+        pipeline = _with_update(model, saved, merge=True).pipeline
+        with writing(out_folder(out)):
+            pipeline.save_pretrained(out)
         return out
     if not file.is_file():
         raise ConfigError(f"{str(run)!r} trained full weights: there is no LoRA to export; use --format merged")
-    out.mkdir(parents=True, exist_ok=True)
+    if layout == "kohya":
+        _require_sd3(run, model)
+    with _reading(file):
+        tensors, settings = read_lora(file)
     if layout == "diffusers":
-        return Path(shutil.copy(file, out / file.name))
+        with writing(out_folder(out)):
+            return Path(shutil.copy(file, out / file.name))
+    return _write_kohya(tensors, settings, out, run.resolve().name)
+
+
+def _require_sd3(run: Path, model: Component) -> None:
+    """Raise ConfigError for any other family: its modules have other names, some of which look like SD3's."""
+    config = model.config
+    try:
+        kind = getattr(model.module, "PIPELINE", None) or pipeline_class(config.path, config.revision)
+    except ModelError:
+        kind = f"pipeline of a class that is not known here (model.path={config.path!r})"
+    if kind != sd3.PIPELINE:
+        raise ConfigError(
+            f"--format kohya: {str(run)!r} trained a {kind}, and names for kohya are known for {sd3.PIPELINE} only; "
+            "use --format diffusers, or merged for a whole pipeline"
+        )
+
+
+def _write_kohya(tensors: dict[str, Tensor], settings: dict[str, Any], out: Path, name: str) -> Path:
     from safetensors.torch import save_file
 
-    tensors, settings = read_lora(file)
     rank, alpha = settings["r"], settings["lora_alpha"]
     about = {"ss_network_module": "networks.lora_sd3", "ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
-    target = out / f"{run.resolve().name}.safetensors"
-    save_file(to_kohya(tensors, alpha / rank), target, metadata={"format": "pt", **about})
+    renamed, target = to_kohya(tensors, alpha / rank), out / f"{name}.safetensors"
+    with writing(out_folder(out)):
+        save_file(renamed, target, metadata={"format": "pt", **about})
     return target
+
+
+@contextmanager
+def _reading(saved: Path) -> Iterator[None]:
+    """Turn what truncated weights raise into one message."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # a RuntimeError that says nothing about the file
+        raise
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, SafetensorError) as error:
+        raise damaged(
+            saved,
+            error,
+            "the run's checkpoints are files of their own: delete it, and train with --resume and one more iteration "
+            "(iterations=N), which writes it again",
+        ) from error
 
 
 def to_kohya(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
@@ -169,10 +218,13 @@ def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
 def learned_noise(run: Path) -> LearnedNoise | None:
     """The laws of a run that learned its initial noise; None of any other run or model."""
     file = run / "adapter" / FILE
-    return LearnedNoise.load(file) if file.is_file() else None
+    if not file.is_file():
+        return None
+    with _reading(file):
+        return LearnedNoise.load(file)
 
 
-def _model(run: Path) -> Any:
+def _model(run: Path) -> Component:
     """The run's model component."""
     file = run / "config.yaml"
     if not file.is_file():
@@ -204,11 +256,13 @@ def _with_update(model: Any, saved: Path | None, *, merge: bool) -> Any:
         return adapter
     if not lora_file(saved).is_file():
         for name, network in components.items():
-            setattr(pipeline, name, type(network).from_pretrained(saved / name, dtype=dtype))
+            with _reading(saved / name):
+                setattr(pipeline, name, type(network).from_pretrained(saved / name, dtype=dtype))
         return adapter
     # Not load_lora_weights: it warns that there is nothing for the text encoders, and not every pipeline has it.
     for name, network, place in lora_places(saved, components):
-        network.load_lora_adapter(place, prefix=name, weight_name=lora_file(place).name)
+        with _reading(lora_file(place)):
+            network.load_lora_adapter(place, prefix=name, weight_name=lora_file(place).name)
         if merge:
             network.fuse_lora()
             network.unload_lora()

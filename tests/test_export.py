@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,18 +14,21 @@ import yaml
 from diffusers import StableDiffusion3Pipeline
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from flowrl import registry
 from flowrl.commands.export import command
 from flowrl.config import ConfigError
+from flowrl.errors import WriteError
 from flowrl.export import export, load_run_pipeline, to_kohya
 from flowrl.models.base import LoraSettings, ModelError
 from flowrl.models.sd3 import LORA_TARGETS, Sd3
 from flowrl.models.weights import Weights, read_lora
 from tests import tiny_sd3 as tiny
 
+FILE = "pytorch_lora_weights.safetensors"
 BLOCK_TARGETS = [*LORA_TARGETS, "attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"]
 BLOCK_TARGETS += ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "norm1.linear"]
 
@@ -197,7 +203,81 @@ def test_a_module_without_a_kohya_name_is_refused():
         to_kohya(pair, 1.0)
 
 
+def foreign_run(folder: Path, model: dict) -> Path:
+    """A run whose LoRA has module names that SD3's blocks have too."""
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    name = "transformer.transformer_blocks.0.attn.to_q.lora_"
+    tensors = {f"{name}A.weight": torch.ones(2, 4), f"{name}B.weight": torch.ones(4, 2)}
+    packed = json.dumps({"transformer.r": 2, "transformer.lora_alpha": 2})
+    save_file(tensors, folder / "adapter" / FILE, metadata={"lora_adapter_metadata": packed})
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in registry.names("models") if name not in ("sd3", "generic")])
+def test_kohyas_names_of_another_native_family_are_refused_before_anything_is_written(tmp_path, name):
+    kind = registry.load("models", name).PIPELINE
+    run = foreign_run(tmp_path / "run", {"name": name, "path": "somebody/something"})
+    with pytest.raises(ConfigError, match=rf"trained a {kind}, and names for kohya are known for StableDiffusion3Pip"):
+        export(run, "kohya", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert export(run, "diffusers", tmp_path / "out").is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken"),
+    [("StableDiffusion3Pipeline", True), ("QwenImagePipeline", False), (["own", "StableDiffusion9Pipeline"], False)],
+)
+def test_of_the_generic_adapter_the_pipelines_class_decides(tmp_path, kind, taken):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text(json.dumps({"_class_name": kind}))
+    run = foreign_run(tmp_path / "run", {"name": "generic", "path": str(tmp_path / "model")})
+    if taken:
+        assert "lora_unet_joint_blocks_0_x_block_attn_qkv.alpha" in load_file(export(run, "kohya", tmp_path / "out"))
+    else:
+        with pytest.raises(ConfigError, match=r"trained a .*Pipeline, and names for kohya"):
+            export(run, "kohya", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_of_a_model_that_is_gone_kohyas_names_are_refused(tmp_path):
+    run = foreign_run(tmp_path / "run", {"name": "generic", "path": str(tmp_path / "gone")})
+    with pytest.raises(ConfigError, match="of a class that is not known here"):
+        export(run, "kohya", tmp_path / "out")
+
+
 # ---- what can go wrong
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya", "merged"])
+@pytest.mark.parametrize("size", [0, 40, -20])
+def test_a_truncated_adapter_is_named_and_nothing_is_written(base, run, tmp_path, layout, size):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    file = copy / "adapter" / FILE
+    file.write_bytes(file.read_bytes()[:size])
+    for work in (lambda: export(copy, layout, tmp_path / "out"), lambda: load_run_pipeline(str(copy))):
+        with pytest.raises(ConfigError, match=rf"{FILE} is damaged .*; the run's checkpoints are files of their own"):
+            work()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_told(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flowrl.export.shutil.copy", full)
+        with pytest.raises(WriteError, match=r"out could not be written \(No space left on device\)"):
+            export(run, "diffusers", tmp_path / "out")
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_out_is_a_folder(run, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ConfigError, match="it is a file; give a folder"):
+        export(run, "diffusers", tmp_path / "file")
 
 
 def test_full_weights_are_no_lora(base, tmp_path):

@@ -56,9 +56,7 @@ def choose(path: str, revision: str | None = None, *, offline: bool = False) -> 
         ModelError: nothing there, no pipeline folder, a single file, or a hub id that cannot be reached.
     """
     read = _reader(path, revision, offline=offline)
-    kind = read("model_index.json").get("_class_name")
-    # A pipeline with code of its own names its module too.
-    kind = str(kind[-1] if isinstance(kind, list) and kind else kind)
+    kind = _class_name(read)
     native = natives().get(kind)
     if native is None:
         return Choice(GENERIC, f"{kind} has no native adapter")
@@ -69,6 +67,21 @@ def choose(path: str, revision: str | None = None, *, offline: bool = False) -> 
     if registry.load("models", native).takes(part):
         return Choice(native, f"{kind} is its class")
     return Choice(GENERIC, f"{native}, the native adapter of {kind}, cannot take this checkpoint")
+
+
+def pipeline_class(path: str, revision: str | None = None) -> str:
+    """Name of the pipeline's class of `model.path`.
+
+    Raises:
+        ModelError: as `choose`.
+    """
+    return _class_name(_reader(path, revision, offline=False))
+
+
+def _class_name(read: Callable[[str], dict[str, Any]]) -> str:
+    kind = read("model_index.json").get("_class_name")
+    # A pipeline with code of its own names its module too.
+    return str(kind[-1] if isinstance(kind, list) and kind else kind)
 
 
 def _reader(path: str, revision: str | None, *, offline: bool) -> Callable[[str], dict[str, Any]]:
