@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import described
+from flowrl.phases import lacking, out_of_memory
 from flowrl.scorecache import ScoreCache
 
 log = logging.getLogger("flowrl")
@@ -119,6 +120,8 @@ class Attempts:
             raise
         # A user's code may raise anything, sys.exit() included; the policy is retry, then mask.
         except (Exception, SystemExit) as error:
+            if out_of_memory(error):  # no sample's fault, and a mask would hide it
+                raise lacking(error, f"reward {self.name!r}") from error
             self.counts.failures += 1
             self.tell(f"reward {self.name!r} raised {described(error)}, {note}")
             log.debug("reward %r raised this, %s", self.name, note, exc_info=error)

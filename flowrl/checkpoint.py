@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowrl.distributed import ALONE, World
 from flowrl.errors import CheckpointError as CheckpointError
-from flowrl.errors import UnwritableCheckpoint
+from flowrl.errors import OutOfMemory, UnwritableCheckpoint
 from flowrl.files import writing
 
 FORMAT = 1
@@ -75,6 +75,8 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
         world.together(lambda: _make_empty(temporary) if world.main else None)
         parts = world.together(lambda: _write_tensors(temporary, checkpoint, world))
         world.together(lambda: _complete(temporary, target, checkpoint, parts) if world.main else None)
+    except (torch.OutOfMemoryError, OutOfMemory):  # no fault of the disk
+        raise
     except Exception as error:  # safetensors reports a full disk with an error class of its own
         if world.main:
             shutil.rmtree(temporary, ignore_errors=True)

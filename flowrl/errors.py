@@ -78,9 +78,19 @@ class WriteError(Fault, OSError):
 
 
 class OutOfMemory(Fault, RuntimeError):
-    """The device or the host had no memory left; the message says in which phase, and what lowers it."""
+    """The device or the host had no memory left; `flowrl/outofmemory.py` adds what was planned, and what lowers it."""
 
     of_one_process = True
+
+    def __init__(self, words: str, phases: list[str], advice: str = "") -> None:
+        super().__init__(words)
+        self.words, self.phases, self.advice = words, phases, advice
+
+    def __str__(self) -> str:
+        # The whole of an iteration, and what a run does besides, say nothing beside the phase in it.
+        inner, *outer = self.phases
+        where = f"{inner} ({outer[0]})" if outer and outer[0] == "evaluation" else inner
+        return f"out of memory in the phase {where}: {self.words}{self.advice}"
 
 
 class RewardError(Fault, RuntimeError):

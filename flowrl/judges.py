@@ -12,6 +12,7 @@ from flowrl.config import ConfigError, Resolved
 from flowrl.errors import described
 from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter
+from flowrl.phases import lacking, out_of_memory
 from flowrl.prompts import Prompt
 from flowrl.reward import Card, RewardError, Scorer, WeightedReward, score_once
 from flowrl.surroundings import MEND, Conduct
@@ -147,6 +148,8 @@ def _probed(
             raise
         raise RewardError(f"{error} (the model makes clips: it was given {given})") from error
     except (Exception, SystemExit) as error:  # somebody's code may raise anything
+        if out_of_memory(error):
+            raise lacking(error, f"reward {entry.name!r}") from error
         log.debug("reward %r fails on a probe batch", entry.name, exc_info=error)
         raise RewardError(
             f"reward {entry.name!r} fails on a probe batch of {given}: {described(error)}; nothing was trained"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowrl.checkpoint import write_atomically
 from flowrl.files import read_rows, writing
+from flowrl.phases import phase
 from flowrl.types import LossOutput
 
 log = logging.getLogger("flowrl")
@@ -88,9 +89,11 @@ class Timer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """See `phases.phase`, too."""
         started = time.perf_counter()
         try:
-            yield
+            with phase(name):
+                yield
         finally:
             self.seconds[name] += time.perf_counter() - started
 

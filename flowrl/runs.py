@@ -22,9 +22,14 @@ from flowrl.files import damaged, of_evaluation, read_object
 from flowrl.locate import Origin, located
 from flowrl.metrics import MetricsFile
 
+# Other batches of the same samples, with the same noise: for a run that was short of memory.
+BATCHES = (
+    *("rollout.batch_size", "optim.batch_size", "eval.batch_size", "model.gradient_checkpointing"),
+    *("model.memory.vae_slicing", "model.memory.group_offload"),
+)
 # A resumed run may be longer, save more often, lie elsewhere or on other processes, or bear more broken pictures;
 # anything else would make it another run.
-_MAY_CHANGE = ("iterations", "checkpoint", "name", "output", "model.shard", "data.pair_options.max_broken")
+_MAY_CHANGE = ("iterations", "checkpoint", "name", "output", "model.shard", "data.pair_options.max_broken", *BATCHES)
 
 
 class RunFolder:

@@ -12,7 +12,7 @@ from flowrl.distributed import Elsewhere
 from flowrl.errors import UnwritableCheckpoint
 from flowrl.files import writing
 from flowrl.metrics import log
-from flowrl.runs import versions
+from flowrl.runs import BATCHES, differences, versions
 from flowrl.sharding import rows
 
 if TYPE_CHECKING:
@@ -136,6 +136,9 @@ def restore(trainer: Trainer, iteration: int) -> None:
         log.warning(
             "%d processes before, %d now: the result is right but not bitwise the same", state["processes"], world.size
         )
+    other = [text for text in differences(state["config"], trainer.resolved.tree(), ()) if text.startswith(BATCHES)]
+    if other:
+        log.warning("%s: the result is right but not bitwise the same", "; ".join(other))
     changed = {k: v for k, v in state["versions"].items() if versions().get(k) != v}
     if changed:
         log.warning("other versions than before (%s): the result may differ in the last digits", changed)

@@ -25,6 +25,8 @@ from flowrl.evaluate import Evaluation, Interrupted
 from flowrl.given import TooManyLost
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
 from flowrl.offline import HeldOutPairs, PairCollector
+from flowrl.outofmemory import explaining
+from flowrl.phases import phase
 from flowrl.report import evaluate_base, finish
 from flowrl.reward import RewardError
 from flowrl.runs import RunFolder, provenance
@@ -62,10 +64,11 @@ class Trainer:
                 log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
             handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
             try:
-                self.agree(self._load)
-                if self.start:
-                    state.restore(self, self.start)
-                return self._loop()
+                with explaining(self.resolved, self.world):
+                    self.agree(self._load)
+                    if self.start:
+                        state.restore(self, self.start)
+                    return self._loop()
             except Interrupted:
                 self._stop(self.iteration)
             finally:
@@ -79,13 +82,14 @@ class Trainer:
         """Evaluate the untouched model, or the newest checkpoint of a run folder, into `out`."""
         self.world, self.folder, self.start = join(), RunFolder(out), 0
         set_up_logging(None, main=self.world.main)
-        self._load(training=False)
-        if run is not None:
-            saved = checkpoint.available(run / "checkpoints")
-            if not saved:
-                raise ConfigError(f"{run} holds no checkpoint to evaluate")
-            state.load(self, run / "checkpoints", saved[-1])
-        return self.evaluate("evaluation", judge=run is not None, tree=False)
+        with explaining(self.resolved, self.world):
+            self._load(training=False)
+            if run is not None:
+                saved = checkpoint.available(run / "checkpoints")
+                if not saved:
+                    raise ConfigError(f"{run} holds no checkpoint to evaluate")
+                state.load(self, run / "checkpoints", saved[-1])
+            return self.evaluate("evaluation", judge=run is not None, tree=False)
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Do something on every process; if it fails anywhere with a user's error, all stop with it."""
@@ -111,7 +115,8 @@ class Trainer:
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        parts = assemble(self.resolved, self.world, self.folder.path, training=training)
+        with phase("loading"):
+            parts = assemble(self.resolved, self.world, self.folder.path, training=training)
         self.source, self.texts = parts.source, parts.texts
         self.scorer, self.watched = parts.scorer, parts.watched
         self.adapter, self.weights, self.dtype = parts.adapter, parts.weights, parts.dtype
@@ -173,7 +178,7 @@ class Trainer:
         options.setdefault("guidance_scale", self.eval_guidance)
         steps = config.eval.num_inference_steps or config.rollout.num_inference_steps
         total = len(self.evaluator.prompts[:limit]) * config.eval.samples_per_prompt // self.world.size
-        with self.weights.using(self.optimizer.role):
+        with phase("evaluation"), self.weights.using(self.optimizer.role):
             if tree:  # before the scores: an evaluation that is there has its tree, whenever a signal came
                 self.tree(tag, self.iteration, self._signalled)
             bar = Progress(total, f"evaluating {tag}", show=self.world.main)

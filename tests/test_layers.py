@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "optim",
         *("preferences", "pairdata", "labels", "records", "pairing", "pairplan", "pairfolder"),
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
-        *("meter", "fewbits", "export", "assembly", "media", "sharding", "state", "components"),
+        *("meter", "fewbits", "export", "assembly", "outofmemory", "media", "sharding", "state", "components"),
         *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall", "locate"),
         *("divergence", "deadgroups", "promptfiles", "places"),
         "rewards",
@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("reward", "onecall", "attempts", "scorecache", "overlap", "threads", "surroundings"),
     ),
     ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
-    ("errors", "files", "paths", "types", "rng", "registry", "shapes", "embedded", "pictures"),
+    ("errors", "files", "phases", "units", "paths", "types", "rng", "registry", "shapes", "embedded", "pictures"),
 )
 TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives")
 FOR_REWARDS = {

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowrl.units import operations, size
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -354,27 +356,3 @@ def _table(*columns: str) -> Table:
     for number, name in enumerate(columns):
         table.add_column(name, justify="left" if number == 0 else "right")
     return table
-
-
-def size(count: float | None) -> str:
-    """Bytes for people.
-
-    >>> size(3 * 2**29), size(1_683_456), size(10_752)
-    ('1.50 GiB', '1.6 MiB', '10.5 KiB')
-    """
-    if count is None:
-        return "not known"
-    if count >= 2**30:
-        return f"{count / 2**30:,.2f} GiB"
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
-
-
-def operations(count: float | None) -> str:
-    """Floating-point operations for people.
-
-    >>> operations(5.18e16), operations(9.1e10)
-    ('51.8 PFLOP', '0.091 TFLOP')
-    """
-    if count is None:
-        return "not known"
-    return f"{count / 1e15:.3g} PFLOP" if count >= 1e15 else f"{count / 1e12:.3g} TFLOP"
