@@ -30,8 +30,10 @@ from flowrl.metrics import Progress, log, set_up_logging
 from flowrl.models._savings import cast_frozen
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.models.weights import Weights, component_names
+from flowrl.outofmemory import explaining
 from flowrl.pairfolder import PICTURES, Done, PairFolder
 from flowrl.pairplan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
+from flowrl.phases import phase
 from flowrl.prompts import Prompt, Texts, require_pictures
 from flowrl.reward import RewardError, Scorer, Scores
 from flowrl.rng import derive, permutation
@@ -191,7 +193,8 @@ class Pairing:
 
         def decode(start: int, x0: Tensor) -> None:
             where = rows[start : start + len(x0)]
-            parts.append(health.seen(x0, decoded(self.adapter, x0.to(self.world.device), cond, where).cpu()))
+            with phase("decode"):
+                parts.append(health.seen(x0, decoded(self.adapter, x0.to(self.world.device), cond, where).cpu()))
 
         def watch(count: int) -> None:
             bar.update(count)
@@ -199,7 +202,7 @@ class Pairing:
                 raise Abandoned
 
         options: dict[str, Any] = {"batch_size": config.rollout.batch_size, "device": self.world.device}
-        with torch.no_grad():
+        with torch.no_grad(), phase("rollout"):
             run(self.policy, self.plan, noise, ids, cond, rows, **options, progress=watch, finished=decode)
         if health.diverged:
             why = remedy(config, None, trained=False, in_decoder=health.in_decoder)
@@ -297,8 +300,10 @@ def make(resolved: Resolved, wanted: Wanted, out: Path) -> Done:
             if folder.done.groups and world.main:
                 log.info("going on behind %s", folder.done)
             ready: list[Pairing] = []
-            _agree(world, lambda: ready.append(Pairing(resolved, prompts, wanted, world)))
-            ready[0].fill(folder)
+            with explaining(resolved, world):
+                with phase("loading"):
+                    _agree(world, lambda: ready.append(Pairing(resolved, prompts, wanted, world)))
+                ready[0].fill(folder)
         return folder.done
     finally:
         lock.unlock()

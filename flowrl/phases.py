@@ -14,9 +14,9 @@ _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory"
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
+def phase(name: str, advice: str = "") -> Iterator[None]:
     """A part of a run; lack of memory inside it is raised as `OutOfMemory` with the phases that it left, innermost
-    first."""
+    first, and with `advice` where a command has its own."""
     try:
         yield
     except OutOfMemory as error:
@@ -25,7 +25,7 @@ def phase(name: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise lacking(error, name) from error
+        raise lacking(error, name, advice) from error
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -38,8 +38,8 @@ def out_of_memory(error: BaseException) -> bool:
     return type(error).__module__ in ("builtins", "torch") and any(words in str(error) for words in _WORDS)
 
 
-def lacking(error: BaseException, name: str) -> OutOfMemory:
+def lacking(error: BaseException, name: str, advice: str = "") -> OutOfMemory:
     """A lack of memory with the phase that it was in; `name` may be a reward's."""
     # torch goes on with advice about its allocator, and on a GPU with a C++ trace.
     words = ". ".join(str(error).split("\n", 1)[0].split(". ")[:3]).rstrip(". ")
-    return OutOfMemory(words or type(error).__name__, [name])
+    return OutOfMemory(words or type(error).__name__, [name], advice)

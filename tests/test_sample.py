@@ -213,6 +213,18 @@ def test_a_picture_says_how_it_was_drawn_and_is_scored_by_its_prompt(draw, monke
     assert json.loads(printed.splitlines()[0])["words"] == 18
 
 
+def test_without_memory_the_command_says_so(draw, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("flowrl.commands.sample._draw", fail)
+    code, printed = draw("flux", "a red circle")
+    assert code == 1
+    assert (
+        "flowrl: out of memory in the phase sampling: CUDA out of memory. Tried to allocate 2.00 GiB; smal" in printed
+    )
+
+
 def test_a_clip_has_the_same_beside_it(draw):
     assert draw("wan_image", "a", "--image", "red.png", "--set", "num_frames=5", tokens=512)[0] == 0
     clip = drawn("00000-0", "webp")

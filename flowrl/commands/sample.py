@@ -49,6 +49,7 @@ def command(
     from flowrl.files import out_folder
     from flowrl.models._options import guidance_arguments
     from flowrl.models._pictures import picture_arguments
+    from flowrl.phases import phase
 
     if guidance is not None and not math.isfinite(guidance):
         raise ConfigError(f"--guidance {guidance}: must be a finite number")
@@ -56,17 +57,21 @@ def command(
     out_folder(out)
     noise = learned_noise(Path(model))
     laws = None if noise is None else _laws(noise, records)
-    pipeline, call = load_run_pipeline(model)
+    with phase("loading"):
+        pipeline, call = load_run_pipeline(model)
     for record in records:
         picture_arguments(pipeline, record.pictures)
-    pipeline.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    with phase("loading"):
+        pipeline.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     pipeline.set_progress_bar_config(disable=True)
     if steps is not None:
         call["num_inference_steps"] = steps
     if guidance is not None:
         call |= guidance_arguments(pipeline, guidance, call)
     call |= _settings(pipeline, options or [])
-    _draw(pipeline, call, records, origin(model, pipeline, call, guidance), laws, out, count, seed)
+    made = origin(model, pipeline, call, guidance)
+    with phase("sampling", "; smaller pictures (--set height=512 --set width=512) and clips of fewer frames take less"):
+        _draw(pipeline, call, records, made, laws, out, count, seed)
 
 
 def _draw(
