@@ -285,23 +285,15 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
         raise ConfigError(f"{where}: give either name or path (your own .py file); names: {known}")
     entry = validate(RewardEntry, {k: v for k, v in options.items() if k in common}, where)
     own = {k: v for k, v in options.items() if k not in common}
-    name, conduct = entry.path if entry.path is not None else entry.name, Conduct()
-    try:
-        if entry.path is not None and not entry.path.endswith(".py"):
-            raise registry.UnknownName(f"path={entry.path!r} must be a .py file; use name for a module")
-        with kept(conduct, numbers=False):
-            module = registry.load("rewards", name)
-    except registry.UnknownName as error:
-        raise ConfigError(f"{where}: {error}") from None
-    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is run
-        log.debug("%s: %s cannot be imported", where, name, exc_info=error)
-        raise ConfigError(f"{where}: {name} cannot be imported: {described(error)}") from error
-    _require_kept(conduct, f"{where}: {name}, when it is imported,", module)
-    clash = registry.collision("rewards", str(name))
+    name = str(entry.name if entry.path is None else entry.path)
+    if entry.path is not None and not entry.path.endswith(".py"):
+        raise ConfigError(f"{where}: path={entry.path!r} must be a .py file; use name for a module")
+    module = imported(name, where)
+    clash = registry.collision("rewards", name)
     if clash is not None:
         log.warning("%s: %s", where, clash)
     if hasattr(module, "build"):
-        return RewardPlan(entry, module, validate(_config_class(module, where, str(name)), own, where))
+        return RewardPlan(entry, module, validate(_config_class(module, where, name), own, where))
     if not callable(getattr(module, "score", None)):
         raise ConfigError(f"{where}: {name} defines neither score(images, prompts, metadata) nor build(config)")
     if own:
@@ -311,6 +303,25 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
             f"{', '.join(sorted(common))}"
         )
     return RewardPlan(entry, module, None)
+
+
+def imported(name: str, where: str) -> ModuleType:
+    """The module of a reward.
+
+    Raises:
+        ConfigError: there is none, it raises, or it leaves the process changed.
+    """
+    conduct = Conduct()
+    try:
+        with kept(conduct, numbers=False):
+            module = registry.load("rewards", name)
+    except registry.UnknownName as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is run
+        log.debug("%s: %s cannot be imported", where, name, exc_info=error)
+        raise ConfigError(f"{where}: {name} cannot be imported: {described(error)}") from error
+    _require_kept(conduct, f"{where}: {name}, when it is imported,", module)
+    return module
 
 
 def _require_kept(conduct: Conduct, what: str, module: ModuleType) -> None:

@@ -373,3 +373,14 @@ def test_a_picture_that_is_not_finite_is_shown_to_no_reward_and_blamed_on_none(v
     assert sizes == ([3] if cached else [3, 3])
     assert scorer.take_counts()["mine_failures"] == 0
     assert told == ["1 of 4 pictures hold NaN or inf, so they have no score"] * 2
+
+
+def test_neither_doctor_nor_the_list_ends_well_by_a_rewards_sys_exit(tmp_path, capsys):
+    from flowrl.commands.doctor import _report
+    from flowrl.commands.list import _show
+
+    assert not _report("reward mine", lambda: leaves((), (), ()))
+    assert "FAIL  reward mine: SystemExit: 0 (test_surroundings.py:" in capsys.readouterr().out
+    (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"mine.py cannot be imported: SystemExit: 0 \(mine.py:2\)"):
+        _show(str(tmp_path / "mine.py"))

@@ -51,10 +51,13 @@ def _model(resolved) -> str:
 
 
 def _report(what: str, check) -> bool:
+    from flowrl.errors import Fault, described
+
     try:
         print(f"ok    {what}: {check()}")
-    except Exception as error:  # the whole point is to name whatever goes wrong
-        print(f"FAIL  {what}: {type(error).__name__}: {error}")
+    except (Exception, SystemExit) as error:  # the whole point is to name whatever goes wrong
+        told = error if isinstance(error, Fault) else described(error)
+        print(f"FAIL  {what}: {told}")
         return False
     return True
 

@@ -110,14 +110,15 @@ def span(card: Card) -> str:
 
 def _rewards() -> Iterator[tuple[str, ...]]:
     from flowrl import registry
+    from flowrl.errors import described
 
     builtin = registry.names("rewards")
     for name in (*builtin, *(each for each in registry.plugins("rewards") if each not in builtin)):
         try:
             module = registry.load("rewards", name)
             card = getattr(module, "CARD", None)
-        except Exception as error:  # a package's plug-in may fail in any way; the others are listed still
-            yield (name, "", f"cannot be imported: {type(error).__name__}: {error}", *[""] * (len(COLUMNS) - 2))
+        except (Exception, SystemExit) as error:  # a package's plug-in may fail in any way; the others are listed still
+            yield (name, "", f"cannot be imported: {described(error)}", *[""] * (len(COLUMNS) - 2))
             continue
         level = getattr(module, "LEVEL", "experimental")
         yield (name, *cells(card)) if card else (name, level, "(no CARD)", *[""] * (len(COLUMNS) - 2))
@@ -127,10 +128,10 @@ def _show(name: str) -> None:
     """The whole card and the reward's own options with their defaults."""
     import dataclasses
 
-    from flowrl import registry
+    from flowrl.components import imported
     from flowrl.config import ConfigError
 
-    module = registry.load("rewards", name)
+    module = imported(name, "flowrl list rewards")
     card = getattr(module, "CARD", None)
     if card is None:
         raise ConfigError(f"the reward {name!r} declares no CARD, so nothing is known of it before it is built")
