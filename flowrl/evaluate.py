@@ -1,4 +1,4 @@
-"""Fixed-seed evaluation and its statistics: the same prompts and noise before and after, intervals over prompts."""
+"""Fixed-seed evaluation: the same prompts and noise before and after; flowrl/statistics.py makes numbers of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.overlap import Beside
 from flowrl.plan import deterministic
-from flowrl.prompts import Prompt, Texts
+from flowrl.prompts import Prompt, Texts, distinct_numbers, identity
 from flowrl.reward import Scorer, Scores
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers.ode import Ode
+from flowrl.statistics import interval
 from flowrl.types import SampleId
-
-BOOTSTRAP = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,13 @@ class Evaluation:
     seeds: int
     scores: dict[str, np.ndarray]
     agreement: Agreement | None = None
+    distinct: tuple[int, ...] | None = None
+    """[P] number of the distinct prompt; None: texts tell (files of older versions)."""
+
+    @property
+    def groups(self) -> np.ndarray:
+        """[P] int64, counted from 0 in order: prompts of one number are the same, and no independent draws."""
+        return np.asarray(distinct_numbers(self.prompts) if self.distinct is None else self.distinct, dtype=np.int64)
 
     def save(self, folder: Path) -> None:
         """`eval/<tag>.json`."""
@@ -75,6 +81,7 @@ class Evaluation:
             "num_inference_steps": self.num_inference_steps,
             "seeds": list(range(self.seeds)),
             "prompts": list(self.prompts),
+            "distinct": self.groups.tolist(),
             "scores": {name: [_plain(row) for row in table] for name, table in self.scores.items()},
             "images": f"eval/{self.tag}",
         }
@@ -107,6 +114,8 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
     for name, table in scores.items():
         if len(table) != len(prompts) or (prompts and table.shape != (len(prompts), seeds)):
             raise ValueError(f"scores.{name} is {list(table.shape)} for {len(prompts)} prompts and {seeds} seeds")
+    if len(record.get("distinct", prompts)) != len(prompts):
+        raise ValueError(f"distinct has {len(record['distinct'])} numbers for {len(prompts)} prompts")
     return Evaluation(
         tag=record["tag"],
         iteration=int(record["iteration"]),
@@ -116,12 +125,13 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
         seeds=seeds,
         scores=scores,
         agreement=agreement,
+        distinct=tuple(map(int, record["distinct"])) if "distinct" in record else None,
     )
 
 
 def _plain(values: np.ndarray) -> list[float | None]:
-    """NaN is not JSON."""
-    return [None if np.isnan(v) else round(float(v), 6) for v in values]
+    """Every digit, so that a number made from the file is bitwise the one made in memory; NaN is not JSON."""
+    return [None if np.isnan(v) else float(v) for v in values]
 
 
 class Interrupted(Exception):
@@ -210,9 +220,10 @@ class Evaluator:
             self.world.agree(self._diverged(health, iteration) or failure, (Diverged, RewardError))
         table = self._gather(due, len(prompts))
         texts = tuple(p.text for p in prompts)
+        distinct = tuple(distinct_numbers([identity(p) for p in prompts]))
         told = None if agreement is None else agreement()
         settings = (tag, iteration, guidance_scale, num_inference_steps)
-        result = Evaluation(*settings, texts, self.samples_per_prompt, table, told)
+        result = Evaluation(*settings, texts, self.samples_per_prompt, table, told, distinct)
         if save and self.world.main:
             result.save(self.folder / "eval")
         return result
@@ -259,101 +270,3 @@ class Evaluator:
         for i, image in zip(ids, images, strict=True):
             if self.save_images is None or i.slot < self.save_images:
                 media.write(image, target / f"{i.slot:05d}-{i.sample}")
-
-
-def interval(per_prompt: np.ndarray, groups: np.ndarray | None = None, seed: int = 0) -> dict[str, float]:
-    """Mean and 95 % percentile bootstrap over prompts of [P] values; NaN prompts are left out and n says so.
-
-    With `groups` [P] the bootstrap draws whole groups: values of one are not independent.
-
-    >>> interval(np.asarray([0.5, 0.5]))
-    {'mean': 0.5, 'low': 0.5, 'high': 0.5, 'n': 2}
-    """
-    valid = ~np.isnan(per_prompt)
-    values = per_prompt[valid]
-    if not len(values):
-        return {"mean": float("nan"), "low": float("nan"), "high": float("nan"), "n": 0}
-    rng = np.random.default_rng(seed)
-    means = np.empty(BOOTSTRAP)
-    place = np.arange(len(values)) if groups is None else np.unique(groups[valid], return_inverse=True)[1]
-    count = np.bincount(place)
-    total = np.bincount(place, values)
-    for start in range(0, BOOTSTRAP, 1000):
-        rows = rng.integers(len(count), size=(1000, len(count)))
-        means[start : start + 1000] = total[rows].sum(axis=1) / count[rows].sum(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return {"mean": float(values.mean()), "low": float(low), "high": float(high), "n": len(values)}
-
-
-def _prompt_means(table: np.ndarray) -> np.ndarray:
-    """Mean over seeds, [P]; NaN where no seed was scored."""
-    valid = ~np.isnan(table)
-    count = valid.sum(axis=1)
-    total = np.where(valid, table, 0.0).sum(axis=1)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-def summary(evaluation: Evaluation) -> dict[str, dict[str, float]]:
-    """Metric -> mean with interval."""
-    return {name: interval(_prompt_means(table)) for name, table in evaluation.scores.items()}
-
-
-def difference(base: Evaluation, tuned: Evaluation) -> dict[str, dict[str, float]]:
-    """Metric -> paired difference tuned - base with interval; both must hold the same prompts and seeds."""
-    common = [name for name in base.scores if name in tuned.scores]
-    return {name: interval(_prompt_means(_paired(base, tuned, name))) for name in common}
-
-
-def _paired(base: Evaluation, tuned: Evaluation, metric: str) -> np.ndarray:
-    """tuned - base of every prompt and seed, [P, S].
-
-    Raises:
-        ValueError: the two hold others.
-    """
-    if base.prompts != tuned.prompts:
-        raise ValueError("a paired difference needs the same prompts in both evaluations")
-    before, after = base.scores[metric], tuned.scores[metric]
-    if before.shape != after.shape:
-        raise ValueError(
-            f"a paired difference needs the same seeds in both evaluations: {metric} has {before.shape[1]} and "
-            f"{after.shape[1]} per prompt"
-        )
-    return after - before
-
-
-def win_rate(
-    base: Evaluation, tuned: Evaluation, metric: str, *, higher_is_better: bool = True, seed: int = 0
-) -> dict[str, float]:
-    """How often the tuned picture beats the base's of the same prompt and seed; equal scores are ties, kept apart.
-
-    Args:
-        base: before training.
-        tuned: after it, of the same prompts and seeds.
-        metric: what decides.
-        higher_is_better: of it.
-        seed: of the bootstrap.
-
-    Returns:
-        `rate` = wins / (wins + losses) with its 95 % percentile bootstrap `low`, `high` over prompts (whose seeds
-        belong together), `n` pairs that are not tied, `wins`, `losses`, `ties`, and `tie_rate` of all that both have
-        scored.
-
-    Raises:
-        ValueError: other prompts or seeds.
-    """
-    change = _paired(base, tuned, metric) * (1 if higher_is_better else -1)
-    # Scores are saved with six digits, and one of the two may come from its file.
-    wins, losses, ties = (part.sum(axis=1) for part in (change > 1e-6, change < -1e-6, abs(change) <= 1e-6))
-    decided = int(wins.sum() + losses.sum())
-    result = {"wins": int(wins.sum()), "losses": int(losses.sum()), "ties": int(ties.sum()), "n": decided}
-    result["tie_rate"] = result["ties"] / max(decided + result["ties"], 1)
-    if not decided:
-        return result | {"rate": float("nan"), "low": float("nan"), "high": float("nan")}
-    rng, rates = np.random.default_rng(seed), np.empty(BOOTSTRAP)
-    for start in range(0, BOOTSTRAP, 1000):
-        rows = rng.integers(len(wins), size=(1000, len(wins)))
-        won, lost = wins[rows].sum(axis=1), losses[rows].sum(axis=1)
-        # A resample of ties alone decides nothing: half.
-        rates[start : start + 1000] = np.where(won + lost > 0, won / np.maximum(won + lost, 1), 0.5)
-    low, high = np.percentile(rates, [2.5, 97.5])
-    return result | {"rate": result["wins"] / decided, "low": float(low), "high": float(high)}

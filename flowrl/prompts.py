@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,5 +147,15 @@ class Texts:
 
 
 def identity(prompt: str | Prompt) -> tuple[str, tuple[str, ...]]:
-    """What an embedding, and a learned law, depends on: text and pictures."""
+    """What an embedding, and a learned law, depends on: text and pictures. Prompts that share it are one prompt."""
     return (prompt, ()) if isinstance(prompt, str) else (prompt.text, prompt.pictures)
+
+
+def distinct_numbers(keys: Sequence[Hashable]) -> list[int]:
+    """Number of each key among the distinct ones, from 0 in order of appearance.
+
+    >>> distinct_numbers(["a cat", "a dog", "a cat"])
+    [0, 1, 0]
+    """
+    seen: dict[Hashable, int] = {}
+    return [seen.setdefault(key, len(seen)) for key in keys]

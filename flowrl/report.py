@@ -6,10 +6,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
-from flowrl.evaluate import Evaluation, difference, summary, win_rate
+from flowrl.evaluate import Evaluation
 from flowrl.gallery import build as build_gallery
 from flowrl.metrics import log
 from flowrl.reward import WeightedReward
+from flowrl.statistics import difference, summary, win_rate
 
 if TYPE_CHECKING:
     from flowrl.trainer import Trainer

@@ -15,7 +15,7 @@ from scipy.stats import rankdata, spearmanr
 from torch import Tensor
 
 from flowrl import shapes
-from flowrl.evaluate import interval
+from flowrl.statistics import interval
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 CAPTIONS, GROUP = 128, 16

@@ -32,10 +32,11 @@ import torch
 
 from flowrl.config import load_config, resolve
 from flowrl.distributed import join
-from flowrl.evaluate import Evaluation, interval
+from flowrl.evaluate import Evaluation
 from flowrl.metrics import set_up_logging
 from flowrl.rng import derive
 from flowrl.runs import RunFolder
+from flowrl.statistics import interval
 from flowrl.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from flowrl import evaluate
+from flowrl import statistics
 from flowrl.distributed import World
-from flowrl.evaluate import Agreement, Evaluation, Evaluator, Interrupted, difference, interval, summary, win_rate
-from flowrl.prompts import Prompt, Texts
+from flowrl.evaluate import Agreement, Evaluation, Evaluator, Interrupted
+from flowrl.prompts import Prompt, Texts, distinct_numbers, identity
 from flowrl.reward import Card, Reward, Scorer, WeightedReward
+from flowrl.statistics import difference, interval, summary, win_rate
 from tests.toys import ToyAdapter, nudge
 
 NAN = float("nan")
@@ -41,7 +42,7 @@ def coverage(draw, truth: float, size: int, runs: int = 300) -> float:
 )
 def test_the_interval_covers_the_true_mean_as_often_as_it_says(monkeypatch, draw, truth):
     # A percentile bootstrap of 100 values covers 94 to 95 %; 300 runs scatter by 1.3 % (3 standard errors: 3.8 %).
-    monkeypatch.setattr(evaluate, "BOOTSTRAP", 1000)
+    monkeypatch.setattr(statistics, "BOOTSTRAP", 1000)
     assert 0.905 <= coverage(draw, truth, 100) <= 0.985
 
 
@@ -133,8 +134,61 @@ def test_evaluations_of_other_prompts_or_seeds_cannot_be_paired():
         difference(base, record("tuned", a=np.zeros((3, 1))))
 
 
+def duplicated(evaluation: Evaluation, copies: int) -> Evaluation:
+    """Every prompt so many times, in a list that is gone through anew."""
+    scores = {name: np.concatenate([table] * copies) for name, table in evaluation.scores.items()}
+    return replace(evaluation, prompts=evaluation.prompts * copies, scores=scores)
+
+
+def test_a_prompt_that_stands_in_the_list_several_times_counts_once():
+    rng = np.random.default_rng(0)
+    base = record("base", a=(rng.random((50, 2)) < 0.4).astype(float))
+    tuned = record("tuned", a=(rng.random((50, 2)) < 0.6).astype(float))
+    for of in (lambda one, other: summary(other)["a"], lambda one, other: difference(one, other)["a"]):
+        once, often = of(base, tuned), of(duplicated(base, 4), duplicated(tuned, 4))
+        assert (often["n"], often["low"], often["high"]) == (50, once["low"], once["high"])
+        assert often["mean"] == pytest.approx(once["mean"])
+    once, often = win_rate(base, tuned, "a"), win_rate(duplicated(base, 4), duplicated(tuned, 4), "a")
+    assert [often[k] for k in ("rate", "low", "high")] == [once[k] for k in ("rate", "low", "high")]
+    assert often["n"] == 4 * once["n"]  # of pictures
+
+
+def test_without_duplicates_the_prompts_are_resampled_as_they_stand():
+    table = np.random.default_rng(0).normal(size=(40, 2))
+    table[3] = NAN
+    means = (table[:, 0] + table[:, 1]) / 2
+    assert summary(record("base", a=table))["a"] == interval(means)
+
+
+def test_duplicates_of_a_failed_prompt_are_no_prompt_that_was_scored():
+    found = record("base", a=[[0.0], [NAN], [1.0], [NAN]])
+    assert summary(replace(found, prompts=("a", "b", "a", "b")))["a"]["n"] == 1
+
+
+def test_what_was_saved_gives_bitwise_the_same_numbers(tmp_path):
+    """A resumed run reads its base from the file, a run in one piece has it in memory."""
+    rng = np.random.default_rng(1)
+    base, tuned = (record(tag, a=rng.random((20, 2)), b=1e-7 * rng.random((20, 2))) for tag in ("base", "tuned"))
+    for found in (base, tuned):
+        found.save(tmp_path)
+    loaded = [Evaluation.load(tmp_path / f"{tag}.json") for tag in ("base", "tuned")]
+    assert summary(loaded[1]) == summary(tuned)
+    assert difference(*loaded) == difference(base, tuned)
+    assert win_rate(*loaded, "a") == win_rate(base, tuned, "a")
+
+
+def test_files_of_older_versions_are_read_and_their_texts_tell_duplicates(tmp_path):
+    old = {"tag": "base", "iteration": 0, "guidance_scale": 1.0, "num_inference_steps": 10, "seeds": [0]}
+    old |= {"prompts": ["a", "b", "a"], "scores": {"a": [[0.123457], [None], [1.0]]}, "images": "eval/base"}
+    (tmp_path / "base.json").write_text(json.dumps(old))
+    found = Evaluation.load(tmp_path / "base.json")
+    assert found.groups.tolist() == [0, 1, 0]
+    assert found.scores["a"][0, 0] == 0.123457
+
+
 def test_an_evaluation_is_read_back_as_it_was_written(tmp_path):
-    before = record("tuned", a=[[0.123456, NAN], [-2.0, 1e3]], b=[[0.0, 1.0], [1.0, 0.0]])
+    before = record("tuned", a=[[1 / 3, NAN], [-2.0, 1e3]], b=[[0.0, 1.0], [1.0, 0.0]])
+    before = replace(before, distinct=(0, 0))
     before.save(tmp_path)
     text = (tmp_path / "tuned.json").read_text()
     json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
@@ -142,6 +196,7 @@ def test_an_evaluation_is_read_back_as_it_was_written(tmp_path):
     for name in ("a", "b"):
         np.testing.assert_array_equal(found.scores[name], before.scores[name])
     assert (found.tag, found.prompts, found.num_inference_steps) == ("tuned", before.prompts, 10)
+    assert found.groups.tolist() == [0, 0]
     assert json.loads(text)["seeds"] == [0, 1]
 
 
@@ -230,6 +285,14 @@ def test_scores_belong_to_their_prompts_and_their_metadata(tmp_path):
     assert np.floor(found.scores["light"]).tolist() == [[float(k)] * 2 for k in range(5)]
 
 
+def test_prompts_are_the_same_by_text_and_pictures_whatever_else_their_records_say(tmp_path):
+    which = evaluator(tmp_path, ToyAdapter())
+    records = (("a", ()), ("b", ()), ("a", ()), ("a", ("x.png",)))
+    prompts = tuple(Prompt(text, {"bonus": k}, pictures) for k, (text, pictures) in enumerate(records))
+    assert call(replace(which, prompts=prompts[:3]), limit=3).distinct == (0, 1, 0)
+    assert distinct_numbers([identity(prompt) for prompt in prompts]) == [0, 1, 0, 2]
+
+
 def test_seeds_of_a_prompt_differ_and_do_not_depend_on_how_many_there_are(tmp_path):
     two = call(evaluator(tmp_path, ToyAdapter())).scores["light"]
     three = call(evaluator(tmp_path, ToyAdapter(), samples_per_prompt=3)).scores["light"]
@@ -297,10 +360,11 @@ def test_wins_and_losses_are_of_the_same_prompt_and_seed_and_ties_are_apart():
 
 
 def test_scores_that_went_through_a_file_are_still_ties(tmp_path):
-    """A third has more digits than are saved."""
+    """A third has more digits than older versions saved."""
     before, after = record("base", a=[[1 / 3], [2 / 3]]), record("tuned", a=[[1 / 3], [2 / 3]])
     before.save(tmp_path)
     assert win_rate(Evaluation.load(tmp_path / "base.json"), after, "a")["ties"] == 2
+    assert win_rate(record("base", a=[[0.333333], [0.666667]]), after, "a")["ties"] == 2
 
 
 def test_the_interval_of_a_win_rate_resamples_prompts_and_not_pictures():

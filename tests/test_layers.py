@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("distributed", "metrics", "prompts", "sources", "config", "checks", "strict", "runs", "report", "memory"),
         *("meter", "fewbits", "export", "assembly", "outofmemory", "media", "sharding", "state", "components"),
         *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall", "locate"),
-        *("divergence", "deadgroups", "promptfiles", "places"),
+        *("divergence", "deadgroups", "promptfiles", "places", "statistics", "heldout"),
         "rewards",
     ),
     ("algorithms",),

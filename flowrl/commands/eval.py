@@ -21,9 +21,10 @@ def command(
 ) -> None:
     """Scores on the held-out prompts with 95 % intervals; the same seeds as in training runs."""
     from flowrl.config import load_config, resolve
-    from flowrl.evaluate import Evaluation, summary
+    from flowrl.evaluate import Evaluation
     from flowrl.files import out_folder
     from flowrl.report import told_accuracy
+    from flowrl.statistics import summary
     from flowrl.trainer import Trainer
 
     folder = Path(target)
@@ -48,8 +49,8 @@ def command(
 
 def _against(base: Evaluation, tuned: Evaluation, scorer: Scorer | None) -> None:
     """Win rates against the run's base, where that was drawn alike."""
-    from flowrl.evaluate import win_rate
     from flowrl.report import told_win_rate
+    from flowrl.statistics import win_rate
 
     for what in ("prompts", "seeds", "guidance_scale", "num_inference_steps"):
         if getattr(base, what) != getattr(tuned, what):
