@@ -15,6 +15,7 @@ from flowrl.config import ConfigError, EvalConfig, Resolved, RunConfig
 from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
 from flowrl.given import Given, require_encoder
+from flowrl.heldout import RunPrompts, run_prompts
 from flowrl.initials import add_calibration, noise_weights, require_own_prompts
 from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.labels import LabelledSource
@@ -34,7 +35,6 @@ from flowrl.rollout import Policy
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.schedules import Schedule
 from flowrl.sharding import split
-from flowrl.sources import Columns, load_prompts
 from flowrl.spatial import Mapper, mapper
 from flowrl.types import Condition, Identity, SampleId
 
@@ -46,7 +46,7 @@ class Parts:
     resolved: Resolved
     world: World
     source: PromptSource | PreferenceSource | LabelledSource
-    held_out: tuple[Prompt, ...]
+    prompts: RunPrompts
     scorer: Scorer | None
     """Rewards that are trained on; None for a method that learns from given pictures."""
     watched: Scorer | None
@@ -74,19 +74,20 @@ class Parts:
     def introduction(self) -> str:
         """One line on what is about to run."""
         run, options = self.resolved.run, self.resolved.model.config
-        data = f"{len(self.source.prompts)} train" if isinstance(self.source, PromptSource) else ""
+        data = self.prompts.told()
         if self.given is not None:
             data = f"{len(self.given.records)} given {'pictures' if 'labelled' in self.given.members else 'pairs'}"
+            data += f" and {len(self.prompts.evaluated)} held-out prompts"
         line = (
             f"{run.name}: {self.resolved.algorithm.name} on {options.path}, {self.weights.count:,} trained values "
-            f"({self.weights.description}), {data} and {len(self.held_out)} held-out prompts, "
+            f"({self.weights.description}), {data}, "
             f"{self.world.size} process(es){', which share the network' if self.sharded else ''}"
         )
-        if not self.held_out:
-            line += "\ndata.eval_prompts is not set: no picture is drawn before and after"
-        elif run.data.eval_prompts is None:
-            line += "\ndata.eval_prompts is not set: evaluation uses the training prompts, which is no held-out number"
-        elif self.watched is None:
+        if self.prompts.share is not None:
+            line += f"\nheld out: {self.prompts.source}"
+        if self.prompts.remark:
+            line += f"\n{self.prompts.remark}"
+        if self.prompts.evaluated and self.watched is None:
             line += "\neval.rewards is empty: evaluation draws pictures and scores nothing"
         return line
 
@@ -95,14 +96,25 @@ class Parts:
 class _Data:
     """What a run learns from and is looked at with."""
 
-    train: list[Prompt]
-    """Empty where pictures are given."""
-    held_out: list[Prompt]
+    prompts: RunPrompts
     given: Given | None
+
+    @property
+    def train(self) -> list[Prompt]:
+        """Empty where pictures are given."""
+        return self.prompts.train
+
+    @property
+    def evaluated(self) -> list[Prompt]:
+        return self.prompts.evaluated
 
     def texts(self, *, cache: bool) -> list[str | Prompt]:
         """All that is embedded ahead, if anything is."""
-        return [*self.train, *self.held_out, *(self.given.captions() if self.given is not None and cache else ())]
+        return [
+            *self.train,
+            *self.prompts.evaluated,
+            *(self.given.captions() if self.given is not None and cache else ()),
+        ]
 
 
 def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool = True) -> Parts:
@@ -126,7 +138,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         weights = _weights(resolved, adapter, world, dtype if sharded else None)
     learned = weights.network if isinstance(weights, NoiseWeights) else None
     probe(scorer, data.train[:2], adapter)
-    probe(watched, data.held_out[:2], adapter, known=scorer)
+    probe(watched, data.evaluated[:2], adapter, known=scorer)
     if data.given is not None:
         require_encoder(adapter)
     texts = Texts(adapter, data.texts(cache=config.data.caches_text), cache=config.data.caches_text)
@@ -143,12 +155,12 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     _require_whole_groups(algorithm, resolved.slots, world)
     learned_with = (config, algorithm, Networks(policy, weights), optimizer, world, schedule)
     learner = Learner(*learned_with, sharded=sharded, lookup=partial(_embedded, texts))
-    evaluator = _evaluator(config.eval, adapter, texts, watched, world, folder, data.held_out, sharded, learned)
+    evaluator = _evaluator(config.eval, adapter, texts, watched, world, folder, data.evaluated, sharded, learned)
     return Parts(
         resolved=resolved,
         world=world,
         source=PromptSource(data.train, resolved.slots, config.seed) if data.given is None else data.given.source,
-        held_out=tuple(data.held_out),
+        prompts=data.prompts,
         scorer=scorer,
         watched=watched,
         adapter=adapter,
@@ -176,19 +188,20 @@ def _embedded(texts: Texts, prompts: Sequence[Identity]) -> Condition:
 
 def _data(config: RunConfig, algorithm: Algorithm) -> _Data:
     """Prompts and pictures of a run, read before anything else."""
-    train, held_out = both_prompts(config)
+    prompts = run_prompts(config, algorithm.needs)
     if algorithm.needs == "noise":
-        require_own_prompts(train, held_out)
+        require_own_prompts(prompts.train, prompts.evaluated)
     given = None if config.data.pairs is None else Given(config.data, algorithm, config.seed)
-    return _Data(train, held_out, given)
+    return _Data(prompts, given)
 
 
 def _judges(resolved: Resolved, data: _Data) -> tuple[Scorer | None, Scorer | None]:
     """(rewards that are trained on, those and the ones that are only looked at); None without any."""
     both = (*resolved.rewards, *resolved.eval_rewards)
-    require_metadata(data.train, data.held_out, resolved, [plan.card for plan in both])
+    listed, (key, evaluated) = data.prompts.listed, data.prompts.looked_up
+    require_metadata(listed, evaluated, resolved, [plan.card for plan in both], key)
     entries = build_rewards(both)
-    require_metadata(data.train, data.held_out, resolved, [entry.reward.card for entry in entries])
+    require_metadata(listed, evaluated, resolved, [entry.reward.card for entry in entries], key)
     trained = entries[: len(resolved.rewards)]
     return (build_scorer(trained) if trained else None), (build_scorer(entries) if entries else None)
 
@@ -199,9 +212,10 @@ def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAd
     for entry in () if watched is None else watched.distinct:
         require_modality(entry.name, entry.reward.card, clips=getattr(adapter, "num_frames", 1) > 1)
     # Captions of pairs have no reference pictures.
-    first = data.train[0] if data.given is None else Prompt("")
-    require_pictures(data.train or [first], adapter, "data.prompts" if data.given is None else "data.pairs", first)
-    require_pictures(data.held_out, adapter, "data.eval_prompts", first)
+    listed, (key, evaluated) = data.prompts.listed, data.prompts.looked_up
+    first = listed[0] if data.given is None else Prompt("")
+    require_pictures(listed or [first], adapter, "data.prompts" if data.given is None else "data.pairs", first)
+    require_pictures(evaluated, adapter, key, first)
     return adapter
 
 
@@ -271,20 +285,6 @@ def _evaluator(
         sharded=sharded,
         learned=learned,
     )
-
-
-def both_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """(training prompts, those of the evaluations): the training prompts again where none are set. Pairs bring their
-    own captions: there are no training prompts then."""
-    data = config.data
-    columns = Columns(data.prompt_column, data.image_column, data.subset)
-    train: list[Prompt] = []
-    if data.prompts is not None:
-        train = load_prompts(data.prompts, "data.prompts", columns, data.max_prompts)
-    held_out = train
-    if data.eval_prompts is not None:
-        held_out = load_prompts(data.eval_prompts, "data.eval_prompts", columns, data.max_eval_prompts)
-    return train, held_out[: data.max_eval_prompts]
 
 
 def _require_samples(resolved: Resolved, world: World) -> None:

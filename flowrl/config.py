@@ -33,6 +33,9 @@ def _positive(**values: float | int | None) -> None:
             raise ValueError(f"{name}={value} must be positive")
 
 
+_EVAL_SHARE = 0.1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     prompts: Annotated[str | None, PROMPTS] = None
@@ -40,7 +43,10 @@ class DataConfig:
     metadata), `hf:PATH` or `hf:PATH:SPLIT` for a data set (hub id or folder), or `shapes:train`. Required, unless there
     are pairs."""
     eval_prompts: Annotated[str | None, PROMPTS] = None
-    """Held-out prompts, same forms; null evaluates on the training prompts and says so, with pairs on none."""
+    """Held-out prompts, same forms; null: `eval_share` of the training prompts, with pairs none."""
+    eval_share: float = _EVAL_SHARE
+    """Of the distinct training prompts, where there are no `eval_prompts`: held out for evaluation and never trained
+    on, drawn by the seed. 0, or fewer than 32 prompts: evaluated on the training prompts, as every number then says."""
     pairs: Annotated[str | None, PAIRS] = None
     """Preference set, for methods that learn from given pictures (docs/preferences.md)."""
     eval_pairs: Annotated[str | None, PAIRS] = None
@@ -60,9 +66,9 @@ class DataConfig:
     flip: bool = True
     """Mirror half of the pairs. Set it to false where captions say left or right, or pictures hold text."""
     max_prompts: int | None = None
-    """Use only the first so many training prompts."""
+    """Use only the first so many training prompts, `eval_share` of them held out."""
     max_eval_prompts: int | None = None
-    """Use only the first so many held-out prompts."""
+    """Evaluate only the first so many held-out prompts; those of `eval_share` are in random order."""
     prompt_column: str = "prompt"
     """Of a record: the text."""
     image_column: str | None = None
@@ -76,6 +82,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         _positive(max_prompts=self.max_prompts, max_eval_prompts=self.max_eval_prompts)
         _positive(pairs_per_iteration=self.pairs_per_iteration, max_eval_pairs=self.max_eval_pairs)
+        if not 0 <= self.eval_share < 1:
+            raise ValueError(f"eval_share={self.eval_share} is a share of the prompts: give 0 to below 1")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout={self.caption_dropout} is a share: give 0 to 1")
         if self.prompts is None and self.pairs is None:
@@ -86,6 +94,8 @@ class DataConfig:
             raise ValueError(
                 f"prompts={self.prompts!r}: captions of the pairs are the prompts; leave it out, or leave out pairs"
             )
+        elif self.eval_share not in (0, _EVAL_SHARE):
+            raise ValueError(f"eval_share={self.eval_share} has no meaning with pairs; give eval_pairs or eval_prompts")
 
     def _refuse_without_pairs(self) -> None:
         defaults = {item.name: item for item in dataclasses.fields(self)}
@@ -292,9 +302,17 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Raises:
         ConfigError: one clear message, nothing loaded.
     """
-    tree = load_tree(path, overrides)
-    origin = origin_of(find_config(path), overrides)
+    tree, file = load_tree(path, overrides), find_config(path)
+    of_a_run = file.name == "config.yaml" and (file.parent / "provenance.json").is_file()
+    tree, origin = as_it_was(tree) if of_a_run else tree, origin_of(file, overrides)
     return placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))
+
+
+def as_it_was(tree: Options) -> Options:
+    """A run folder's configuration, whatever version wrote it: an option that came later has the value that the run
+    was made with, where its default is another."""
+    data = tree.get("data")
+    return tree | {"data": {"eval_share": 0.0} | data} if isinstance(data, dict) else tree
 
 
 def to_tree(config: Any) -> Options:

@@ -1,4 +1,4 @@
-"""One tree at every evaluation, for the report to draw: of the first held-out prompt, as training would roll it out.
+"""One tree at every evaluation, for the report to draw: of the first evaluated prompt, as training would roll it out.
 
 The plan is that of the iteration, guidance and rewards are the run's, the weights those of the evaluation. The noise
 has a purpose of its own and no iteration, so it is the same at every evaluation; credit comes from a copy of the
@@ -66,7 +66,7 @@ class EvalTree:
         """
         parts, planned = self.parts, max(iteration, 1)
         plan = parts.algorithm.plan(parts.schedule, parts.sampler, planned, parts.resolved.run.seed)
-        if plan.tree is None or not parts.held_out or not (parts.world.main or parts.sharded) or stop():
+        if plan.tree is None or not parts.prompts.evaluated or not (parts.world.main or parts.sharded) or stop():
             return
         bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=parts.world.main)
         bar.update(0)
@@ -93,7 +93,7 @@ class EvalTree:
             "tag": tag,
             "iteration": iteration,
             "method": parts.resolved.algorithm.name,
-            "prompt": parts.held_out[0].text,
+            "prompt": parts.prompts.evaluated[0].text,
             "guidance_scale": parts.policy.guidance_scale,
             **told(rollout, weights, credit, getattr(parts.algorithm.config, "path_weight", 0.0)),
             "sheet": {"columns": columns, "width": width, "height": height},
@@ -105,7 +105,7 @@ class EvalTree:
 
     def _roll_out(self, plan: StepPlan, progress: Callable[[int], None]) -> Rollout:
         """One tree, not scored yet."""
-        parts, prompt, algorithm = self.parts, self.parts.held_out[0], self._method
+        parts, prompt, algorithm = self.parts, self.parts.prompts.evaluated[0], self._method
         ids, rows = [SampleId(0, leaf) for leaf in range(plan.leaves)], torch.zeros(plan.leaves, dtype=torch.int64)
         noise = Noise(parts.evaluator.seed, "tree", None, parts.adapter.latent_shape())
         cond, size = parts.texts.lookup([prompt]), parts.resolved.run.rollout.batch_size
@@ -127,7 +127,7 @@ class EvalTree:
 
     def _scored(self, rollout: Rollout, images: Tensor) -> tuple[Rollout, Tensor]:
         """With rewards [R, 1, L] and outputs [1, L]; and the weights [R]."""
-        prompt, count, trained = self.parts.held_out[0], len(images), self.parts.scorer
+        prompt, count, trained = self.parts.prompts.evaluated[0], len(images), self.parts.scorer
         assert trained is not None  # a plan with a tree has rewards to compare
         # A scorer of its own: the trained one counts calls and failures for the row of an iteration.
         scores = build_scorer(trained.entries).score(images, [prompt.text] * count, [prompt.metadata] * count)

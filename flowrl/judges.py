@@ -49,15 +49,20 @@ def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.T
 
 
 def require_metadata(
-    train: Sequence[Prompt], held_out: Sequence[Prompt], resolved: Resolved, cards: Sequence[Card | None]
+    train: Sequence[Prompt],
+    evaluated: Sequence[Prompt],
+    resolved: Resolved,
+    cards: Sequence[Card | None],
+    evaluated_key: str = "data.eval_prompts",
 ) -> None:
     """Refuse a prompt that a reward cannot judge: its record lacks a key, or the reward's `check_prompt` refuses it.
 
     Args:
         train: prompts that are trained on.
-        held_out: prompts of the evaluations.
+        evaluated: prompts of the evaluations.
         resolved: whose rewards are asked.
         cards: those of the rewards, then of eval.rewards.
+        evaluated_key: where the evaluated prompts come from.
 
     Raises:
         ConfigError: naming the reward, the prompt and what is wrong with it.
@@ -66,7 +71,7 @@ def require_metadata(
     for place, (plan, card) in enumerate(zip(plans, cards, strict=True)):
         needed = () if card is None else card.requires + (("images",) if card.modality == "edit" else ())
         check = getattr(plan.module, "check_prompt", None)
-        for key, prompts in (("data.prompts", train if place < trained else ()), ("data.eval_prompts", held_out)):
+        for key, prompts in (("data.prompts", train if place < trained else ()), (evaluated_key, evaluated)):
             for number, prompt in enumerate(prompts, 1):
                 lacking = [name for name in needed if name not in prompt.metadata]
                 if lacking:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.errors import ConfigError
 from flowrl.evaluate import Evaluation
 from flowrl.gallery import build as build_gallery
+from flowrl.heldout import RunPrompts
 from flowrl.metrics import log
 from flowrl.reward import WeightedReward
 from flowrl.statistics import difference, summary, win_rate
@@ -43,7 +44,8 @@ def evaluate_base(trainer: Trainer) -> tuple[Evaluation, Evaluation | None]:
         base = _with_base_weights(trainer, "base", trainer.eval_guidance)
         metric = primary_metric(trainer)
         if metric is not None and base.prompts:
-            log.info("base: %s %s on %d held-out prompts", metric, _format(summary(base)[metric]), len(base.prompts))
+            on = trainer.prompts.counted(len(base.prompts))
+            log.info("base: %s %s on %s", metric, _format(summary(base)[metric]), on)
     best = _best_guidance(trainer, base) if trainer.config.eval.best_guidance else None
     _write(trainer, "running", base, best, None)
     return base, best
@@ -91,21 +93,24 @@ def finish(trainer: Trainer, before: tuple[Evaluation, Evaluation | None]) -> di
     if trainer.world.main:
         started = time.monotonic()
         page = build_gallery([trainer.folder.path])
-        _tell(primary_metric(trainer), result, best)
+        _tell(primary_metric(trainer), result, best, trainer.prompts)
         log.info("report: %s (%.1f s)", page, time.monotonic() - started)
     trainer.world.barrier()
     return result
 
 
-def _tell(metric: str | None, result: dict[str, Any], best: Evaluation | None) -> None:
+def _tell(metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts) -> None:
     if metric is not None and metric in result["difference"]:
-        log.info("base  %s %s", metric, _format(result["base"][metric]))
+        on = prompts.on
+        log.info("base%s  %s %s", on, metric, _format(result["base"][metric]))
         if best is not None:
             rival = _format(result["base_best_guidance"][metric])
-            log.info("base with its best CFG %g  %s %s", best.guidance_scale, metric, rival)
-        log.info("tuned %s %s", metric, _format(result["tuned"][metric]))
-        log.info("paired difference %s", _format(result["difference"][metric], signed=True))
-        log.info("%s", told_win_rate(metric, result["win_rate"][metric]))
+            log.info("base with its best CFG %g%s  %s %s", best.guidance_scale, on, metric, rival)
+        log.info("tuned%s %s %s", on, metric, _format(result["tuned"][metric]))
+        log.info("paired difference%s %s", on, _format(result["difference"][metric], signed=True))
+        log.info("%s", told_win_rate(metric, result["win_rate"][metric], on))
+        if prompts.name == "training prompts":
+            log.info("%s", prompts.remark)
     if "implicit_accuracy" in result:
         log.info("%s", told_accuracy(result["implicit_accuracy"]))
 
@@ -115,12 +120,18 @@ def told_accuracy(found: dict[str, float]) -> str:
     return f"implicit accuracy on held-out pairs {_format(found)}"
 
 
-def told_win_rate(metric: str, found: dict[str, float]) -> str:
-    """A win rate in a sentence."""
+def told_mean(prompts: RunPrompts, key: str, value: float) -> str:
+    """An evaluation's mean, as a row has it: of held-out pairs, or of the evaluated prompts."""
+    what = "" if key == "eval/implicit_accuracy" else prompts.on
+    return f"{key.removeprefix('eval/')}{what} {value:.3f}" if what else f"held-out {key[5:]} {value:.3f}"
+
+
+def told_win_rate(metric: str, found: dict[str, float], on: str = "") -> str:
+    """A win rate in a sentence; `on` is what it is of, where that are no held-out prompts."""
     if not found["n"]:
-        return f"win rate by {metric}: no picture of the {found['ties']} differs from the base's"
+        return f"win rate{on} by {metric}: no picture of the {found['ties']} differs from the base's"
     return (
-        f"win rate by {metric}: {found['rate']:.1%} of {found['n']} pictures that are not tied (95 % interval "
+        f"win rate{on} by {metric}: {found['rate']:.1%} of {found['n']} pictures that are not tied (95 % interval "
         f"{found['low']:.1%} to {found['high']:.1%}); {found['ties']} ties, {found['tie_rate']:.1%}"
     )
 
@@ -134,6 +145,7 @@ def _write(
         "status": status,
         "iterations": trainer.iteration,
         "seconds": round(trainer.seconds, 1),
+        **trainer.prompts.facts(),
         "primary": primary_metric(trainer),
         "lower_is_better": [name for outputs in lower for name in outputs],
         "base": summary(base),

@@ -17,8 +17,9 @@ from typing import Any
 import yaml
 
 from flowrl import checkpoint
-from flowrl.config import ConfigError, Options, Resolved, RunConfig
+from flowrl.config import ConfigError, Options, Resolved, RunConfig, as_it_was
 from flowrl.files import damaged, of_evaluation, read_object
+from flowrl.heldout import splits
 from flowrl.locate import Origin, located
 from flowrl.metrics import MetricsFile
 
@@ -89,7 +90,9 @@ class RunFolder:
         if file.is_file() and started:
             # Older run folders have paths relative to the working directory.
             old = located(RunConfig, yaml.safe_load(file.read_text(encoding="utf-8")), Origin(Path.cwd()))
-            changed = differences(old, tree)
+            # Where no prompts are split off, the share says nothing.
+            may_change = _MAY_CHANGE if splits(resolved) else (*_MAY_CHANGE, "data.eval_share")
+            changed = differences(as_it_was(old), tree, may_change)
             if changed:
                 raise ConfigError(
                     f"the run folder {self.path} holds a run with another configuration: {'; '.join(changed)}. "

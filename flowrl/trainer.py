@@ -17,17 +17,18 @@ from flowrl import checkpoint, state
 from flowrl.advantages import Advantages
 from flowrl.assembly import assemble
 from flowrl.collect import Abandoned, Collector
-from flowrl.config import ConfigError, Resolved, RunConfig, resolve
+from flowrl.config import ConfigError, Resolved, RunConfig, load_config, resolve
 from flowrl.distributed import Elsewhere, join
 from flowrl.errors import Stopped
 from flowrl.evaltree import EvalTree
 from flowrl.evaluate import Evaluation, Interrupted
 from flowrl.given import TooManyLost
+from flowrl.heldout import require_same_split
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
 from flowrl.offline import HeldOutPairs, PairCollector
 from flowrl.outofmemory import explaining
 from flowrl.phases import phase
-from flowrl.report import evaluate_base, finish
+from flowrl.report import evaluate_base, finish, told_mean
 from flowrl.reward import RewardError
 from flowrl.runs import RunFolder, provenance
 from flowrl.types import Rollout
@@ -85,6 +86,7 @@ class Trainer:
         with explaining(self.resolved, self.world):
             self._load(training=False)
             if run is not None:
+                require_same_split(load_config(run / "config.yaml"), self.config, self.prompts)
                 saved = checkpoint.available(run / "checkpoints")
                 if not saved:
                     raise ConfigError(f"{run} holds no checkpoint to evaluate")
@@ -117,7 +119,7 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         with phase("loading"):
             parts = assemble(self.resolved, self.world, self.folder.path, training=training)
-        self.source, self.texts = parts.source, parts.texts
+        self.source, self.texts, self.prompts = parts.source, parts.texts, parts.prompts
         self.scorer, self.watched = parts.scorer, parts.watched
         self.adapter, self.weights, self.dtype = parts.adapter, parts.weights, parts.dtype
         self.algorithm, self.optimizer, self.policy = parts.algorithm, parts.optimizer, parts.policy
@@ -240,7 +242,7 @@ class Trainer:
         shown = {"reward/total_mean": "reward", "policy/implicit_accuracy": "agreement", "policy/loss": "loss"}
         # Without rewards or pairs there is still a loss, but for an iteration without a readable picture.
         parts += [f"{word} {row[name]:.3f}" for name, word in shown.items() if name in row][:1]
-        parts += [f"held-out {name[5:]} {row[name]:.3f}" for name in row if name.startswith("eval/")][:1]
+        parts += [told_mean(self.prompts, name, row[name]) for name in row if name.startswith("eval/")][:1]
         if "policy/clip_fraction" in row:
             parts.append(f"clip {row['policy/clip_fraction']:.2f}")
         if "advantage/dead_group_share" in row:

@@ -58,7 +58,7 @@ class Place:
                 policy=self.policy,
                 adapter=self.adapter,
                 texts=Texts(self.adapter, [p.text for p in self.prompts], cache=False),
-                held_out=self.prompts,
+                prompts=SimpleNamespace(evaluated=self.prompts),
                 scorer=self.scorer,
                 world=world or World(0, 1, CPU),
                 sharded=sharded,

@@ -18,7 +18,7 @@ BASE = {
     "name": "bench-trees",
     "iterations": 1,
     "model": {"name": "sd3", "path": "tiny-sd3", "lora": None, "max_sequence_length": 9},
-    "data": {"prompts": "shapes:train", "max_eval_prompts": 1},
+    "data": {"prompts": "shapes:train", "max_eval_prompts": 1, "eval_share": 0},
     "rollout": {
         "sampler": {"name": "dance_sde", "eta": 0.3},
         "num_inference_steps": STEPS,

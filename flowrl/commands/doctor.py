@@ -109,12 +109,12 @@ def _two_processes() -> str:
 
 
 def _probe(plan, resolved) -> str:
-    from flowrl.assembly import both_prompts
+    from flowrl.heldout import run_prompts
     from flowrl.judges import PROBE_PX, probe_batch
     from flowrl.reward import score_once
 
-    train, held_out = both_prompts(resolved.run)
-    prompts = (train or held_out)[:2]  # given pairs bring no prompts
+    found = run_prompts(resolved.run, resolved.algorithm.build().needs)
+    prompts = (found.train or found.evaluated)[:2]  # given pairs bring no prompts
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     model = resolved.model.config
     call = getattr(model, "call", {})

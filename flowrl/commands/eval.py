@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from flowrl.evaluate import Evaluation
-    from flowrl.reward import Scorer
+    from flowrl.trainer import Trainer
 
 
 def command(
@@ -19,7 +19,7 @@ def command(
         Path | None, typer.Option("--out", help="Folder for scores and pictures; default: RUN/eval-extra, eval/NAME.")
     ] = None,
 ) -> None:
-    """Scores on the held-out prompts with 95 % intervals; the same seeds as in training runs."""
+    """Scores on the evaluation's prompts with 95 % intervals; the same seeds as in training runs."""
     from flowrl.config import load_config, resolve
     from flowrl.evaluate import Evaluation
     from flowrl.files import out_folder
@@ -39,15 +39,15 @@ def command(
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "
-            f"{value['n']} prompts x {result.scores[name].shape[1]} seeds)"
+            f"{trainer.prompts.counted(value['n'])} x {result.scores[name].shape[1]} seeds)"
         )
     if result.agreement is not None:
         print(told_accuracy(result.agreement.interval()))
     if base is not None:
-        _against(base, result, trainer.watched)
+        _against(base, result, trainer)
 
 
-def _against(base: Evaluation, tuned: Evaluation, scorer: Scorer | None) -> None:
+def _against(base: Evaluation, tuned: Evaluation, trainer: Trainer) -> None:
     """Win rates against the run's base, where that was drawn alike."""
     from flowrl.report import told_win_rate
     from flowrl.statistics import win_rate
@@ -56,8 +56,8 @@ def _against(base: Evaluation, tuned: Evaluation, scorer: Scorer | None) -> None
         if getattr(base, what) != getattr(tuned, what):
             print(f"no win rate: the run's base was drawn with other {what}")
             return
-    cards = [] if scorer is None else [entry.reward.card for entry in scorer.distinct]
+    cards = [] if trainer.watched is None else [entry.reward.card for entry in trainer.watched.distinct]
     higher = {name: card.higher_is_better for card in cards for name in card.outputs}
     for name in tuned.scores:
         if name in base.scores:
-            print(told_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name])))
+            print(told_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name]), trainer.prompts.on))

@@ -30,14 +30,14 @@ def command(
     import yaml
     from rich.console import Console
 
-    from flowrl.assembly import both_prompts
     from flowrl.checks import check_model
     from flowrl.config import load_config, resolve
     from flowrl.given import Given
+    from flowrl.heldout import run_prompts
 
     resolved = resolve(load_config(config, overrides))
     run = resolved.run
-    train, held_out = both_prompts(run)
+    prompts = run_prompts(run, resolved.algorithm.build().needs)
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     _heading(console, "Configuration, every default written out")
     console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)
@@ -49,10 +49,12 @@ def command(
     given = Given(run.data, resolved.algorithm.build(), run.seed) if resolved.members else None
     if given is not None:
         console.print(f"{given.pairs.report}", markup=False)
-        console.print(f"{len(given.held_out_numbers)} held-out pairs, {len(held_out)} prompts for evaluation")
+        console.print(f"{len(given.held_out_numbers)} held-out pairs, {len(prompts.evaluated)} prompts for evaluation")
     else:
-        console.print(f"{len(train)} training prompts, {len(held_out)} for evaluation")
-    if len(train if given is None else given.records) < resolved.slots:
+        console.print(prompts.told() + (f" ({prompts.source})" if prompts.share is not None else ""), markup=False)
+    if prompts.remark:
+        console.print(prompts.remark, markup=False)
+    if len(prompts.train if given is None else given.records) < resolved.slots:
         console.print("fewer than are drawn in an iteration: some are drawn twice")
     console.print(_geometry_table(resolved, plan, adapter))
     _heading(console, f"Steps: {len(plan)} in all, {_trained_steps(resolved, plan)} trained")
@@ -61,7 +63,7 @@ def command(
     if adapter is None:
         console.print(reason)
         return
-    texts: set[Any] = {(p.text, p.pictures) for p in (*train, *held_out)}
+    texts: set[Any] = {(p.text, p.pictures) for p in (*prompts.train, *prompts.evaluated)}
     if given is not None and run.data.caches_text:
         texts |= {(text, ()) for text in given.captions()}
     _memory(console, resolved, adapter, plan, len(texts))

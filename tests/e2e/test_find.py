@@ -52,7 +52,7 @@ def test_a_run_trains_the_noise_alone_resumes_bitwise_and_draws_its_own_prompts(
     assert "learned the initial noise" in printed
     code, printed = command(monkeypatch, capsys, "eval", "runs/whole", "eval.samples_per_prompt=2")
     assert code == 0, printed
-    assert "3 prompts x 2 seeds" in printed
+    assert "3 of its own prompts x 2 seeds" in printed
 
 
 def state(run: str, iteration: int) -> str:
