@@ -177,6 +177,7 @@ def make_run(
         "iterations": iterations,
         "model": {"name": "sd3", "path": "tiny-sd3", "lora": {"rank": 16, "alpha": 32}},
         "rollout": {"sampler": {"name": "flow_sde", "noise_level": 0.7}, "num_inference_steps": 10},
+        "data": {"prompts": "shapes:train", "eval_prompts": "shapes:heldout"},
         "algorithm": {"name": "flow_grpo", "clip_range": 1.0e-4},
         "rewards": [{"name": "shapes", "weight": 1.0}],
     }
@@ -421,14 +422,14 @@ def test_the_base_line_of_a_curve_covers_the_prompts_of_the_curve(tmp_path):
     assert "held-out evaluations of 3 prompts" in Page(build([folder])).text("p")
 
 
-def test_the_tuned_model_ends_the_held_out_curve(tmp_path):
+def test_the_tuned_model_ends_the_curve_of_evaluations(tmp_path):
     folder = make_run(tmp_path / "short", num_prompts=8)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     # A trainer that leaves the last evaluation to the tuned one.
     last = {key: value for key, value in json.loads(lines[-1]).items() if not key.startswith("eval/")}
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]))
     run = load_run(folder)
-    x, y = results.held_out_curve(run, results.metrics_of(run)[0])
+    x, y = results.evaluated_curve(run, results.metrics_of(run)[0])
     assert x.tolist() == [20, 40, 60, 80, 100, 120]
     assert y[-1] == pytest.approx(run.summary["tuned"]["shapes_strict"]["mean"])
 

@@ -99,6 +99,7 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
         "problems": run.problems,
         "verdict": verdict[:1].upper() + verdict[1:],
         "tone": tone,
+        "subject": run.subject,
         "remarks": results.remarks(run, metrics, estimates),
         "facts": _facts(run),
         "before": results.settings(run.base) if run.base else "",
@@ -111,7 +112,7 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
         "guidance": results.guidance_sweep(run, metrics),
         "curves": curves,
         "more_curves": more_curves,
-        "num_during": len(run.during[-1].prompts) if run.during else 0,
+        "num_during": run.during[-1].num_distinct() if run.during else 0,
         "num_pictured": int(available.any(-1).sum()) if available.size else 0,
         "num_pairs": int(np.isfinite(gain).sum()),
         "num_worse": int((gain < 0).sum()),
@@ -128,7 +129,7 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
 
 
 def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    """The table over several runs, each by its own primary metric, and the held-out curves on one chart."""
+    """The table over several runs, each by its own primary metric, and the curves of evaluations on one chart."""
     rows, drawn = [], []
     for run in runs:
         metric = next(iter(results.metrics_of(run)), None)
@@ -138,13 +139,15 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
                 "name": run.name,
                 "status": _status(run),
                 "algorithm": str(_get(run.config, "algorithm", "name") or results.DASH),
+                "on": run.subject.on.strip(),
                 "time": _duration(_seconds(run)),
                 "result": results.table_row(run, metric, estimates) if metric else None,
                 "change": estimates["difference"] if estimates else None,
             }
         )
         if metric:
-            drawn.append((metric, charts.Series(run.name, *results.held_out_curve(run, metric), markers=True)))
+            named = f"{run.name}{run.subject.on}"
+            drawn.append((metric, charts.Series(named, *results.evaluated_curve(run, metric), markers=True)))
     changes = [e for e in (row["change"] for row in rows) if e and e.known]
     ends = [v for e in changes for v in (e.mean, e.low, e.high) if math.isfinite(v)]
     # Every interval stands on the same axis, or the eye could not compare them.
@@ -156,22 +159,25 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         bar = [("difference", e.mean, e.low, e.high)] if e and same_metric else []
         row["plot"] = charts.interval_plot(bar, domain=domain, zero=True)
     curve = charts.line_chart([s for _, s in drawn], percent=drawn[0][0].percent) if same_metric else ""
-    return {"rows": rows, "curve": curve, "metric": drawn[0][0] if same_metric else None}
+    subjects = {run.subject.short for run in runs}
+    short = f"{subjects.pop()} " if len(subjects) == 1 else ""
+    return {"rows": rows, "curve": curve, "title": f"{short}{drawn[0][0].label} over training" if same_metric else ""}
 
 
 def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The charts that everyone needs, and one of each other logged number."""
     by_name = {m.name: m for m in metrics}
     keys = list(dict.fromkeys(key for row in run.rows for key in row if key != "iteration"))
-    points = {key: run.curve(key) for key in keys} | {f"eval/{m.name}": results.held_out_curve(run, m) for m in metrics}
+    points = {key: run.curve(key) for key in keys}
+    points |= {f"eval/{m.name}": results.evaluated_curve(run, m) for m in metrics}
     points = {key: xy for key, xy in points.items() if np.isfinite(xy[1]).any()}
     rewards = [key for key in points if re.fullmatch(r"reward/.+_mean", key)]
     total = "reward/total_mean"
     # With a single reward of weight one the total is the same curve again.
     if any(key != total and np.array_equal(points[key][1], points[total][1]) for key in rewards if total in points):
         rewards.remove(total)
-    held_out = [f"eval/{m.name}" for m in metrics if f"eval/{m.name}" in points]
-    held_out += [key for key in points if key.startswith("eval/") and key not in held_out]
+    evaluated = [f"eval/{m.name}" for m in metrics if f"eval/{m.name}" in points]
+    evaluated += [key for key in points if key.startswith("eval/") and key not in evaluated]
 
     def chart(key: str, title: str, metric: str = "") -> dict[str, Any]:
         sparse = key.startswith("eval/")
@@ -194,9 +200,10 @@ def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], 
     for key in rewards:
         metric = key.removeprefix("reward/").removesuffix("_mean")
         main.append(chart(key, f"Training reward: {name_of(metric)}", metric))
-    for key in held_out:
+    for key in evaluated:
         metric = key.removeprefix("eval/")
-        main.append(chart(key, f"Held-out: {name_of(metric)}", metric))
+        short = "Held-out pairs" if metric == "implicit_accuracy" else run.subject.short
+        main.append(chart(key, f"{short}: {name_of(metric)}", metric))
     main += [chart(key, title) for key, title in CURVES.items() if key in points]
     shown = {entry["key"] for entry in main} | {total}
     return main, [chart(key, key) for key in sorted(points) if key not in shown]
@@ -293,6 +300,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "Algorithm": str(_get(config, "algorithm", "name") or ""),
         "Rollout": ", ".join(str(part) for part in sampler if part),
         "Rewards": ", ".join(rewards),
+        "Evaluated on": _evaluated_on(run),
         "Seeds": f"training {config.get('seed', results.DASH)}" + (f"; evaluation {seeds}" if seeds else ""),
         "Hardware": next((str(h) for h in hardware if h), ""),
         "Time": _duration(_seconds(run)),
@@ -300,6 +308,16 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "Commit": re.sub(r"\b([0-9a-f]{12})[0-9a-f]+\b", r"\1", str(run.provenance.get("commit") or "")),
     }
     return [(label, text) for label, text in facts.items() if text]
+
+
+def _evaluated_on(run: Run) -> str:
+    """How many prompts, what they are, and where a share of them comes from."""
+    if run.base is None or not run.base.prompts:
+        return ""
+    held_out = run.summary.get("held_out")
+    share = held_out.get("source") if isinstance(held_out, dict) and held_out.get("share") is not None else None
+    text = f"{run.base.num_distinct()} {run.subject.name}".replace("its own", "of its own")
+    return f"{text} ({share})" if share else text
 
 
 def _get(tree: Any, *path: str) -> Any:

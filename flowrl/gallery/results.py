@@ -19,6 +19,7 @@ BLOCKS = ("base", "base_best_guidance", "tuned", "difference")
 DASH = "\u2013"
 MINUS = "\u2212"
 NO_VERDICT = "nothing has been evaluated yet"
+NONE_HELD_OUT = "no verdict: no prompts were held out, and every number below is of training prompts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def level_while_training(run: Run, evaluation: Evaluation | None, metric: Metric
     return nan_mean(nan_mean(evaluation.scores[metric.name][:rows, :columns]))
 
 
-def held_out_curve(run: Run, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+def evaluated_curve(run: Run, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
     """(iterations [N], means [N]) of the evaluations while training and, after them, of the tuned model."""
     x, y = run.curve(f"eval/{metric.name}")
     tuned = run.evaluations.get("tuned")
@@ -173,28 +174,31 @@ def held_out_curve(run: Run, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
 def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
     """(sentence, tone): what happened to `metric`, "better", "worse" or "same" as far as the interval shows."""
     base, tuned, change = estimates["base"], estimates["tuned"], estimates["difference"]
+    label = f"{metric.label}{run.subject.on}"
+    if not run.subject.judged:
+        return (NONE_HELD_OUT if base.known else NO_VERDICT), "same"
     if not (base.known and tuned.known and change.known):
-        return (f"{metric.label} of the base model: {metric.value(base.mean)}" if base.known else NO_VERDICT), "same"
+        return (f"{label} of the base model: {metric.value(base.mean)}" if base.known else NO_VERDICT), "same"
     levels = f"from {metric.value(base.mean)} to {metric.value(tuned.mean)}"
     if not change.bounded:
         when = "no interval" if run.evaluations.get("tuned") else f"so far, at {run.after.label}, no interval yet"
-        return f"{metric.label} went {levels} ({metric.change(change.mean)}; {when})", "same"
+        return f"{label} went {levels} ({metric.change(change.mean)}; {when})", "same"
     interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
     verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "did not change measurably:"
     return (
-        f"{metric.label} {verb} {levels} ({metric.change(change.mean)}, {interval})",
+        f"{label} {verb} {levels} ({metric.change(change.mean)}, {interval})",
         metric.tone(change.low, change.high),
     )
 
 
 def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]) -> list[tuple[str, str]]:
     """(tone, sentence) each: the fair rival, and the other metrics that got worse."""
-    found = []
+    found, on = [], run.subject.on
     if metrics and (rival := estimates[metrics[0].name]["base_best_guidance"]).known:
         metric, tuned = metrics[0], estimates[metrics[0].name]["tuned"]
         scale = number(_block(run, "base_best_guidance").get("guidance_scale"))
         at = f" (scale {scale:g}{', its own' if _is_own_guidance(run) else ''})" if math.isfinite(scale) else ""
-        text = f"The fair rival, the base model with its best guidance{at}, reaches {metric.value(rival.mean)}"
+        text = f"The fair rival, the base model with its best guidance{at}, reaches {metric.value(rival.mean)}{on}"
         gap = tuned.mean - rival.mean
         text += f"; tuned minus rival: {metric.change(gap)}." if math.isfinite(gap) else "."
         found.append((metric.tone(gap), text))
@@ -210,9 +214,9 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
         change = estimates[metric.name]["difference"]
         if change.bounded and metric.tone(change.low, change.high) == "worse":
             interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
-            text = f"{metric.label} got worse: {metric.change(change.mean)}, {interval}."
+            text = f"{metric.label} got worse{on}: {metric.change(change.mean)}, {interval}."
             found.append(("worse", text[:1].upper() + text[1:]))
-    return found
+    return found if run.subject.judged else [("same", text) for _, text in found]
 
 
 def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
@@ -223,8 +227,8 @@ def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
     rate, low, high, ties = (100 * number(found.get(key)) for key in ("rate", "low", "high", "tie_rate"))
     tone = "better" if low > 50 else "worse" if high < 50 else "same"
     return tone, (
-        f"By {metric.label} the tuned model wins {rate:.1f} % of {found['n']} pictures that are not tied "
-        f"(95 % CI {low:.1f} to {high:.1f}); {ties:.1f} % of all are ties."
+        f"By {metric.label} the tuned model wins {rate:.1f} % of {found['n']} pictures that are not tied"
+        f"{run.subject.on} (95 % CI {low:.1f} to {high:.1f}); {ties:.1f} % of all are ties."
     )
 
 
@@ -239,12 +243,12 @@ def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
     scored = np.isfinite(paired(run, metric.name)[0])
     entry = _block(run, "difference").get(metric.name)
     declared = number(entry.get("n")) if isinstance(entry, dict) else math.nan
-    num_prompts = int(scored.any(-1).sum()) if scored.size else declared
+    num_prompts = run.base.num_distinct(scored.any(-1)) if run.base and scored.size else declared
     total = f" of {scored.size}" if scored.sum() < scored.size else ""
     return {
         "metric": metric,
         "cells": cells,
-        "tone": metric.tone(change.low, change.high) if change.bounded else "same",
+        "tone": metric.tone(change.low, change.high) if change.bounded and run.subject.judged else "same",
         "plot": charts.interval_plot([(block, e.mean, e.low, e.high) for block, e in estimates.items()][:3]),
         "prompts": f"{num_prompts:.0f}" if math.isfinite(num_prompts) else DASH,
         "images": f"{scored.sum()}{total}" if scored.size else DASH,

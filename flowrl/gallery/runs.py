@@ -31,6 +31,13 @@ class Evaluation:
     scores: dict[str, np.ndarray]
     """Metric -> [P, K]; NaN where a picture could not be scored."""
     pictures: Path
+    distinct: tuple[int, ...] = ()
+    """[P] number of the distinct prompt: those of one number are one prompt; (): texts tell (older files)."""
+
+    def num_distinct(self, rows: np.ndarray | None = None) -> int:
+        """Distinct prompts, of those in `rows` [P] bool."""
+        numbers = np.asarray(self.distinct or self.prompts)
+        return len(np.unique(numbers if rows is None else numbers[: len(rows)][rows]))
 
     @property
     def label(self) -> str:
@@ -43,6 +50,32 @@ class Evaluation:
     def mean(self, metric: str) -> float:
         """Mean over prompts of the mean over seeds; what could not be scored is left out."""
         return nan_mean(nan_mean(self.scores[metric])) if metric in self.scores else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a run is evaluated on, in the words of the report."""
+
+    name: str
+    """As `summary.json` has it."""
+    one: str
+    short: str
+    """Before a chart's title."""
+    on: str
+    """Behind a heading; "" for what a reader expects."""
+    judged: bool = True
+    """Whether there is a verdict: none of prompts that were trained on."""
+
+
+SUBJECTS = {
+    subject.name: subject
+    for subject in (
+        Subject("held-out prompts", "held-out prompt", "Held-out", ""),
+        Subject("training prompts", "training prompt", "Training prompts", " on training prompts", judged=False),
+        Subject("its own prompts", "prompt of its own", "Its own prompts", " on its own prompts"),
+        Subject("no prompts", "prompt", "Evaluations", ""),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +109,19 @@ class Run:
     def after(self) -> Evaluation | None:
         """The tuned model's evaluation or, while the run is under way, the latest one."""
         return self.evaluations.get("tuned") or (self.during[-1] if self.during else None)
+
+    @property
+    def subject(self) -> Subject:
+        """Of the evaluations. Older summaries do not say: with them no share of the prompts was held out."""
+        told = self.summary.get("evaluated_on")
+        if told in SUBJECTS:
+            return SUBJECTS[told]
+        data, algorithm = (self.config.get(key) for key in ("data", "algorithm"))
+        data, algorithm = (part if isinstance(part, dict) else {} for part in (data, algorithm))
+        if algorithm.get("name") == "find":
+            return SUBJECTS["its own prompts"]
+        given = data.get("eval_prompts") not in (None, data.get("prompts"))
+        return SUBJECTS["held-out prompts" if given else "training prompts"]
 
     @property
     def finished(self) -> bool:
@@ -191,9 +237,14 @@ def _read_evaluation(path: Path, folder: Path) -> Evaluation:
             prompts=prompts,
             scores=scores,
             pictures=pictures,
+            distinct=tuple(map(int, document.get("distinct", ()))),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no evaluation ({type(error).__name__}: {error}); {remedy}") from error
+    if len(evaluation.distinct) not in (0, len(prompts)):
+        raise ConfigError(
+            f"{path}: distinct has {len(evaluation.distinct)} numbers for {len(prompts)} prompts; {remedy}"
+        )
     for name, table in scores.items():
         if table.shape != (len(prompts), len(seeds)):
             raise ConfigError(
