@@ -97,8 +97,7 @@ def run_prompts(config: RunConfig, needs: str) -> RunPrompts:
         listed = load_prompts(data.prompts, "data.prompts", columns, data.max_prompts)
     if data.eval_prompts is not None:
         given = load_prompts(data.eval_prompts, "data.eval_prompts", columns, data.max_eval_prompts)
-        name, remark = _overlap(listed, given)
-        name = "its own prompts" if needs == "noise" else name
+        name, remark = ("its own prompts", "") if needs == "noise" else _overlap(listed, given)
         return RunPrompts(listed, listed, given, name, f"data.eval_prompts={data.eval_prompts!r}", remark=remark)
     if data.prompts is None:
         remark = "data.eval_prompts is not set: no picture is drawn before and after"

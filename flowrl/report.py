@@ -76,7 +76,8 @@ def _best_guidance(trainer: Trainer, base: Evaluation) -> Evaluation | None:
             means[scale] = float(trial.scores[metric].mean())
     better = entry.reward.card.higher_is_better
     scale = (max if better else min)(means, key=lambda s: means[s])
-    log.info("base by CFG: %s", ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
+    told = ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items()))
+    log.info("base by CFG%s: %s", trainer.prompts.on, told)
     if scale == base.guidance_scale:
         return None
     # Trees have the guidance of training: the base's is drawn already.

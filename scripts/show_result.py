@@ -17,7 +17,8 @@ def main() -> None:
         numbers = ", ".join(format(100 * value[name], f"{sign}.1f") for name in ("low", "high"))
         return f"{label:<28}{format(100 * value['mean'], f'{sign}.1f'):>7} %   95 % interval [{numbers}]"
 
-    print(f"\n{metric} on {summary['base'][metric]['n']} held-out prompts, {summary['seconds']:.0f} s in all")
+    count, what = summary["base"][metric]["n"], summary["evaluated_on"]
+    print(f"\n{metric} on {count} {what}, {summary['seconds']:.0f} s in all")
     print(line("base", "base"))
     guidance = summary["base_best_guidance"]["guidance_scale"]
     print(line(f"base, best CFG ({guidance:g})", "base_best_guidance"))
