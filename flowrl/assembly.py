@@ -110,11 +110,7 @@ class _Data:
 
     def texts(self, *, cache: bool) -> list[str | Prompt]:
         """All that is embedded ahead, if anything is."""
-        return [
-            *self.train,
-            *self.prompts.evaluated,
-            *(self.given.captions() if self.given is not None and cache else ()),
-        ]
+        return [*self.train, *self.evaluated, *(self.given.captions() if self.given is not None and cache else ())]
 
 
 def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool = True) -> Parts:

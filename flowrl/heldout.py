@@ -98,11 +98,11 @@ def run_prompts(config: RunConfig, needs: str) -> RunPrompts:
     if data.eval_prompts is not None:
         given = load_prompts(data.eval_prompts, "data.eval_prompts", columns, data.max_eval_prompts)
         name, remark = ("its own prompts", "") if needs == "noise" else _overlap(listed, given)
-        return RunPrompts(listed, listed, given, name, f"data.eval_prompts={data.eval_prompts!r}", remark=remark)
+        return RunPrompts(listed, listed, given, name, _told("data.eval_prompts", data.eval_prompts), remark=remark)
     if data.prompts is None:
         remark = "data.eval_prompts is not set: no picture is drawn before and after"
         return RunPrompts([], [], [], "no prompts", "", remark=remark)
-    source, first = f"data.prompts={data.prompts!r}", listed[: data.max_eval_prompts]
+    source, first = _told("data.prompts", data.prompts), listed[: data.max_eval_prompts]
     if needs == "noise":
         return RunPrompts(listed, listed, first, "its own prompts", source)
     count = len({identity(prompt) for prompt in listed})
@@ -132,6 +132,11 @@ def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[Prom
     chosen = order[:count]
     held_out, left = [prompt for one in chosen for prompt in groups[one]], set(order[count:])
     return [prompt for prompt in prompts if identity(prompt) in left], held_out
+
+
+def _told(key: str, source: str) -> str:
+    """A list by its name: where it lies is the configuration's to say."""
+    return f"{key}={Path(source).name if Path(source).is_absolute() else source}"
 
 
 def _key(text: str, pictures: Sequence[str]) -> int:

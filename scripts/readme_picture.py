@@ -77,7 +77,8 @@ def block(folder: Path) -> str:
             row("paired difference", "difference", "+"),
             "",
             "Recipe `configs/quickstart.yaml`, seed 0; picture and table by `python scripts/readme_picture.py "
-            f"{folder}`. Other seeds, other numbers of steps, and how the recipe was chosen: "
+            f"{folder}`. The tuned numbers depend on the processor: training carries its rounding on. Other seeds, "
+            "other numbers of steps, and how the recipe was chosen: "
             "[docs/lab.md](docs/lab.md).",
         ]
     )

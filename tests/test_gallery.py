@@ -453,6 +453,82 @@ def test_two_runs_get_a_table_on_top_and_a_part_each(tmp_path, run_folder):
     assert both.links[:2] == ["#run-0", "#run-1"]
 
 
+# ---- what the prompts of an evaluation are
+
+
+def told_of(folder: Path, name: str | None, **data: object) -> Path:
+    """The run as one that was evaluated on prompts of that name; None: its version did not say."""
+    summary = json.loads((folder / "summary.json").read_text()) | ({} if name is None else {"evaluated_on": name})
+    (folder / "summary.json").write_text(json.dumps(summary))
+    config = json.loads((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(json.dumps(config | ({"data": data} if data else {})))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("training prompts", {}),
+        (None, {"prompts": "shapes:train", "eval_prompts": None}),
+        (None, {"prompts": "shapes:train", "eval_prompts": "shapes:train"}),
+    ],
+    ids=["summary", "older", "older, the same list"],
+)
+def test_training_prompts_are_called_so_everywhere_and_get_no_verdict(tmp_path, name, data):
+    folder = told_of(make_run(tmp_path / "run", num_prompts=8), name, **data)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["difference"]["shapes_partial"] = {"mean": -0.2, "low": -0.3, "high": -0.1, "n": 8}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    page = Page(build([folder]))
+    seen = page.text(*(tag for tag in page.texts if tag not in ("script", "style", "pre")))
+    assert "held-out" not in seen.lower()
+    assert page.text("h1") == "No verdict: no prompts were held out, and every number below is of training prompts"
+    assert ("class", "verdict same") in page.attributes
+    assert not {("class", "change better"), ("class", "change worse")} & set(page.attributes)
+    assert "Training prompts: strict accuracy" in page.text("span")
+    for heading in ("Results", "Side by side", "Filmstrip", "Worst regressions", "Best gains"):
+        assert f"{heading} on training prompts" in page.text("h2")
+    assert "Every training prompt" in page.text("h2")
+    assert "Means over the training prompts" in page.text("p")
+    assert "8 training prompts" in page.text("td")
+    assert "Partial score got worse on training prompts" in page.text("span")
+
+
+def test_a_method_that_learns_its_own_prompts_is_judged_on_them(tmp_path):
+    page = Page(build([told_of(make_run(tmp_path / "find", num_prompts=8), "its own prompts")]))
+    assert page.text("h1").startswith("Strict accuracy on its own prompts did not change measurably: from")
+    assert "held-out" not in page.text("p", "span", "h1", "h2").lower()
+    assert "Its own prompts: strict accuracy" in page.text("span")
+
+
+def test_runs_on_different_prompts_are_told_apart_where_they_are_compared(tmp_path, run_folder):
+    other = told_of(make_run(tmp_path / "other", name="other-run", num_prompts=8), "training prompts")
+    both = Page(build([run_folder, other], tmp_path / "both.html"))
+    assert "on training prompts" in both.text("small")
+    assert "Held-out strict accuracy over training" not in both.text("span")
+    assert "strict accuracy over training" in both.text("span")
+
+
+def test_a_share_of_the_prompts_says_where_it_comes_from(tmp_path):
+    folder = told_of(make_run(tmp_path / "share", num_prompts=8), "held-out prompts", prompts="list.txt")
+    summary = json.loads((folder / "summary.json").read_text())
+    held_out = {"source": "data.eval_share=0.1 of data.prompts=list.txt", "prompts": 8, "share": 0.1}
+    (folder / "summary.json").write_text(json.dumps(summary | {"held_out": held_out}))
+    page = Page(build([folder]))
+    assert "8 held-out prompts (data.eval_share=0.1 of data.prompts=list.txt)" in page.text("dd")
+    assert page.text("h1").startswith("Strict accuracy did not change measurably: from")
+
+
+def test_copies_of_a_prompt_are_counted_once(tmp_path):
+    twice = shapes.prompts("heldout")[:6] * 2
+    folder = make_run(tmp_path / "copies", prompts=twice)
+    assert "6 prompts" in Page(build([folder])).text("td")
+    for path in (folder / "eval").glob("*.json"):
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps(document | {"distinct": list(range(12))}))  # of other pictures
+    assert "12 prompts" in Page(build([folder])).text("td")
+
+
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_folder_that_is_no_run_is_named_with_the_remedy(tmp_path, exists):
     folder = tmp_path / "nothing"

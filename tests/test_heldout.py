@@ -87,7 +87,7 @@ def test_a_run_without_other_prompts_trains_on_nine_tenths_and_is_evaluated_on_t
     prompts = found(read())
     assert (prompts.name, len(prompts.train), len(prompts.evaluated)) == ("held-out prompts", 54, 6)
     assert not {p.text for p in prompts.train} & {p.text for p in prompts.evaluated}
-    source = "data.eval_share=0.1 of data.prompts='list.txt', drawn by seed 0"
+    source = "data.eval_share=0.1 of data.prompts=list.txt, drawn by seed 0"
     assert prompts.facts()["held_out"] == {"source": source, "prompts": 6, "share": 0.1}
     assert found(read("seed=1")).evaluated != prompts.evaluated
     # Fewer to look at, and no other ones to train on.
