@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from flowrl.assembly import both_prompts
 from flowrl.config import Resolved
 from flowrl.distributed import World
 from flowrl.errors import OutOfMemory
+from flowrl.heldout import run_prompts
 from flowrl.memory import Estimate, estimate, skeleton
 from flowrl.phases import lacking, out_of_memory
 from flowrl.units import size
@@ -87,7 +87,8 @@ def planned(resolved: Resolved, processes: int) -> Estimate:
     """
     run, adapter, algorithm = resolved.run, skeleton(resolved), resolved.algorithm.build()
     plan = algorithm.plan(adapter.schedule(run.rollout.num_inference_steps), resolved.sampler.build(), 1, run.seed)
-    texts = {(p.text, p.pictures) for prompts in both_prompts(run) for p in prompts}
+    prompts = run_prompts(run, algorithm.needs)
+    texts = {(p.text, p.pictures) for p in (*prompts.train, *prompts.evaluated)}
     return estimate(resolved, adapter, plan, prompts=len(texts), processes=processes)
 
 
