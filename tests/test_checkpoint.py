@@ -164,11 +164,11 @@ def test_a_damaged_file_is_refused_with_the_way_back(tmp_path, name, damage):
     assert_same(load(tmp_path, 3), make(3))
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"state.safetensors": 1}', "3"])
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"state.safetensors": 1}', "3", "\udcff"])
 def test_a_manifest_that_is_missing_or_broken_is_refused(tmp_path, content):
     save(tmp_path, make(3), keep=3)
     manifest = path_of(tmp_path, 3) / "manifest.json"
-    manifest.unlink() if content is None else manifest.write_text(content)
+    manifest.unlink() if content is None else manifest.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError, match="go on from the start"):
         load(tmp_path, 3)
 
