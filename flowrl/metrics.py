@@ -9,7 +9,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,24 @@ class Progress:
             sys.stderr.flush()
 
 
+class LogFile(logging.FileHandler):
+    """train.log; where it cannot be written the error stream says so once, in place of a traceback for each line."""
+
+    lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.lost:
+            self.lost = True
+            print(f"{self.baseFilename} cannot be written ({error.strerror}): lines are missing there", file=sys.stderr)
+
+    def close(self) -> None:
+        with suppress(OSError):  # the lines that are still held back; it was told when they came
+            super().close()
+
+
 def set_up_logging(file: Path | None, *, main: bool) -> None:
     """Messages of the first process to the screen and to train.log; warnings of the others to the screen."""
     log.handlers.clear()
@@ -134,6 +152,7 @@ def set_up_logging(file: Path | None, *, main: bool) -> None:
     screen.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(screen)
     if file is not None and main:
-        stream = logging.FileHandler(file, encoding="utf-8")
+        with writing(file):
+            stream = LogFile(file, encoding="utf-8")
         stream.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(stream)

@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from flowrl.errors import WriteError
 from flowrl.metrics import MetricsFile, Progress, Sums, Timer, log, set_up_logging
 from flowrl.types import LossOutput
 
@@ -191,6 +192,22 @@ def test_the_first_process_logs_to_screen_and_file_and_the_others_warn_only(tmp_
     assert (tmp_path / "train.log").exists() == main
     if main:
         assert "INFO a message" in (tmp_path / "train.log").read_text()
+
+
+def test_a_log_on_a_full_disk_is_told_once_and_ends_nothing(tmp_path, capfd, restored_log):
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    set_up_logging(tmp_path / "train.log", main=True)
+    for k in range(3):
+        log.info("message %d", k)
+    for handler in log.handlers:
+        handler.close()
+    printed = capfd.readouterr()
+    assert printed.err.count("train.log cannot be written (No space left on device)") == 1
+    assert "Traceback" not in printed.err
+    assert "message 2" in printed.out
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match=r"train\.log could not be written"):
+        set_up_logging(tmp_path / "file" / "train.log", main=True)
 
 
 def test_setting_up_twice_does_not_double_the_messages(capsys, restored_log):
