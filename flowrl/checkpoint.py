@@ -29,6 +29,8 @@ from flowrl.files import writing
 FORMAT = 1
 STATE = "state.json"
 _TENSORS = re.compile(r"state(-\d{5})?\.safetensors")
+_TEMPORARY = re.compile(r"\..+\.tmp|\.tmp.*|\.writable.*")
+"""Ours, safetensors' (.tmp with random letters), and that of the test whether a folder is writable."""
 
 Rows = tuple[int, int]
 """Of a tensor: the first row, and the one behind the last."""
@@ -198,8 +200,14 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_all(folder: Path) -> None:
+    """The same for every file below a folder, and the folders."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        fsync(path)
+
+
 def write_atomically(file: Path, text: str) -> None:
-    """A small text file that is either the old one or the new one, never half of it.
+    """A small text file that is either the old one or the new one, never half of it, also after a power cut.
 
     Raises:
         WriteError: the disk is full or not writable; the old one is there still.
@@ -208,4 +216,18 @@ def write_atomically(file: Path, text: str) -> None:
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
         os.replace(temporary, file)
+        fsync(file.parent)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What a killed run has left half written in its folder: files and folders under the temporary names of writers."""
+    # Longest first: the folder of a checkpoint goes after what is in it.
+    for path in sorted(folder.rglob(".*"), reverse=True):
+        if not _TEMPORARY.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -6,9 +6,13 @@ import importlib
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
+
+from flowrl.orphans import watch_launcher
+
+DEBUG = "FLOWRL_DEBUG"
 
 COMMANDS = (
     "train",
@@ -43,6 +47,15 @@ def _register() -> None:
             app.command(name=name)(module.command)
 
 
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; train.log has them in any case.")] = False,
+) -> None:
+    """Align diffusion and flow-matching generators with rewards."""
+    if debug:
+        os.environ[DEBUG] = "1"  # for the workers of --processes too
+
+
 def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:
     # Worker processes all meet the same error, and only the first one prints it, unless it is one process's own.
     rank = os.environ.get("RANK", "0")
@@ -53,6 +66,7 @@ def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:
 
 def main() -> None:
     """Run a command; exit 2 for what the user can mend in the input, 1 for a failure, 128 + n after signal n."""
+    watch_launcher()
     # Components by dotted path are found in the working directory, however flowrl was started; its files come last.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -92,6 +106,8 @@ def handle(error: BaseException) -> NoReturn:
 
     if isinstance(error, Stopped):
         raise SystemExit(128 + error.number)
+    if isinstance(error, Fault) and DEBUG in os.environ:
+        traceback.print_exception(error)
     if isinstance(error, Fault):
         _fail(str(error), error.exit_code, of_one_process=error.of_one_process)
     raise error

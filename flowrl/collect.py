@@ -17,7 +17,7 @@ from flowrl.assembly import Parts
 from flowrl.deadgroups import DeadGroups
 from flowrl.distributed import World, largest_shard, shard
 from flowrl.divergence import Health
-from flowrl.errors import Diverged, RewardError
+from flowrl.errors import Abandoned
 from flowrl.exploration import choose, fidelity
 from flowrl.initials import numbers_of
 from flowrl.metrics import Progress, Sums, Timer, log
@@ -29,12 +29,9 @@ from flowrl.prompts import Prompt, PromptSource, identity
 from flowrl.reward import Scores
 from flowrl.rollout import Noise, run
 from flowrl.schedules import Schedule
+from flowrl.signals import NEVER, Stop
 from flowrl.tree import log_probs_on_ways
 from flowrl.types import Condition, Edges, Rollout, SampleId, Samples
-
-
-class Abandoned(Exception):
-    """A signal came in the middle of a rollout, on this process or on another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +53,15 @@ class Collector:
 
     Args:
         parts: of the run.
-        signalled: whether to leave off here, asked after every batch.
+        stop: whether to leave off.
         training: False leaves out what only rollouts need.
 
     Raises:
         ModelError: exploration wants a copy of the network that cannot be made.
     """
 
-    def __init__(self, parts: Parts, signalled: Callable[[], bool], *, training: bool = True) -> None:
-        self.parts, self.signalled = parts, signalled
+    def __init__(self, parts: Parts, stop: Stop = NEVER, *, training: bool = True) -> None:
+        self.parts, self.stop = parts, stop
         self.config, self.world = parts.resolved.run, parts.world
         self.evaluations = parts.learner.evaluations
         assert parts.scorer is not None
@@ -82,34 +79,29 @@ class Collector:
 
         Raises:
             Abandoned, Diverged, RewardError: on all processes; what was drawn is lost.
+            Elsewhere: another process failed otherwise.
         """
         parts, config = self.parts, self.config
         numbers = self.source.draw(iteration)
         prompts = [self.source.prompts[k] for k in numbers]
         plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
         noise = self.noise(iteration)
-        found, maps, laws, before = None, None, None, self.evaluations.rows
+        maps, laws, before = None, None, self.evaluations.rows
         looked: tuple[Tensor, Tensor] | None = None
-        try:
-            with parts.weights.using(parts.algorithm.behaviour):
-                if parts.learned is not None:
-                    laws = numbers_of(parts.learned, prompts)
-                    noise = dataclasses.replace(noise, laws=parts.learned.drawn_from(laws))
-                if self.explores:
-                    looked = self._explore(iteration, prompts, noise, timer)
-                    noise = dataclasses.replace(noise, chosen=looked[0])
-                    sums.add("nfe/explore", self.evaluations.rows - before, self._own(len(prompts)))
-                    before = self.evaluations.rows
-                text = f"iteration {iteration}: sampling"
-                found = self._draw(text, prompts, config.rollout.group_size, plan, noise, timer, self._recorded())
-            if parts.maps is not None:
-                with timer.phase("maps"):
-                    maps = parts.maps(found.images)
-        except Abandoned:
-            pass
-        if self.world.any(found is None or self.signalled()):
-            raise Abandoned
-        assert found is not None
+        with parts.weights.using(parts.algorithm.behaviour):
+            if parts.learned is not None:
+                laws = numbers_of(parts.learned, prompts)
+                noise = dataclasses.replace(noise, laws=parts.learned.drawn_from(laws))
+            if self.explores:
+                looked = self._explore(iteration, prompts, noise, timer)
+                noise = dataclasses.replace(noise, chosen=looked[0])
+                sums.add("nfe/explore", self.evaluations.rows - before, self._own(len(prompts)))
+                before = self.evaluations.rows
+            text = f"iteration {iteration}: sampling"
+            found = self._draw(text, prompts, config.rollout.group_size, plan, noise, timer, self._recorded())
+        if parts.maps is not None:
+            with timer.phase("maps"):
+                maps = parts.maps(found.images)
         sums.add("nfe/rollout", self.evaluations.rows - before, len(found.rows))
         rewards, raw = self._gather(found, len(prompts), config.rollout.group_size)
         if looked is not None:
@@ -160,29 +152,9 @@ class Collector:
         """`group` samples of each prompt, decoded and scored; this process's share of them.
 
         Raises:
-            Diverged, RewardError, Abandoned: on all processes.
+            Abandoned, Diverged, RewardError: on all processes.
+            Elsewhere: another process failed otherwise.
         """
-        found, failure = None, None
-        try:
-            found = self._drawn(text, prompts, group, plan, noise, timer, recorded, batch_size)
-        except (Diverged, RewardError, Abandoned) as error:
-            failure = error
-        self.world.agree(failure, (Diverged, RewardError, Abandoned))
-        assert found is not None
-        return found
-
-    def _drawn(
-        self,
-        text: str,
-        prompts: Sequence[Prompt],
-        group: int,
-        plan: StepPlan,
-        noise: Noise,
-        timer: Timer,
-        recorded: dict[str, Any],
-        batch_size: int | None,
-    ) -> Draw:
-        """As `_draw`, on this process alone."""
         parts, world, size = self.parts, self.world, batch_size or self.config.rollout.batch_size
         own = [SampleId(*pair) for pair in shard(len(prompts), group, world.rank, world.size, plan.leaves)]
         slots, rows = slots_and_rows(own)
@@ -197,26 +169,35 @@ class Collector:
             # Of a sharded network every forward needs all processes: what a reward raises must wait.
             ahead.add(pictures[-1], early=not parts.sharded)
 
-        try:
-            with timer.phase("text"):
-                cond = parts.texts.lookup([prompts[slot] for slot in slots])
+        def sample() -> tuple[Samples, Edges]:
             with timer.phase("rollout"):
                 # Without a reward that scores beside sampling, the VAE waits for the end.
-                further = recorded | ({"finished": decode} if ahead else {})
-                watch, whole = partial(self._watch, bar), (len(prompts), group)
-                samples, edges = drawn_in_step(parts, plan, noise, own, cond, rows, watch, whole, size, **further)
+                further = recorded | ({"finished": decode} if ahead else {}) | {"stop": self.stop.in_step}
+                whole = (len(prompts), group)
+                return drawn_in_step(parts, plan, noise, own, cond, rows, bar.update, whole, size, **further)
+
+        def score(drawn: tuple[Samples, Edges] | None) -> Draw:
+            samples, edges = drawn or sample()
             if not ahead:
                 for start in range(0, len(own), size):
+                    if self.stop.here():
+                        raise Abandoned
                     decode(start, samples.x0[start : start + size])
             self._require_finite(health, noise.iteration or 0)
             with timer.phase("reward"):
                 images = torch.cat(pictures)
                 pictures.clear()  # a reward gets a copy: there are never three
-                scores = ahead.scores(images)
+                return Draw(own, samples, edges, cond, rows, images, ahead.scores(images))
+
+        try:
+            with timer.phase("text"):
+                cond = parts.texts.lookup([prompts[slot] for slot in slots])
+            # The forwards of a network that is split are no work of one process alone.
+            drawn = sample() if parts.sharded else None
+            return world.in_step(partial(score, drawn))
         finally:
             ahead.close()
             bar.close()
-        return Draw(own, samples, edges, cond, rows, images, scores)
 
     def _require_finite(self, health: Health, iteration: int) -> None:
         """Raise Diverged where most samples are not finite; a few are told of, and have no score."""
@@ -225,11 +206,6 @@ class Collector:
             raise health.error(f"since iteration {iteration}", why)
         if health.spoiled:
             log.warning("%s; they have no score", health.told(f"in iteration {iteration}"))
-
-    def _watch(self, bar: Progress, count: int) -> None:
-        bar.update(count)
-        if self.signalled():
-            raise Abandoned
 
     def _gather(self, found: Draw, prompts: int, group: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Everybody's scores by identity: [R, P, G] and name -> [P, G]."""
@@ -361,6 +337,8 @@ def drawn_in_step(
     watch: Callable[[int], None],
     whole: tuple[int, int],
     batch_size: int | None = None,
+    *,
+    stop: Callable[[], bool] = lambda: False,
     **further: Any,
 ) -> tuple[Samples, Edges]:
     """`rollout.run`, and of a sharded network as many batches as the longest share of the processes has.
@@ -375,15 +353,15 @@ def drawn_in_step(
         watch: called with the number of samples just finished, after every batch.
         whole: prompts and samples of each, over all processes.
         batch_size: null takes the rollout's.
+        stop: asked before every forward.
         further: options of `run`.
     """
     size, leaves = batch_size or parts.resolved.run.rollout.batch_size, plan.leaves
     options = {"batch_size": size, "device": parts.world.device}
-    found = run(parts.policy, plan, noise, ids, cond, rows, progress=watch, **options, **further)
+    found = run(parts.policy, plan, noise, ids, cond, rows, progress=watch, **options, **further, stop=stop)
     together = plan.drawn_together(size)
     idle = math.ceil(largest_shard(*whole, parts.world.size, leaves) / together) - math.ceil(len(ids) / together)
     for _ in range(idle if parts.sharded else 0):
         with parts.learner.evaluations.uncounted():
-            run(parts.policy, plan, noise, ids[:leaves], cond, rows[:leaves], **options)
-        watch(0)
+            run(parts.policy, plan, noise, ids[:leaves], cond, rows[:leaves], **options, stop=stop)
     return found

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _OURS = Path(__file__).resolve().parent
@@ -37,6 +39,8 @@ class Fault(Exception):
     """Its text tells the user what, where, which value, and the remedy."""
 
     exit_code = 1
+    status = "failed"
+    """What summary.json says of a run that it ends."""
     of_one_process = False
     """Whether one process of several may meet it alone, and so has to tell it itself."""
 
@@ -108,6 +112,8 @@ class RewardFailure(RewardError):
 class Diverged(Fault, RuntimeError):
     """The model makes numbers that are not finite; the message says since when and which option to lower."""
 
+    status = "diverged"
+
 
 class ParityError(Fault, RuntimeError):
     """The replayed log-probs differ from the rollout's by more than the gate allows."""
@@ -115,6 +121,51 @@ class ParityError(Fault, RuntimeError):
 
 class LaunchError(Fault, RuntimeError):
     """The processes of a run do not fit together."""
+
+
+class Elsewhere(Fault, RuntimeError):
+    """Another process failed in what all of them did together; message, exit code and status are its own."""
+
+    def __init__(self, text: str, exit_code: int = 1, status: str = "failed") -> None:
+        super().__init__(text)
+        self.exit_code, self.status = exit_code, status
+
+
+class LostProcess(Fault, RuntimeError):
+    """Another process has ended while this one waited for it."""
+
+
+class Exited(Fault, RuntimeError):
+    """Code of a run, such as a reward, called `sys.exit`."""
+
+
+def exited(error: SystemExit) -> Exited:
+    """What a `sys.exit` in the code of a run is: a failure, whatever its number."""
+    where = described(error).rpartition(" (")[2].removesuffix(")")
+    return Exited(
+        f"the code of this run called sys.exit({'' if error.code is None else repr(error.code)}) in {where}; a reward "
+        "or another component raises an exception where it cannot go on"
+    )
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """A `sys.exit` inside the block is a failure.
+
+    Raises:
+        Exited: instead of SystemExit.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise exited(error) from error
+
+
+class Abandoned(BaseException):
+    """Work was left off because a signal came; what it had made is lost.
+
+    No `Exception`: code of a user that bears with all of those is not to swallow it.
+    """
 
 
 class Stopped(Exception):

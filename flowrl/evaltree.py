@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,13 +36,14 @@ from flowrl.assembly import Parts
 from flowrl.branching import Branching
 from flowrl.checkpoint import write_atomically
 from flowrl.divergence import Health
-from flowrl.errors import Diverged, RewardError
+from flowrl.errors import Abandoned, Diverged, RewardError
 from flowrl.judges import build_scorer
 from flowrl.metrics import Progress, log
 from flowrl.models.base import decoded
 from flowrl.plan import StepPlan
 from flowrl.prompts import identity
 from flowrl.rollout import Noise, run
+from flowrl.signals import NEVER, Stop
 from flowrl.tree import by_path, fuse, log_probs_on_ways
 from flowrl.types import Rollout, SampleId
 
@@ -56,32 +57,39 @@ class EvalTree:
 
     parts: Parts
 
-    def __call__(self, tag: str, iteration: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """With the weights that are in the network; nothing is written once `stop()` is true.
+    def __call__(self, tag: str, iteration: int, stop: Stop = NEVER) -> None:
+        """With the weights that are in the network.
 
         Args:
             tag: of the evaluation.
             iteration: that it follows; 0 has the plan of the first.
-            stop: whether to leave off; of a sharded network the same on all processes.
+            stop: whether to leave off.
+
+        Raises:
+            Abandoned: on all processes; nothing is written.
+            Elsewhere: the first process failed.
         """
         parts, planned = self.parts, max(iteration, 1)
         plan = parts.algorithm.plan(parts.schedule, parts.sampler, planned, parts.resolved.run.seed)
-        if plan.tree is None or not parts.prompts.evaluated or not (parts.world.main or parts.sharded) or stop():
+        if plan.tree is None or not parts.prompts.evaluated:
             return
-        bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=parts.world.main)
-        bar.update(0)
-        try:
-            rollout = self._roll_out(plan, bar.update)
-        finally:
-            bar.close()
-        if stop() or not parts.world.main:
-            return
+        drawn = self._roll_out(plan, tag, stop) if parts.sharded else None
+
+        def write() -> None:
+            if parts.world.main:
+                self._write(tag, iteration, plan, drawn or self._roll_out(plan, tag, stop), stop)
+
+        parts.world.in_step(write)
+
+    def _write(self, tag: str, iteration: int, plan: StepPlan, rollout: Rollout, stop: Stop) -> None:
+        """Score a rollout and write what came of it."""
+        parts, planned = self.parts, max(iteration, 1)
         health = Health()
-        images = health.seen(rollout.samples.x0, self._decoded(rollout))
+        images = health.seen(rollout.samples.x0, self._decoded(rollout, stop))
         try:
             if health.spoiled:
                 raise health.error("in it", "the evaluation says more")
-            rollout, weights = self._scored(rollout, images)
+            rollout, weights = self._scored(rollout, images, stop)
         except (Diverged, RewardError) as error:
             # The evaluation that follows meets the same, and ends the run on all processes.
             log.warning("the tree of %s is not drawn: %s", tag, error)
@@ -103,34 +111,44 @@ class EvalTree:
         media.write(sheet, folder / f"tree-{tag}")
         write_atomically(folder / f"tree-{tag}.json", json.dumps(record))
 
-    def _roll_out(self, plan: StepPlan, progress: Callable[[int], None]) -> Rollout:
+    def _roll_out(self, plan: StepPlan, tag: str, stop: Stop) -> Rollout:
         """One tree, not scored yet."""
         parts, prompt, algorithm = self.parts, self.parts.prompts.evaluated[0], self._method
         ids, rows = [SampleId(0, leaf) for leaf in range(plan.leaves)], torch.zeros(plan.leaves, dtype=torch.int64)
         noise = Noise(parts.evaluator.seed, "tree", None, parts.adapter.latent_shape())
         cond, size = parts.texts.lookup([prompt]), parts.resolved.run.rollout.batch_size
-        options = {"batch_size": size, "device": parts.world.device, "form": algorithm.log_prob_form(parts.sampler)}
-        samples, edges = run(parts.policy, plan, noise, ids, cond, rows, progress=progress, **options)
+        options: dict[str, Any] = {"batch_size": size, "device": parts.world.device}
+        options |= {"form": algorithm.log_prob_form(parts.sampler)}
+        bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=parts.world.main)
+        bar.update(0)
+        options |= {"progress": bar.update, "stop": stop.in_step}
+        try:
+            samples, edges = run(parts.policy, plan, noise, ids, cond, rows, **options)
+        finally:
+            bar.close()
         paths = log_probs_on_ways(edges, ids, plan).T[None] if algorithm.weighs_paths else None
         unknown = torch.empty(0)
         drawn = (samples, edges, cond, rows, unknown, {}, 0.0)
         return Rollout(plan, *drawn, prompts=(identity(prompt),), paths=paths)
 
-    def _decoded(self, rollout: Rollout) -> Tensor:
+    def _decoded(self, rollout: Rollout, stop: Stop) -> Tensor:
         """Pictures of the leaves, [L, 3, H, W], or clips [L, F, 3, H, W]."""
         parts, x0 = self.parts, rollout.samples.x0
-        batches = torch.arange(len(x0)).split(parts.resolved.run.rollout.batch_size)
-        made = [
-            decoded(parts.adapter, x0[b].to(parts.world.device), rollout.cond, rollout.rows[b]).cpu() for b in batches
-        ]
+        made = []
+        for b in torch.arange(len(x0)).split(parts.resolved.run.rollout.batch_size):
+            if stop.here():
+                raise Abandoned
+            made.append(decoded(parts.adapter, x0[b].to(parts.world.device), rollout.cond, rollout.rows[b]).cpu())
         return torch.cat(made)
 
-    def _scored(self, rollout: Rollout, images: Tensor) -> tuple[Rollout, Tensor]:
+    def _scored(self, rollout: Rollout, images: Tensor, stop: Stop) -> tuple[Rollout, Tensor]:
         """With rewards [R, 1, L] and outputs [1, L]; and the weights [R]."""
         prompt, count, trained = self.parts.prompts.evaluated[0], len(images), self.parts.scorer
         assert trained is not None  # a plan with a tree has rewards to compare
         # A scorer of its own: the trained one counts calls and failures for the row of an iteration.
-        scores = build_scorer(trained.entries).score(images, [prompt.text] * count, [prompt.metadata] * count)
+        scorer = build_scorer(trained.entries)
+        scorer.stop = stop.here
+        scores = scorer.score(images, [prompt.text] * count, [prompt.metadata] * count)
         raw = {name: values[None] for name, values in scores.raw.items()}
         return replace(rollout, rewards=scores.values[:, None], raw=raw), scores.weights
 

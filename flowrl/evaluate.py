@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import numpy as np
 import torch
 
 from flowrl import media
-from flowrl.checkpoint import write_atomically
+from flowrl.checkpoint import fsync_all, write_atomically
 from flowrl.distributed import World
 from flowrl.divergence import Health
-from flowrl.errors import Diverged, RewardError
+from flowrl.errors import Abandoned
 from flowrl.files import damaged, of_evaluation, read_object
 from flowrl.initials import numbers_of
 from flowrl.learned_noise import LearnedNoise
@@ -28,8 +29,9 @@ from flowrl.prompts import Prompt, Texts, distinct_numbers, identity
 from flowrl.reward import Scorer, Scores
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers.ode import Ode
+from flowrl.signals import NEVER, Stop
 from flowrl.statistics import interval
-from flowrl.types import SampleId
+from flowrl.types import Condition, SampleId
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,16 @@ def _plain(values: np.ndarray) -> list[float | None]:
     return [None if np.isnan(v) else float(v) for v in values]
 
 
-class Interrupted(Exception):
-    """An evaluation was given up on all processes."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Samples that are scored together, drawn and not decoded yet."""
+
+    ids: list[SampleId]
+    asked: list[Prompt]
+    x0: torch.Tensor
+    cond: Condition
+    rows: torch.Tensor
+    """Row of `cond` of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +164,7 @@ class Evaluator:
     batch_size: int
     save_images: int | None
     sharded: bool = False
-    """Every forward, and `stop`, is then a step of all processes together."""
+    """Every forward is then a step of all processes together."""
     learned: LearnedNoise | None = None
     """Laws that the initial noise is drawn from; None: the standard one."""
     remedy: Callable[..., str] = lambda **known: "lower optim.learning_rate"
@@ -170,72 +180,87 @@ class Evaluator:
         limit: int | None = None,
         save: bool = True,
         progress: Callable[[int], None] = lambda count: None,
-        stop: Callable[[], bool] = lambda: False,
-        agreement: Callable[[], Agreement] | None = None,
+        stop: Stop = NEVER,
+        agreement: Callable[[Stop], Agreement] | None = None,
     ) -> Evaluation:
         """Evaluate the network as it is now. Every process returns the whole result; the first one writes it.
 
         `agreement` judges held-out pairs, for a method that prefers pictures.
 
         Raises:
-            Diverged, RewardError: on all processes.
-            Interrupted: `stop()` became true on some process; all of them raise, and no scores are written.
+            Abandoned, Diverged, RewardError: on all processes; no scores are written.
+            Elsewhere: another process failed otherwise.
         """
         prompts = self.prompts[:limit]
+        settings = (prompts, guidance_scale, num_inference_steps)
+        draw = partial(self._drawn, *settings, iteration, tag if save else None, progress, stop)
+        # Of a network that is split no process draws by itself; each batch is then scored in step.
+        due = draw() if self.sharded else self.world.in_step(draw)
+        table = self._gather(due, len(prompts))
+        texts = tuple(p.text for p in prompts)
+        distinct = tuple(distinct_numbers([identity(p) for p in prompts]))
+        told = None if agreement is None else agreement(stop)
+        known = (tag, iteration, guidance_scale, num_inference_steps)
+        result = Evaluation(*known, texts, self.samples_per_prompt, table, told, distinct)
+        if save and self.world.main:
+            if (self.folder / "eval" / tag).is_dir():  # before the scores, which say that they are there
+                fsync_all(self.folder / "eval" / tag)
+            result.save(self.folder / "eval")
+        return result
+
+    def _drawn(
+        self,
+        prompts: Sequence[Prompt],
+        guidance_scale: float,
+        num_inference_steps: int,
+        iteration: int,
+        kept: str | None,
+        progress: Callable[[int], None],
+        stop: Stop,
+    ) -> list[tuple[list[SampleId], Scores]]:
+        """This process's samples with their scores; the pictures are kept under the tag `kept`, if any."""
         policy = Policy(self.adapter, Ode(), guidance_scale)
         plan = deterministic(self.adapter.schedule(num_inference_steps))
         laws = None if self.learned is None else self.learned.drawn_from(numbers_of(self.learned, prompts))
         noise = Noise(self.seed, "eval", None, self.adapter.latent_shape(), laws=laws)
         due: list[tuple[list[SampleId], Scores]] = []
-        health, failure = Health(), None
+        health = Health()
+        agree: Callable[[Callable[[], list]], list] = self.world.in_step if self.sharded else lambda work: work()
         with Beside(self.scorer) as beside:
             for slots, counts in self._rounds(len(prompts)):
-                if stop():
-                    break
                 ids = [SampleId(slot, k) for slot in slots for k in range(self.samples_per_prompt)]
                 rows = torch.arange(len(slots)).repeat_interleave(self.samples_per_prompt)
                 cond = self.texts.lookup([prompts[slot] for slot in slots])
                 options = {"batch_size": self.batch_size, "device": self.world.device}
-                samples, _ = run(policy, plan, noise, ids, cond, rows, **options)
-                if not counts or failure is not None:
-                    continue
-                images = decoded(self.adapter, samples.x0.to(self.world.device), cond, rows).cpu()
-                images, asked = health.seen(samples.x0, images), [prompts[i.slot] for i in ids]
-                try:
-                    if not health.diverged:  # then no reward is to be blamed
-                        due += beside.add(ids, images, [p.text for p in asked], [p.metadata for p in asked])
-                except RewardError as error:
-                    failure = error
-                    if not self.sharded:  # else every forward needs all processes
-                        break
-                if save:
-                    self._keep(tag, ids, images)
-                progress(len(ids))
-            if self.world.any(stop()):
-                raise Interrupted
-            try:
-                due += beside.rest() if failure is None else []
-            except RewardError as error:
-                failure = error
-            self.world.agree(self._diverged(health, iteration) or failure, (Diverged, RewardError))
-        table = self._gather(due, len(prompts))
-        texts = tuple(p.text for p in prompts)
-        distinct = tuple(distinct_numbers([identity(p) for p in prompts]))
-        told = None if agreement is None else agreement()
-        settings = (tag, iteration, guidance_scale, num_inference_steps)
-        result = Evaluation(*settings, texts, self.samples_per_prompt, table, told, distinct)
-        if save and self.world.main:
-            result.save(self.folder / "eval")
-        return result
+                samples, _ = run(policy, plan, noise, ids, cond, rows, **options, stop=stop.in_step)
+                batch = _Batch(ids, [prompts[i.slot] for i in ids], samples.x0, cond, rows)
+                due += agree(partial(self._scored, beside, health, kept, stop, batch) if counts else list)
+                progress(len(ids) if counts else 0)
+            due += agree(partial(self._rest, beside, health, iteration))
+        return due
 
-    def _diverged(self, health: Health, iteration: int) -> Diverged | None:
-        """The error of this process, where most of its samples are not finite; a few are told of, and have no score."""
+    def _scored(
+        self, beside: Beside, health: Health, kept: str | None, stop: Stop, batch: _Batch
+    ) -> list[tuple[list[SampleId], Scores]]:
+        """Decode and keep a batch, and begin to score it; what is due."""
+        if stop.here():
+            raise Abandoned
+        images = decoded(self.adapter, batch.x0.to(self.world.device), batch.cond, batch.rows).cpu()
+        images, due = health.seen(batch.x0, images), []
+        if not health.diverged:  # then no reward is to be blamed
+            due = beside.add(batch.ids, images, [p.text for p in batch.asked], [p.metadata for p in batch.asked])
+        if kept is not None:
+            self._keep(kept, batch.ids, images)
+        return due
+
+    def _rest(self, beside: Beside, health: Health, iteration: int) -> list[tuple[list[SampleId], Scores]]:
+        """What is due at the end, where most samples are finite; a few that are not are told of, and have no score."""
         if health.diverged:
             why = self.remedy(trained=iteration > 0, in_decoder=health.in_decoder)
-            return health.error(f"after iteration {iteration}" if iteration else "before any update", why)
+            raise health.error(f"after iteration {iteration}" if iteration else "before any update", why)
         if health.spoiled:
             log.warning("%s; they have no score", health.told(f"after iteration {iteration}"))
-        return None
+        return beside.rest()
 
     def _gather(self, due: Sequence[tuple[list[SampleId], Scores]], prompts: int) -> dict[str, np.ndarray]:
         """Everybody's scores: output -> [P, samples_per_prompt]."""

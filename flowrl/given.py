@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config import DataConfig
+from flowrl.errors import Abandoned
 from flowrl.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.media import fitted, pixels
 from flowrl.metrics import log
@@ -175,7 +176,13 @@ def _reward(member: Member) -> float:
 
 
 def latents_of(
-    read: Callable[[int], Slot], ids: Sequence[SampleId], adapter: Any, *, batch_size: int, look: Look | None = None
+    read: Callable[[int], Slot],
+    ids: Sequence[SampleId],
+    adapter: Any,
+    *,
+    batch_size: int,
+    look: Look | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Latents:
     """Open the pictures of B samples, bring them to the model's size, and encode them, some at a time.
 
@@ -185,12 +192,18 @@ def latents_of(
         adapter: the model.
         batch_size: pictures opened and encoded at once; no others are in memory.
         look: crop, mirror and the VAE's draw; None: the middle, as it is, at the posterior's mean.
+        stop: asked before every batch whether to leave off.
+
+    Raises:
+        Abandoned: `stop` said so.
     """
     x0, rewards = torch.zeros(len(ids), *adapter.latent_shape()), torch.full((len(ids),), torch.nan)
     texts: dict[int, str] = {}
     waiting: list[tuple[int, Tensor]] = []
 
     def flush() -> None:
+        if stop():
+            raise Abandoned
         if waiting:
             rows = [row for row, _ in waiting]
             noise = None if look is None else look.posterior(x0.shape[1:], [ids[row].slot for row in rows])

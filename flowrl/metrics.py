@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections import defaultdict
@@ -21,6 +22,10 @@ from flowrl.phases import phase
 from flowrl.types import LossOutput
 
 log = logging.getLogger("flowrl")
+journal = logging.getLogger("flowrl.journal")
+"""For train.log alone: what the screen is told otherwise."""
+DEBUG = "FLOWRL_DEBUG"
+"""Set in the environment, the screen shows tracebacks too; `flowrl --debug` sets it."""
 
 
 class Sums:
@@ -57,7 +62,7 @@ class Sums:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one object per iteration, appended and flushed; NaN is written as null."""
+    """`metrics.jsonl`: one object per iteration, appended and on the disk at once; NaN is written as null."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -66,6 +71,8 @@ class MetricsFile:
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         with writing(self.file), self.file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(clean) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
         """Complete rows; a torn last line of a killed run is dropped.
@@ -143,16 +150,37 @@ class LogFile(logging.FileHandler):
             super().close()
 
 
-def set_up_logging(file: Path | None, *, main: bool) -> None:
-    """Messages of the first process to the screen and to train.log; warnings of the others to the screen."""
-    log.handlers.clear()
-    log.setLevel(logging.INFO if main else logging.WARNING)
+class _Stamped(logging.Formatter):
+    """Time and level on every line, those of a traceback among them."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__("%(message)s")
+        self.process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"{self.formatTime(record)} {record.levelname} {self.process}"
+        return "\n".join(head + line for line in super().format(record).splitlines() or [""])
+
+
+def set_up_logging(file: Path | None, *, main: bool, rank: int = 0) -> None:
+    """Messages of the first process to the screen, warnings of the others too; to `file` all, tracebacks included.
+
+    What every process says (INFO) stands in the file once, the first process's.
+    """
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.setLevel(logging.DEBUG)
     log.propagate = False
     screen = logging.StreamHandler(sys.stdout)
     screen.setFormatter(logging.Formatter("%(message)s"))
+    screen.setLevel(logging.DEBUG if DEBUG in os.environ else logging.INFO if main else logging.WARNING)
+    screen.addFilter(lambda record: record.name != journal.name)
     log.addHandler(screen)
-    if file is not None and main:
+    if file is not None:
+        # Lines of several processes go to the end of one file, each line as a whole.
         with writing(file):
-            stream = LogFile(file, encoding="utf-8")
-        stream.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            stream = LogFile(file, encoding="utf-8", delay=not main)
+        stream.setFormatter(_Stamped("" if main else f"process {rank}: "))
+        stream.addFilter(lambda record: main or record.levelno != logging.INFO)
         log.addHandler(stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages
 from flowrl.assembly import Parts
-from flowrl.collect import Abandoned, by_identity, drawn_in_step, slots_and_rows
+from flowrl.collect import by_identity, drawn_in_step, slots_and_rows
 from flowrl.distributed import shard
+from flowrl.errors import Abandoned
 from flowrl.evaluate import Agreement
 from flowrl.given import PAIR, Given, Latents, Look, Slot, latents_of, slot_of
 from flowrl.labels import LabelledSource
@@ -23,6 +24,7 @@ from flowrl.metrics import Progress, Sums, Timer
 from flowrl.noising import Noising
 from flowrl.plan import deterministic
 from flowrl.rollout import Noise
+from flowrl.signals import NEVER, Stop
 from flowrl.types import Condition, Rollout, SampleId, Samples, no_edges
 
 _DRAWS = 4
@@ -36,14 +38,14 @@ class PairCollector:
 
     Args:
         parts: of the run.
-        signalled: whether to leave off here.
+        stop: whether to leave off.
     """
 
     exhausted = False
 
-    def __init__(self, parts: Parts, signalled: Callable[[], bool]) -> None:
+    def __init__(self, parts: Parts, stop: Stop = NEVER) -> None:
         assert parts.given is not None
-        self.parts, self.given, self.signalled = parts, parts.given, signalled
+        self.parts, self.given, self.stop = parts, parts.given, stop
         self.config, self.world = parts.resolved.run, parts.world
         self.weights = torch.ones(1)
         self.evaluations = parts.learner.evaluations
@@ -53,6 +55,7 @@ class PairCollector:
 
         Raises:
             Abandoned: on all processes.
+            Elsewhere: another process failed.
             TooManyLost: too many pictures cannot be read.
         """
         parts, config, given = self.parts, self.config, self.given
@@ -61,17 +64,19 @@ class PairCollector:
         own = [SampleId(*pair) for pair in shard(len(numbers), size, self.world.rank, self.world.size)]
         slots, rows = slots_and_rows(own)
         look = Look(config.data, config.seed, iteration)
-        with timer.phase("pictures"):
-            read = partial(_read, given, numbers)
-            found = latents_of(read, own, parts.adapter, batch_size=config.rollout.batch_size, look=look)
-        with timer.phase("text"):
-            cond = parts.texts.lookup([look.caption(slot, found.texts[slot]) for slot in slots])
-        x0: Tensor | None = found.x0
+
+        def prepare() -> tuple[Latents, Condition]:
+            with timer.phase("pictures"):
+                read, size = partial(_read, given, numbers), config.rollout.batch_size
+                found = latents_of(read, own, parts.adapter, batch_size=size, look=look, stop=self.stop.here)
+            with timer.phase("text"):
+                return found, parts.texts.lookup([look.caption(slot, found.texts[slot]) for slot in slots])
+
+        found, cond = self.world.in_step(prepare)
+        x0 = found.x0
         if "drawn" in given.members:
-            x0 = self._completed(plan, found, own, cond, rows, iteration, timer, sums)
-        if self.world.any(x0 is None or self.signalled()):
-            raise Abandoned
-        assert x0 is not None
+            complete = partial(self._completed, plan, found, own, cond, rows, iteration, timer, sums)
+            x0 = complete() if parts.sharded else self.world.in_step(complete)
         rewards = by_identity(self.world, own, found.rewards[None], len(numbers), size)
         given.require_readable(int(rewards[0].isnan().any(dim=1).sum()), len(numbers))
         samples = Samples(x0, tuple(own))
@@ -87,26 +92,20 @@ class PairCollector:
         iteration: int,
         timer: Timer,
         sums: Sums,
-    ) -> Tensor | None:
-        """The latents with those that the method's behaviour network draws; None where it was left off."""
+    ) -> Tensor:
+        """The latents with those that the method's behaviour network draws."""
         parts, place = self.parts, self.given.members.index("drawn")
         mine = torch.tensor([row for row, i in enumerate(own) if i.sample == place], dtype=torch.int64)
         noise = Noise(self.config.seed, "rollout", iteration, parts.adapter.latent_shape())
         bar = Progress(len(mine), f"iteration {iteration}: sampling", show=self.world.main)
         before = self.evaluations.rows
-
-        def watch(count: int) -> None:
-            bar.update(count)
-            if self.signalled():
-                raise Abandoned
-
         try:
             with timer.phase("rollout"), parts.weights.using(parts.algorithm.behaviour):
                 # A slot has one drawn sample: as many batches are made elsewhere as for groups of one.
                 ids, each = [own[row] for row in mine.tolist()], (self.parts.resolved.slots, 1)
-                drawn, _ = drawn_in_step(parts, plan, noise, ids, cond, rows[mine], watch, each)
-        except Abandoned:
-            return None
+                drawn, _ = drawn_in_step(
+                    parts, plan, noise, ids, cond, rows[mine], bar.update, each, stop=self.stop.in_step
+                )
         finally:
             bar.close()
         sums.add("nfe/rollout", self.evaluations.rows - before, len(mine))
@@ -156,19 +155,29 @@ class HeldOutPairs:
         self.slots = self.own or range(min(1, self.count))
         self.latents: Latents | None = None
 
-    def __call__(self) -> Agreement:
-        """Of N pairs; with labels the mean of both pictures'."""
-        latents, ids = self._latents(), self._ids(self.own)
+    def __call__(self, stop: Stop = NEVER) -> Agreement:
+        """Of N pairs; with labels the mean of both pictures'.
+
+        Raises:
+            Abandoned: to be left off on some process; all of them raise.
+            Elsewhere: another process failed.
+        """
+        latents, ids = self.world.in_step(lambda: self._latents(stop)), self._ids(self.own)
         rewards = by_identity(self.world, ids, latents.rewards[None, : len(ids)], self.count, len(PAIR))
         credit = self.parts.algorithm.advantages(rewards, torch.ones(1))
         starts = range(0, len(self.own), _CHUNK)
         most = max(self.world.gather(len(starts)))
-        sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
-        for place in range(most if self.parts.sharded else len(starts)):
-            idle = place >= len(starts)
-            chunk = self.slots[:1] if idle else self.own[starts[place] : starts[place] + _CHUNK]
-            found = self._judged(chunk, latents, rewards, credit)
-            sums += 0 if idle else found
+
+        def judge() -> Tensor:
+            sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
+            for place in range(most if self.parts.sharded else len(starts)):
+                idle = place >= len(starts)
+                chunk = self.slots[:1] if idle else self.own[starts[place] : starts[place] + _CHUNK]
+                found = self._judged(chunk, latents, rewards, credit, stop)
+                sums += 0 if idle else found
+            return sums
+
+        sums = judge() if self.parts.sharded else self.world.in_step(judge)
         total = torch.stack(self.world.gather(sums)).sum(dim=0).reshape(self.count, len(PAIR))
         right = ((total > 0).double() + (total >= 0).double()).mean(dim=1) / 2
         return Agreement(torch.where(credit.dead, torch.nan, right).numpy(), self._captions(latents))
@@ -182,7 +191,7 @@ class HeldOutPairs:
     def _ids(self, slots: Sequence[int]) -> list[SampleId]:
         return [SampleId(slot, sample) for slot in slots for sample in range(len(PAIR))]
 
-    def _latents(self) -> Latents:
+    def _latents(self, stop: Stop) -> Latents:
         """Of this process's pairs, encoded once."""
         if self.latents is None:
             records = self.given.held_out
@@ -192,11 +201,14 @@ class HeldOutPairs:
             def read(slot: int) -> Slot:
                 return slot_of(records, self.numbers[slot], PAIR)
 
-            self.latents = latents_of(read, self._ids(self.slots), self.parts.adapter, batch_size=size)
+            ids = self._ids(self.slots)
+            self.latents = latents_of(read, ids, self.parts.adapter, batch_size=size, stop=stop.here)
         return self.latents
 
     @torch.no_grad()
-    def _judged(self, slots: Sequence[int], latents: Latents, rewards: Tensor, credit: Advantages) -> Tensor:
+    def _judged(
+        self, slots: Sequence[int], latents: Latents, rewards: Tensor, credit: Advantages, stop: Stop
+    ) -> Tensor:
         """Summed agreement of the samples of `slots`, by identity [2 N] float64."""
         parts, algorithm = self.parts, self.parts.algorithm
         ids, first = self._ids(slots), (slots[0] - self.slots[0]) * len(PAIR)
@@ -210,6 +222,8 @@ class HeldOutPairs:
         for draw in range(1, _DRAWS + 1):
             work = Noising(*shared, -draw, parts.schedule, sharded=parts.sharded)
             for batch, counts in work.plain_batches(0):
+                if stop.in_step():
+                    raise Abandoned
                 found = algorithm.preferred(batch, learner.networks).cpu()
                 if counts:
                     sums.index_add_(0, batch.sample.cpu(), found)

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl.errors import Abandoned
 from flowrl.reward import Scorer, Scores, WeightedReward
 from flowrl.surroundings import BESIDE, OF_THE_PROCESS, Settings
 from flowrl.threads import Ambient
 
 Outputs = dict[str, Tensor]
+_ASK_S = 0.2
+"""How often it is asked whether to leave off while a slow reward is waited for."""
 
 
 class Lanes:
@@ -50,6 +53,17 @@ class Lanes:
         """What waits is not scored; what is under way ends by itself, so that a slow server holds up no one's end."""
         for _, pool in self.pools:
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def result(self, future: Future[Outputs]) -> Outputs:
+        """What a thread has found.
+
+        Raises:
+            Abandoned: to be left off while it is waited for.
+        """
+        while not wait((future,), timeout=_ASK_S).done:
+            if self.scorer.stop():
+                raise Abandoned
+        return future.result()
 
     def others(self, *batch: Any) -> dict[int, Outputs]:
         """The rewards without a thread score a batch now."""
@@ -118,7 +132,7 @@ class Ahead:
         assert self.done == len(self.prompts), "pictures are missing"
         found = self.lanes.others(images, self.prompts, self.metadata, self.errors)
         for entry, _ in self.lanes.pools:
-            parts = [futures[id(entry)].result() for futures in self._found]
+            parts = [self.lanes.result(futures[id(entry)]) for futures in self._found]
             found[id(entry)] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         self.lanes.settle()
         return self.lanes.combine(found, self.errors)
@@ -169,6 +183,6 @@ class Beside:
         due = []
         while self.lanes is not None and len(self._waiting) > left:
             key, now, begun, errors = self._waiting.popleft()
-            later = {place: future.result() for place, future in begun.items()}
+            later = {place: self.lanes.result(future) for place, future in begun.items()}
             due.append((key, self.lanes.combine(now | later, errors)))
         return due

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowrl import media
 from flowrl.checkpoint import fsync
-from flowrl.collect import Abandoned
 from flowrl.config import ConfigError, Resolved
-from flowrl.distributed import Elsewhere, World, join
+from flowrl.distributed import World, join
 from flowrl.divergence import Health, remedy
-from flowrl.errors import Diverged, RewardFailure, Stopped
+from flowrl.errors import Abandoned, Elsewhere, Stopped
 from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.metrics import Progress, log, set_up_logging
 from flowrl.models._savings import cast_frozen
@@ -39,6 +37,7 @@ from flowrl.reward import RewardError, Scorer, Scores
 from flowrl.rng import derive, permutation
 from flowrl.rollout import Noise, Policy, run
 from flowrl.runs import RunFolder, provenance
+from flowrl.signals import Signals
 from flowrl.types import SampleId
 
 T = TypeVar("T")
@@ -124,7 +123,8 @@ class Pairing:
             self.plan = rollout_plan(resolved, schedule)
         except ValueError as error:
             raise ConfigError(f"rollout: {error}") from None
-        self.signals: list[int] = []
+        self.signals = Signals()
+        self.scorer.stop = self.signals.here
 
     def fill(self, folder: PairFolder) -> None:
         """Go on until there is enough.
@@ -133,13 +133,9 @@ class Pairing:
             Stopped: a signal came; all but the prompts under way is in the folder.
             RewardError: too many samples could not be scored; what was done before is in the folder.
         """
-        handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with self.signals.heard():
             while not enough(folder.done, len(self.prompts), self.wanted):
                 self._step(folder)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def _step(self, folder: PairFolder) -> None:
         """The next prompts, as many as an iteration of training has: what is scored together is then the same."""
@@ -149,14 +145,14 @@ class Pairing:
         chosen = order[place : place + self.config.rollout.prompts_per_iteration]
         pictures: dict[int, Tensor] = {}
         try:
-            found = self.world.together(
-                lambda: self._attempt(number, self._own(chosen), pictures), (RewardError, Diverged)
-            )
-        except Elsewhere as error:
-            raise RewardFailure(str(error)) from None
-        if self.world.any(bool(self.signals)):
-            self._stop(folder)
-        groups = {group.number: group for part in found for group in part}
+            own = self.world.in_step(lambda: self._attempt(number, self._own(chosen), pictures))
+            if self.world.any(self.signals.here()):
+                raise Abandoned
+        except Abandoned:
+            if self.world.main:
+                log.info("stopped: %s; the same command goes on", folder.done)
+            raise Stopped(self.signals.first(self.world)) from None
+        groups = {group.number: group for part in self.world.gather(own) for group in part}
         used = self._used([groups[k] for k in chosen], done.pairs)
         kept = [group for group in used if group.margin > self.wanted.margin]
         self.world.together(lambda: [self._keep(folder, number, g, pictures) for g in kept if g.number in pictures])
@@ -173,8 +169,6 @@ class Pairing:
         bar = Progress(len(own) * self.wanted.per_prompt, f"round {number + 1}", show=self.world.main)
         try:
             return self._draw(number, own, bar, pictures)
-        except Abandoned:
-            return []
         finally:
             bar.close()
 
@@ -192,18 +186,16 @@ class Pairing:
         health = Health()
 
         def decode(start: int, x0: Tensor) -> None:
+            if self.signals.here():
+                raise Abandoned
             where = rows[start : start + len(x0)]
             with phase("decode"):
                 parts.append(health.seen(x0, decoded(self.adapter, x0.to(self.world.device), cond, where).cpu()))
 
-        def watch(count: int) -> None:
-            bar.update(count)
-            if self.signals:
-                raise Abandoned
-
         options: dict[str, Any] = {"batch_size": config.rollout.batch_size, "device": self.world.device}
+        options |= {"progress": bar.update, "finished": decode, "stop": self.signals.here}
         with torch.no_grad(), phase("rollout"):
-            run(self.policy, self.plan, noise, ids, cond, rows, **options, progress=watch, finished=decode)
+            run(self.policy, self.plan, noise, ids, cond, rows, **options)
         if health.diverged:
             why = remedy(config, None, trained=False, in_decoder=health.in_decoder)
             raise health.error(f"in round {number + 1}", why)
@@ -243,17 +235,6 @@ class Pairing:
         drawn |= {"chosen": group.best, "rejected": group.worst}
         own = (prompt.text, chosen, rejected, group.margin, *group.scores, drawn)
         return dict(zip(OWN, own, strict=True)) | prompt.metadata
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        if self.signals:
-            raise KeyboardInterrupt
-        self.signals.append(number)
-
-    def _stop(self, folder: PairFolder) -> NoReturn:
-        numbers = [n for n in self.world.gather(self.signals[0] if self.signals else None) if n]
-        if self.world.main:
-            log.info("stopped: %s; the same command goes on", folder.done)
-        raise Stopped(numbers[0])
 
 
 def _freeze(resolved: Resolved, adapter: ModelAdapter, world: World) -> None:

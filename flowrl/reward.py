@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flowrl.attempts import Attempts, Batch, Counts
+from flowrl.errors import Abandoned, RewardFailure
 from flowrl.errors import RewardError as RewardError
-from flowrl.errors import RewardFailure
 from flowrl.onecall import score_once as score_once
 from flowrl.onecall import unscored as unscored
 from flowrl.scorecache import ScoreCache
@@ -252,6 +252,8 @@ class Scorer:
         check_entries(self.entries, self.distinct)
         self.batch_size, self.retries, self.max_failed_share = batch_size, retries, max_failed_share
         self.on_error = on_error
+        self.stop: Callable[[], bool] = lambda: False
+        """Asked before every call of a reward whether to leave off, which raises `Abandoned`."""
         self.counts = [Counts() for _ in self.distinct]
         self._changed: set[tuple[str, str]] = set()
         """(reward, setting) that was told of."""
@@ -328,6 +330,8 @@ class Scorer:
             self.on_error(text)
 
         def once(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+            if self.stop():
+                raise Abandoned
             conduct = Conduct()
             found = score_once(entry, images, prompts, metadata, conduct)
             for reason in conduct.reasons:

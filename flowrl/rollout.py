@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.errors import Abandoned
 from flowrl.models.base import ModelAdapter, channel_axis
 from flowrl.plan import StepPlan
 from flowrl.recorder import COLUMNS, Recorder, join
@@ -133,6 +134,7 @@ def run(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] = lambda count: None,
     finished: Callable[[int, Tensor], None] = lambda start, x0: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Samples, Edges]:
     """Denoise B samples along the plan; those of a tree share its nodes, all nodes of a step one forward.
 
@@ -149,9 +151,13 @@ def run(
         device: where the forward runs.
         progress: called with the number of samples just finished.
         finished: called before that with the place of the first of them and their latents [b, ...], on the CPU.
+        stop: asked before every forward whether to leave off.
 
     Returns:
         Samples in the order of `ids`, and the trained edges ordered by (sample, step), on the CPU.
+
+    Raises:
+        Abandoned: `stop` said so.
     """
     unknown = sorted(set(columns) - set(COLUMNS))
     if unknown:
@@ -159,8 +165,8 @@ def run(
     latents, parts, nodes_before, size = [], [], 0, plan.drawn_together(batch_size)
     for start in range(0, len(ids), size):
         part, picked = list(ids[start : start + size]), cond.index(rows[start : start + size])
-        walk = _Walk(policy, plan, noise, part, picked, Recorder(form, columns, channel_axis(policy.adapter)), device)
-        x0, edges = walk(batch_size)
+        recorder = Recorder(form, columns, channel_axis(policy.adapter))
+        x0, edges = _Walk(policy, plan, noise, part, picked, recorder, device, stop)(batch_size)
         parts.append((edges, nodes_before, start))
         nodes_before += len(edges.nodes)
         latents.append(x0)
@@ -202,7 +208,9 @@ class _Walk:
         cond: Condition,
         recorder: Recorder,
         device: torch.device | str,
+        stop: Callable[[], bool],
     ) -> None:
+        self.stop = stop
         self.policy, self.plan, self.noise, self.ids, self.cond = policy, plan, noise, ids, cond
         self.recorder, self.device, self.process = recorder, device, policy.adapter.process
         self.routes = Routes.of(plan, ids, shared_start=noise.shared_start)
@@ -245,12 +253,17 @@ class _Walk:
         if size != len(cond):
             cond = cond.index(front.leads)
         if size <= batch_size:
-            return self.policy.predict(front.x, step, cond)
+            return self._forward(front.x, step, cond)
         parts = []
         for rows in torch.arange(size).split(batch_size):
             here = rows.to(front.x.device)
-            parts.append(self.policy.predict(front.x[here], step.at(here), cond.index(rows)))
+            parts.append(self._forward(front.x[here], step.at(here), cond.index(rows)))
         return Prediction(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Prediction)))
+
+    def _forward(self, x: Tensor, step: Step, cond: Condition) -> Prediction:
+        if self.stop():
+            raise Abandoned
+        return self.policy.predict(x, step, cond)
 
     def _draw(self, k: int, front: _Front, step: Step, prediction: Prediction, move: Move) -> tuple[Tensor, Tensor]:
         """Children [M, ...] by the law, and their numbers among the recorded nodes."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl import checkpoint
 from flowrl.checkpoint import Checkpoint, Rows
-from flowrl.distributed import Elsewhere
-from flowrl.errors import UnwritableCheckpoint
+from flowrl.errors import Elsewhere, UnwritableCheckpoint
 from flowrl.files import writing
 from flowrl.metrics import log
 from flowrl.runs import BATCHES, differences, versions
@@ -22,8 +22,24 @@ if TYPE_CHECKING:
 _ALGORITHM = "algorithm/"
 
 
-def save(trainer: Trainer, iteration: int) -> None:
+def plain(trainer: Trainer) -> dict[str, Any]:
+    """What the parts of a run remember beside their tensors, as it is now."""
+    parts = {"algorithm": trainer.algorithm, "source": trainer.source, "collector": trainer.collector}
+    return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+
+def is_split(trainer: Trainer) -> bool:
+    """Whether no process has all of the trained weights."""
+    return bool(rows(trainer.weights))
+
+
+def save(trainer: Trainer, iteration: int, *, alone: bool = False) -> None:
     """Checkpoint the end of an iteration, with the weights as a plain pipeline loads them.
+
+    Args:
+        trainer: of the run; what its parts remember is that of `trainer.plain`.
+        iteration: the last finished one.
+        alone: the other processes have no part in it, as they may be gone.
 
     Raises:
         UnwritableCheckpoint: on every process, if it could not be written on one.
@@ -31,6 +47,7 @@ def save(trainer: Trainer, iteration: int) -> None:
     """
     if trainer.saved == iteration:
         return
+    trainer.attempted = iteration
     world, weights = trainer.world, trainer.weights
     moments, counters = trainer.optimizer.state()
     tensors = {f"weights/{k}": v for k, v in weights.state().items()}
@@ -39,9 +56,8 @@ def save(trainer: Trainer, iteration: int) -> None:
     tensors |= {f"{_ALGORITHM}{k}": v for k, v in own_tensors.items()}
     state = {
         "optimizer": counters,
-        "algorithm": trainer.algorithm.state_dict(),
-        "source": trainer.source.state_dict(),
-        "collector": trainer.collector.state_dict(),
+        **trainer.plain,
+        "due": trainer.due,
         "seconds": trainer.seconds,
         "processes": world.size,
         "versions": versions(),
@@ -52,7 +68,9 @@ def save(trainer: Trainer, iteration: int) -> None:
     places = {name: own[_parameter(name)] for name in split}
     saved, keep = Checkpoint(iteration, tensors, state, places), trainer.config.checkpoint.keep
     try:
-        if own:
+        if alone:
+            _save_alone(trainer, saved, keep)
+        elif own:
             checkpoint.save(trainer.folder.checkpoints, saved, keep, world)
             _save_whole(trainer, iteration)
         else:
@@ -66,6 +84,7 @@ def _save_alone(trainer: Trainer, saved: Checkpoint, keep: int) -> None:
     checkpoint.save(trainer.folder.checkpoints, saved, keep)
     with trainer.weights.using(trainer.optimizer.role), _writing_adapter(trainer, saved.iteration):
         trainer.weights.save(trainer.folder.path / "adapter", type(trainer.adapter.pipeline))
+        checkpoint.fsync_all(trainer.folder.path / "adapter")
 
 
 def _save_whole(trainer: Trainer, iteration: int) -> None:
@@ -76,6 +95,8 @@ def _save_whole(trainer: Trainer, iteration: int) -> None:
             network = weights.whole(name, keep=world.main)
             with _writing_adapter(trainer, iteration):
                 world.together(lambda n=network, name=name: n.save_pretrained(folder / name) if world.main else None)
+    with _writing_adapter(trainer, iteration):
+        world.together(lambda: checkpoint.fsync_all(folder) if world.main else None)
 
 
 def _writing_adapter(trainer: Trainer, iteration: int) -> AbstractContextManager[None]:
@@ -128,8 +149,10 @@ def restore(trainer: Trainer, iteration: int) -> None:
     """Go on from the run's own checkpoint."""
     state, world = load(trainer, trainer.folder.checkpoints, iteration), trainer.world
     trainer.seconds_before, trainer.saved = state["seconds"], iteration
+    trainer.due = state.get("due")
     if world.main:
-        trainer.folder.forget_after(iteration)
+        # Its row may stand there already, if the call that made its evaluation was killed at once.
+        trainer.folder.forget_after(iteration if trainer.due is None else iteration - 1)
     world.barrier()
     log.info("resumed after iteration %d", iteration)
     if state["processes"] != world.size:

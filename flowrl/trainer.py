@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from flowrl import checkpoint, state
+from flowrl import checkpoint, ending, state
 from flowrl.advantages import Advantages
 from flowrl.assembly import assemble
-from flowrl.collect import Abandoned, Collector
+from flowrl.collect import Collector
 from flowrl.config import ConfigError, Resolved, RunConfig, load_config, resolve
-from flowrl.distributed import Elsewhere, join
-from flowrl.errors import Stopped
+from flowrl.distributed import join
+from flowrl.errors import Abandoned, Elsewhere
 from flowrl.evaltree import EvalTree
-from flowrl.evaluate import Evaluation, Interrupted
-from flowrl.given import TooManyLost
+from flowrl.evaluate import Evaluation
 from flowrl.heldout import require_same_split
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
 from flowrl.offline import HeldOutPairs, PairCollector
@@ -31,6 +28,7 @@ from flowrl.phases import phase
 from flowrl.report import evaluate_base, finish, told_mean
 from flowrl.reward import RewardError
 from flowrl.runs import RunFolder, provenance
+from flowrl.signals import NEVER, Signals, Stop
 from flowrl.types import Rollout
 
 T = TypeVar("T")
@@ -42,10 +40,20 @@ class Trainer:
     def __init__(self, config: RunConfig | Resolved) -> None:
         self.resolved = config if isinstance(config, Resolved) else resolve(config)
         self.config = self.resolved.run
-        self.signals: list[int] = []
+        self.signals = Signals()
+        self.stop: Stop = NEVER
         self.seconds_before = 0.0
+        self.started = time.monotonic()
         self.iteration = 0
-        self.saved = -1
+        """The last finished one."""
+        self.saved = self.attempted = -1
+        """The last one of which there is a checkpoint, and the last one of which there was to be one."""
+        self.plain: dict[str, Any] = {}
+        """What its parts remembered at the end of that."""
+        self.due: dict[str, Any] | None = None
+        """Its row, while that and the evaluation which belongs to it are still to be written."""
+        self.between_updates = True
+        """The weights are those of the end of an iteration."""
 
     # ---- set-up
 
@@ -55,29 +63,36 @@ class Trainer:
         Raises:
             ConfigError: something the user can mend; nothing was trained, or what was is saved.
             Stopped: a signal came; the last finished iteration is saved.
+            Exited: code of the run called `sys.exit`.
+            Exception: any other failure; the last finished iteration is saved, unless it was the update that failed.
         """
         self.world = join()
         self.folder = RunFolder(self.config.folder)
         try:
-            self.start = self.agree(lambda: self._open_folder(resume))[0]
-            set_up_logging(self.folder.path / "train.log", main=self.world.main)
+            self.start = self.iteration = self.agree(lambda: self._open_folder(resume))[0]
+            set_up_logging(self.folder.path / "train.log", main=self.world.main, rank=self.world.rank)
             if resume and not self.start:
                 log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
-            handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-            try:
-                with explaining(self.resolved, self.world):
-                    self.agree(self._load)
-                    if self.start:
-                        state.restore(self, self.start)
-                    return self._loop()
-            except Interrupted:
-                self._stop(self.iteration)
-            finally:
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
+            with self.signals.heard():
+                return self._train()
         finally:
             self.folder.unlock()
             self.world.close()
+
+    def _train(self) -> dict[str, Any]:
+        try:
+            if self.world.main:
+                ending.begin(self)
+            with explaining(self.resolved, self.world):
+                self.agree(self._load)
+                if self.start:
+                    state.restore(self, self.start)
+                return self._loop()
+        except BaseException as error:  # whatever ends a run, its folder says so
+            last = ending.leave(self, error)
+            if last is error:
+                raise
+            raise last from error
 
     def evaluate_only(self, run: Path | None, out: Path) -> Evaluation:
         """Evaluate the untouched model, or the newest checkpoint of a run folder, into `out`."""
@@ -98,7 +113,7 @@ class Trainer:
         try:
             return self.world.together(work, (ConfigError, ValueError, RewardError, checkpoint.CheckpointError))
         except Elsewhere as error:
-            raise ConfigError(str(error)) from None
+            raise self.world.sharing(ConfigError(str(error))) from None
 
     def _open_folder(self, resume: bool) -> int:
         """The iteration to go on from, on the first process, which alone touches the folder."""
@@ -106,6 +121,7 @@ class Trainer:
             return 0
         if "FLOWRL_LOCKED" not in os.environ:
             self.folder.lock()
+        checkpoint.remove_leftovers(self.folder.path)
         start = self.folder.begin(self.resolved, resume)
         if not start:
             # A run that was killed before its first checkpoint may have left rows behind.
@@ -113,7 +129,6 @@ class Trainer:
         return start
 
     def _load(self, training: bool = True) -> None:
-        self.started = time.monotonic()
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -125,13 +140,17 @@ class Trainer:
         self.algorithm, self.optimizer, self.policy = parts.algorithm, parts.optimizer, parts.policy
         self.schedule, self.sampler = parts.schedule, parts.sampler
         self.learner, self.evaluator, self.maps = parts.learner, parts.evaluator, parts.maps
-        self.sharded, self.tree = parts.sharded, EvalTree(parts)
+        self.tree, self.plain = EvalTree(parts), {}
+        self.stop = self.signals.stop(self.world, sharded=parts.sharded)
+        for scorer in (self.scorer, self.watched):
+            if scorer is not None:
+                scorer.stop = self.stop.here
         self.collector: Collector | PairCollector
         self.held_out: HeldOutPairs | None = None
         if parts.given is None:
-            self.collector = Collector(parts, self._signalled, training=training)
+            self.collector = Collector(parts, self.stop, training=training)
         else:
-            self.collector = PairCollector(parts, self._signalled)
+            self.collector = PairCollector(parts, self.stop)
             if parts.given.held_out_numbers:
                 self.held_out = HeldOutPairs(parts)
         if self.world.main:
@@ -145,29 +164,39 @@ class Trainer:
 
     def _loop(self) -> dict[str, Any]:
         config = self.config
-        self._honour_signals(self.start)
+        self._honour_signals()
         base = evaluate_base(self)
+        self.plain = state.plain(self)
+        if self.due is not None:
+            self._record(self.due)
+            self.saved = -1
+            state.save(self, self.iteration)  # now as it would be without an interruption
         for iteration in range(self.start + 1, config.iterations + 1):
             if self.collector.exhausted:
                 log.info("every prompt is retired: training ends after iteration %d", self.iteration)
                 break
-            self.iteration = iteration
             row = self._iterate(iteration)
-            if config.eval.every and iteration % config.eval.every == 0 and iteration < config.iterations:
-                # A signal in the middle of it is honoured below, once this iteration is recorded.
-                with suppress(Interrupted):
-                    result = self.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
-                    row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
-                    if result.agreement is not None:
-                        row["eval/implicit_accuracy"] = result.agreement.mean()
-            if self.world.main:
-                self.folder.metrics.append(row)
-                self._tell(row)
+            self.iteration, self.plain, self.between_updates = iteration, state.plain(self), True
+            self._record(row)
             ends = iteration == config.iterations or self.collector.exhausted
             if ends or iteration % config.checkpoint.every == 0:
                 state.save(self, iteration)
-            self._honour_signals(iteration)
+            self._honour_signals()
         return finish(self, base)
+
+    def _record(self, row: dict[str, Any]) -> None:
+        """Evaluate where that is due, and write the row of the iteration that is finished."""
+        config, iteration = self.config, self.iteration
+        self.due = row  # a checkpoint from here on says that this is still to be done
+        if config.eval.every and iteration % config.eval.every == 0 and iteration < config.iterations:
+            result = self.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
+            row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
+            if result.agreement is not None:
+                row["eval/implicit_accuracy"] = result.agreement.mean()
+        if self.world.main:
+            self.folder.metrics.append(row)
+            self._tell(row)
+        self.due = None
 
     def evaluate(
         self, tag: str, limit: int | None = None, *, judge: bool = True, tree: bool = True, **options: Any
@@ -182,7 +211,7 @@ class Trainer:
         total = len(self.evaluator.prompts[:limit]) * config.eval.samples_per_prompt // self.world.size
         with phase("evaluation"), self.weights.using(self.optimizer.role):
             if tree:  # before the scores: an evaluation that is there has its tree, whenever a signal came
-                self.tree(tag, self.iteration, self._signalled)
+                self.tree(tag, self.iteration, self.stop)
             bar = Progress(total, f"evaluating {tag}", show=self.world.main)
             try:
                 return self.evaluator(
@@ -191,7 +220,7 @@ class Trainer:
                     num_inference_steps=steps,
                     limit=limit,
                     progress=bar.update,
-                    stop=self._signalled,
+                    stop=self.stop,
                     agreement=self.held_out if judge else None,
                     **options,
                 )
@@ -206,27 +235,19 @@ class Trainer:
     def _iterate(self, iteration: int) -> dict[str, Any]:
         timer, sums = Timer(), Sums()
         with timer.phase("iteration"):
-            rollout = self._roll_out(iteration, timer, sums)
-            credit = self.algorithm.advantages(rollout.rewards, self.collector.weights, rollout.prompts)
-            if rollout.plan.tree is not None:
-                credit = self.algorithm.on_tree(credit, rollout, self.collector.weights, iteration)
+            rollout = self.collector.collect(iteration, timer, sums)
+            credit = self.world.in_step(lambda: self._credit(iteration, rollout))
             gate = self.dtype if iteration == self.start + 1 else None
             with timer.phase("update"):
+                self.between_updates = False
                 self.learner.update(iteration, rollout, credit, sums, gate=gate)
         return self._row(iteration, rollout, credit, sums, timer)
 
-    def _roll_out(self, iteration: int, timer: Timer, sums: Sums) -> Rollout:
-        try:
-            return self.collector.collect(iteration, timer, sums)
-        except Abandoned:
-            self._stop(iteration - 1)
-        except TooManyLost:
-            self._save_before(iteration)
-            raise
-
-    def _signalled(self) -> bool:
-        """Whether to leave off here: all processes or none where each forward needs all of them."""
-        return self.world.any(bool(self.signals)) if self.sharded else bool(self.signals)
+    def _credit(self, iteration: int, rollout: Rollout) -> Advantages:
+        credit = self.algorithm.advantages(rollout.rewards, self.collector.weights, rollout.prompts)
+        if rollout.plan.tree is None:
+            return credit
+        return self.algorithm.on_tree(credit, rollout, self.collector.weights, iteration)
 
     # ---- reporting
 
@@ -257,26 +278,6 @@ class Trainer:
     def seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
 
-    # ---- signals
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        if self.signals:
-            os._exit(128 + number)
-        self.signals.append(number)
-
-    def _honour_signals(self, iteration: int) -> None:
-        if self.world.any(bool(self.signals)):
-            self._stop(iteration)
-
-    def _stop(self, iteration: int) -> NoReturn:
-        """Save the last finished iteration and leave."""
-        numbers = [n for n in self.world.gather(self.signals[0] if self.signals else None) if n]
-        self._save_before(iteration + 1)
-        if self.world.main:
-            log.info("stopped after iteration %d; go on with the same command and --resume", iteration)
-        raise Stopped(numbers[0])
-
-    def _save_before(self, iteration: int) -> None:
-        """Save the end of the one before, if this call has trained it."""
-        if iteration - 1 > self.start:
-            state.save(self, iteration - 1)
+    def _honour_signals(self) -> None:
+        if self.world.any(self.signals.here()):
+            raise Abandoned

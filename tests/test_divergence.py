@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.collect import Abandoned
 from flowrl.config import load_config
 from flowrl.distributed import World
 from flowrl.divergence import Health, remedy
-from flowrl.errors import Diverged, RewardError, RewardFailure
+from flowrl.errors import Abandoned, Diverged, RewardFailure
 from flowrl.evaluate import Evaluator
 from flowrl.prompts import Texts
 from flowrl.reward import Scorer
@@ -189,9 +188,13 @@ def test_what_fails_on_one_process_ends_all_with_the_same_error(failures, kind, 
     ring, raised = Ring(2), [None, None]
 
     def work(rank: int) -> None:
+        def fails() -> None:
+            if failures[rank] is not None:
+                raise failures[rank]
+
         try:
-            ring.world(rank).agree(failures[rank], (Diverged, RewardError, Abandoned))
-        except Exception as error:  # whatever it is, the test looks at it
+            ring.world(rank).in_step(fails)
+        except BaseException as error:  # whatever it is, the test looks at it
             raised[rank] = error
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
@@ -203,4 +206,4 @@ def test_what_fails_on_one_process_ends_all_with_the_same_error(failures, kind, 
 
 
 def test_without_a_failure_nobody_leaves():
-    ALONE.agree(None, (Diverged,))
+    assert ALONE.in_step(lambda: 3) == 3

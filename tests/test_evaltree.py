@@ -14,15 +14,17 @@ from flowrl import media, registry
 from flowrl.advantages import AdvantageConfig, group_advantages
 from flowrl.branching import Branching
 from flowrl.distributed import World
+from flowrl.errors import Abandoned
 from flowrl.evaltree import EvalTree
 from flowrl.history import HistoryConfig
 from flowrl.prompts import Prompt, Texts
 from flowrl.reward import Card, Reward, Scorer, WeightedReward
 from flowrl.rollout import Evaluations, Noise, Policy, run
 from flowrl.runs import RunFolder
+from flowrl.signals import Stop
 from flowrl.tree import Scale, by_grain, by_path, depthwise, extremes, fuse, log_probs_on_ways, propagated
 from flowrl.types import SampleId
-from tests.toys import ToyAdapter, nudge
+from tests.toys import OneOf, ToyAdapter, nudge
 
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -220,7 +222,7 @@ def test_neither_batch_size_nor_processes_change_it(tmp_path):
     place.grow.parts.resolved.run.rollout.batch_size = 64
     other = place.record()
     close(other["leaves"]["reward"], whole["leaves"]["reward"])
-    place.grow.parts.world = World(0, 2, CPU)  # and no collective: the others are in their evaluation
+    place.grow.parts.world = OneOf(0, 2, CPU)
     assert place.record() == other
 
 
@@ -275,7 +277,7 @@ def test_a_tree_costs_one_evaluation_for_each_node_but_the_leaves(tmp_path):
 
 
 def test_the_first_process_draws_it_alone(tmp_path):
-    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3], world=World(1, 2, CPU))
+    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3], world=OneOf(1, 2, CPU))
     place.grow("base", 0)
     assert place.evaluations.rows == 0
     assert not list(tmp_path.iterdir())
@@ -285,9 +287,10 @@ def test_of_a_sharded_network_every_process_makes_each_forward_and_asks_as_often
     asked: list[list[int]] = []
     for rank in (0, 1):
         folder = tmp_path / str(rank)
-        place = Place(folder, "branch_grpo", splits=[0, 1, 3], world=World(rank, 2, CPU), sharded=True)
+        place = Place(folder, "branch_grpo", splits=[0, 1, 3], world=OneOf(rank, 2, CPU), sharded=True)
         calls: list[int] = []
-        place.grow("base", 0, lambda calls=calls, place=place: bool(calls.append(place.evaluations.rows)))
+        stop = Stop(in_step=lambda calls=calls, place=place: bool(calls.append(place.evaluations.rows)))
+        place.grow("base", 0, stop)
         assert place.evaluations.rows == place.plan().tree.forwards
         assert (folder / "eval").exists() == (rank == 0)
         asked.append(calls)
@@ -296,10 +299,12 @@ def test_of_a_sharded_network_every_process_makes_each_forward_and_asks_as_often
 
 def test_a_signal_leaves_no_file(tmp_path):
     place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
-    place.grow("base", 0, lambda: True)
-    assert place.evaluations.rows == 0
-    place.grow("base", 0, lambda: place.evaluations.rows > 0)
-    assert place.evaluations.rows > 0
+    for start in (0, 1):
+        with pytest.raises(Abandoned):
+            place.grow("base", 0, Stop(in_step=lambda start=start: place.evaluations.rows >= start))
+        assert (place.evaluations.rows > 0) == bool(start)
+    with pytest.raises(Abandoned):
+        place.grow("base", 0, Stop(here=lambda: True))
     assert not list(tmp_path.iterdir())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,13 @@ import torch
 
 from flowrl import statistics
 from flowrl.distributed import World
-from flowrl.evaluate import Agreement, Evaluation, Evaluator, Interrupted
+from flowrl.errors import Abandoned
+from flowrl.evaluate import Agreement, Evaluation, Evaluator
 from flowrl.prompts import Prompt, Texts, distinct_numbers, identity
 from flowrl.reward import Card, Reward, Scorer, WeightedReward
+from flowrl.signals import Stop
 from flowrl.statistics import difference, interval, summary, win_rate
-from tests.toys import ToyAdapter, nudge
+from tests.toys import OneOf, ToyAdapter, nudge
 
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -203,28 +205,6 @@ def test_an_evaluation_is_read_back_as_it_was_written(tmp_path):
 # ---- the evaluator on the toy
 
 
-@dataclass(frozen=True)
-class FakeWorld:
-    """One of several processes; `gather` sees this one alone."""
-
-    rank: int
-    size: int
-    device: torch.device = CPU
-
-    @property
-    def main(self) -> bool:
-        return self.rank == 0
-
-    def gather(self, value):
-        return [value]
-
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    def agree(self, error, kinds) -> None:
-        assert error is None
-
-
 def score(images, prompts, metadata) -> dict[str, torch.Tensor]:
     bonus = torch.tensor([float(m.get("bonus", 0.0)) for m in metadata])
     return {"light": images.mean((1, 2, 3)) + bonus, "corner": images[:, 0, 0, 0]}
@@ -272,7 +252,7 @@ def test_an_evaluation_does_not_depend_on_the_batch_size(tmp_path, batch_size):
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_processes_share_out_the_prompts_and_find_the_same_scores(tmp_path, size):
     whole = call(evaluator(tmp_path, ToyAdapter())).scores["light"]
-    parts = [call(evaluator(tmp_path, ToyAdapter(), world=FakeWorld(r, size))).scores["light"] for r in range(size)]
+    parts = [call(evaluator(tmp_path, ToyAdapter(), world=OneOf(r, size, CPU))).scores["light"] for r in range(size)]
     scored = ~np.isnan(np.stack(parts))
     assert (scored.sum(axis=0) == 1).all()
     np.testing.assert_allclose(np.nansum(np.stack(parts), axis=0), whole, rtol=0, atol=2e-6)
@@ -326,14 +306,15 @@ def test_the_pictures_of_the_first_prompts_are_kept_by_prompt_and_seed(tmp_path)
 def test_a_trial_leaves_nothing_behind_and_only_the_first_process_writes_the_scores(tmp_path):
     call(evaluator(tmp_path, ToyAdapter()), save=False)
     assert not (tmp_path / "eval").exists()
-    call(evaluator(tmp_path, ToyAdapter(), world=FakeWorld(1, 2)))
+    call(evaluator(tmp_path, ToyAdapter(), world=OneOf(1, 2, CPU)))
     assert not (tmp_path / "eval" / "base.json").exists()
 
 
 def test_an_evaluation_that_is_stopped_gives_up_without_scores(tmp_path):
     done: list[int] = []
-    with pytest.raises(Interrupted):
-        call(evaluator(tmp_path, ToyAdapter(), batch_size=2), progress=done.append, stop=lambda: len(done) == 2)
+    stop = Stop(in_step=lambda: len(done) == 2)
+    with pytest.raises(Abandoned):
+        call(evaluator(tmp_path, ToyAdapter(), batch_size=2), progress=done.append, stop=stop)
     assert done == [2, 2]
     assert not (tmp_path / "eval" / "base.json").exists()
 

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("meter", "fewbits", "export", "assembly", "outofmemory", "media", "sharding", "state", "components"),
         *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall", "locate"),
         *("divergence", "deadgroups", "promptfiles", "places", "statistics", "heldout"),
+        *("signals", "ending", "status"),
         "rewards",
     ),
     ("algorithms",),
@@ -35,7 +36,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("reward", "onecall", "attempts", "scorecache", "overlap", "threads", "surroundings"),
     ),
     ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
-    ("errors", "files", "phases", "units", "paths", "types", "rng", "registry", "shapes", "embedded", "pictures"),
+    (
+        "errors",
+        "files",
+        "phases",
+        "units",
+        "paths",
+        "types",
+        "rng",
+        "registry",
+        "shapes",
+        "embedded",
+        "pictures",
+        "orphans",
+    ),
 )
 TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives")
 FOR_REWARDS = {

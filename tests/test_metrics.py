@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import pickle
+import re
 import sys
 import time
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from flowrl.errors import WriteError
-from flowrl.metrics import MetricsFile, Progress, Sums, Timer, log, set_up_logging
+from flowrl.metrics import DEBUG, MetricsFile, Progress, Sums, Timer, journal, log, set_up_logging
 from flowrl.types import LossOutput
 
 
@@ -182,16 +183,35 @@ def restored_log():
 
 
 @pytest.mark.parametrize("main", [True, False])
-def test_the_first_process_logs_to_screen_and_file_and_the_others_warn_only(tmp_path, capsys, restored_log, main):
-    set_up_logging(tmp_path / "train.log", main=main)
+def test_what_every_process_says_is_told_once_and_its_own_warnings_too(tmp_path, capsys, restored_log, main):
+    set_up_logging(tmp_path / "train.log", main=main, rank=0 if main else 1)
     log.info("a message")
-    log.warning("a warning")
-    screen = capsys.readouterr().out
-    assert "a warning" in screen
-    assert ("a message" in screen) == main
-    assert (tmp_path / "train.log").exists() == main
-    if main:
-        assert "INFO a message" in (tmp_path / "train.log").read_text()
+    log.warning("a warning\nof two lines")
+    journal.error("the end")
+    screen, kept = capsys.readouterr().out, (tmp_path / "train.log").read_text()
+    assert "a warning\nof two lines" in screen
+    assert ("a message" in screen) == ("INFO a message" in kept) == main
+    assert "the end" not in screen
+    who = "" if main else "process 1: "
+    for line in (f"WARNING {who}a warning", f"WARNING {who}of two lines", f"ERROR {who}the end"):
+        assert f" {line}\n" in kept
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_every_line_of_a_traceback_has_its_time_and_the_screen_shows_it_on_debug(
+    tmp_path, capsys, monkeypatch, restored_log, debug
+):
+    monkeypatch.setenv(DEBUG, "1") if debug else monkeypatch.delenv(DEBUG, raising=False)
+    set_up_logging(tmp_path / "train.log", main=True)
+    try:
+        raise ValueError("of somebody's code")
+    except ValueError:
+        log.debug("a reward raised", exc_info=True)
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert lines[0].endswith("DEBUG a reward raised")
+    assert lines[-1].endswith("DEBUG ValueError: of somebody's code")
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} DEBUG ", line) for line in lines)
+    assert ("Traceback" in capsys.readouterr().out) == debug
 
 
 def test_a_log_on_a_full_disk_is_told_once_and_ends_nothing(tmp_path, capfd, restored_log):

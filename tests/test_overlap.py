@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from flowrl import media
-from flowrl.collect import Abandoned, Collector
+from flowrl.collect import Collector
 from flowrl.commands import score
 from flowrl.distributed import World
-from flowrl.evaluate import Evaluator, Interrupted
+from flowrl.errors import Abandoned
+from flowrl.evaluate import Evaluator
 from flowrl.metrics import Timer
 from flowrl.overlap import Ahead, Beside
 from flowrl.plan import deterministic
@@ -21,6 +22,7 @@ from flowrl.prompts import Prompt, Texts
 from flowrl.reward import Card, Reward, RewardError, Scorer, WeightedReward
 from flowrl.rollout import Evaluations, Noise, Policy
 from flowrl.samplers.ode import Ode
+from flowrl.signals import Stop
 from tests.toys import ALONE, SHAPE, ToyAdapter
 
 B, GROUP = 12, 4
@@ -42,7 +44,7 @@ def entry(score, name="mine", **card) -> WeightedReward:
     return WeightedReward(name, Reward(score, Card(**({"outputs": (name,)} | card))))
 
 
-def collector(scorer: Scorer, signalled=lambda: False) -> Collector:
+def collector(scorer: Scorer, stop=lambda: False) -> Collector:
     """One that draws toys, four a batch."""
     adapter = ToyAdapter()
     found = Collector.__new__(Collector)
@@ -56,14 +58,15 @@ def collector(scorer: Scorer, signalled=lambda: False) -> Collector:
     )
     found.scorer = scorer
     found.config = SimpleNamespace(rollout=SimpleNamespace(batch_size=4))
-    found.world, found.signalled, found.evaluations = ALONE, signalled, Evaluations(adapter.network)
+    found.world, found.stop, found.evaluations = ALONE, Stop(in_step=stop), Evaluations(adapter.network)
     return found
 
 
-def draw(scorer: Scorer, signalled=lambda: False):
+def draw(scorer: Scorer, stop=lambda: False):
+    """Three batches of three forwards each; `stop` is asked before each."""
     noise = Noise(0, "rollout", 1, SHAPE)
     plan = deterministic(ToyAdapter().schedule(3))
-    return collector(scorer, signalled)._draw("", PROMPTS, GROUP, plan, noise, Timer(), {})
+    return collector(scorer, stop)._draw("", PROMPTS, GROUP, plan, noise, Timer(), {})
 
 
 def same(first, second) -> bool:
@@ -97,12 +100,12 @@ def test_a_batch_is_scored_while_the_next_one_is_sampled():
         scoring.set()
         return brightness(images, prompts, metadata)
 
-    def signalled() -> bool:  # asked after each batch
-        sampled.append(scoring.wait(WAIT_S))
+    def stop() -> bool:
+        sampled.append(len(sampled) >= 3 and scoring.wait(WAIT_S))
         return False
 
-    draw(Scorer([entry(tells, overlap=True)]), signalled)
-    assert sampled == [True] * 3
+    draw(Scorer([entry(tells, overlap=True)]), stop)
+    assert sampled == [False] * 3 + [True] * 6
 
 
 def test_without_such_a_reward_everything_is_scored_at_the_end_in_one_piece():
@@ -151,12 +154,12 @@ def test_a_signal_leaves_the_rollout_without_waiting_for_a_slow_reward():
 
     asked = []
 
-    def signalled() -> bool:
+    def stop() -> bool:
         asked.append(True)
-        return len(asked) == 2
+        return len(asked) == 5
 
     with pytest.raises(Abandoned):
-        draw(Scorer([entry(slow, overlap=True)]), signalled)
+        draw(Scorer([entry(slow, overlap=True)]), stop)
     release.set()
     assert len(calls) <= 1, "what waited is not scored"
 
@@ -282,8 +285,8 @@ def test_an_evaluation_that_is_stopped_waits_for_no_reward(tmp_path):
     waits, done = Waits(), []
     evaluate = evaluator(tmp_path, ToyAdapter(), Scorer([entry(waits, overlap=True)]))
     options = {"guidance_scale": 1.0, "num_inference_steps": 2}
-    with pytest.raises(Interrupted):
-        evaluate("base", 0, **options, progress=done.append, stop=lambda: len(done) == 1)
+    with pytest.raises(Abandoned):
+        evaluate("base", 0, **options, progress=done.append, stop=Stop(in_step=lambda: len(done) == 1))
     assert not waits.event.is_set()
     assert waits.came == []
     waits.event.set()

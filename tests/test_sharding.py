@@ -27,7 +27,7 @@ from flowrl.config import ConfigError, load_config, resolve
 from flowrl.distributed import Elsewhere, World
 from tests import test_buffer, test_evaluate
 from tests.e2e.conftest import BASE
-from tests.toys import ToyAdapter
+from tests.toys import OneOf, ToyAdapter
 
 
 class Meeting:
@@ -157,7 +157,7 @@ def test_a_damaged_or_missing_shard_is_refused(tmp_path: Path):
 def test_all_processes_evaluate_in_as_many_rounds_of_as_many_forwards(prompts, size, seeds, batch):
     counted, lengths = [], set()
     for rank in range(size):
-        world = test_evaluate.FakeWorld(rank, size)
+        world = OneOf(rank, size, test_evaluate.CPU)
         options = {"samples_per_prompt": seeds, "batch_size": batch, "sharded": True}
         rounds = test_evaluate.evaluator(Path(), ToyAdapter(), world=world, **options)._rounds(prompts)
         counted += [slot for slots, counts in rounds if counts for slot in slots]

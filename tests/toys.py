@@ -43,6 +43,17 @@ WIDTH = 3
 ALONE = World(0, 1, torch.device("cpu"))
 
 
+@dataclass(frozen=True)
+class OneOf(World):
+    """One of several processes, which hears of no other."""
+
+    def gather(self, value: object) -> list[object]:
+        return [value]
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
 def algorithms(needs: str) -> tuple[str, ...]:
     """Names of the methods in the folder that train on "edges", on "samples" or on "noise"."""
     modules = {name: registry.load("algorithms", name) for name in registry.names("algorithms")}

@@ -20,7 +20,9 @@ def command(
     ] = None,
 ) -> None:
     """Scores on the evaluation's prompts with 95 % intervals; the same seeds as in training runs."""
+    from flowrl import status
     from flowrl.config import load_config, resolve
+    from flowrl.errors import no_exit
     from flowrl.evaluate import Evaluation
     from flowrl.files import out_folder
     from flowrl.report import told_accuracy
@@ -35,7 +37,10 @@ def command(
     # Read before anything is drawn: a damaged file is told now rather than behind the evaluation.
     base = Evaluation.load(saved) if run is not None and saved.is_file() else None
     trainer = Trainer(resolved)
-    result = trainer.evaluate_only(run, out_folder(out or default))
+    if run is not None and (ended := status.told(status.read(run))):
+        print(f"{run}: {ended}")
+    with no_exit():
+        result = trainer.evaluate_only(run, out_folder(out or default))
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "

@@ -61,14 +61,15 @@ def command(
 
 def _launch(out: Path, processes: int) -> int:
     """Hold the folder and run this command line in several processes."""
-    from flowrl.distributed import launch
+    from flowrl.distributed import launch, require_devices
     from flowrl.runs import RunFolder
 
+    require_devices(processes)
     folder = RunFolder(out, "--out")
     descriptor = folder.lock()
     os.environ["FLOWRL_LOCKED"] = "1"
     try:
-        return launch(sys.argv[1:], processes, pass_fds=[descriptor])
+        return launch(sys.argv[1:], processes, pass_fds=[descriptor], warn=print)
     finally:
         folder.unlock()
 

@@ -13,30 +13,41 @@ def command(
     overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the run folder.")] = False,
     processes: Annotated[int, typer.Option("--processes", help="Processes on this machine.", min=1)] = 1,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="How processes talk: nccl (GPUs) or gloo (CPUs; shares GPUs).")
+    ] = None,
 ) -> None:
     """Train, evaluate before and after, and write the report."""
+    from flowrl.errors import no_exit
+
+    if backend is not None:
+        os.environ["FLOWRL_BACKEND"] = backend
     grouped = "WORLD_SIZE" in os.environ
     if processes > 1 and not grouped:
         raise SystemExit(_launch(config, overrides or [], resume, processes))
     from flowrl.config import load_config, resolve
     from flowrl.trainer import Trainer
 
-    Trainer(resolve(load_config(config, overrides))).fit(resume=resume)
+    with no_exit():
+        Trainer(resolve(load_config(config, overrides))).fit(resume=resume)
 
 
 def _launch(config: str, overrides: list[str], resume: bool, processes: int) -> int:
     """Validate once, hold the run folder, and run the workers."""
     from flowrl.config import load_config, resolve
-    from flowrl.distributed import launch
+    from flowrl.distributed import launch, require_devices
+    from flowrl.errors import no_exit
     from flowrl.runs import RunFolder
 
-    resolved = resolve(load_config(config, overrides))
+    with no_exit():
+        resolved = resolve(load_config(config, overrides))
+    require_devices(processes)
     folder = RunFolder(resolved.run.folder)
     descriptor = folder.lock()
     os.environ["FLOWRL_LOCKED"] = "1"
     try:
         arguments = ["train", config, *overrides, *(["--resume"] if resume else [])]
         # The workers inherit the lock: it is held until the last of them has ended.
-        return launch(arguments, processes, pass_fds=[descriptor])
+        return launch(arguments, processes, pass_fds=[descriptor], warn=print)
     finally:
         folder.unlock()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from flowrl import media
+from flowrl import media, status
 from flowrl.errors import ConfigError
 from flowrl.files import of_evaluation, read_object, read_rows
 from flowrl.gallery import trees
@@ -171,7 +171,8 @@ def load_run(folder: Path) -> Run:
         raise ConfigError(f"{path} holds no mapping; restore the resolved configuration that flowrl train wrote")
     problems: list[str] = []
     provenance = _read_optional(folder / "provenance.json", problems)
-    summary = _read_optional(folder / "summary.json", problems)
+    summary = status.now(_read_optional(folder / status.SUMMARY, problems), folder)
+    problems += filter(None, [status.told(summary)])
     rows = _read_rows(folder / "metrics.jsonl", problems)
     files = sorted((folder / "eval").glob("*.json"))
     evaluations = [_read_evaluation(p, folder) for p in files if not p.name.startswith(trees.PREFIX)]

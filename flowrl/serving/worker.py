@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from flowrl.components import RewardPlan, reward_plan
-from flowrl.distributed import watch_parent
 from flowrl.errors import Fault, described
+from flowrl.orphans import watch_parent
 from flowrl.reward import RewardError, WeightedReward, score_once
 from flowrl.rewards._transport import unpack
 from flowrl.rewards._wire import fingerprint, plain_card
