@@ -38,6 +38,23 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from flowrl import __version__
+
+        print(f"flowrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Align diffusion and flow-matching generators with rewards."""
+
+
 def _register() -> None:
     for name in COMMANDS:
         module = importlib.import_module(f"flowrl.commands.{name}")

@@ -75,7 +75,8 @@ def overview(name: str, what: str, card: Card) -> str:
 def details(name: str, card: Card) -> str:
     scale, offset = card.transform
     transform = "raw" if card.transform == (1.0, 0.0) else f"{scale:.6g} raw{f' {offset:+.6g}' if offset else ''}"
-    needs = [f"`{key}`" for key in card.requires] + (["`images`"] if card.modality == "edit" else [])
+    keys = dict.fromkeys((*card.requires, *(["images"] if card.modality == "edit" else [])))
+    needs = [f"`{key}`" for key in keys]
     memory = f"{card.memory_gib:g} GiB" if card.memory_gib else ""
     return line(f"`{name}`", card.resolution, ", ".join(needs), memory, transform, card.licence, card.source)
 

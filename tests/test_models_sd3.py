@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.testing import assert_close
 from flowrl.config import OptimConfig
 from flowrl.models import sd3
 from flowrl.models.base import LoraSettings, ModelError
-from flowrl.models.weights import Weights
+from flowrl.models.weights import Weights, lora_file, read_lora
 from flowrl.optim import Optimizer
 from flowrl.plan import deterministic
 from flowrl.rollout import Noise, Policy, run
@@ -239,7 +240,7 @@ def test_init_lora_restores_the_saved_function(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (LoraSettings(rank=2, alpha=10), "cannot be used"),
+        (LoraSettings(rank=2, alpha=10), r"has rank 4, model\.lora\.rank is 2; set that to 4"),
         (LoraSettings(rank=4, alpha=4), "trained with alpha=10, model.lora.alpha is 4"),
         (LoraSettings(rank=4, alpha=10, targets=["attn.to_q"]), "rank and targets must be the same"),
         (LoraSettings(rank=4, alpha=10, targets=[*sd3.LORA_TARGETS, "ff.net.2"]), "rank and targets must be the same"),
@@ -249,6 +250,28 @@ def test_init_lora_of_another_shape_is_refused(tmp_path, settings, message):
     tiny.lora(tiny.adapter(), noise=0.1).save(tmp_path, StableDiffusion3Pipeline)
     with pytest.raises(ModelError, match=message):
         tiny.lora(tiny.adapter(), settings).load_lora(str(tmp_path))
+
+
+def test_equal_weights_are_equal_files_and_load_as_before(tmp_path):
+    """The library writes a header's metadata in the order of a hash map, and peft keeps module names as a set."""
+    weights = tiny.lora(tiny.adapter(), noise=0.1)
+    for number in range(6):
+        weights.save(tmp_path / str(number), StableDiffusion3Pipeline)
+    contents = {lora_file(tmp_path / str(number)).read_bytes() for number in range(6)}
+    assert len(contents) == 1
+    tensors, settings = read_lora(lora_file(tmp_path / "0"))
+    assert settings["target_modules"] == sorted(settings["target_modules"])
+    (content,) = contents
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert list(header["__metadata__"]) == ["format", "lora_adapter_metadata"]
+    assert len(tensors) == len(weights.parameters)
+
+
+def test_init_lora_that_is_a_run_folder_names_its_adapter(tmp_path):
+    weights = tiny.lora(tiny.adapter())
+    weights.save(tmp_path / "adapter", StableDiffusion3Pipeline)
+    with pytest.raises(ModelError, match=r"is a run folder: give its adapter, model\.init_lora='.*adapter'"):
+        weights.load_lora(str(tmp_path))
 
 
 def test_init_lora_that_is_no_lora_is_refused(tmp_path):

@@ -39,15 +39,17 @@ def command(
 
 
 def _model(resolved) -> str:
-    """What its JSON files tell, where they are here."""
+    """Where it is, and what its JSON files tell, where they are here."""
     from flowrl.checks import check_model
+    from flowrl.commands._model_check import place_of
     from flowrl.memory import UnknownModel, skeleton
 
+    place = place_of(resolved.model.config)
     try:
         notes = check_model(resolved, skeleton(resolved))
     except UnknownModel as error:
-        return f"adapter {resolved.model.name}; {error}"
-    return "; ".join([f"adapter {resolved.model.name}", *notes])
+        return f"{place}; adapter {resolved.model.name}; {error}"
+    return "; ".join([place, f"adapter {resolved.model.name}", *notes])
 
 
 def _report(what: str, check) -> bool:

@@ -26,18 +26,16 @@ def command(
     config: Annotated[str, typer.Argument(help="YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
 ) -> None:
-    """Resolved configuration, batch geometry, steps, memory. Downloads nothing."""
+    """Resolved configuration, batch geometry, steps, memory. Asks the network for nothing."""
     import yaml
     from rich.console import Console
 
     from flowrl.checks import check_model
+    from flowrl.commands._plan_data import data_here
     from flowrl.config import load_config, resolve
-    from flowrl.given import Given
-    from flowrl.heldout import run_prompts
 
-    resolved = resolve(load_config(config, overrides))
-    run = resolved.run
-    prompts = run_prompts(run, resolved.algorithm.build().needs)
+    resolved = resolve(load_config(config, overrides), offline=True)
+    data = data_here(resolved)
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     _heading(console, "Configuration, every default written out")
     console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)
@@ -46,16 +44,8 @@ def command(
         console.print(f"note: {note}", markup=False)
     plan = step_plan(resolved, adapter)
     _heading(console, "Batch geometry")
-    given = Given(run.data, resolved.algorithm.build(), run.seed) if resolved.members else None
-    if given is not None:
-        console.print(f"{given.pairs.report}", markup=False)
-        console.print(f"{len(given.held_out_numbers)} held-out pairs, {len(prompts.evaluated)} prompts for evaluation")
-    else:
-        console.print(prompts.told() + (f" ({prompts.source})" if prompts.share is not None else ""), markup=False)
-    if prompts.remark:
-        console.print(prompts.remark, markup=False)
-    if len(prompts.train if given is None else given.records) < resolved.slots:
-        console.print("fewer than are drawn in an iteration: some are drawn twice")
+    for line in data.lines:
+        console.print(line, markup=False)
     console.print(_geometry_table(resolved, plan, adapter))
     _heading(console, f"Steps: {len(plan)} in all, {_trained_steps(resolved, plan)} trained")
     console.print(reason if adapter is None else _steps_table(resolved, adapter, plan))
@@ -63,10 +53,9 @@ def command(
     if adapter is None:
         console.print(reason)
         return
-    texts: set[Any] = {(p.text, p.pictures) for p in (*prompts.train, *prompts.evaluated)}
-    if given is not None and run.data.caches_text:
-        texts |= {(text, ()) for text in given.captions()}
-    _memory(console, resolved, adapter, plan, len(texts))
+    if data.unknown and resolved.run.data.caches_text:
+        console.print("embeddings are counted for the texts that are known, at least for those of an iteration")
+    _memory(console, resolved, adapter, plan, max(data.texts, resolved.slots if data.unknown else 0))
 
 
 def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, texts: int) -> None:

@@ -151,7 +151,7 @@ class Reentry:
             if not callable(getattr(pipeline, part, None)):
                 raise ModelError(
                     f"{kind.__name__} has no {part}(): the generic adapter cannot enter its call again; "
-                    "write a native adapter (docs/porting.md)"
+                    "write a native adapter (docs/models.md)"
                 )
         self._draw = pipeline.prepare_latents
         for name, network in networks.items():

@@ -56,9 +56,29 @@ def read_lora(file: Path, component: str = "transformer") -> tuple[dict[str, Ten
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}, settings
 
 
+def order_header(file: Path) -> None:
+    """Write the header of a .safetensors with its metadata in alphabetical order, in place: equal weights are then
+    equal files. The library keeps them in a hash map, whose order differs from call to call."""
+    with file.open("r+b") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        # The same content in another order is no longer; were it, the tensors behind it would be overwritten.
+        if len(text) > length:
+            raise ValueError(f"{file}: its header would grow from {length} to {len(text)} bytes")
+        stream.seek(8)
+        stream.write(text.ljust(length))
+
+
 def held(tensor: Tensor) -> Tensor:
     """This process's rows of a tensor that `fully_shard` has split, in the same memory; any other tensor itself."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+
+
+def _rank(tensors: dict[str, Tensor]) -> int | None:
+    """Of a LoRA that does not say it: rows of its first A; None where it has none."""
+    return next((len(value) for name, value in sorted(tensors.items()) if name.endswith(".lora_A.weight")), None)
 
 
 class Weights:
@@ -230,6 +250,11 @@ class Weights:
 
         if self.lora is None:
             raise ModelError("model.init_lora needs model.lora: full fine-tuning has no adapter to load into")
+        own = Path(path) / "adapter"
+        if lora_file(own).is_file() and not lora_file(Path(path)).is_file():
+            raise ModelError(
+                f"model.init_lora={path!r} is a run folder: give its adapter, model.init_lora={str(own)!r}"
+            )
         places = list(lora_places(Path(path), self.components))
         for _, _, place in places:
             if not lora_file(place).is_file():
@@ -243,6 +268,12 @@ class Weights:
                     raise ModelError(
                         f"model.init_lora={path!r} was trained with alpha={alpha}, "
                         f"model.lora.alpha is {self.lora.alpha}"
+                    )
+                rank = settings.get("r", _rank(found))
+                if rank not in (None, self.lora.rank):
+                    raise ModelError(
+                        f"model.init_lora={path!r} has rank {rank}, model.lora.rank is {self.lora.rank}; set that "
+                        f"to {rank}"
                     )
                 result: Any = set_peft_model_state_dict(network, found, adapter_name=ADAPTER)
                 fits &= bool(found) and not result.unexpected_keys
@@ -285,11 +316,15 @@ class Weights:
         save = getattr(pipeline_class, "save_lora_weights", None) or _save_lora_weights
         for name, network, place in lora_places(folder, self.components):
             # Without the metadata diffusers drops alpha, and the reloaded adapter has another scale.
+            settings = network.peft_config[ADAPTER].to_dict()
+            # peft keeps module names as sets, whose order is another one in every process.
+            settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
             options = {
                 f"{name}_lora_layers": get_peft_model_state_dict(network, adapter_name=ADAPTER),
-                f"{name}_lora_adapter_metadata": network.peft_config[ADAPTER].to_dict(),
+                f"{name}_lora_adapter_metadata": settings,
             }
             save(place, **options)
+            order_header(lora_file(place))
 
 
 def _save_lora_weights(folder: Path, *, transformer_lora_layers: Any, transformer_lora_adapter_metadata: Any) -> None:

@@ -1,0 +1,66 @@
+"""What `flowrl plan` can say of prompts and pairs without the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowrl.config import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a run learns from and is evaluated on, as far as it is on this machine."""
+
+    lines: tuple[str, ...]
+    """All that is known of it, and what is not, for the user."""
+    texts: int
+    """Distinct texts whose embeddings are cached, of those that are known."""
+    unknown: bool
+    """Whether something is on the hub."""
+
+
+def data_here(resolved: Resolved) -> Data:
+    """Prompts and pairs of a run without what is on the hub."""
+    from flowrl.given import Given
+    from flowrl.heldout import run_prompts
+    from flowrl.sources import hub_id
+
+    run, data, algorithm = resolved.run, resolved.run.data, resolved.algorithm.build()
+    sources = {key: getattr(data, key) for key in ("prompts", "eval_prompts", "pairs", "eval_pairs")}
+    remote = {key: value for key, value in sources.items() if hub_id(value) is not None}
+    lines = [
+        f"data.{key}={value!r}: a data set of the hub, and a plan asks the network for nothing; how many records it "
+        "holds, and whether its columns fit, is not known: give a folder that holds it (hf:FOLDER), or run flowrl doctor"
+        for key, value in remote.items()
+    ]
+    texts: set[Any] = set()
+    count: int | None = None
+    if "prompts" in remote:
+        lines.append("number of training prompts: not known")
+    elif "eval_prompts" in remote:
+        prompts = run_prompts(replace(run, data=replace(data, eval_prompts=None, eval_share=0.0)), algorithm.needs)
+        texts |= {(p.text, p.pictures) for p in prompts.train}
+        count = len(prompts.train)
+        lines.append(f"{count} training prompts; number of prompts for evaluation: not known")
+    else:
+        prompts = run_prompts(run, algorithm.needs)
+        texts |= {(p.text, p.pictures) for p in (*prompts.train, *prompts.evaluated)}
+        count = len(prompts.train)
+        if resolved.members:
+            lines.append(f"{len(prompts.evaluated)} prompts for evaluation")
+        else:
+            lines.append(prompts.told() + (f" ({prompts.source})" if prompts.share is not None else ""))
+        lines += [prompts.remark] if prompts.remark else []
+    if "pairs" in remote:
+        count = None
+        lines.append("number of pairs: not known")
+    elif resolved.members:
+        given = Given(replace(data, eval_pairs=None) if "eval_pairs" in remote else data, algorithm, run.seed)
+        count = len(given.records)
+        texts |= {(text, ()) for text in given.captions()} if data.caches_text else set()
+        lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]
+    if count is not None and count < resolved.slots:
+        lines.append("fewer than are drawn in an iteration: some are drawn twice")
+    return Data(tuple(lines), len(texts), bool(remote))
