@@ -26,13 +26,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flowrl.components import Component, component
-from flowrl.config import ConfigError, load_tree
+from flowrl.config import ConfigError
 from flowrl.files import damaged, out_folder, writing
 from flowrl.learned_noise import FILE, LearnedNoise
 from flowrl.models import sd3
 from flowrl.models._classes import pipeline_class
 from flowrl.models.base import ModelError, loading, null_components, resolve_path, torch_dtype
 from flowrl.models.weights import component_names, lora_file, lora_places, read_lora
+from flowrl.strict import run_tree
 
 Format = Literal["diffusers", "kohya", "merged"]
 
@@ -204,7 +205,7 @@ def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
             if path.endswith(".safetensors"):
                 raise ModelError(f"{model!r} is a single file: its family is not known; give a folder or a hub id")
             return DiffusionPipeline.from_pretrained(path, dtype=dtype, **null_components(path)), {}
-    tree = load_tree(folder / "config.yaml")
+    tree = run_tree(folder)
     saved = _trained(folder) if learned_noise(folder) is None else None
     adapter = _with_update(_model(folder), saved, merge=False)
     rollout, evaluation = tree["rollout"], tree["eval"]
@@ -226,10 +227,7 @@ def learned_noise(run: Path) -> LearnedNoise | None:
 
 def _model(run: Path) -> Component:
     """The run's model component."""
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"{str(run)!r} is no run folder: there is no {file}")
-    return component("models", load_tree(file)["model"], "model")
+    return component("models", run_tree(run)["model"], "model")
 
 
 def _trained(run: Path) -> Path:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flowrl.checks import check_model
 from flowrl.components import reward_plan
 from flowrl.config import dump, load_config, resolve
-from flowrl.strict import ConfigError, apply_override, parse_yaml, validate
+from flowrl.strict import ConfigError, apply_override, parse_yaml, run_tree, validate
 
 TREE = {
     "name": "test",
@@ -763,3 +763,23 @@ def test_guidance_below_the_scale_that_is_none_is_refused_where_it_changes_nothi
         check_model, resolve(read("rollout.guidance_scale=0.6")), SimpleNamespace(unguided=0.7)
     )
     assert check_model(resolve(read("rollout.guidance_scale=1")), SimpleNamespace()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"name: caf\xe9\n", "not UTF-8 text"),
+        (b"name: a\0b\n", "not valid YAML"),
+        (b"model: {path: tiny-sd3}\nrollout: {num_in", "not valid YAML"),
+        (b"model: {path: tiny-sd3}\n", "is damaged: it has no rollout.num_inference_steps"),
+        (b"- a\n", "a configuration is a mapping"),
+    ],
+)
+def test_a_damaged_configuration_of_a_run_is_named_by_what_reads_it(tmp_path, content, words):
+    from flowrl.export import load_run_pipeline
+
+    (tmp_path / "config.yaml").write_bytes(content)
+    for read in (run_tree, load_run_pipeline):
+        message = refusal(read, tmp_path)
+        assert str(tmp_path / "config.yaml") in message
+        assert words in message

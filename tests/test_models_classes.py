@@ -142,7 +142,7 @@ def test_what_is_no_pipeline_is_named(tmp_path, copied):
 def test_only_json_files_of_a_hub_id_are_downloaded(monkeypatch, copied):
     folder, asked = copied("flux1-dev"), []
 
-    def download(repository: str, name: str, revision: str | None = None, **_: Any) -> str:
+    def download(repository: str, name: str, revision: str | None = None) -> str:
         asked.append((repository, name, revision))
         return str(folder / name)
 

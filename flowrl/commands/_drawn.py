@@ -70,12 +70,12 @@ def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | No
         call: arguments of the pipeline's call.
         guidance: as asked for; None: the call's, else the pipeline's default.
     """
-    from flowrl.config import load_tree
     from flowrl.models._classes import config_folder
+    from flowrl.strict import run_tree
 
     folder = Path(model)
     is_run = (folder / "config.yaml").is_file()
-    path = str(load_tree(folder / "config.yaml")["model"]["path"]) if is_run else model
+    path = str(run_tree(folder)["model"]["path"]) if is_run else model
     local = config_folder(path)
     here = local is not None and (local / "model_index.json").is_file()
     if guidance is None:

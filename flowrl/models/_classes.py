@@ -109,13 +109,19 @@ def _reader(path: str, revision: str | None, *, offline: bool) -> Callable[[str]
 
 
 def _download(path: str, name: str, revision: str | None, *, offline: bool) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     why = f"model.name is left out, so the pipeline's class is read from the hub's {name}"
     try:
         with loading("model.path", path):
-            return Path(hf_hub_download(path, name, revision=revision, local_files_only=offline))
+            if not offline:
+                return Path(hf_hub_download(path, name, revision=revision))
+            # hf_hub_download(local_files_only=True) sends a request all the same, for its user agent.
+            found = try_to_load_from_cache(path, name, revision=revision)
+            if not isinstance(found, str):
+                raise LocalEntryNotFoundError(name)
+            return Path(found)
     except ModelError as error:
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             asked = "a plan asks the hub for nothing" if offline else "the hub cannot be reached"
