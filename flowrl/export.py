@@ -205,7 +205,8 @@ def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
             if path.endswith(".safetensors"):
                 raise ModelError(f"{model!r} is a single file: its family is not known; give a folder or a hub id")
             return DiffusionPipeline.from_pretrained(path, dtype=dtype, **null_components(path)), {}
-    tree = run_tree(folder)
+    drawn = [f"{part}.{key}" for part in ("rollout", "eval") for key in ("num_inference_steps", "guidance_scale")]
+    tree = run_tree(folder, *drawn)
     saved = _trained(folder) if learned_noise(folder) is None else None
     adapter = _with_update(_model(folder), saved, merge=False)
     rollout, evaluation = tree["rollout"], tree["eval"]

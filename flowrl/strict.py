@@ -308,15 +308,8 @@ def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:
     return tree
 
 
-_PARTS = (
-    "model.path",
-    *(f"{part}.{key}" for part in ("rollout", "eval") for key in ("num_inference_steps", "guidance_scale")),
-)
-"""What commands read of a run's configuration."""
-
-
-def run_tree(folder: Path) -> Options:
-    """Plain data of the configuration that a run folder keeps.
+def run_tree(folder: Path, *places: str) -> Options:
+    """Plain data of the configuration that a run folder keeps, with `model.path` and what else is at `places`.
 
     Raises:
         ConfigError: it is no run folder, or the file is damaged.
@@ -325,7 +318,7 @@ def run_tree(folder: Path) -> Options:
     if not file.is_file():
         raise ConfigError(f"{str(folder)!r} is no run folder: there is no {file}")
     tree = load_tree(file)
-    for place in _PARTS:
+    for place in ("model.path", *places):
         part, _, key = place.partition(".")
         if not isinstance(tree.get(part), dict) or key not in tree[part]:
             raise ConfigError(f"{file} is damaged: it has no {place}; restore the file that flowrl train wrote")

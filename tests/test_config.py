@@ -779,7 +779,7 @@ def test_a_damaged_configuration_of_a_run_is_named_by_what_reads_it(tmp_path, co
     from flowrl.export import load_run_pipeline
 
     (tmp_path / "config.yaml").write_bytes(content)
-    for read in (run_tree, load_run_pipeline):
+    for read in (lambda folder: run_tree(folder, "rollout.num_inference_steps"), load_run_pipeline):
         message = refusal(read, tmp_path)
         assert str(tmp_path / "config.yaml") in message
         assert words in message
