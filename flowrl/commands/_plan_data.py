@@ -32,7 +32,7 @@ def data_here(resolved: Resolved) -> Data:
     remote = {key: value for key, value in sources.items() if hub_id(value) is not None}
     lines = [
         f"data.{key}={value!r}: a data set of the hub, and a plan asks the network for nothing; how many records it "
-        "holds, and whether its columns fit, is not known: give a folder that holds it (hf:FOLDER), or run flowrl doctor"
+        "holds, and whether its columns fit, is not known: give a folder that holds it (hf:FOLDER)"
         for key, value in remote.items()
     ]
     texts: set[Any] = set()
@@ -40,7 +40,8 @@ def data_here(resolved: Resolved) -> Data:
     if "prompts" in remote:
         lines.append("number of training prompts: not known")
     elif "eval_prompts" in remote:
-        prompts = run_prompts(replace(run, data=replace(data, eval_prompts=None, eval_share=0.0)), algorithm.needs)
+        whole = {} if data.prompts is None else {"eval_share": 0.0}  # nothing is split off where some are named
+        prompts = run_prompts(replace(run, data=replace(data, eval_prompts=None, **whole)), algorithm.needs)
         texts |= {(p.text, p.pictures) for p in prompts.train}
         count = len(prompts.train)
         lines.append(f"{count} training prompts; number of prompts for evaluation: not known")
