@@ -301,7 +301,7 @@ def test_the_plan_of_a_recipe_tells_it_all(offline, capsys, monkeypatch):
     text = capsys.readouterr().out
     for piece in (
         "learning_rate: 0.0001",
-        "384 training prompts, 96 for evaluation",
+        "384 train and 96 held-out prompts",
         "1152 samples per iteration = 48 prompts x 24; 2 updates of 576 samples x 9 steps; 1000 iterations = 2000",
         "2,243,171,520",
         "LoRA rank 32, alpha 64, 191 modules",
