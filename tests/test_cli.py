@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from flowrl import registry
-from flowrl.cli import COMMANDS
+from flowrl.cli import COMMANDS, DEBUG, main
 
 
 def flowrl(*words: str) -> subprocess.CompletedProcess:
@@ -37,3 +37,16 @@ def test_every_component_is_listed_with_a_level(kind: str):
 
 def test_an_unknown_command_exits_with_2():
     assert flowrl("trian").returncode == 2
+
+
+@pytest.mark.parametrize("words", [(), ("--debug",)])
+def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_path, words):
+    monkeypatch.setenv(DEBUG, "")  # so that it is put back
+    monkeypatch.delenv(DEBUG)
+    monkeypatch.setattr(sys, "argv", ["flowrl", *words, "gallery", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert "flowrl: " in printed
+    assert ("Traceback" in printed) == bool(words)
