@@ -51,8 +51,11 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; train.log has them in any case.")] = False,
 ) -> None:
     """Align diffusion and flow-matching generators with rewards."""
+    if debug:
+        os.environ[DEBUG] = "1"  # for the workers of --processes too
 
 
 def _register() -> None:
@@ -62,15 +65,6 @@ def _register() -> None:
             app.add_typer(module.app, name=name)
         else:
             app.command(name=name)(module.command)
-
-
-@app.callback()
-def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; train.log has them in any case.")] = False,
-) -> None:
-    """Align diffusion and flow-matching generators with rewards."""
-    if debug:
-        os.environ[DEBUG] = "1"  # for the workers of --processes too
 
 
 def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:
