@@ -261,9 +261,10 @@ def launch(
         pass_fds: descriptors that they inherit.
         warn: is told, before anything starts, what makes them slow.
     """
-    port, cores = free_port(), len(os.sched_getaffinity(0))
-    if processes > cores:
-        warn(f"{processes} processes on {cores} CPU core{'s' if cores > 1 else ''}: they take turns, which is slower")
+    port, cores = free_port(), os.cpu_count() or processes
+    usable = _usable_cores()
+    if processes > usable:
+        warn(f"{processes} processes on {usable} CPU core{'s' if usable > 1 else ''}: they take turns, which is slower")
     children: list[subprocess.Popen] = []
     received: list[int] = []
 
@@ -299,6 +300,14 @@ def launch(
             child.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _usable_cores() -> int:
+    """Of this process: those of a container, for one."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
 
 
 def _note(received: list[int]) -> Callable[[int, object], None]:
