@@ -12,11 +12,13 @@ import torch
 from flowrl.algorithms.base import Algorithm, Networks, NoiseAlgorithm
 from flowrl.checks import check_model, check_trained
 from flowrl.config import ConfigError, EvalConfig, Resolved, RunConfig
+from flowrl.contents import Input
 from flowrl.distributed import World
 from flowrl.evaluate import Evaluator
 from flowrl.given import Given, require_encoder
 from flowrl.heldout import RunPrompts, run_prompts
 from flowrl.initials import add_calibration, noise_weights, require_own_prompts
+from flowrl.inputs import made_with, set_of
 from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.labels import LabelledSource
 from flowrl.learned_noise import LearnedNoise, NoiseWeights
@@ -70,6 +72,18 @@ class Parts:
     """The law of the initial noise, for a method that learns it."""
     given: Given | None
     """The pictures that a run learns from, for a method on such."""
+
+    def sets(self) -> list[Input]:
+        """Contents of the sets that it reads, as they were scanned: pairs, and prompts of data sets."""
+        found = [] if self.given is None else self.given.contents()
+        data = self.resolved.run.data
+        train = self.prompts.listed
+        named = [("prompts", data.prompts, train), ("eval_prompts", data.eval_prompts, self.prompts.evaluated)]
+        for key, source, prompts in named:
+            if source is not None and source.startswith("hf:"):
+                rows = [[prompt.text, prompt.metadata] for prompt in prompts]
+                found.append(set_of(f"data.{key}", source, f"{len(rows)} prompts", {"rows": rows}))
+        return found
 
     def introduction(self) -> str:
         """One line on what is about to run."""
@@ -169,12 +183,19 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         sampler=sampler,
         policy=policy,
         learner=learner,
-        evaluator=replace(evaluator, remedy=learner.remedy),
+        evaluator=replace(
+            evaluator, remedy=learner.remedy, made_with=made_with(resolved, data.prompts.evaluated, _outputs(watched))
+        ),
         maps=_maps(algorithm, adapter, world) if training else None,
         sharded=sharded,
         learned=learned,
         given=data.given,
     )
+
+
+def _outputs(watched: Scorer | None) -> list[tuple[str, ...]]:
+    """Of every entry of the rewards."""
+    return [] if watched is None else [entry.reward.card.outputs for entry in watched.entries]
 
 
 def _embedded(texts: Texts, prompts: Sequence[Identity]) -> Condition:

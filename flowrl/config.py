@@ -19,6 +19,7 @@ from flowrl.checks import check
 from flowrl.components import Component, RewardPlan, component, model_component, reward_plan
 from flowrl.errors import ConfigError as ConfigError  # most modules know it by this one
 from flowrl.exploration import ExplorationConfig
+from flowrl.inputs import stand_ins
 from flowrl.locate import located, origin_of
 from flowrl.paths import OUTPUT, PAIRS, PROMPTS, ComponentOf
 from flowrl.places import placed
@@ -305,6 +306,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     tree, file = load_tree(path, overrides), find_config(path)
     of_a_run = file.name == "config.yaml" and (file.parent / "provenance.json").is_file()
     tree, origin = as_it_was(tree) if of_a_run else tree, origin_of(file, overrides)
+    stand_ins(file.parent, tree)
     return placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))
 
 

@@ -39,3 +39,9 @@ def recipe_file(name: str) -> Path | None:
     """
     bare = name.removeprefix("configs/").removesuffix(".yaml")
     return _recipe_folder() / f"{bare}.yaml" if bare in recipes() else None
+
+
+def embedded_prompts(name: str) -> Path | None:
+    """The file of the embedded list of prompts `name`, or None."""
+    places = [PACKAGE / "assets/prompts" / name, PACKAGE.parent / "assets/prompts" / name]
+    return next((place for place in places if place.is_file()), None)

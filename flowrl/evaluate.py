@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,24 @@ class Evaluation:
     agreement: Agreement | None = None
     distinct: tuple[int, ...] | None = None
     """[P] number of the distinct prompt; None: texts tell (files of older versions)."""
+    made_with: dict[str, str] = field(default_factory=dict)
+    """Fingerprints of the model, the prompts and of what gives each score (flowrl/inputs.py); none of older ones."""
 
     @property
     def groups(self) -> np.ndarray:
         """[P] int64, counted from 0 in order: prompts of one number are the same, and no independent draws."""
         return np.asarray(distinct_numbers(self.prompts) if self.distinct is None else self.distinct, dtype=np.int64)
+
+    def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
+        """What the two were made with that is not the same, in words; with `score` of the other scores nothing."""
+        plain = ("prompts", "seeds", "guidance_scale", "num_inference_steps")
+        found = [what.replace("_", " ") for what in plain if getattr(self, what) != getattr(other, what)]
+        for what in sorted(self.made_with.keys() & other.made_with.keys()):
+            told = "the model" if what == "model" else what if what == "prompts" else f"what gives {what[6:]}"
+            asked = score is None or not what.startswith("score ") or what == f"score {score}"
+            if asked and told not in found and self.made_with[what] != other.made_with[what]:
+                found.append(told)
+        return found
 
     def save(self, folder: Path) -> None:
         """`eval/<tag>.json`."""
@@ -86,6 +99,7 @@ class Evaluation:
             "distinct": self.groups.tolist(),
             "scores": {name: [_plain(row) for row in table] for name, table in self.scores.items()},
             "images": f"eval/{self.tag}",
+            "made_with": self.made_with,
         }
         if self.agreement is not None:
             record["agreement"] = _plain(self.agreement.right)
@@ -128,6 +142,7 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
         scores=scores,
         agreement=agreement,
         distinct=tuple(map(int, record["distinct"])) if "distinct" in record else None,
+        made_with=dict(record.get("made_with") or {}),
     )
 
 
@@ -165,6 +180,8 @@ class Evaluator:
     save_images: int | None
     sharded: bool = False
     """Every forward is then a step of all processes together."""
+    made_with: Mapping[str, str] = field(default_factory=dict)
+    """Of its results."""
     learned: LearnedNoise | None = None
     """Laws that the initial noise is drawn from; None: the standard one."""
     remedy: Callable[..., str] = lambda **known: "lower optim.learning_rate"
@@ -201,7 +218,7 @@ class Evaluator:
         distinct = tuple(distinct_numbers([identity(p) for p in prompts]))
         told = None if agreement is None else agreement(stop)
         known = (tag, iteration, guidance_scale, num_inference_steps)
-        result = Evaluation(*known, texts, self.samples_per_prompt, table, told, distinct)
+        result = Evaluation(*known, texts, self.samples_per_prompt, table, told, distinct, dict(self.made_with))
         if save and self.world.main:
             if (self.folder / "eval" / tag).is_dir():  # before the scores, which say that they are there
                 fsync_all(self.folder / "eval" / tag)

@@ -28,6 +28,7 @@ from torch import Tensor
 from flowrl.components import Component, component
 from flowrl.config import ConfigError
 from flowrl.files import damaged, out_folder, writing
+from flowrl.handover import outdated, renew
 from flowrl.learned_noise import FILE, LearnedNoise
 from flowrl.models import sd3
 from flowrl.models._classes import pipeline_class
@@ -222,6 +223,8 @@ def learned_noise(run: Path) -> LearnedNoise | None:
     file = run / "adapter" / FILE
     if not file.is_file():
         return None
+    if outdated(run) is not None:
+        raise ConfigError(f"{file} is older than the newest checkpoint: flowrl train {run} --resume writes it anew")
     with _reading(file):
         return LearnedNoise.load(file)
 
@@ -232,8 +235,11 @@ def _model(run: Path) -> Component:
 
 
 def _trained(run: Path) -> Path:
-    """Folder of the run's saved weights."""
-    saved = run / "adapter"
+    """Folder of the run's saved weights, which are those of its newest checkpoint."""
+    saved, iteration = run / "adapter", outdated(run)
+    if iteration is not None:
+        model = _model(run)
+        renew(run, iteration, run_tree(run, "optim.ema"), model.module.build(model.config), model.config)
     full = any((saved / name / "config.json").is_file() for name in ("transformer", "unet"))
     if not lora_file(saved).is_file() and not full:
         raise ConfigError(f"{str(run)!r} holds no trained weights yet (no {saved}): train it first")

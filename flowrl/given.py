@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from flowrl.config import DataConfig
+from flowrl.contents import Input
 from flowrl.errors import Abandoned
+from flowrl.inputs import set_of
 from flowrl.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.media import fitted, pixels
 from flowrl.metrics import log
@@ -132,6 +134,16 @@ class Given:
         if isinstance(self.records, LabelledSet):
             found["pairs"]["pictures"] = self.records.counts
         return found if self.held_out is None else found | {"eval_pairs": self.held_out.report.facts()}
+
+    def contents(self) -> list[Input]:
+        """What the sets hold: what their scans found, with names and sizes of their files; no picture is read."""
+        named = [("data.pairs", self.data.pairs, self.pairs), ("data.eval_pairs", self.data.eval_pairs, self.held_out)]
+        found = []
+        for key, source, pairs in named:
+            if pairs is not None:
+                scanned = {"scan": pairs.fingerprint, "files": pairs.report.files()}
+                found.append(set_of(key, str(source), f"{len(pairs)} records", scanned))
+        return found
 
     def require_readable(self, lost: int, count: int) -> None:
         """Count an iteration's slots, `lost` of `count` without a readable picture, and judge all so far.

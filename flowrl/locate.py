@@ -16,10 +16,10 @@ from typing import Any
 
 from flowrl import registry
 from flowrl.components import RewardEntry
-from flowrl.embedded import asset_roots
+from flowrl.embedded import asset_roots, embedded_prompts
 from flowrl.errors import ConfigError
 from flowrl.paths import OUTPUT, PATH, ComponentOf, Place, beside, expanded
-from flowrl.sources import embedded_prompts, split_of
+from flowrl.sources import split_of
 from flowrl.strict import Options
 
 _SUFFIXES = (".py", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json", ".jsonl", ".yaml", ".yml", ".txt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,6 +132,8 @@ class Report:
     """What a set holds, and what was left out and why."""
 
     where: str
+    sources: Sequence[Path] = ()
+    """Files of the records; none of a data set."""
     rows: int = 0
     winners_only: int = 0
     """Usable records without a rejected picture."""
@@ -139,8 +141,21 @@ class Report:
     """Reason -> records skipped."""
     examples: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> the first few of them."""
+    pictures: Any = field(default_factory=hashlib.sha256, repr=False)
+    """Digest of the names and sizes of the pictures."""
     votes: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     """Used records that repeat an earlier one, and that oppose one: how many, and the first few."""
+
+    def add(self, found: Preference) -> None:
+        """Count a record that is used, with the names and sizes of its pictures where they are files."""
+        self.winners_only += found.rejected is None
+        for picture in (found.chosen, found.rejected):
+            if picture is not None and isinstance(picture.source, Path):
+                self.pictures.update(f"{picture.source.name}\0{picture.source.stat().st_size}\n".encode())
+
+    def files(self) -> list[Any]:
+        """Names and sizes of the files that the set lies in, and one fingerprint of those of its pictures."""
+        return [[file.name, file.stat().st_size] for file in self.sources] + [self.pictures.hexdigest()]
 
     def skip(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1

@@ -15,7 +15,7 @@ from typing import Literal
 
 from flowrl.errors import ConfigError
 
-Kind = Literal["path", "name", "prompts", "pairs", "cache", "output"]
+Kind = Literal["path", "secret", "name", "prompts", "pairs", "cache", "output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Place:
 
 PATH = Place("path")
 """Always a file or folder."""
+SECRET = Place("secret")
+"""A file that is neither copied nor hashed."""
 NAME_OR_PATH = Place("name")
 """Also a name: of the hub, of a package, of an embedded asset. A path where it is there, or looks like one."""
 PROMPTS = Place("prompts")

@@ -157,7 +157,7 @@ class Preferences:
 
     def __init__(self, records: Records, where: str, options: PreferenceOptions, *, paired: bool) -> None:
         self.records, self.options, self.paired = records, options, paired
-        self.report = Report(where)
+        self.report = Report(where, records.files)
         names = records.names()
         self.text = _text_column(names, options, where)
         self.voted = options.chosen not in names
@@ -192,7 +192,7 @@ class Preferences:
                 continue
             rows.append(row)
             votes.add(found)
-            self.report.winners_only += found.rejected is None
+            self.report.add(found)
             values = [(record or {}).get(name) for name in self.named]
             named = [value for value in values if isinstance(value, (str, int, float))]
             digest.update(repr((row, found.prompt.text, named)).encode())

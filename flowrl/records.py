@@ -41,6 +41,11 @@ class Records(Protocol):
     """Rows 0 .. N-1 of a source."""
 
     @property
+    def files(self) -> list[Path]:
+        """That hold the rows; none of a data set."""
+        ...
+
+    @property
     def folder(self) -> Path | None:
         """What relative paths start from; None: there are no files beside the rows."""
         ...
@@ -125,7 +130,7 @@ class Lines:
     """A .jsonl file: 16 bytes a line are kept in memory."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.folder = file, file.parent
+        self.file, self.folder, self.files = file, file.parent, [file]
         self._offsets, self._numbers = array("Q"), array("Q")
         offset = 0
         with file.open("rb") as stream:
@@ -345,7 +350,7 @@ class DataSet:
 
     def __init__(self, rows: Any, pictures: Sequence[str], folder: Path | None) -> None:
         self._rows = as_stored(rows, lambda names: [name for name in names if name in pictures])
-        self.folder = folder
+        self.folder, self.files = folder, list[Path]()
         self._light = [
             name for name, kind in self._rows.features.items() if getattr(kind, "dtype", "binary") not in _STORED
         ]

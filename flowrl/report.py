@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from flowrl.errors import ConfigError
 from flowrl.evaluate import Evaluation
 from flowrl.gallery import build as build_gallery
 from flowrl.heldout import RunPrompts
@@ -32,43 +31,60 @@ def primary_metric(trainer: Trainer) -> str | None:
     return None if entry is None else next(iter(entry.shares()))
 
 
-def _saved(trainer: Trainer, tag: str) -> Evaluation | None:
-    file = trainer.folder.path / "eval" / f"{tag}.json"
-    return Evaluation.load(file) if file.is_file() else None
+def _saved(trainer: Trainer, tag: str, guidance_scale: float) -> Evaluation | None:
+    """An evaluation that is there and was made as it would be now."""
+    file, evaluator = trainer.folder.path / "eval" / f"{tag}.json", trainer.evaluator
+    if not file.is_file():
+        return None
+    found, prompts = Evaluation.load(file), tuple(prompt.text for prompt in evaluator.prompts)
+    settings = (tag, trainer.iteration, guidance_scale, trainer.eval_steps, prompts, evaluator.samples_per_prompt)
+    unlike = Evaluation(*settings, {}, made_with=dict(evaluator.made_with)).unlike(found)
+    if unlike:
+        log.warning("%s was made with other values of: %s; it is made anew", file, ", ".join(unlike))
+    return None if unlike else found
 
 
 def evaluate_base(trainer: Trainer) -> tuple[Evaluation, Evaluation | None]:
-    """The untouched model at the evaluation's guidance, and at its best one where that is another."""
-    base = _saved(trainer, "base")
+    """The untouched model at the evaluation's guidance, and at its best one where that is another.
+
+    Called before a checkpoint is put back. What the run folder has is taken if it was made as it would be now.
+    """
+    base = _saved(trainer, "base", trainer.eval_guidance)
+    kept = base is not None
     if base is None:
         base = _with_base_weights(trainer, "base", trainer.eval_guidance)
         metric = primary_metric(trainer)
         if metric is not None and base.prompts:
             on = trainer.prompts.counted(len(base.prompts))
             log.info("base: %s %s on %s", metric, _format(summary(base)[metric]), on)
-    best = _best_guidance(trainer, base) if trainer.config.eval.best_guidance else None
-    _write(trainer, "running", base, best, None)
-    return base, best
+    return base, (_best_guidance(trainer, base, kept=kept) if trainer.config.eval.best_guidance else None)
+
+
+def announce(trainer: Trainer, before: tuple[Evaluation, Evaluation | None]) -> None:
+    """The summary of a run under way."""
+    _write(trainer, "running", *before, None)
 
 
 def _with_base_weights(trainer: Trainer, tag: str, guidance_scale: float, **options: Any) -> Evaluation:
-    if trainer.start:
-        raise ConfigError(
-            f"{trainer.folder.path / 'eval' / f'{tag}.json'} is gone, and behind a checkpoint the untouched weights "
-            "are gone too: restore the file from a copy, or start anew under another name"
-        )
     # The base is its own reference: it prefers nothing.
-    return trainer.evaluate(tag, guidance_scale=guidance_scale, judge=False, **options)
+    return trainer.evaluate(tag, iteration=0, guidance_scale=guidance_scale, judge=False, **options)
 
 
-def _best_guidance(trainer: Trainer, base: Evaluation) -> Evaluation | None:
+def _best_guidance(trainer: Trainer, base: Evaluation, *, kept: bool) -> Evaluation | None:
+    """`kept`: the base was evaluated by an earlier call of the program."""
     entry, folder = _heaviest(trainer), trainer.folder.path / "eval"
     assert entry is not None  # flowrl/checks.py
     metric = next(iter(entry.shares()))
-    for file in sorted(folder.glob("base-guidance-*.json")):
-        return Evaluation.load(file)
-    if trainer.start:
+    stale = sorted(folder.glob("base-guidance-*.json"))
+    for file in stale:
+        found = _saved(trainer, file.stem, Evaluation.load(file).guidance_scale)
+        if found is not None:
+            return found
+    if trainer.start and kept and not stale:  # the search found that the base's own scale is its best
         return None
+    trainer.world.barrier()  # everybody has read them
+    for file in stale if trainer.world.main else ():
+        file.unlink()
     means = {base.guidance_scale: float(base.scores[metric][:_GUIDANCE_PROMPTS].mean())}
     for scale in trainer.config.eval.best_guidance:
         if scale not in means:
@@ -87,7 +103,7 @@ def _best_guidance(trainer: Trainer, base: Evaluation) -> Evaluation | None:
 def finish(trainer: Trainer, before: tuple[Evaluation, Evaluation | None]) -> dict[str, Any]:
     """Evaluate the result, write the summary and the gallery, and say what came out."""
     base, best = before
-    tuned = _saved(trainer, "tuned")
+    tuned = _saved(trainer, "tuned", trainer.eval_guidance)
     if tuned is None or tuned.iteration != trainer.iteration:
         tuned = trainer.evaluate("tuned")
     result = _write(trainer, "finished", base, best, tuned)

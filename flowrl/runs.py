@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import os
@@ -16,8 +17,9 @@ from typing import Any
 
 import yaml
 
-from flowrl import checkpoint
+from flowrl import checkpoint, contents, inputs
 from flowrl.config import ConfigError, Options, Resolved, RunConfig, as_it_was
+from flowrl.contents import Input
 from flowrl.files import damaged, of_evaluation, read_object
 from flowrl.heldout import splits
 from flowrl.locate import Origin, located
@@ -73,26 +75,41 @@ class RunFolder:
         self._lock = descriptor
         return descriptor
 
+    def try_lock(self) -> bool:
+        """Hold the folder if it can be written and nobody else holds it."""
+        try:
+            self.lock(0.0)
+        except ConfigError:
+            return False
+        return True
+
     def unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def begin(self, resolved: Resolved, resume: bool) -> int:
+    def begin(self, resolved: Resolved, resume: bool, accept: bool = False) -> int:
         """Make the folder ready and return the iteration to go on from (0: the start).
 
+        `accept` goes on where files of the user have other contents than the run was started with.
+
         Raises:
-            ConfigError: it already holds a run, or one with another configuration.
+            ConfigError: it already holds a run, or one with another configuration or other contents of files.
         """
         tree, file = resolved.tree(), self.path / "config.yaml"
         saved = checkpoint.available(self.checkpoints)
-        started = bool(saved or self.metrics.rows())
+        # An evaluation is a part of a run too: that of the base comes before the first row.
+        started = bool(saved or self.metrics.rows() or any((self.path / "eval").glob("*.json")))
+        now = inputs.collect(resolved)
+        record = contents.read(self.path) if started else None
         if file.is_file() and started:
             # Older run folders have paths relative to the working directory.
             old = located(RunConfig, yaml.safe_load(file.read_text(encoding="utf-8")), Origin(Path.cwd()))
             # Where no prompts are split off, the share says nothing.
             may_change = _MAY_CHANGE if splits(resolved) else (*_MAY_CHANGE, "data.eval_share")
-            changed = differences(as_it_was(old), tree, may_change)
+            old, same = as_it_was(old), copy.deepcopy(tree)
+            inputs.alike(old, same, record, now)
+            changed = differences(old, same, may_change)
             if changed:
                 raise ConfigError(
                     f"the run folder {self.path} holds a run with another configuration: {'; '.join(changed)}. "
@@ -102,8 +119,20 @@ class RunFolder:
                 raise ConfigError(
                     f"the run folder {self.path} already holds this run; add --resume to go on, or choose another name"
                 )
+        start = saved[-1] if resume and saved else 0
+        if started and record is None:
+            contents.say("%s has no %s: what its files held before is not known", self.path, contents.FILE)
+        inputs.update(self.path, record, now, start, accept)
         checkpoint.write_atomically(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-        return saved[-1] if resume and saved else 0
+        return start
+
+    def agree_on_sets(self, found: Sequence[Input], start: int, accept: bool) -> None:
+        """The same for sets, whose contents are known when they have been scanned.
+
+        Raises:
+            ConfigError: another set than the run was started with.
+        """
+        inputs.update(self.path, contents.read(self.path), found, start, accept)
 
     def forget_after(self, iteration: int) -> None:
         """Drop metrics and evaluations past a checkpoint; they will be made again.

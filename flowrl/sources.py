@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import shapes
-from flowrl.embedded import PACKAGE
+from flowrl.embedded import embedded_prompts
 from flowrl.pictures import UNREADABLE, open_picture, opened
 from flowrl.promptfiles import FORMS, missing_package, read_records
 from flowrl.prompts import Prompt
@@ -88,12 +88,6 @@ def hub_id(source: str | None) -> str | None:
 
 
 # ---- where records come from
-
-
-def embedded_prompts(name: str) -> Path | None:
-    """The file of an embedded list, or None."""
-    places = [PACKAGE / "assets/prompts" / name, PACKAGE.parent / "assets/prompts" / name]
-    return next((place for place in places if place.is_file()), None)
 
 
 def _find(source: str) -> Path | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl import checkpoint
+from flowrl import checkpoint, handover
 from flowrl.checkpoint import Checkpoint, Rows
 from flowrl.errors import Elsewhere, UnwritableCheckpoint
 from flowrl.files import writing
@@ -68,43 +68,55 @@ def save(trainer: Trainer, iteration: int, *, alone: bool = False) -> None:
     places = {name: own[_parameter(name)] for name in split}
     saved, keep = Checkpoint(iteration, tensors, state, places), trainer.config.checkpoint.keep
     try:
-        if alone:
-            _save_alone(trainer, saved, keep)
-        elif own:
+        if own and not alone:
             checkpoint.save(trainer.folder.checkpoints, saved, keep, world)
-            _save_whole(trainer, iteration)
         else:
-            world.together(lambda: _save_alone(trainer, saved, keep) if world.main else None)
+            _first(trainer, lambda: checkpoint.save(trainer.folder.checkpoints, saved, keep), alone=alone)
+        write_adapter(trainer, trainer.folder.path, iteration, alone=alone)
     except Elsewhere as error:
         raise UnwritableCheckpoint(str(error)) from error
     trainer.saved = iteration
 
 
-def _save_alone(trainer: Trainer, saved: Checkpoint, keep: int) -> None:
-    checkpoint.save(trainer.folder.checkpoints, saved, keep)
-    with trainer.weights.using(trainer.optimizer.role), _writing_adapter(trainer, saved.iteration):
-        trainer.weights.save(trainer.folder.path / "adapter", type(trainer.adapter.pipeline))
-        checkpoint.fsync_all(trainer.folder.path / "adapter")
+def _first(trainer: Trainer, work: Callable[[], Any], *, alone: bool) -> None:
+    """Do something on the first process, while the others wait for what came of it unless it is `alone`."""
+    if alone:
+        work()
+    else:
+        trainer.world.together(lambda: work() if trainer.world.main else None)
 
 
-def _save_whole(trainer: Trainer, iteration: int) -> None:
-    """The folders of the denoisers, as `Weights.save` writes them, from the rows of all processes."""
-    world, weights, folder = trainer.world, trainer.weights, trainer.folder.path / "adapter"
+def write_adapter(trainer: Trainer, run: Path, iteration: int, *, alone: bool = False) -> None:
+    """The trained weights as a plain pipeline loads them, then of which iteration they are; see `save`."""
+    weights, folder = trainer.weights, run / handover.FOLDER
+
+    def write(work: Callable[[], Any]) -> None:
+        with writing(folder, f"the checkpoint of iteration {iteration} is safe"):
+            _first(trainer, work, alone=alone)
+
     with weights.using(trainer.optimizer.role):
-        for name in weights.components:
-            network = weights.whole(name, keep=world.main)
-            with _writing_adapter(trainer, iteration):
-                world.together(lambda n=network, name=name: n.save_pretrained(folder / name) if world.main else None)
-    with _writing_adapter(trainer, iteration):
-        world.together(lambda: checkpoint.fsync_all(folder) if world.main else None)
+        if rows(weights):  # the folders of the denoisers, as `Weights.save` writes them, from the rows of all
+            for name in weights.components:
+                network = weights.whole(name, keep=trainer.world.main)
+                write(lambda n=network, name=name: n.save_pretrained(folder / name))
+        else:
+            write(lambda: weights.save(folder, type(trainer.adapter.pipeline)))
+    write(lambda: checkpoint.fsync_all(folder))
+    write(lambda: handover.stamp(run, iteration))
 
 
-def _writing_adapter(trainer: Trainer, iteration: int) -> AbstractContextManager[None]:
-    return writing(trainer.folder.path / "adapter", f"the checkpoint of iteration {iteration} is safe")
+def mend_adapter(trainer: Trainer, run: Path) -> None:
+    """Write the weights, which are those of the newest checkpoint, where the run folder has older ones."""
+    iteration = trainer.world.gather(handover.outdated(run))[0]
+    if iteration is not None:
+        handover.tell(run, iteration)
+        write_adapter(trainer, run, iteration)
 
 
-def load(trainer: Trainer, folder: Path, iteration: int) -> dict[str, Any]:
+def load(trainer: Trainer, folder: Path, iteration: int, accept_changes: bool = False) -> dict[str, Any]:
     """Put a checkpoint's tensors, counters and method back, whatever number of processes wrote it; its plain data.
+
+    `accept_changes` takes another set of given pictures than the checkpoint's.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed.
@@ -129,7 +141,8 @@ def load(trainer: Trainer, folder: Path, iteration: int) -> dict[str, Any]:
     if split["algorithm"]:
         remembering: Any = trainer.algorithm
         remembering.load_tensors(split["algorithm"])
-    trainer.source.load_state_dict(found[0].state["source"])
+    if not (accept_changes and trainer.resolved.run.data.pairs is not None):
+        trainer.source.load_state_dict(found[0].state["source"])  # of given pictures it only says which set they are
     trainer.collector.load_state_dict(found[0].state["collector"])
     trainer.iteration = iteration
     return found[0].state
@@ -145,9 +158,9 @@ def _parameter(name: str) -> str:
     return second if section == "weights" else first
 
 
-def restore(trainer: Trainer, iteration: int) -> None:
+def restore(trainer: Trainer, iteration: int, accept_changes: bool = False) -> None:
     """Go on from the run's own checkpoint."""
-    state, world = load(trainer, trainer.folder.checkpoints, iteration), trainer.world
+    state, world = load(trainer, trainer.folder.checkpoints, iteration, accept_changes), trainer.world
     trainer.seconds_before, trainer.saved = state["seconds"], iteration
     trainer.due = state.get("due")
     if world.main:
@@ -155,6 +168,7 @@ def restore(trainer: Trainer, iteration: int) -> None:
         trainer.folder.forget_after(iteration if trainer.due is None else iteration - 1)
     world.barrier()
     log.info("resumed after iteration %d", iteration)
+    mend_adapter(trainer, trainer.folder.path)
     if state["processes"] != world.size:
         log.warning(
             "%d processes before, %d now: the result is right but not bitwise the same", state["processes"], world.size

@@ -16,6 +16,7 @@ from flowrl.advantages import Advantages
 from flowrl.assembly import assemble
 from flowrl.collect import Collector
 from flowrl.config import ConfigError, Resolved, RunConfig, load_config, resolve
+from flowrl.contents import require_unedited
 from flowrl.distributed import join
 from flowrl.errors import Abandoned, Elsewhere
 from flowrl.evaltree import EvalTree
@@ -25,7 +26,7 @@ from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
 from flowrl.offline import HeldOutPairs, PairCollector
 from flowrl.outofmemory import explaining
 from flowrl.phases import phase
-from flowrl.report import evaluate_base, finish, told_mean
+from flowrl.report import announce, evaluate_base, finish, told_mean
 from flowrl.reward import RewardError
 from flowrl.runs import RunFolder, provenance
 from flowrl.signals import NEVER, Signals, Stop
@@ -57,8 +58,10 @@ class Trainer:
 
     # ---- set-up
 
-    def fit(self, resume: bool = False) -> dict[str, Any]:
+    def fit(self, resume: bool = False, accept_changes: bool = False) -> dict[str, Any]:
         """Train to the last iteration.
+
+        `accept_changes` goes on with other contents of the user's files than the run was started with.
 
         Raises:
             ConfigError: something the user can mend; nothing was trained, or what was is saved.
@@ -69,44 +72,55 @@ class Trainer:
         self.world = join()
         self.folder = RunFolder(self.config.folder)
         try:
-            self.start = self.iteration = self.agree(lambda: self._open_folder(resume))[0]
+            self.start = self.iteration = self.agree(lambda: self._open_folder(resume, accept_changes))[0]
             set_up_logging(self.folder.path / "train.log", main=self.world.main, rank=self.world.rank)
             if resume and not self.start:
                 log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
             with self.signals.heard():
-                return self._train()
+                return self._train(accept_changes)
         finally:
             self.folder.unlock()
             self.world.close()
 
-    def _train(self) -> dict[str, Any]:
+    def _train(self, accept: bool) -> dict[str, Any]:
         try:
             if self.world.main:
                 ending.begin(self)
             with explaining(self.resolved, self.world):
-                self.agree(self._load)
+                self.agree(lambda: self._load(accept=accept))
+                # Before a checkpoint is put back: these are the untouched weights.
+                base = evaluate_base(self)
                 if self.start:
-                    state.restore(self, self.start)
-                return self._loop()
+                    state.restore(self, self.start, accept)
+                return self._loop(base)
         except BaseException as error:  # whatever ends a run, its folder says so
             last = ending.leave(self, error)
             if last is error:
                 raise
             raise last from error
 
-    def evaluate_only(self, run: Path | None, out: Path) -> Evaluation:
+    def evaluate_only(self, run: Path | None, out: Path, accept_changes: bool = False) -> Evaluation:
         """Evaluate the untouched model, or the newest checkpoint of a run folder, into `out`."""
         self.world, self.folder, self.start = join(), RunFolder(out), 0
         set_up_logging(None, main=self.world.main)
         with explaining(self.resolved, self.world):
             self._load(training=False)
             if run is not None:
-                require_same_split(load_config(run / "config.yaml"), self.config, self.prompts)
-                saved = checkpoint.available(run / "checkpoints")
-                if not saved:
-                    raise ConfigError(f"{run} holds no checkpoint to evaluate")
-                state.load(self, run / "checkpoints", saved[-1])
+                self._take_from(run, accept_changes)
             return self.evaluate("evaluation", judge=run is not None, tree=False)
+
+    def _take_from(self, run: Path, accept: bool) -> None:
+        """The newest checkpoint of a run folder."""
+        require_same_split(load_config(run / "config.yaml"), self.config, self.prompts)
+        saved = checkpoint.available(run / "checkpoints")
+        if not saved:
+            raise ConfigError(f"{run} holds no checkpoint to evaluate")
+        require_unedited(run, self.sets(), accept=accept)
+        state.load(self, run / "checkpoints", saved[-1], accept)
+        owner = RunFolder(run)  # a run under way writes its adapter itself
+        if self.world.gather(self.world.main and owner.try_lock())[0]:
+            state.mend_adapter(self, run)
+        owner.unlock()
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Do something on every process; if it fails anywhere with a user's error, all stop with it."""
@@ -115,20 +129,20 @@ class Trainer:
         except Elsewhere as error:
             raise self.world.sharing(ConfigError(str(error))) from None
 
-    def _open_folder(self, resume: bool) -> int:
+    def _open_folder(self, resume: bool, accept: bool) -> int:
         """The iteration to go on from, on the first process, which alone touches the folder."""
         if not self.world.main:
             return 0
         if "FLOWRL_LOCKED" not in os.environ:
             self.folder.lock()
         checkpoint.remove_leftovers(self.folder.path)
-        start = self.folder.begin(self.resolved, resume)
+        start = self.folder.begin(self.resolved, resume, accept)
         if not start:
             # A run that was killed before its first checkpoint may have left rows behind.
             self.folder.forget_after(0)
         return start
 
-    def _load(self, training: bool = True) -> None:
+    def _load(self, training: bool = True, accept: bool = False) -> None:
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -153,19 +167,22 @@ class Trainer:
             self.collector = PairCollector(parts, self.stop)
             if parts.given.held_out_numbers:
                 self.held_out = HeldOutPairs(parts)
+        self.sets = parts.sets
         if self.world.main:
             facts = provenance(self.resolved, str(self.world.device), self.world.size)
             if parts.given is not None:
                 facts["data"] = parts.given.facts()
             self.folder.write_json("provenance.json", facts)
+            if training:
+                self.folder.agree_on_sets(self.sets(), self.start, accept)
             log.info("%s", parts.introduction())
 
     # ---- the loop
 
-    def _loop(self) -> dict[str, Any]:
+    def _loop(self, base: tuple[Evaluation, Evaluation | None]) -> dict[str, Any]:
         config = self.config
         self._honour_signals()
-        base = evaluate_base(self)
+        announce(self, base)
         self.plain = state.plain(self)
         if self.due is not None:
             self._record(self.due)
@@ -199,25 +216,32 @@ class Trainer:
         self.due = None
 
     def evaluate(
-        self, tag: str, limit: int | None = None, *, judge: bool = True, tree: bool = True, **options: Any
+        self,
+        tag: str,
+        limit: int | None = None,
+        *,
+        iteration: int | None = None,
+        judge: bool = True,
+        tree: bool = True,
+        **options: Any,
     ) -> Evaluation:
         """Evaluate with the weights that count (EMA if there is one).
 
-        `judge` False leaves held-out pairs out, `tree` False the tree of a method that has one.
+        `iteration` is the one that it follows where that is not the last; `judge` False leaves held-out pairs out,
+        `tree` False the tree of a method that has one.
         """
-        config = self.config
+        config, iteration = self.config, self.iteration if iteration is None else iteration
         options.setdefault("guidance_scale", self.eval_guidance)
-        steps = config.eval.num_inference_steps or config.rollout.num_inference_steps
         total = len(self.evaluator.prompts[:limit]) * config.eval.samples_per_prompt // self.world.size
         with phase("evaluation"), self.weights.using(self.optimizer.role):
             if tree:  # before the scores: an evaluation that is there has its tree, whenever a signal came
-                self.tree(tag, self.iteration, self.stop)
+                self.tree(tag, iteration, self.stop)
             bar = Progress(total, f"evaluating {tag}", show=self.world.main)
             try:
                 return self.evaluator(
                     tag,
-                    self.iteration,
-                    num_inference_steps=steps,
+                    iteration,
+                    num_inference_steps=self.eval_steps,
                     limit=limit,
                     progress=bar.update,
                     stop=self.stop,
@@ -226,6 +250,10 @@ class Trainer:
                 )
             finally:
                 bar.close()
+
+    @property
+    def eval_steps(self) -> int:
+        return self.config.eval.num_inference_steps or self.config.rollout.num_inference_steps
 
     @property
     def eval_guidance(self) -> float:

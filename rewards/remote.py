@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from flowrl.paths import PATH
+from flowrl.paths import SECRET
 from flowrl.reward import Card, Reward
 
 LEVEL = "tested"
@@ -46,7 +46,7 @@ class Config:
     """Of a call with all its tries; samples without a score are then NaN."""
     start_s: float = 60.0
     """How long to wait for a first server when the run starts."""
-    token_file: Annotated[str | None, PATH] = None
+    token_file: Annotated[str | None, SECRET] = None
     """File that holds the bearer token."""
     token_env: str | None = None
     """Environment variable that holds it."""

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from flowrl.config import load_config, resolve
+from flowrl.embedded import embedded_prompts
 from flowrl.errors import ConfigError
-from flowrl.sources import embedded_prompts, load_prompts
+from flowrl.sources import load_prompts
 
 BASE = {
     "name": "run",

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 def command(
     target: Annotated[str, typer.Argument(help="YAML file (the untouched model) or run folder (the tuned one).")],
     overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words, such as eval.guidance_scale=4.")] = None,
+    accept: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Take other contents of your files than the run's (docs/files.md)."),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for scores and pictures; default: RUN/eval-extra, eval/NAME.")
     ] = None,
@@ -22,9 +26,11 @@ def command(
     """Scores on the evaluation's prompts with 95 % intervals; the same seeds as in training runs."""
     from flowrl import status
     from flowrl.config import load_config, resolve
+    from flowrl.contents import require_unedited
     from flowrl.errors import no_exit
     from flowrl.evaluate import Evaluation
     from flowrl.files import out_folder
+    from flowrl.inputs import collect
     from flowrl.report import told_accuracy
     from flowrl.statistics import summary
     from flowrl.trainer import Trainer
@@ -33,6 +39,8 @@ def command(
     run = folder if (folder / "config.yaml").is_file() else None
     resolved = resolve(load_config(target, overrides))
     default = folder / "eval-extra" if run else Path("eval") / resolved.run.name
+    if run is not None:
+        require_unedited(run, collect(resolved), accept=accept)
     saved = folder / "eval" / "base.json"
     # Read before anything is drawn: a damaged file is told now rather than behind the evaluation.
     base = Evaluation.load(saved) if run is not None and saved.is_file() else None
@@ -40,7 +48,7 @@ def command(
     if run is not None and (ended := status.told(status.read(run))):
         print(f"{run}: {ended}")
     with no_exit():
-        result = trainer.evaluate_only(run, out_folder(out or default))
+        result = trainer.evaluate_only(run, out_folder(out or default), accept)
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "
@@ -57,12 +65,11 @@ def _against(base: Evaluation, tuned: Evaluation, trainer: Trainer) -> None:
     from flowrl.report import told_win_rate
     from flowrl.statistics import win_rate
 
-    for what in ("prompts", "seeds", "guidance_scale", "num_inference_steps"):
-        if getattr(base, what) != getattr(tuned, what):
-            print(f"no win rate: the run's base was drawn with other {what}")
-            return
     cards = [] if trainer.watched is None else [entry.reward.card for entry in trainer.watched.distinct]
     higher = {name: card.higher_is_better for card in cards for name in card.outputs}
-    for name in tuned.scores:
-        if name in base.scores:
+    for name in (name for name in tuned.scores if name in base.scores):
+        unlike = tuned.unlike(base, name)
+        if unlike:
+            print(f"no win rate by {name}: the run's base was made with other values of: {', '.join(unlike)}")
+        else:
             print(told_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name]), trainer.prompts.on))

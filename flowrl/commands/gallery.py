@@ -10,6 +10,10 @@ import typer
 
 def command(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    accept: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Also runs of which a file had other contents each, without one chart."),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder of index.html; default: RUN/gallery, of several gallery-A-B beside them."),
@@ -20,4 +24,4 @@ def command(
     from flowrl.gallery import build
     from flowrl.gallery.places import PAGE
 
-    print(build(runs, None if out is None else out_folder(out, PAGE)))
+    print(build(runs, None if out is None else out_folder(out, PAGE), accept))

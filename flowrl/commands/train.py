@@ -12,6 +12,13 @@ def command(
     config: Annotated[str, typer.Argument(help="YAML file, or a run folder to go on in with --resume.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the run folder.")] = False,
+    accept: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="Resume with other contents of your files, with new baselines.",
+        ),
+    ] = False,
     processes: Annotated[int, typer.Option("--processes", help="Processes on this machine.", min=1)] = 1,
     backend: Annotated[
         str | None, typer.Option("--backend", help="How processes talk: nccl (GPUs) or gloo (CPUs; shares GPUs).")
@@ -24,15 +31,19 @@ def command(
         os.environ["FLOWRL_BACKEND"] = backend
     grouped = "WORLD_SIZE" in os.environ
     if processes > 1 and not grouped:
-        raise SystemExit(_launch(config, overrides or [], resume, processes))
+        raise SystemExit(_launch(config, overrides or [], _flags(resume, accept), processes))
     from flowrl.config import load_config, resolve
     from flowrl.trainer import Trainer
 
     with no_exit():
-        Trainer(resolve(load_config(config, overrides))).fit(resume=resume)
+        Trainer(resolve(load_config(config, overrides))).fit(resume=resume, accept_changes=accept)
 
 
-def _launch(config: str, overrides: list[str], resume: bool, processes: int) -> int:
+def _flags(resume: bool, accept: bool) -> list[str]:
+    return [*(["--resume"] if resume else []), *(["--accept-changes"] if accept else [])]
+
+
+def _launch(config: str, overrides: list[str], flags: list[str], processes: int) -> int:
     """Validate once, hold the run folder, and run the workers."""
     from flowrl.config import load_config, resolve
     from flowrl.distributed import launch, require_devices
@@ -46,7 +57,7 @@ def _launch(config: str, overrides: list[str], resume: bool, processes: int) -> 
     descriptor = folder.lock()
     os.environ["FLOWRL_LOCKED"] = "1"
     try:
-        arguments = ["train", config, *overrides, *(["--resume"] if resume else [])]
+        arguments = ["train", config, *overrides, *flags]
         # The workers inherit the lock: it is held until the last of them has ended.
         return launch(arguments, processes, pass_fds=[descriptor], warn=print)
     finally:

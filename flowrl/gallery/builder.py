@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from flowrl.contents import require_comparable
 from flowrl.errors import ConfigError
 from flowrl.files import writing
 from flowrl.gallery import charts, pictures, results, treechart
@@ -34,24 +35,27 @@ DURING_TREES = 3
 """Of the evaluations on the way, the latest have their tree drawn."""
 
 
-def build(run_folders: Sequence[Path], out: Path | None = None) -> Path:
+def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: bool = False) -> Path:
     """Write the report of one or several runs.
 
     Args:
         run_folders: folders that `flowrl train` wrote, finished or not.
+        accept_changes: show runs side by side of which a file had other contents each time, without a common chart.
         out: folder of the page; default `<run>/gallery`, and for several runs see `places.comparison_folder`.
 
     Returns:
         `out / "index.html"`: one self-contained page that refers to nothing on a network.
 
     Raises:
-        ConfigError: a folder is no run, one of its files cannot be understood, or the page would take the place of
+        ConfigError: a folder is no run, one of its files cannot be understood, the runs had other contents of a file
+            each, or the page would take the place of
             a run's own report; names the file and the remedy.
         WriteError: the disk is full or not writable.
     """
     if not run_folders:
         raise ConfigError("run_folders is empty; name at least one run folder, such as runs/quickstart")
     runs = [load_run(Path(folder)) for folder in run_folders]
+    changed = require_comparable([run.folder for run in runs], accept=accept_changes)
     output = page_folder([run.folder for run in runs], out) / PAGE
     views = [_view(run, f"run-{index}", output.parent) for index, run in enumerate(runs)]
     environment = jinja2.Environment(
@@ -64,7 +68,7 @@ def build(run_folders: Sequence[Path], out: Path | None = None) -> Path:
     environment.filters["csp_hash"] = _csp_hash
     page = environment.get_template("index.html.j2").render(
         runs=views,
-        comparison=_comparison(runs) if len(runs) > 1 else None,
+        comparison=_comparison(runs, alike=not changed) if len(runs) > 1 else None,
         selection_seed=pictures.SELECTION_SEED,
     )
     _write(output, page)
@@ -128,8 +132,8 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
     }
 
 
-def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    """The table over several runs, each by its own primary metric, and the curves of evaluations on one chart."""
+def _comparison(runs: Sequence[Run], *, alike: bool) -> dict[str, Any]:
+    """The table over several runs, each by its own primary metric; curves of evaluations on one chart if `alike`."""
     rows, drawn = [], []
     for run in runs:
         metric = next(iter(results.metrics_of(run)), None)
@@ -153,7 +157,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     # Every interval stands on the same axis, or the eye could not compare them.
     domain = (min([0.0, *ends]), max([0.0, *ends]))
     # Different metrics share no unit, so they share no axis.
-    same_metric = len({row["result"]["metric"].name for row in rows if row["result"]}) == 1
+    same_metric = alike and len({row["result"]["metric"].name for row in rows if row["result"]}) == 1
     for row in rows:
         e = row["change"]
         bar = [("difference", e.mean, e.low, e.high)] if e and same_metric else []

@@ -110,8 +110,16 @@ def paired(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
         e.scores[metric][:rows, :columns] if e is not None and metric in e.scores else nothing
         for e in (run.base, run.after)
     )
+    if run.base is not None and run.after is not None and not _comparable(run.base, run.after, metric):
+        same = np.zeros_like(same)
     valid = same & np.isfinite(before) & np.isfinite(after)
     return np.where(valid, before, np.nan), np.where(valid, after, np.nan)
+
+
+def _comparable(base: Evaluation, after: Evaluation, metric: str) -> bool:
+    """Whether both were made with one model, prompts and reward, as far as is known."""
+    marks = [e.made_with for e in (base, after)]
+    return all(marks[0].get(k) == marks[1].get(k) or not all(marks) for k in ("model", "prompts", f"score {metric}"))
 
 
 def metrics_of(run: Run) -> list[Metric]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from flowrl import media, status
+from flowrl import contents, media, status
 from flowrl.errors import ConfigError
 from flowrl.files import of_evaluation, read_object, read_rows
 from flowrl.gallery import trees
@@ -33,6 +33,8 @@ class Evaluation:
     pictures: Path
     distinct: tuple[int, ...] = ()
     """[P] number of the distinct prompt: those of one number are one prompt; (): texts tell (older files)."""
+    made_with: dict[str, str] = field(default_factory=dict)
+    """Fingerprints (flowrl/inputs.py)."""
 
     def num_distinct(self, rows: np.ndarray | None = None) -> int:
         """Distinct prompts, of those in `rows` [P] bool."""
@@ -174,6 +176,11 @@ def load_run(folder: Path) -> Run:
     summary = status.now(_read_optional(folder / status.SUMMARY, problems), folder)
     problems += filter(None, [status.told(summary)])
     rows = _read_rows(folder / "metrics.jsonl", problems)
+    record = contents.read(folder)
+    for change in () if record is None else record.changes:
+        what = "; ".join(change["what"])
+        when = f"since iteration {change['iteration']}"
+        problems.append(f"Files have other contents {when}; what the curves show before is of the old ones: {what}")
     files = sorted((folder / "eval").glob("*.json"))
     evaluations = [_read_evaluation(p, folder) for p in files if not p.name.startswith(trees.PREFIX)]
     grown = [trees.read(p) for p in files if p.name.startswith(trees.PREFIX)]
@@ -239,6 +246,7 @@ def _read_evaluation(path: Path, folder: Path) -> Evaluation:
             scores=scores,
             pictures=pictures,
             distinct=tuple(map(int, document.get("distinct", ()))),
+            made_with=dict(document.get("made_with") or {}),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no evaluation ({type(error).__name__}: {error}); {remedy}") from error

@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from flowrl import cli
-from tests.e2e.conftest import BASE, BRIGHTNESS, finish, start
+from tests.e2e.conftest import BASE, BRIGHTNESS, finish, start, train
 
 
 def command(monkeypatch, capsys, *words: str) -> tuple[int, str]:
@@ -73,3 +74,91 @@ def test_processes_go_on_in_a_renamed_run(project):
     assert code == 0, printed
     assert "resumed after iteration 1" in printed
     assert sorted(entry.name for entry in Path("runs").iterdir()) == ["other"]
+
+
+def evaluation(run: str, tag: str) -> dict:
+    return json.loads(Path(f"runs/{run}/eval/{tag}.json").read_text())
+
+
+def test_an_edited_reward_is_refused_or_starts_new_baselines(place, monkeypatch, capsys):
+    """A resumed run with another reward reported the difference between two rewards as what training had done."""
+    train("iterations=1", "data.max_eval_prompts=2")
+    words = ("run.yaml", "iterations=2", "data.max_eval_prompts=2")
+    (place / "brightness.py").write_text(BRIGHTNESS.replace("return ", "return 290 + "))
+    for refused in (("train", *words, "--resume"), ("eval", "runs/run")):
+        code, printed = command(monkeypatch, capsys, *refused)
+        assert code == 2, printed
+        for word in ("brightness.py", "line 2", "return 290", "--accept-changes"):
+            assert word in printed
+    code, printed = command(monkeypatch, capsys, "eval", "runs/run", "--accept-changes")
+    assert code == 0, printed
+    assert "no win rate by brightness: the run's base was made with other values of: what gives brightness" in printed
+    code, printed = command(monkeypatch, capsys, "train", *words, "--resume", "--accept-changes")
+    assert code == 0, printed
+    summary = json.loads(Path("runs/run/summary.json").read_text())
+    assert summary["base"]["brightness"]["mean"] > 289
+    assert abs(summary["difference"]["brightness"]["mean"]) < 1
+    assert "since iteration 1" in Path("runs/run/gallery/index.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_base_that_is_gone_or_foreign_is_made_anew_from_untouched_weights(place):
+    train("iterations=1", "data.max_eval_prompts=2")
+    file = Path("runs/run/eval/base.json")
+    first = evaluation("run", "base")
+    foreign = first | {"scores": {"brightness": [[-9.0], [-9.0]]}, "made_with": first["made_with"] | {"model": "other"}}
+    file.write_text(json.dumps(foreign))
+    train("iterations=2", "data.max_eval_prompts=2", resume=True)
+    assert evaluation("run", "base") == first
+    file.unlink()
+    train("iterations=2", "data.max_eval_prompts=2", resume=True)
+    assert evaluation("run", "base") == first
+
+
+def test_runs_whose_reward_or_held_out_prompts_were_edited_in_between_are_not_compared(place, monkeypatch, capsys):
+    (place / "held.txt").write_text("a red square\na blue circle\n")
+    words = ("iterations=0", "data.eval_prompts=held.txt")
+    train("name=one", *words)
+    (place / "held.txt").write_text("a red square\na blue cross\n")
+    train("name=two", *words)
+    code, printed = command(monkeypatch, capsys, "gallery", "runs/one", "runs/two", "--out", "page")
+    assert code == 2
+    for word in ("runs/one", "runs/two", "held.txt", "'a blue circle'", "'a blue cross'", "--accept-changes"):
+        assert word in printed
+    code, printed = command(monkeypatch, capsys, "gallery", "runs/one", "runs/two", "--out", "page", "--accept-changes")
+    assert code == 0, printed
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_older_than_the_checkpoint_is_written_anew(place, monkeypatch, capsys):
+    """A kill or a full disk between the last checkpoint and its adapter left a finished run with an older one."""
+    from safetensors.torch import load_file
+
+    lora = ("model.lora={rank: 2, alpha: 4}", "data.max_eval_prompts=2")
+    train("iterations=2", *lora)
+    adapter = Path("runs/run/adapter")
+    newest = load_file(adapter / "pytorch_lora_weights.safetensors")
+    shutil.copytree(adapter, "whole")
+
+    def spoil() -> None:
+        shutil.rmtree(adapter)
+        shutil.copytree("whole", adapter)
+        (adapter / "pytorch_lora_weights.safetensors").write_bytes(b"torn")
+        (adapter / "flowrl.json").write_text('{"iteration": 1}')
+
+    def mended() -> bool:
+        found = load_file(adapter / "pytorch_lora_weights.safetensors")
+        same = found.keys() == newest.keys() and all(torch.equal(found[name], newest[name]) for name in newest)
+        return same and json.loads((adapter / "flowrl.json").read_text()) == {"iteration": 2}
+
+    for words in (
+        ("export", "runs/run", "--out", "exported"),
+        ("eval", "runs/run"),
+        ("train", "run.yaml", "iterations=2", *lora, "--resume"),
+    ):
+        spoil()
+        code, printed = command(monkeypatch, capsys, *words)
+        assert code == 0, printed
+        assert "is older than" in printed
+        assert mended()
+    assert load_file("exported/pytorch_lora_weights.safetensors").keys() == newest.keys()
