@@ -147,10 +147,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     else:
         weights = _weights(resolved, adapter, world, dtype if sharded else None)
     learned = weights.network if isinstance(weights, NoiseWeights) else None
-    probe(scorer, data.train[:2], adapter)
-    probe(watched, data.evaluated[:2], adapter, known=scorer)
-    if data.given is not None:
-        require_encoder(adapter)
+    _try_out(data, scorer, watched, adapter)
     texts = Texts(adapter, data.texts(cache=config.data.caches_text), cache=config.data.caches_text)
     if isinstance(weights, NoiseWeights):
         add_calibration(algorithm, weights, texts, data.train, config.seed)
@@ -166,6 +163,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     learned_with = (config, algorithm, Networks(policy, weights), optimizer, world, schedule)
     learner = Learner(*learned_with, sharded=sharded, lookup=partial(_embedded, texts))
     evaluator = _evaluator(config.eval, adapter, texts, watched, world, folder, data.evaluated, sharded, learned)
+    marks = made_with(resolved, data.evaluated, _outputs(watched))
     return Parts(
         resolved=resolved,
         world=world,
@@ -183,14 +181,20 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         sampler=sampler,
         policy=policy,
         learner=learner,
-        evaluator=replace(
-            evaluator, remedy=learner.remedy, made_with=made_with(resolved, data.prompts.evaluated, _outputs(watched))
-        ),
+        evaluator=replace(evaluator, remedy=learner.remedy, made_with=marks),
         maps=_maps(algorithm, adapter, world) if training else None,
         sharded=sharded,
         learned=learned,
         given=data.given,
     )
+
+
+def _try_out(data: _Data, scorer: Scorer | None, watched: Scorer | None, adapter: ModelAdapter) -> None:
+    """Find out before anything is trained whether the rewards score, and the adapter takes given pictures."""
+    probe(scorer, data.train[:2], adapter)
+    probe(watched, data.evaluated[:2], adapter, known=scorer)
+    if data.given is not None:
+        require_encoder(adapter)
 
 
 def _outputs(watched: Scorer | None) -> list[tuple[str, ...]]:
