@@ -92,9 +92,11 @@ def code_files(module: ModuleType) -> list[Path]:
     found, waiting = [main], [main]
     while waiting:
         for name in _imported(waiting.pop()):
-            loaded = sys.modules.get(name)
-            file = Path(loaded.__file__).resolve() if loaded is not None and loaded.__file__ else None
-            if file is None or file.suffix != ".py" or name.split(".")[0] in ("flowrl", *sys.stdlib_module_names):
+            if name.split(".")[0] in ("flowrl", *sys.stdlib_module_names) or name not in sys.modules:
+                continue
+            origin = vars(sys.modules[name]).get("__file__")  # one that is built in, or a folder alone, has none
+            file = None if origin is None else Path(origin).resolve()
+            if file is None or file.suffix != ".py":
                 continue
             installed = {"site-packages", "dist-packages"} & set(file.parts)
             if file not in found and not installed and any(file.is_relative_to(root) for root in roots):
