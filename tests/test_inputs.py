@@ -16,7 +16,10 @@ from flowrl.errors import ConfigError
 from flowrl.prompts import Prompt
 from flowrl.runs import RunFolder
 
-SCORE = "import helper_of_mine, sys, numpy.linalg\n\n\ndef score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3))\n"
+SCORE = (
+    "import helper_of_mine, sys, numpy.linalg\n\n\n"
+    "def score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3))\n"
+)
 SAMPLER = "from flowrl.samplers.flow_sde import Config, build  # noqa: F401\n\nLEVEL = 'experimental'\n"
 TREE = {
     "name": "run",
