@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "load_config": "flowrl.config",
-    "ConfigError": "flowrl.config",
+    "ConfigError": "flowrl.errors",
     "Trainer": "flowrl.trainer",
     "Reward": "flowrl.reward",
     "Card": "flowrl.reward",

@@ -11,9 +11,10 @@ import torch
 
 from flowrl.algorithms.base import Algorithm, Networks, NoiseAlgorithm
 from flowrl.checks import check_model, check_trained
-from flowrl.config import ConfigError, EvalConfig, Resolved, RunConfig
+from flowrl.config import EvalConfig, Resolved, RunConfig
 from flowrl.contents import Input
 from flowrl.distributed import World
+from flowrl.errors import ConfigError
 from flowrl.evaluate import Evaluator
 from flowrl.given import Given, require_encoder
 from flowrl.heldout import RunPrompts, run_prompts

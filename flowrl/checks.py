@@ -6,11 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from flowrl.components import check_plans
+from flowrl.errors import ConfigError
 from flowrl.matching import is_cfg
 from flowrl.models.base import unguided
 from flowrl.process import VPProcess
 from flowrl.samplers.base import takes_vp
-from flowrl.strict import ConfigError
 
 if TYPE_CHECKING:
     from flowrl.config import Resolved

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 
 from flowrl import registry
-from flowrl.errors import Fault, described
+from flowrl.errors import ConfigError, Fault, described
 from flowrl.paths import CACHE, PATH
 from flowrl.reward import Card, Gate, Reward, RewardError, WeightedReward, doubled_output
 from flowrl.scorecache import Folder, Memory, ScoreCache
-from flowrl.strict import ConfigError, Options, UnknownKey, validate
+from flowrl.strict import Options, UnknownKey, validate
 from flowrl.surroundings import MEND, Conduct, kept
 from flowrl.threads import TimeLimit
 

@@ -17,7 +17,6 @@ import yaml
 
 from flowrl.checks import check
 from flowrl.components import Component, RewardPlan, component, model_component, reward_plan
-from flowrl.errors import ConfigError as ConfigError  # most modules know it by this one
 from flowrl.exploration import ExplorationConfig
 from flowrl.inputs import stand_ins
 from flowrl.locate import located, origin_of

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flowrl.components import Component, component
-from flowrl.config import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.files import damaged, out_folder, writing
 from flowrl.handover import outdated, renew
 from flowrl.learned_noise import FILE, LearnedNoise

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowrl.config import DataConfig
 from flowrl.contents import Input
-from flowrl.errors import Abandoned
+from flowrl.errors import Abandoned, ConfigError
 from flowrl.inputs import set_of
 from flowrl.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.media import fitted, pixels
@@ -25,7 +25,6 @@ from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter, encoded_pictures
 from flowrl.preferences import Picture, Preference, PreferenceSet, PreferenceSource, Unreadable, load_preferences
 from flowrl.rng import normal, permutation, stream
-from flowrl.strict import ConfigError
 from flowrl.types import Member, SampleId
 
 PAIR: tuple[Member, ...] = ("chosen", "rejected")

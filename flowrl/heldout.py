@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.config import ConfigError, Resolved, RunConfig
+from flowrl.config import Resolved, RunConfig
+from flowrl.errors import ConfigError
 from flowrl.prompts import Prompt, identity
 from flowrl.rng import derive
 from flowrl.sources import Columns, load_prompts

@@ -10,8 +10,9 @@ from torch import Tensor
 from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Networks, NoiseAlgorithm
 from flowrl.buffer import update_chunks
-from flowrl.config import ConfigError, RunConfig
+from flowrl.config import RunConfig
 from flowrl.distributed import World
+from flowrl.errors import ConfigError
 from flowrl.learned_noise import Calibration, LearnedNoise, NoiseWeights, learned
 from flowrl.metrics import Sums
 from flowrl.prompts import Prompt, Texts, identity

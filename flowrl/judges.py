@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flowrl.components import RewardPlan
-from flowrl.config import ConfigError, Resolved
-from flowrl.errors import described
+from flowrl.config import Resolved
+from flowrl.errors import ConfigError, described
 from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter
 from flowrl.phases import lacking, out_of_memory

@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
+from flowrl.errors import ConfigError
 from flowrl.metrics import log
 from flowrl.preferences import Picture, PreferenceSet, require_same
 from flowrl.prompts import Prompt
-from flowrl.strict import ConfigError
 
 Mixed = Literal["positive", "negative", "drop"]
 """What a picture counts as that won one pair and lost another."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.checkpoint import write_atomically
-from flowrl.config import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.files import writing
 from flowrl.runs import differences
 

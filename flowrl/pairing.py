@@ -19,10 +19,10 @@ from torch import Tensor
 
 from flowrl import media
 from flowrl.checkpoint import fsync
-from flowrl.config import ConfigError, Resolved
+from flowrl.config import Resolved
 from flowrl.distributed import World, join
 from flowrl.divergence import Health, remedy
-from flowrl.errors import Abandoned, Elsewhere, Stopped
+from flowrl.errors import Abandoned, ConfigError, Elsewhere, Stopped
 from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.metrics import Progress, log, set_up_logging
 from flowrl.models._savings import cast_frozen

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.components import RewardPlan
-from flowrl.config import ConfigError, Resolved, to_tree
+from flowrl.config import Resolved, to_tree
+from flowrl.errors import ConfigError
 from flowrl.models.weights import lora_file
 from flowrl.plan import StepPlan, deterministic, window
 from flowrl.prompts import Prompt

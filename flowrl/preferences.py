@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flowrl.errors import ConfigError
 from flowrl.metrics import log
 from flowrl.pairdata import (
     BAD_LABEL,
@@ -39,7 +40,6 @@ from flowrl.prompts import Prompt
 from flowrl.records import LATER, WINDOW_BYTES, Records, find_records
 from flowrl.registry import suggest
 from flowrl.rng import stream
-from flowrl.strict import ConfigError
 
 __all__ = [
     "Picture",

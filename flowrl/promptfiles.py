@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flowrl.strict import ConfigError, read_text
+from flowrl.errors import ConfigError
+from flowrl.strict import read_text
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 """(where it stands in the file, record)."""

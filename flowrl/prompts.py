@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.errors import ConfigError
 from flowrl.models.base import ModelAdapter
 from flowrl.pictures import open_picture
 from flowrl.rng import permutation
-from flowrl.strict import ConfigError
 from flowrl.types import Condition
 
 

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flowrl.errors import ConfigError
 from flowrl.promptfiles import missing_package
 from flowrl.sources import as_stored, open_data_set, split_of
-from flowrl.strict import ConfigError
 
 WINDOW_BYTES = 256 * 2**20
 """Of the row groups that are shuffled together. Twice as much is kept, for an order of winners beside one of losers."""

@@ -18,8 +18,9 @@ from typing import Any
 import yaml
 
 from flowrl import checkpoint, contents, inputs
-from flowrl.config import ConfigError, Options, Resolved, RunConfig, as_it_was
+from flowrl.config import Options, Resolved, RunConfig, as_it_was
 from flowrl.contents import Input
+from flowrl.errors import ConfigError
 from flowrl.files import damaged, of_evaluation, read_object
 from flowrl.heldout import splits
 from flowrl.locate import Origin, located

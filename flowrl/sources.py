@@ -19,11 +19,11 @@ from typing import Any
 
 from flowrl import shapes
 from flowrl.embedded import embedded_prompts
+from flowrl.errors import ConfigError
 from flowrl.pictures import UNREADABLE, open_picture, opened
 from flowrl.promptfiles import FORMS, missing_package, read_records
 from flowrl.prompts import Prompt
 from flowrl.registry import suggest
-from flowrl.strict import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from flowrl import embedded, registry
-from flowrl.errors import ConfigError as ConfigError  # most modules know it by this one
+from flowrl.errors import ConfigError
 
 Options = dict[str, Any]
 

@@ -15,10 +15,10 @@ from flowrl import checkpoint, ending, state
 from flowrl.advantages import Advantages
 from flowrl.assembly import assemble
 from flowrl.collect import Collector
-from flowrl.config import ConfigError, Resolved, RunConfig, load_config, resolve
+from flowrl.config import Resolved, RunConfig, load_config, resolve
 from flowrl.contents import require_unedited
 from flowrl.distributed import join
-from flowrl.errors import Abandoned, Elsewhere
+from flowrl.errors import Abandoned, ConfigError, Elsewhere
 from flowrl.evaltree import EvalTree
 from flowrl.evaluate import Evaluation
 from flowrl.heldout import require_same_split

@@ -19,7 +19,8 @@ from flowrl.advantages import (
     aggregate,
     group_advantages,
 )
-from flowrl.strict import ConfigError, validate
+from flowrl.errors import ConfigError
+from flowrl.strict import validate
 
 NAN = float("nan")
 RULES = ["global", "group", "none"]

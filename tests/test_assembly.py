@@ -8,9 +8,9 @@ import torch
 from flowrl.algorithms import awm, dgpo, diffusion_nft, fpo
 from flowrl.assembly import _require_plan, _require_whole_groups
 from flowrl.distributed import World
+from flowrl.errors import ConfigError
 from flowrl.samplers.ode import Ode
 from flowrl.schedules import Schedule
-from flowrl.strict import ConfigError
 from tests.toys import ToyAdapter
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from flowrl.checks import check_model
 from flowrl.components import reward_plan
 from flowrl.config import dump, load_config, resolve
-from flowrl.strict import ConfigError, apply_override, parse_yaml, run_tree, validate
+from flowrl.errors import ConfigError
+from flowrl.strict import apply_override, parse_yaml, run_tree, validate
 
 TREE = {
     "name": "test",

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from flowrl.commands.plan import geometry, step_plan
-from flowrl.config import ConfigError, Resolved, load_config, resolve
+from flowrl.config import Resolved, load_config, resolve
+from flowrl.errors import ConfigError
 
 TREE = {
     "name": "run",

@@ -13,7 +13,7 @@ import yaml
 
 from flowrl import memory, registry
 from flowrl.commands.plan import command, step_plan, transition_std
-from flowrl.config import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.models import sd
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights import Weights

@@ -20,8 +20,7 @@ from torch.testing import assert_close
 
 from flowrl import registry
 from flowrl.commands.export import command
-from flowrl.config import ConfigError
-from flowrl.errors import WriteError
+from flowrl.errors import ConfigError, WriteError
 from flowrl.export import export, load_run_pipeline, to_kohya
 from flowrl.models.base import LoraSettings, ModelError
 from flowrl.models.sd3 import LORA_TARGETS, Sd3

@@ -18,8 +18,9 @@ from torch.testing import assert_close
 
 from flowrl.algorithms.base import Networks
 from flowrl.algorithms.find import Config, Find, build
-from flowrl.config import ConfigError, EmaConfig, OptimConfig, load_config, resolve
+from flowrl.config import EmaConfig, OptimConfig, load_config, resolve
 from flowrl.distributed import World
+from flowrl.errors import ConfigError
 from flowrl.initials import Initials, require_own_prompts
 from flowrl.learned_noise import Calibration, LearnedNoise, NoiseWeights, UnknownPrompt
 from flowrl.learner import Learner

@@ -16,12 +16,12 @@ from torchvision import transforms
 
 from flowrl.algorithms import diffusion_dpo, diffusion_kto, seppo, sft
 from flowrl.config import DataConfig, to_tree
+from flowrl.errors import ConfigError
 from flowrl.given import Given, Look, Slot, latents_of, slot_of
 from flowrl.media import fitted, pixels
 from flowrl.pairdata import Picture
 from flowrl.preferences import PreferenceOptions
 from flowrl.runs import differences
-from flowrl.strict import ConfigError
 from flowrl.types import SampleId
 from tests.toys import ToyAdapter
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundE
 
 from flowrl import registry
 from flowrl.components import model_component
-from flowrl.config import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.models._classes import choose, natives
 from flowrl.models.base import ModelError
 from tests import tiny_sd3

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torch.testing import assert_close
 
+from flowrl.errors import ConfigError
 from flowrl.models import _parity
 from flowrl.models._pictures import content
 from flowrl.models.base import ModelError, decoded
@@ -18,7 +19,6 @@ from flowrl.plan import deterministic
 from flowrl.prompts import Prompt, Texts, require_pictures
 from flowrl.rollout import Policy
 from flowrl.samplers.ode import Ode
-from flowrl.strict import ConfigError
 from flowrl.types import Condition
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from flowrl.errors import ConfigError
 from flowrl.labels import LabelledSource, labelled
 from flowrl.pairdata import Picture, Unreadable
 from flowrl.preferences import PreferenceOptions, Preferences, PreferenceSource, load_preferences
 from flowrl.prompts import Prompt
 from flowrl.records import WINDOW_BYTES
-from flowrl.strict import ConfigError
 from tests.row_groups import Stored, png, shards, voted
 
 ALL = PreferenceOptions(max_broken=1.0)

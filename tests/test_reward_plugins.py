@@ -10,10 +10,10 @@ import pytest
 
 from flowrl import assembly, registry
 from flowrl.components import reward_plan
+from flowrl.errors import ConfigError
 from flowrl.judges import require_metadata, require_modality
 from flowrl.prompts import Prompt
 from flowrl.reward import Card
-from flowrl.strict import ConfigError
 
 SCORE = "def score(images, prompts, metadata):\n    return [0.5] * len(prompts)\n"
 

@@ -12,7 +12,7 @@ from diffusers.models import attention_dispatch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from flowrl.config import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.models import _savings, generic, sd3
 from flowrl.models.base import ModelConfig, ModelError
 from flowrl.models.weights import Weights

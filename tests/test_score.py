@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowrl import media
 from flowrl.commands import score
-from flowrl.config import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewardcheck import Trials, material
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flowrl.components import reward_plan
+from flowrl.errors import ConfigError
 from flowrl.reward import Card, Gate, Reward, RewardError, Scorer, WeightedReward
 from flowrl.scorecache import Folder, Memory, ScoreCache
-from flowrl.strict import ConfigError
 
 NAN = math.nan
 

@@ -20,12 +20,12 @@ from flowrl.rewards._transport import pack
 from flowrl.rewards._wire import SCHEMA, Picture, write_picture
 
 from flowrl.commands.serve import _token, entries
+from flowrl.errors import ConfigError
 from flowrl.reward import Card, Reward, RewardError, WeightedReward
 from flowrl.rewards import jpeg
 from flowrl.serving.messages import Item, Limits
 from flowrl.serving.process import Worker, WorkerFailed
 from flowrl.serving.worker import score_items
-from flowrl.strict import ConfigError
 from tests.serving import Inline, brightness, message, pictures, serving
 
 REWARD = '''

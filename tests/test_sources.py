@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.errors import ConfigError
 from flowrl.pictures import open_picture
 from flowrl.prompts import Prompt, Texts
 from flowrl.sources import Columns, load_prompts, picture_folder
-from flowrl.strict import ConfigError
 from tests.toys import ToyAdapter
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flowrl.components import reward_plan
+from flowrl.errors import ConfigError
 from flowrl.reward import Card, Reward, RewardError, Scorer, WeightedReward
-from flowrl.strict import ConfigError
 from flowrl.threads import Ambient, TimeLimit
 
 SOON, WAIT_S = 0.05, 60.0

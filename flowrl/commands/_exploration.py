@@ -59,8 +59,8 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
 
 
 def _collector(resolved: Any, prompts: int) -> Any:
-    from flowrl.config import ConfigError
     from flowrl.distributed import join
+    from flowrl.errors import ConfigError
     from flowrl.runs import RunFolder
     from flowrl.trainer import Trainer
 

@@ -24,7 +24,7 @@ def command(
 ) -> None:
     """Names, levels (tested, verified, experimental) and what each one is. Nothing is loaded or downloaded."""
     from flowrl import registry
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
 
     if name is not None:
         if kind != "rewards":
@@ -129,7 +129,7 @@ def _show(name: str) -> None:
     import dataclasses
 
     from flowrl.components import imported
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
 
     module = imported(name, "flowrl list rewards")
     card = getattr(module, "CARD", None)

@@ -29,7 +29,7 @@ def command(
     ] = False,
 ) -> None:
     """Draw samples of the training prompts, score them, and keep the best and the worst of each prompt as a pair."""
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.files import out_folder
 
     if check:

@@ -106,7 +106,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     import torch
 
     from flowrl.checks import check_trained
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.flash import flow_timestep
     from flowrl.memory import terms_per_sample
     from flowrl.schedules import Schedule, shift_sigmas
@@ -292,7 +292,7 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
     """std of every step under the sampler's law; 0 for deterministic steps."""
     import torch
 
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.samplers.base import step_std
 
     if not any(plan.stochastic):

@@ -89,7 +89,7 @@ def _draw(
 
     from flowrl import media
     from flowrl.commands._drawn import stem
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.metrics import Progress
     from flowrl.models._pictures import picture_arguments
     from flowrl.pictures import open_picture
@@ -120,7 +120,7 @@ def _laws(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
     Raises:
         ConfigError: one has none.
     """
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.learned_noise import UnknownPrompt
     from flowrl.prompts import identity
 
@@ -141,7 +141,7 @@ def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:
     """
     import inspect
 
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.registry import suggest
     from flowrl.strict import apply_override
 
@@ -169,7 +169,7 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
     Raises:
         ConfigError: a file that is none, a picture that cannot be read, or pictures from two sides.
     """
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.pictures import UNREADABLE, open_picture
     from flowrl.promptfiles import named_as_file
     from flowrl.prompts import Prompt

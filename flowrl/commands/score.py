@@ -53,7 +53,7 @@ def command(
     ] = None,
 ) -> None:
     """One line of JSON per picture or clip, NaN is null, then a summary. Exit code 1 if a reward scored nothing."""
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.files import out_folder
     from flowrl.judges import build_rewards, build_scorer
 
@@ -104,7 +104,7 @@ def _warn(text: str) -> None:
 def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
     """The rewards with their options; of several each option names its own."""
     from flowrl.components import check_plans, reward_plan
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.strict import apply_override
 
     trees: dict[str, dict[str, Any]] = {}
@@ -136,7 +136,7 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
     """(file, prompt, metadata), in file-name order; without `prompts` those that `flowrl sample` wrote."""
     from flowrl import media
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
 
     found = sorted(images.iterdir()) if images.is_dir() else [images] if images.is_file() else []
     files = [file for file in found if file.suffix.lower() in _SUFFIXES]
@@ -159,7 +159,7 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
 
 def _matched(files: Sequence[Path], prompts: str) -> list[tuple[Path, str, dict]]:
     """Files with their prompts: by the name under "image" where every record has one, else in their order."""
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
 
     records = _records_of(prompts)
     if all(isinstance(record.get("image"), str) for _, record in records):
@@ -207,7 +207,7 @@ def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[
     """Places of the samples that could be read, and their pictures, in one tensor where they are of one size."""
     import torch
 
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.judges import require_modality
 
     rows: list[int] = []
@@ -228,7 +228,7 @@ def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[
 def _read(file: Path) -> torch.Tensor:
     """The picture or clip of a file; ConfigError where there is none."""
     from flowrl import media
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.pictures import UNREADABLE
 
     try:
@@ -258,7 +258,7 @@ def _records(
 
 def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: str | None) -> bool:
     """Try the contract on a reward and print what came out; whether it holds."""
-    from flowrl.config import ConfigError
+    from flowrl.errors import ConfigError
     from flowrl.rewardcheck import COUNT, Material, Trials, material
 
     if plan.card is not None and plan.card.requires and prompts is None:

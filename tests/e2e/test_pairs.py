@@ -16,13 +16,13 @@ from PIL import Image
 from flowrl import media
 from flowrl.commands._pair_check import look
 from flowrl.config import load_config, resolve
+from flowrl.errors import ConfigError
 from flowrl.pairfolder import PairFolder
 from flowrl.pairing import judge
 from flowrl.pairplan import rollout_plan
 from flowrl.preferences import load_preferences
 from flowrl.reward import Scores
 from flowrl.schedules import Schedule
-from flowrl.strict import ConfigError
 from tests.e2e.conftest import finish, start
 from tests.e2e.test_bad_input import command
 
