@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl.matching_losses import mean_square
 from flowrl.models.base import ModelAdapter, branches, unguided
 from flowrl.models.weights import Weights
-from flowrl.objectives import mean_square
 from flowrl.types import NoisedBatch
 
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from flowrl.advantages import AdvantageConfig, advantages
 from flowrl.algorithms import awm, rwr
 from flowrl.algorithms._matching import AnchorConfig, LagConfig
-from flowrl.objectives import elbo_weight, matching_log_prob, mean_square
+from flowrl.matching_losses import elbo_weight, matching_log_prob, mean_square
 from tests.toys import loss_of, outputs_of
 
 M, OFF = 6, AnchorConfig(coef=0.0)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._matching import AnchorConfig
 from flowrl.algorithms.crd import Config, build, fit, pool_weights
-from flowrl.objectives import implicit_reward, optimality
+from flowrl.matching_losses import implicit_reward, optimality
 from tests.toys import loss_of, outputs_of
 
 M, OFF = 6, AnchorConfig(coef=0.0)

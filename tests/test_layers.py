@@ -35,7 +35,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("samplers", "solvers", "sa_solver", "plan", "branching", "flash", "times"),
         *("reward", "onecall", "attempts", "scorecache", "overlap", "threads", "surroundings"),
     ),
-    ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives"),
+    (
+        "process",
+        "schedules",
+        "vp_schedules",
+        "advantages",
+        "history",
+        "selection",
+        "objectives",
+        "matching_losses",
+        "preference_losses",
+    ),
     (
         "errors",
         "files",
@@ -51,7 +61,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "orphans",
     ),
 )
-TORCH_ONLY = ("process", "schedules", "vp_schedules", "advantages", "history", "selection", "objectives")
+TORCH_ONLY = (
+    "process",
+    "schedules",
+    "vp_schedules",
+    "advantages",
+    "history",
+    "selection",
+    "objectives",
+    "matching_losses",
+    "preference_losses",
+)
 FOR_REWARDS = {
     f"flowrl.{name}" for name in ("errors", "paths", "reward", "rewards", "types", "shapes", "embedded", "pictures")
 }

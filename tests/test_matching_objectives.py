@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.matching import regressed
-from flowrl.objectives import (
+from flowrl.matching_losses import (
     centred,
-    clipped_ratio_loss,
     elbo_weight,
     group_preference_weight,
     group_sum,
@@ -31,6 +30,7 @@ from flowrl.objectives import (
     optimality,
     softmax_weights,
 )
+from flowrl.objectives import clipped_ratio_loss
 from flowrl.process import expand
 from tests.toys import outputs_of
 

@@ -20,8 +20,8 @@ from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import Rule
 from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs, evaluate, is_cfg, training_guidance
+from flowrl.matching_losses import elbo_weight
 from flowrl.models.weights import Weights
-from flowrl.objectives import elbo_weight
 from flowrl.plan import StepPlan, deterministic, stochastic_solver
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages
 from flowrl.matching import Outputs
-from flowrl.objectives import group_sum, pair_margin, preference_loss
+from flowrl.matching_losses import group_sum
+from flowrl.preference_losses import pair_margin, preference_loss
 from flowrl.process import Process, VPProcess
 
 Space = Literal["output", "eps"]

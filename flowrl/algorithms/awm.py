@@ -24,7 +24,8 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, pull
 from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs
-from flowrl.objectives import ErrorWeighting, clipped_ratio_loss, group_mean, matching_log_prob
+from flowrl.matching_losses import ErrorWeighting, group_mean, matching_log_prob
+from flowrl.objectives import clipped_ratio_loss
 from flowrl.times import TimesConfig
 from flowrl.types import Identity, LossOutput, NoisedBatch
 
@@ -35,7 +36,7 @@ LEVEL = "tested"
 class Config(MatchingConfig):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete_wo_init"))
     weighting: ErrorWeighting = "ghuber"
-    """How the error becomes a log-prob; see `flowrl/objectives.py`."""
+    """How the error becomes a log-prob; see `flowrl/matching_losses.py`."""
     power: float = 0.25
     """p of `ghuber`, in (0, 1]."""
     ratio: Literal["term", "sample"] = "term"

@@ -22,8 +22,8 @@ from torch import Tensor
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, referred
 from flowrl.algorithms.base import Networks
+from flowrl.matching_losses import group_preference_weight
 from flowrl.models.weights import Weights
-from flowrl.objectives import group_preference_weight
 from flowrl.times import TimesConfig
 from flowrl.types import LossOutput, NoisedBatch
 

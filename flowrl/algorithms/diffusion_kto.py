@@ -23,7 +23,7 @@ from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, error_of, given_signs, require_positive
 from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs
-from flowrl.objectives import Utility, label_loss
+from flowrl.preference_losses import Utility, label_loss
 from flowrl.types import Identity, LossOutput, NoisedBatch
 
 LEVEL = "experimental"
@@ -34,7 +34,7 @@ class Config(NoisedConfig):
     beta: float = 1000.0
     """Scale of the gain."""
     utility: Utility = "kahneman_tversky"
-    """Shape of the loss; see `flowrl/objectives.py`."""
+    """Shape of the loss; see `flowrl/preference_losses.py`."""
     offset: Literal["mean", "class_means"] = "mean"
     """z: the mean of g over all terms, at least 0; or the mean of the two classes' means, of either sign."""
     liked_share: float = 0.8

@@ -20,7 +20,8 @@ from torch import Tensor
 from flowrl.algorithms._matching import MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs
-from flowrl.objectives import clipped_ratio_loss, group_mean
+from flowrl.matching_losses import group_mean
+from flowrl.objectives import clipped_ratio_loss
 from flowrl.times import TimesConfig
 from flowrl.types import LossOutput, NoisedBatch
 

@@ -18,7 +18,7 @@ from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._matching import LagConfig, MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
 from flowrl.matching import regressed
-from flowrl.objectives import matched_target
+from flowrl.matching_losses import matched_target
 from flowrl.times import TimesConfig
 from flowrl.types import LossOutput, NoisedBatch
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages, aggregate
 from flowrl.algorithms._imitation import ImitationBase, ImitationConfig, imitation
-from flowrl.objectives import softmax_weights
+from flowrl.matching_losses import softmax_weights
 from flowrl.types import Identity
 
 LEVEL = "experimental"

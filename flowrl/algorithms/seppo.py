@@ -29,9 +29,10 @@ from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, agreement, error_of, given_signs, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
 from flowrl.matching import Outputs, evaluate
+from flowrl.matching_losses import group_mean
 from flowrl.models.weights import Weights
-from flowrl.objectives import Anchor, anchor_sign, group_mean
 from flowrl.plan import StepPlan, deterministic
+from flowrl.preference_losses import Anchor, anchor_sign
 from flowrl.rng import stream
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
