@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flowrl.batches import Microbatch
 from flowrl.models.base import ModelAdapter
 from flowrl.plan import StepPlan
 from flowrl.rng import permutation
-from flowrl.types import Condition, Edges, Microbatch
+from flowrl.types import Condition, Edges
 
 
 def update_chunks(samples: Tensor, updates: int, seed: int, iteration: int) -> list[Tensor]:

@@ -30,8 +30,9 @@ from flowrl.reward import Scores
 from flowrl.rollout import Noise, run
 from flowrl.schedules import Schedule
 from flowrl.signals import NEVER, Stop
+from flowrl.trajectories import Rollout
 from flowrl.tree import log_probs_on_ways
-from flowrl.types import Condition, Edges, Rollout, SampleId, Samples
+from flowrl.types import Condition, Edges, SampleId, Samples
 
 
 @dataclass(frozen=True, slots=True)

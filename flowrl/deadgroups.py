@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages
 from flowrl.reward import WeightedReward
-from flowrl.types import Rollout
+from flowrl.trajectories import Rollout
 
 _SAME_PX = 1e-6
 """Mean std of pixels inside a group, below which its pictures are the same."""

@@ -44,8 +44,9 @@ from flowrl.plan import StepPlan
 from flowrl.prompts import identity
 from flowrl.rollout import Noise, run
 from flowrl.signals import NEVER, Stop
+from flowrl.trajectories import Rollout
 from flowrl.tree import by_path, fuse, log_probs_on_ways
-from flowrl.types import Rollout, SampleId
+from flowrl.types import SampleId
 
 LEAF_PX = 128
 """Longest side of a leaf's picture on the sheet."""

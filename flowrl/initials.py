@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Networks, NoiseAlgorithm
+from flowrl.batches import InitialBatch
 from flowrl.buffer import update_chunks
 from flowrl.config import RunConfig
 from flowrl.distributed import World
@@ -17,7 +18,7 @@ from flowrl.learned_noise import Calibration, LearnedNoise, NoiseWeights, learne
 from flowrl.metrics import Sums
 from flowrl.prompts import Prompt, Texts, identity
 from flowrl.rng import derive, permutation
-from flowrl.types import InitialBatch, Rollout
+from flowrl.trajectories import Rollout
 from flowrl.value import text_features
 
 _TEXTS = 64  # prompts whose embeddings are on the device at once

@@ -8,6 +8,7 @@ import torch
 
 from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Algorithm, Networks
+from flowrl.batches import Microbatch
 from flowrl.config import RunConfig
 from flowrl.distributed import World
 from flowrl.divergence import remedy
@@ -20,7 +21,7 @@ from flowrl.recall import Lookup, Recall
 from flowrl.replay import Replay
 from flowrl.rollout import Evaluations
 from flowrl.schedules import Schedule
-from flowrl.types import Microbatch, Rollout
+from flowrl.trajectories import Rollout
 
 Work = Replay | Recall | Noising | Initials
 """An iteration's data in shares of one update each."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl.batches import NoisedBatch
 from flowrl.matching_losses import mean_square
 from flowrl.models.base import ModelAdapter, branches, unguided
 from flowrl.models.weights import Weights
-from flowrl.types import NoisedBatch
 
 
 @dataclass(frozen=True, slots=True)

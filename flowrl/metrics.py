@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from flowrl.batches import LossOutput
 from flowrl.checkpoint import write_atomically
 from flowrl.files import read_rows, writing
 from flowrl.phases import phase
-from flowrl.types import LossOutput
 
 log = logging.getLogger("flowrl")
 journal = logging.getLogger("flowrl.journal")

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Networks, SampleAlgorithm
+from flowrl.batches import NoisedBatch
 from flowrl.buffer import update_chunks
 from flowrl.config import RunConfig
 from flowrl.distributed import World
 from flowrl.rng import normal, permutation
 from flowrl.rollout import Evaluations
 from flowrl.schedules import Schedule
-from flowrl.types import NoisedBatch, Rollout
+from flowrl.trajectories import Rollout
 
 
 class Noising:

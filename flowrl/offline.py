@@ -25,7 +25,8 @@ from flowrl.noising import Noising
 from flowrl.plan import deterministic
 from flowrl.rollout import Noise
 from flowrl.signals import NEVER, Stop
-from flowrl.types import Condition, Rollout, SampleId, Samples, no_edges
+from flowrl.trajectories import Rollout
+from flowrl.types import Condition, SampleId, Samples, no_edges
 
 _DRAWS = 4
 """Noisings of a held-out pair whose margins are averaged: the sign of a single one is noisy."""

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Networks, TransitionAlgorithm
+from flowrl.batches import Microbatch
 from flowrl.config import RunConfig
 from flowrl.distributed import World
 from flowrl.metrics import Sums
 from flowrl.rng import derive, permutation
+from flowrl.trajectories import Rollout
 from flowrl.transitions import Table
-from flowrl.types import Condition, Identity, Microbatch, Rollout
+from flowrl.types import Condition, Identity
 from flowrl.value import text_features
 
 Lookup = Callable[[Sequence[Identity]], Condition]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowrl.advantages import Advantages
 from flowrl.algorithms.base import EdgeAlgorithm, Networks
+from flowrl.batches import Microbatch
 from flowrl.buffer import forwards, microbatches, update_chunks
 from flowrl.config import RunConfig
 from flowrl.distributed import World
@@ -19,7 +20,7 @@ from flowrl.rng import permutation
 from flowrl.rollout import Evaluations
 from flowrl.sharding import longest
 from flowrl.spatial import spread
-from flowrl.types import Microbatch, Rollout
+from flowrl.trajectories import Rollout
 
 
 class Replay:

@@ -30,7 +30,7 @@ from flowrl.report import announce, evaluate_base, finish, told_mean
 from flowrl.reward import RewardError
 from flowrl.runs import RunFolder, provenance
 from flowrl.signals import NEVER, Signals, Stop
-from flowrl.types import Rollout
+from flowrl.trajectories import Rollout
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flowrl.config import Resolved
 from flowrl.plan import StepPlan
-from flowrl.types import Condition, Rollout, Samples, no_edges
+from flowrl.trajectories import Rollout
+from flowrl.types import Condition, Samples, no_edges
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What travels between the stages of an iteration, and the letters that shapes are written in.
+"""The values that all rooms share, and the letters that shapes are written in.
 
 B samples in a batch, P prompts, G samples per prompt (group), K denoising steps, N nodes or parents,
 E edges, R rewards, F frames, C/H/W channels and pixels (latents: [B, C, h, w] or [B, C, F, h, w]).
@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from flowrl.plan import StepPlan
 
 Member = Literal["chosen", "rejected", "labelled", "drawn"]
 """Where a sample of a slot comes from: a picture of the data, or the network."""
@@ -179,100 +176,6 @@ def no_edges(samples: Samples) -> Edges:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One iteration's data: this rank's samples and edges, everybody's rewards."""
-
-    plan: StepPlan
-    samples: Samples
-    edges: Edges
-    cond: Condition
-    rows: Tensor
-    """Row of `cond` of each of this rank's samples, [B]."""
-    rewards: Tensor
-    """Training values of the whole iteration, [R, P, G]."""
-    raw: dict[str, Tensor]
-    """Raw outputs of the whole iteration, name -> [P, G]."""
-    spread: float
-    """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator."""
-    maps: Tensor | None = None
-    """Where in its picture each of this rank's samples counts, [B, *pos]; only for a method with `spatial`."""
-    initial: Tensor | None = None
-    """Latents that each of this rank's samples started from, [B, ...] float32; only where their law is learned."""
-    laws: Tensor | None = None
-    """Number of the law of each prompt of the iteration, [P] int64; only where it is learned."""
-    prompts: tuple[Identity, ...] = ()
-    """Of all P slots of the iteration."""
-    paths: Tensor | None = None
-    """Old log-probs of the steps on the way to each sample, [P, G, K], NaN where none is kept; only where credit asks
-    for them."""
-
-    @property
-    def identity(self) -> Tensor:
-        """Number of each of this rank's samples among all P * G of the iteration, [B] int64."""
-        size = self.rewards.shape[2]
-        return torch.tensor([i.slot * size + i.sample for i in self.samples.ids])
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """One training forward: N latents, and the E edges that start from them."""
-
-    latents: Tensor
-    """Where the edges start, each place once, [N, ...]."""
-    start: Step
-    """The step from each of them, [N]."""
-    cond: Condition
-    """Of each of them, N rows."""
-    parent: Tensor
-    """Row of `latents` each edge starts from, [E] int64."""
-    next_latents: Tensor
-    """Where each edge went, [E, ...]."""
-    step: Step
-    """Of each edge, [E]."""
-    old_log_prob: Tensor
-    """[E, *pos]."""
-    advantage: Tensor
-    """[E, R, *pos]; R = 1 unless an algorithm keeps rewards apart."""
-    place: Tensor
-    """Where each edge stands in the order that was asked for, [E] int64, on the CPU."""
-    plan: StepPlan
-    """The rollout's, for losses that weigh its steps against each other."""
-    columns: dict[str, Tensor] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.old_log_prob)
-
-
-@dataclass(frozen=True, slots=True)
-class NoisedBatch:
-    """One training forward of a method without log-probs: M terms, each a sample noised again to one time."""
-
-    clean: Tensor
-    """x0 of each term's sample, [M, ...] float32."""
-    eps: Tensor
-    """Fresh noise, [M, ...] float32."""
-    sigma: Tensor
-    """[M] float32."""
-    timestep: Tensor
-    """What the network is fed there, [M] float32."""
-    cond: Condition
-    """M rows."""
-    advantage: Tensor
-    """Credit of each term's sample, [M]."""
-    sample: Tensor
-    """Number of the sample in the iteration, the same for all its terms, [M] int64."""
-    group: Tensor
-    """Number of its prompt and time: terms that are compared with each other, [M] int64."""
-    old: Tensor | None = None
-    """What the method kept of the behaviour policy, [M] float64."""
-    centre: Tensor | None = None
-    """Means of what the method measures, over all terms of the update and all processes, [K] float64."""
-
-    def __len__(self) -> int:
-        return len(self.sigma)
-
-
-@dataclass(frozen=True, slots=True)
 class Gaussians:
     """A Gaussian over the initial latents for each of P prompts, independent in every value."""
 
@@ -288,32 +191,3 @@ class Gaussians:
     def sample(self, eps: Tensor) -> Tensor:
         """mean + std eps, one draw of each, [P, ...]; eps itself, bitwise, where mean is 0 and std 1."""
         return self.mean + self.std * eps
-
-
-@dataclass(frozen=True, slots=True)
-class InitialBatch:
-    """Samples of a method on the initial noise: M of them, by what they started from."""
-
-    latents: Tensor
-    """Where each sample started, [M, ...] float32."""
-    law: Tensor
-    """Number of the law that drew it, [M] int64."""
-    advantage: Tensor
-    """[M]."""
-    old_log_prob: Tensor
-    """Under the law as it was then, [M] float64."""
-
-    def __len__(self) -> int:
-        return len(self.advantage)
-
-
-@dataclass(frozen=True, slots=True)
-class LossOutput:
-    """A summed loss and summed metrics; the trainer divides both by the global count."""
-
-    loss: Tensor
-    """Scalar: the SUM over the microbatch, so that ranks with different counts average exactly."""
-    metrics: dict[str, Tensor]
-    """Name -> sum over the microbatch, scalar, detached."""
-    per_step: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> value per edge, [E], detached; reported per denoising step."""

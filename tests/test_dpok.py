@@ -20,8 +20,9 @@ from flowrl.objectives import clamped_ratio_loss, clipped_ratio_loss
 from flowrl.optim import Optimizer
 from flowrl.recall import Recall
 from flowrl.samplers import ddim
+from flowrl.trajectories import Rollout
 from flowrl.transitions import Table, Transitions
-from flowrl.types import Condition, Rollout
+from flowrl.types import Condition
 from flowrl.value import ValueNetwork
 from tests.toys import ALONE, Session, ToyAdapter, draw_advantages, nudge, options_of, roll_out, rollout_of
 

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 from flowrl.algorithms.base import Networks
 from flowrl.algorithms.find import Config, Find, build
+from flowrl.batches import InitialBatch
 from flowrl.config import EmaConfig, OptimConfig, load_config, resolve
 from flowrl.distributed import World
 from flowrl.errors import ConfigError
@@ -30,7 +31,8 @@ from flowrl.optim import Optimizer
 from flowrl.prompts import Prompt
 from flowrl.rollout import Noise, Policy
 from flowrl.samplers import flow_sde
-from flowrl.types import Condition, InitialBatch, Rollout, SampleId, Samples
+from flowrl.trajectories import Rollout
+from flowrl.types import Condition, SampleId, Samples
 from flowrl.value import text_features
 from tests.toys import ALONE, SHAPE, ToyAdapter, flow_schedule
 

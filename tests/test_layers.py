@@ -29,10 +29,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("algorithms",),
     (
         *("rollout", "routes", "recorder", "tree", "buffer", "models", "spatial", "matching", "preview"),
-        *("exploration", "learned_noise", "value", "transitions"),
+        *("exploration", "learned_noise", "value", "transitions", "trajectories"),
     ),
     (
-        *("samplers", "solvers", "sa_solver", "plan", "branching", "flash", "times"),
+        *("samplers", "solvers", "sa_solver", "plan", "branching", "flash", "times", "batches"),
         *("reward", "onecall", "attempts", "scorecache", "overlap", "threads", "surroundings"),
     ),
     (

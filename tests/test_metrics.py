@@ -14,9 +14,9 @@ import time
 import pytest
 import torch
 
+from flowrl.batches import LossOutput
 from flowrl.errors import WriteError
 from flowrl.metrics import DEBUG, MetricsFile, Progress, Sums, Timer, journal, log, set_up_logging
-from flowrl.types import LossOutput
 
 
 def output(count: int, value: float) -> LossOutput:

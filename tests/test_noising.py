@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms import awm, crd, dgpo, diffusion_dpo, diffusion_kto, diffusion_nft, fpo
+from flowrl.batches import NoisedBatch
 from flowrl.metrics import Sums
 from flowrl.noising import Noising
 from flowrl.plan import deterministic, stochastic_solver
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers.ode import Ode
 from flowrl.times import TimesConfig
-from flowrl.types import NoisedBatch, SampleId
+from flowrl.types import SampleId
 from tests.toys import (
     SHAPE,
     ToyAdapter,

@@ -17,10 +17,10 @@ from flowrl.algorithms import dgpo, diffusion_dpo, diffusion_kto, online_dpo, se
 from flowrl.algorithms._matching import AnchorConfig
 from flowrl.algorithms._preference import given_signs
 from flowrl.algorithms.diffusion_kto import reference_point
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.matching import Outputs
 from flowrl.matching_losses import mean_square
 from flowrl.preference_losses import anchor_sign, label_loss, pair_margin, preference_loss
-from flowrl.types import LossOutput, NoisedBatch
 from tests.toys import ToyAdapter, flow_schedule, loss_of, nudge, outputs_of, roll_out
 
 PAIRS, DIMS, BETA = 3, 8, 7.0

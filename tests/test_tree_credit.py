@@ -22,6 +22,7 @@ from flowrl.metrics import Sums
 from flowrl.plan import window
 from flowrl.samplers import dance_sde, flow_sde
 from flowrl.samplers.base import step_std
+from flowrl.trajectories import Rollout
 from flowrl.tree import (
     DepthWindow,
     Scale,
@@ -34,7 +35,7 @@ from flowrl.tree import (
     parent_top1,
     propagated,
 )
-from flowrl.types import Rollout, Samples
+from flowrl.types import Samples
 from tests.toys import ToyAdapter, flow_schedule, learner_of, roll_out, rollout_of
 
 NAN = math.nan

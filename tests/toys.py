@@ -17,6 +17,7 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Algorithm, Networks, SampleAlgorithm
 from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import build as build_grpo
+from flowrl.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.buffer import microbatches
 from flowrl.config import OptimConfig
 from flowrl.distributed import World, shard
@@ -34,7 +35,8 @@ from flowrl.rollout import Evaluations, Noise, Policy, run
 from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule, flow_match_euler
-from flowrl.types import Condition, Edges, LossOutput, Microbatch, NoisedBatch, Rollout, SampleId, Samples, Step
+from flowrl.trajectories import Rollout
+from flowrl.types import Condition, Edges, SampleId, Samples, Step
 from flowrl.vp_schedules import spaced
 from flowrl.vp_schedules import vp_schedule as vp_grid
 

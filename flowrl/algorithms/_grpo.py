@@ -12,6 +12,7 @@ from torch import Tensor
 from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import Rule, by_steps, leaf_advantages
 from flowrl.algorithms.base import Networks, parity_tolerance
+from flowrl.batches import LossOutput, Microbatch
 from flowrl.models.weights import Weights
 from flowrl.objectives import Bounds, clipped_ratio_loss
 from flowrl.plan import StepPlan, noisy_steps, step_subsets, window
@@ -19,9 +20,10 @@ from flowrl.process import Process, VPProcess
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
+from flowrl.trajectories import Rollout
 from flowrl.transitions import Transitions
 from flowrl.tree import propagated
-from flowrl.types import Edges, Identity, LossOutput, Member, Microbatch, Rollout, SampleId
+from flowrl.types import Edges, Identity, Member, SampleId
 
 Ratio = Literal["plain", "ratio_norm"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._matching import MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.models.weights import Weights
-from flowrl.types import LossOutput, NoisedBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

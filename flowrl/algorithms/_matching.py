@@ -19,6 +19,7 @@ from torch import Tensor
 from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import Rule
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.matching import Outputs, evaluate, is_cfg, training_guidance
 from flowrl.matching_losses import elbo_weight
 from flowrl.models.weights import Weights
@@ -27,7 +28,7 @@ from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
 from flowrl.times import Times, TimesConfig, draw, of_process
-from flowrl.types import Identity, LossOutput, Member, NoisedBatch, SampleId, Unit
+from flowrl.types import Identity, Member, SampleId, Unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ from flowrl.branching import Branching, offshoots
 from flowrl.plan import StepPlan, subset, window
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
+from flowrl.trajectories import Rollout
 from flowrl.tree import Scale
-from flowrl.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

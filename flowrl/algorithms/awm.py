@@ -23,11 +23,12 @@ from torch import Tensor
 from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, pull
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.matching import Outputs
 from flowrl.matching_losses import ErrorWeighting, group_mean, matching_log_prob
 from flowrl.objectives import clipped_ratio_loss
 from flowrl.times import TimesConfig
-from flowrl.types import Identity, LossOutput, NoisedBatch
+from flowrl.types import Identity
 
 LEVEL = "tested"
 

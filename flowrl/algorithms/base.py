@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import Advantages
+from flowrl.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.learned_noise import NoiseWeights
 from flowrl.models.weights import Weights
 from flowrl.plan import StepPlan
@@ -18,8 +19,9 @@ from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
 from flowrl.times import Times
+from flowrl.trajectories import Rollout
 from flowrl.transitions import Transitions
-from flowrl.types import Edges, Identity, LossOutput, Member, Microbatch, NoisedBatch, Rollout, SampleId, Unit
+from flowrl.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.value import ValueConfig, ValueNetwork
 
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import SubsetConfig, SubsetGrpo, clipped_terms, with_reference
 from flowrl.algorithms.base import Networks
-from flowrl.types import LossOutput, Microbatch
+from flowrl.batches import LossOutput, Microbatch
 
 LEVEL = "tested"
 

@@ -29,8 +29,8 @@ from flowrl.algorithms._grpo import (
     with_reference,
 )
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, Microbatch
 from flowrl.history import HistoryConfig
-from flowrl.types import LossOutput, Microbatch
 
 LEVEL = "tested"
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, referred
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.matching_losses import group_preference_weight
 from flowrl.models.weights import Weights
 from flowrl.times import TimesConfig
-from flowrl.types import LossOutput, NoisedBatch
 
 LEVEL = "tested"
 

@@ -21,7 +21,8 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, agreement, given_signs, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
-from flowrl.types import Identity, LossOutput, NoisedBatch
+from flowrl.batches import LossOutput, NoisedBatch
+from flowrl.types import Identity
 
 LEVEL = "tested"
 

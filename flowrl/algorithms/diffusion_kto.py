@@ -22,9 +22,10 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, error_of, given_signs, require_positive
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.matching import Outputs
 from flowrl.preference_losses import Utility, label_loss
-from flowrl.types import Identity, LossOutput, NoisedBatch
+from flowrl.types import Identity
 
 LEVEL = "experimental"
 

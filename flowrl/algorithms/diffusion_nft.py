@@ -23,9 +23,10 @@ from torch import Tensor
 from flowrl.advantages import Advantages, aggregate
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.matching_losses import negative_aware_loss, optimality
 from flowrl.times import TimesConfig
-from flowrl.types import Identity, LossOutput, NoisedBatch
+from flowrl.types import Identity
 
 LEVEL = "tested"
 

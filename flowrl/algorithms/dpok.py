@@ -23,9 +23,10 @@ from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms._grpo import ClippedConfig, GrpoBase, KLConfig, merged, ratio_metrics
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, Microbatch
 from flowrl.objectives import clamped_ratio_loss, clipped_ratio_loss
 from flowrl.transitions import Transitions
-from flowrl.types import Identity, LossOutput, Microbatch
+from flowrl.types import Identity
 from flowrl.value import ValueConfig, ValueNetwork
 
 LEVEL = "experimental"

@@ -28,11 +28,13 @@ from flowrl.algorithms._credit import leaf_advantages
 from flowrl.algorithms._grpo import clipped_terms, merged, with_reference
 from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase, totals
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, Microbatch
 from flowrl.branching import Branching, splits
 from flowrl.plan import MixWindow, StepPlan, mix_window
 from flowrl.samplers.base import Sampler, largest_noise_level, noise_key
 from flowrl.schedules import Schedule
-from flowrl.types import Edges, LossOutput, Microbatch, Rollout
+from flowrl.trajectories import Rollout
+from flowrl.types import Edges
 
 LEVEL = "tested"
 _LEAST = 0.1

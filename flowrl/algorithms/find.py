@@ -22,6 +22,7 @@ from torch import Tensor
 from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import Rule, plain_rewards
 from flowrl.algorithms.base import Networks
+from flowrl.batches import InitialBatch, LossOutput
 from flowrl.learned_noise import NoiseWeights, learned
 from flowrl.models.weights import Weights
 from flowrl.objectives import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
@@ -29,7 +30,7 @@ from flowrl.plan import StepPlan, deterministic
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
-from flowrl.types import Identity, InitialBatch, LossOutput, Member
+from flowrl.types import Identity, Member
 from flowrl.value import ValueConfig
 
 LEVEL = "tested"

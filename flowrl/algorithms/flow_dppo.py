@@ -26,8 +26,8 @@ from flowrl.algorithms._grpo import (
     with_reference,
 )
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, Microbatch
 from flowrl.samplers.base import StepDistribution
-from flowrl.types import LossOutput, Microbatch
 
 LEVEL = "tested"
 

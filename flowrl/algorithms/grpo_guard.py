@@ -31,9 +31,10 @@ from flowrl.algorithms._grpo import (
     with_reference,
 )
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, Microbatch
 from flowrl.process import expand
 from flowrl.samplers.base import Sampler, StepDistribution
-from flowrl.types import LossOutput, Microbatch, Step
+from flowrl.types import Step
 
 LEVEL = "tested"
 Reweight = Literal["exact", "flow_grpo", "dance_grpo", "none"]

@@ -27,10 +27,11 @@ from flowrl.advantages import AdvantageConfig, Advantages, aggregate
 from flowrl.algorithms._matching import MatchingBase, MatchingConfig
 from flowrl.algorithms._preference import Space, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.models.weights import Weights
 from flowrl.selection import best_and_worst
 from flowrl.times import TimesConfig
-from flowrl.types import Identity, LossOutput, NoisedBatch
+from flowrl.types import Identity
 
 LEVEL = "tested"
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._matching import LagConfig, MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.matching import regressed
 from flowrl.matching_losses import matched_target
 from flowrl.times import TimesConfig
-from flowrl.types import LossOutput, NoisedBatch
 
 LEVEL = "tested"
 

@@ -31,11 +31,11 @@ from flowrl.algorithms._grpo import (
     with_reference,
 )
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, Microbatch
 from flowrl.models.weights import Weights
 from flowrl.plan import StepPlan
 from flowrl.process import Process
 from flowrl.samplers.base import Sampler, StepDistribution, step_std
-from flowrl.types import LossOutput, Microbatch
 
 LEVEL = "tested"
 

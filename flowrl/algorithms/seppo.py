@@ -28,6 +28,7 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, agreement, error_of, given_signs, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.matching import Outputs, evaluate
 from flowrl.matching_losses import group_mean
 from flowrl.models.weights import Weights
@@ -37,7 +38,7 @@ from flowrl.rng import stream
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
-from flowrl.types import Identity, LossOutput, NoisedBatch
+from flowrl.types import Identity
 
 LEVEL = "experimental"
 EARLIER = "earlier"

@@ -18,7 +18,8 @@ from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import given_signs
 from flowrl.algorithms.base import Networks
-from flowrl.types import Identity, LossOutput, NoisedBatch
+from flowrl.batches import LossOutput, NoisedBatch
+from flowrl.types import Identity
 
 LEVEL = "experimental"
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from flowrl.algorithms._grpo import KLConfig, clipped_terms, merged, with_reference
 from flowrl.algorithms._tree import DepthwiseGrpo, OffshootConfig
 from flowrl.algorithms.base import Networks
+from flowrl.batches import LossOutput, Microbatch
 from flowrl.samplers.base import step_std
 from flowrl.tree import Scale
-from flowrl.types import LossOutput, Microbatch
 
 LEVEL = "tested"
 _RELEASED = 2.25

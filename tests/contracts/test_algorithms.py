@@ -13,12 +13,13 @@ import torch
 from flowrl import registry
 from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._matching import MatchingConfig
+from flowrl.batches import InitialBatch
 from flowrl.history import HistoryConfig
 from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.metrics import Sums
 from flowrl.samplers import flow_sde
 from flowrl.times import TimesConfig
-from flowrl.types import InitialBatch, SampleId
+from flowrl.types import SampleId
 from tests.toys import (
     ToyAdapter,
     algorithms,
