@@ -17,21 +17,15 @@ import yaml
 
 from flowrl.checks import check
 from flowrl.components import Component, RewardPlan, component, model_component, reward_plan
-from flowrl.exploration import ExplorationConfig
 from flowrl.inputs import stand_ins
 from flowrl.locate import located, origin_of
+from flowrl.optim import OptimConfig
 from flowrl.paths import OUTPUT, PAIRS, PROMPTS, ComponentOf
 from flowrl.places import placed
 from flowrl.preferences import PreferenceOptions
-from flowrl.strict import Options, find_config, load_tree, validate
+from flowrl.rollout_options import RolloutConfig
+from flowrl.strict import Options, find_config, load_tree, require_positive, validate
 from flowrl.types import Member
-
-
-def _positive(**values: float | int | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value > 0:  # NaN too
-            raise ValueError(f"{name}={value} must be positive")
-
 
 _EVAL_SHARE = 0.1
 
@@ -80,8 +74,8 @@ class DataConfig:
     false, since a large set has more captions than memory."""
 
     def __post_init__(self) -> None:
-        _positive(max_prompts=self.max_prompts, max_eval_prompts=self.max_eval_prompts)
-        _positive(pairs_per_iteration=self.pairs_per_iteration, max_eval_pairs=self.max_eval_pairs)
+        require_positive(max_prompts=self.max_prompts, max_eval_prompts=self.max_eval_prompts)
+        require_positive(pairs_per_iteration=self.pairs_per_iteration, max_eval_pairs=self.max_eval_pairs)
         if not 0 <= self.eval_share < 1:
             raise ValueError(f"eval_share={self.eval_share} is a share of the prompts: give 0 to below 1")
         if not 0 <= self.caption_dropout <= 1:
@@ -121,83 +115,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutConfig:
-    sampler: Annotated[Options | None, ComponentOf("samplers")] = None
-    """Transition law of the stochastic steps: name and its own options. Null: the method's own, where it needs one:
-    flow_sde, of ddpo and dpok ddim."""
-    num_inference_steps: int = 10
-    """Denoising steps of a training sample."""
-    guidance_scale: float = 1.0
-    """CFG in the pipeline's units; 1 is none."""
-    prompts_per_iteration: int = 48
-    """Prompts drawn per iteration, over all processes."""
-    group_size: int = 24
-    """Samples per prompt."""
-    batch_size: int = 8
-    """Samples per network forward and process."""
-    shared_noise: bool = False
-    """All samples of a prompt start from the same noise."""
-    exploration: ExplorationConfig | None = None
-    """Look at more samples cheaply and draw the most telling ones in full (flowrl/exploration.py); null: no."""
-
-    def __post_init__(self) -> None:
-        _positive(
-            num_inference_steps=self.num_inference_steps,
-            prompts_per_iteration=self.prompts_per_iteration,
-            group_size=self.group_size,
-            batch_size=self.batch_size,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmaConfig:
-    decay: float = 0.9
-    """Weight of the old average at each update of it, in [0, 1)."""
-    every: int = 1
-    """Optimizer steps between updates."""
-    warmup: bool = True
-    """Cap the decay at (1 + n) / (10 + n) after n optimizer steps."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay} must lie in [0, 1)")
-        _positive(every=self.every)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimConfig:
-    learning_rate: float = 3e-4
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 1e-4
-    warmup_updates: int = 0
-    """Updates over which the learning rate rises linearly."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after the warm-up, falling to 0 at the last update."""
-    max_grad_norm: float | None = 1.0
-    """Gradient norm is clipped to this; null for never."""
-    updates_per_iteration: int = 2
-    """Optimizer steps per rollout; each uses an equal share of its samples."""
-    batch_size: int = 8
-    """Edges per training forward and process."""
-    ema: EmaConfig | None = None
-    """Averaged weights, used for evaluation and the saved result; null for none."""
-
-    def __post_init__(self) -> None:
-        _positive(
-            learning_rate=self.learning_rate,
-            eps=self.eps,
-            max_grad_norm=self.max_grad_norm,
-            updates_per_iteration=self.updates_per_iteration,
-            batch_size=self.batch_size,
-        )
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
-        if self.weight_decay < 0 or self.warmup_updates < 0:
-            raise ValueError("weight_decay and warmup_updates must not be negative")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     every: int = 0
     """Iterations between evaluations on the way; 0: only before and after training."""
@@ -218,7 +135,7 @@ class EvalConfig:
     """Prompts whose pictures are kept; null keeps all (the report then shows the worst regressions)."""
 
     def __post_init__(self) -> None:
-        _positive(
+        require_positive(
             num_inference_steps=self.num_inference_steps,
             samples_per_prompt=self.samples_per_prompt,
             batch_size=self.batch_size,
@@ -236,7 +153,7 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
 
     def __post_init__(self) -> None:
-        _positive(every=self.every, keep=self.keep)
+        require_positive(every=self.every, keep=self.keep)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,16 +1,65 @@
-"""The optimizer step: AdamW, learning-rate schedule, gradient clipping, loss scaling, EMA."""
+"""The optimizer step and its options: AdamW, learning-rate schedule, gradient clipping, loss scaling, EMA."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.config import OptimConfig
 from flowrl.distributed import ALONE, World
 from flowrl.models.weights import Weights
+from flowrl.strict import require_positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmaConfig:
+    decay: float = 0.9
+    """Weight of the old average at each update of it, in [0, 1)."""
+    every: int = 1
+    """Optimizer steps between updates."""
+    warmup: bool = True
+    """Cap the decay at (1 + n) / (10 + n) after n optimizer steps."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay} must lie in [0, 1)")
+        require_positive(every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    learning_rate: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after the warm-up, falling to 0 at the last update."""
+    max_grad_norm: float | None = 1.0
+    """Gradient norm is clipped to this; null for never."""
+    updates_per_iteration: int = 2
+    """Optimizer steps per rollout; each uses an equal share of its samples."""
+    batch_size: int = 8
+    """Edges per training forward and process."""
+    ema: EmaConfig | None = None
+    """Averaged weights, used for evaluation and the saved result; null for none."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            learning_rate=self.learning_rate,
+            eps=self.eps,
+            max_grad_norm=self.max_grad_norm,
+            updates_per_iteration=self.updates_per_iteration,
+            batch_size=self.batch_size,
+        )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
+        if self.weight_decay < 0 or self.warmup_updates < 0:
+            raise ValueError("weight_decay and warmup_updates must not be negative")
 
 
 @dataclass(frozen=True, slots=True)

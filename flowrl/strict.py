@@ -323,3 +323,10 @@ def run_tree(folder: Path, *places: str) -> Options:
         if not isinstance(tree.get(part), dict) or key not in tree[part]:
             raise ConfigError(f"{file} is damaged: it has no {place}; restore the file that flowrl train wrote")
     return tree
+
+
+def require_positive(**values: float | None) -> None:
+    """Raise ValueError that names the first value which is neither None nor positive."""
+    for name, value in values.items():
+        if value is not None and not value > 0:  # NaN too
+            raise ValueError(f"{name}={value} must be positive")

@@ -507,7 +507,7 @@ def test_an_entry_that_says_the_same_twice_is_refused(read):
 
 
 def test_validate_refuses_what_is_no_mapping():
-    from flowrl.config import EmaConfig
+    from flowrl.optim import EmaConfig
 
     assert "optim.ema must be a mapping" in refusal(validate, EmaConfig, [1], "optim.ema")
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.algorithms.dpok import AnchorKL, Config, CriticConfig, build
-from flowrl.config import OptimConfig
 from flowrl.distributed import World
 from flowrl.learner import Learner
 from flowrl.metrics import Sums
 from flowrl.objectives import clamped_ratio_loss, clipped_ratio_loss
-from flowrl.optim import Optimizer
+from flowrl.optim import OptimConfig, Optimizer
 from flowrl.recall import Recall
 from flowrl.samplers import ddim
 from flowrl.trajectories import Rollout

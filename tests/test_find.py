@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from flowrl.algorithms.base import Networks
 from flowrl.algorithms.find import Config, Find, build
 from flowrl.batches import InitialBatch
-from flowrl.config import EmaConfig, OptimConfig, load_config, resolve
+from flowrl.config import load_config, resolve
 from flowrl.distributed import World
 from flowrl.errors import ConfigError
 from flowrl.initials import Initials, require_own_prompts
@@ -27,7 +27,7 @@ from flowrl.learned_noise import Calibration, LearnedNoise, NoiseWeights, Unknow
 from flowrl.learner import Learner
 from flowrl.metrics import Sums
 from flowrl.objectives import gaussian_log_prob, noise_prior
-from flowrl.optim import Optimizer
+from flowrl.optim import EmaConfig, OptimConfig, Optimizer
 from flowrl.prompts import Prompt
 from flowrl.rollout import Noise, Policy
 from flowrl.samplers import flow_sde

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("meter", "fewbits", "export", "assembly", "outofmemory", "media", "sharding", "state", "components"),
         *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall", "locate"),
         *("inputs", "contents", "handover", "divergence", "deadgroups", "promptfiles", "places", "statistics"),
-        *("signals", "ending", "status", "heldout"),
+        *("signals", "ending", "status", "heldout", "rollout_options"),
         "rewards",
     ),
     ("algorithms",),

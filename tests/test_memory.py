@@ -13,7 +13,7 @@ from torch import nn
 
 from flowrl import calls, meter
 from flowrl.commands.plan import geometry
-from flowrl.config import OptimConfig, Resolved, RunConfig, resolve
+from flowrl.config import Resolved, RunConfig, resolve
 from flowrl.memory import (
     Estimate,
     UnknownModel,
@@ -28,7 +28,7 @@ from flowrl.memory import (
 from flowrl.meter import Meter
 from flowrl.models import sd3
 from flowrl.models.base import ModelError
-from flowrl.optim import Optimizer
+from flowrl.optim import OptimConfig, Optimizer
 from flowrl.plan import StepPlan, window
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers import flow_sde

@@ -10,11 +10,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from torch.testing import assert_close
 
-from flowrl.config import OptimConfig
 from flowrl.models import sd3
 from flowrl.models.base import LoraSettings, ModelError
 from flowrl.models.weights import Weights, lora_file, read_lora
-from flowrl.optim import Optimizer
+from flowrl.optim import OptimConfig, Optimizer
 from flowrl.plan import deterministic
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers.ode import Ode

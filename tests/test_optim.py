@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from flowrl.config import EmaConfig, OptimConfig
 from flowrl.models.weights import Weights
-from flowrl.optim import Optimizer
+from flowrl.optim import EmaConfig, OptimConfig, Optimizer
 
 
 def network() -> nn.Module:

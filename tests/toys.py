@@ -19,7 +19,6 @@ from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import build as build_grpo
 from flowrl.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.buffer import microbatches
-from flowrl.config import OptimConfig
 from flowrl.distributed import World, shard
 from flowrl.learner import Learner
 from flowrl.matching import Outputs
@@ -27,7 +26,7 @@ from flowrl.metrics import Sums
 from flowrl.models.base import guided
 from flowrl.models.weights import Weights
 from flowrl.noising import Noising
-from flowrl.optim import Optimizer
+from flowrl.optim import OptimConfig, Optimizer
 from flowrl.plan import StepPlan
 from flowrl.process import FlowProcess, PredictionType, Process, VPProcess, expand
 from flowrl.replay import Replay
