@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl.models._outline import Outline
 from flowrl.models.base import encoded_pictures, torch_dtype
+from flowrl.models.generic.outline import Outline
 from flowrl.types import Condition
 
 TEXT_BATCH = 64  # prompts per forward of the text encoders, as in flowrl.prompts.Texts

@@ -42,9 +42,9 @@ from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.matching import training_guidance
 from flowrl.meter import faked, measured
 from flowrl.models._classes import config_folder
-from flowrl.models._outline import Unmeasurable
 from flowrl.models._savings import cast_frozen, offloaded, require_known
 from flowrl.models.base import loading, torch_dtype
+from flowrl.models.generic.outline import Unmeasurable
 from flowrl.models.weights import Weights, component_names
 from flowrl.plan import StepPlan
 from flowrl.treework import tree_work

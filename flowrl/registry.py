@@ -1,4 +1,4 @@
-"""Components by folder: the name of a component is its file name.
+"""Components by folder: the name of a component is that of its file, or of its package.
 
 A third party names a dotted module path ("my_package.my_reward") or a file ("path/my_reward.py"). An installed package
 may bring rewards of its own by name: an entry point of the group `flowrl.rewards` that names a module.
@@ -27,7 +27,8 @@ FOLDERS: dict[str, str] = {
 }
 PLUGINS = {"rewards": "flowrl.rewards"}
 """Entry-point groups of the kinds that packages may add to."""
-_HELPERS = {"base", "weights"}
+_HELPERS = {"base", "classes", "guidance", "savings", "weights"}
+"""Modules in the folders that are no components."""
 
 
 def close_to(name: str, valid: Sequence[str], cutoff: float = 0.5) -> str | None:
@@ -51,8 +52,10 @@ def suggest(name: str, valid: Sequence[str]) -> str:
 def names(kind: str) -> list[str]:
     """Names of the built-in components of a kind ("models", "samplers", "algorithms", "rewards")."""
     # The package says where its files lie: in a checkout those of rewards are not inside flowrl/.
-    files = [file for folder in importlib.import_module(FOLDERS[kind]).__path__ for file in Path(folder).glob("*.py")]
-    return sorted(f.stem for f in files if not f.stem.startswith("_") and f.stem not in _HELPERS)
+    folders = [Path(folder) for folder in importlib.import_module(FOLDERS[kind]).__path__]
+    found = {file.stem for folder in folders for file in folder.glob("*.py")}
+    found |= {file.parent.name for folder in folders for file in folder.glob("*/__init__.py")}
+    return sorted(name for name in found if not name.startswith("_") and name not in _HELPERS)
 
 
 def plugins(kind: str) -> dict[str, list[EntryPoint]]:

@@ -80,9 +80,15 @@ def _imported(file: Path) -> Iterator[Path]:
         for name in names:
             # The files of flowrl.rewards lie in rewards/.
             place = name.removeprefix("flowrl.") if name.startswith("flowrl.rewards.") else name
-            target = ROOT / (place.replace(".", "/") + ".py")
+            target = _file_of(place.replace(".", "/"))
             if name.startswith("flowrl.") and target.is_file():
                 yield target
+
+
+def _file_of(module: str) -> Path:
+    """File of a module, or of a package, by its path without an ending."""
+    package = ROOT / module / "__init__.py"
+    return package if package.is_file() else ROOT / f"{module}.py"
 
 
 def code_files(tree: dict[str, Any]) -> list[Path]:
@@ -90,7 +96,7 @@ def code_files(tree: dict[str, Any]) -> list[Path]:
     rewards = [*tree.get("rewards", []), *tree.get("eval", {}).get("rewards", [])]
     starts = [
         "flowrl/trainer.py",
-        f"flowrl/models/{tree['model']['name']}.py",
+        str(_file_of(f"flowrl/models/{tree['model']['name']}").relative_to(ROOT)),
         *(f"flowrl/samplers/{law['name']}.py" for law in [tree["rollout"].get("sampler")] if law),
         f"flowrl/algorithms/{tree['algorithm']['name']}.py",
         *(f"rewards/{entry['name']}.py" for entry in rewards),
@@ -148,8 +154,9 @@ def _recipe_digest(tree: dict[str, Any]) -> str:
 
 
 def _code_digest(files: list[Path]) -> str:
-    """By meaning alone: a module that moves is the same code."""
-    meanings = sorted(hashlib.sha256(meaning(file.read_text(encoding="utf-8")).encode()).digest() for file in files)
+    """By meaning alone: a module that moves is the same code, and one without any is none."""
+    texts = filter(None, (meaning(file.read_text(encoding="utf-8")) for file in files))
+    meanings = sorted(hashlib.sha256(text.encode()).digest() for text in texts)
     return hashlib.sha256(b"".join(meanings)).hexdigest()[:16]
 
 

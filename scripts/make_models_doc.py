@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.models._classes import natives
-from flowrl.models._families import FAMILIES, Family, Guidance
-from flowrl.models._options import find_networks
 from flowrl.models.generic import Config, Generic
+from flowrl.models.generic.families import FAMILIES, Family, Guidance
+from flowrl.models.generic.options import find_networks
 from tests import tiny_pipelines as tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +28,8 @@ GUIDANCE: dict[Guidance, str] = {
 }
 HEAD = """# Models
 
-Written by `python -m scripts.make_models_doc` from `flowrl/models/_families.py` and the tiny pipelines of the tests; do
-not edit.
+Written by `python -m scripts.make_models_doc` from `flowrl/models/generic/families.py` and the tiny pipelines of the
+tests; do not edit.
 
 `model.name: generic` trains any diffusers pipeline whose call ends its step in `scheduler.step`. The classes below are
 tested through tiny random pipelines of the class; no real weights were run. In them the denoiser, the VAE, CLIP and T5

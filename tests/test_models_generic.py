@@ -22,10 +22,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from flowrl.models import generic
-from flowrl.models._encoding import learn, rows_of
 from flowrl.models._grids import path_of, plain
 from flowrl.models.base import LoraSettings, ModelError
 from flowrl.models.generic import Config, Generic
+from flowrl.models.generic.encoding import learn, rows_of
 from flowrl.models.weights import Weights
 from flowrl.process import FlowProcess, VPProcess
 from flowrl.types import Condition

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 from flowrl.errors import ConfigError
 from flowrl.models import _parity
-from flowrl.models._pictures import content
 from flowrl.models.base import ModelError, decoded
 from flowrl.models.generic import Config, Generic
+from flowrl.models.generic.images import content
 from flowrl.plan import deterministic
 from flowrl.prompts import Prompt, Texts, require_pictures
 from flowrl.rollout import Policy

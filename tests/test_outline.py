@@ -16,8 +16,8 @@ from flowrl.config import Resolved, RunConfig, load_config, resolve
 from flowrl.memory import Estimate, skeleton
 from flowrl.meter import faked, measured
 from flowrl.models import generic
-from flowrl.models._outline import LONGEST, Outline, Tokens, Unmeasurable
 from flowrl.models.base import ModelError
+from flowrl.models.generic.outline import LONGEST, Outline, Tokens, Unmeasurable
 from flowrl.strict import validate
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3

@@ -244,7 +244,7 @@ def test_of_a_foreign_or_broken_file_nothing_is_told(tmp_path, content):
 
 
 def test_guidance_is_set_in_the_pipelines_own_units():
-    from flowrl.models._options import guidance_arguments
+    from flowrl.models.generic.options import guidance_arguments
 
     scales = {name: guidance_arguments(tiny.make(name), 2.0, {}) for name in ("sd3", "flux", "qwen_image")}
     assert scales["sd3"] == scales["flux"] == {"guidance_scale": 2.0}
@@ -255,8 +255,8 @@ def test_guidance_is_set_in_the_pipelines_own_units():
 
 
 def test_a_pipeline_without_guidance_says_so(monkeypatch):
-    from flowrl.models import _options
+    from flowrl.models.generic import options
 
-    monkeypatch.setattr(_options, "guidance_of", lambda *_: "none")
+    monkeypatch.setattr(options, "guidance_of", lambda *_: "none")
     with pytest.raises(ModelError, match="FluxPipeline takes no guidance scale; leave --guidance out"):
-        _options.guidance_arguments(tiny.make("flux"), 2.0, {})
+        options.guidance_arguments(tiny.make("flux"), 2.0, {})

@@ -139,7 +139,7 @@ def _pipeline(path: str, words: list[str], guidance_scale: float) -> bool:
     adapter.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for what, value in _parity.found(adapter):
         print(f"      {what}: {value}")
-    limit, good = _parity.TOLERANCE[adapter._dtype], True
+    limit, good = _parity.TOLERANCE[adapter.dtype], True
     for what, error in _parity.checks(adapter, guidance_scale):
         good &= error <= limit
         print(f"{'ok   ' if error <= limit else 'FAIL '} {what}: differs by {error:.1e} (limit {limit:.0e})")

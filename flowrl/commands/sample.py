@@ -47,8 +47,8 @@ def command(
     from flowrl.errors import ConfigError
     from flowrl.export import learned_noise, load_run_pipeline
     from flowrl.files import out_folder
-    from flowrl.models._options import guidance_arguments
-    from flowrl.models._pictures import picture_arguments
+    from flowrl.models.generic.images import picture_arguments
+    from flowrl.models.generic.options import guidance_arguments
     from flowrl.phases import phase
 
     if guidance is not None and not math.isfinite(guidance):
@@ -91,7 +91,7 @@ def _draw(
     from flowrl.commands._drawn import stem
     from flowrl.errors import ConfigError
     from flowrl.metrics import Progress
-    from flowrl.models._pictures import picture_arguments
+    from flowrl.models.generic.images import picture_arguments
     from flowrl.pictures import open_picture
 
     bar = Progress(len(records) * count, "sampling", show=True)

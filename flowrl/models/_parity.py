@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.models._pictures import ANY, blank
-from flowrl.models._reentry import Prepared
 from flowrl.models.base import LoraSettings
 from flowrl.models.generic import Generic
+from flowrl.models.generic.images import ANY, blank
+from flowrl.models.generic.reentry import Prepared
 from flowrl.models.weights import Weights
 from flowrl.plan import deterministic
 from flowrl.rng import normal

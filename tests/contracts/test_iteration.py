@@ -17,7 +17,7 @@ from PIL import Image
 from flowrl import registry
 from flowrl.config import RunConfig
 from flowrl.models._grids import path_of
-from flowrl.models._options import find_networks
+from flowrl.models.generic.options import find_networks
 from flowrl.strict import validate
 from flowrl.trainer import Trainer
 from tests import tiny_pipelines as tiny

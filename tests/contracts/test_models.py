@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.models._families import FAMILIES
 from flowrl.models.base import LoraSettings, ModelError, branches, channel_axis, packed_grid
 from flowrl.models.generic import Config, Generic
+from flowrl.models.generic.families import FAMILIES
 from flowrl.models.weights import Weights
 from flowrl.plan import deterministic
 from flowrl.rollout import Evaluations, Noise, Policy, run

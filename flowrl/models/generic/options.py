@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.models._families import Family, Guidance, family_of, guidance_of
 from flowrl.models.base import ModelConfig, ModelError, lacks
+from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
 from flowrl.registry import suggest
 
 _NETWORKS = ("transformer", "transformer_2", "unet")

@@ -7,7 +7,7 @@ replaced for the time of that call:
                      it is given (one to predict, none to decode) and `step` ends the call with the prediction
     encode_prompt    hands cached values back
     prepare_latents  hands given latents back, in the place of the noise it would draw
-    encode_image, and what else makes something of pictures: hands cached values back (models/_pictures.py)
+    encode_image, and what else makes something of pictures: hands cached values back (models/generic/images.py)
 
 So packing, guidance, renormalisation and sign are the pipeline's, and nothing has to be known of its arguments.
 """
@@ -98,7 +98,7 @@ def hooked(scheduler: Any, pinned: Tensor | None, visit: Visit) -> Any:
     """
     made = copy.copy(scheduler)
     made.__class__ = _hooked_class(type(scheduler))
-    made._flowrl_pinned, made._flowrl_visit = pinned, visit
+    made.flowrl_pinned, made.flowrl_visit = pinned, visit
     return made
 
 
@@ -106,7 +106,7 @@ def hooked(scheduler: Any, pinned: Tensor | None, visit: Visit) -> Any:
 def _hooked_class(base: type) -> type:
     @functools.wraps(base.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
-        pinned = self._flowrl_pinned
+        pinned = self.flowrl_pinned
         if pinned is None:
             base.set_timesteps(self, *args, **kwargs)
             return
@@ -116,7 +116,7 @@ def _hooked_class(base: type) -> type:
 
     @functools.wraps(base.step)
     def step(self: Any, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> None:
-        self._flowrl_visit.prediction, self._flowrl_visit.latents = model_output, sample
+        self.flowrl_visit.prediction, self.flowrl_visit.latents = model_output, sample
         raise _Stop
 
     # SDXL's Euler scheduler would scale the latents that it is given.

@@ -1,41 +1,31 @@
-"""Any diffusers pipeline whose loop ends in `scheduler.step`, by entering its own call again at one timestep.
-
-Process: read off the scheduler, a flow or VP. Timesteps are the scheduler's own. `guidance_scale` is in the
-pipeline's units (models/_families.py): its CFG scale, its true_cfg_scale, or an input of the network. What the
-pipeline does between the latents and `scheduler.step` (packing, guidance, renormalisation, sign) is its own code,
-with gradients; see models/_reentry.py for how it is entered, and models/_pictures.py for reference pictures and first
-frames.
-"""
+"""The adapter around any pipeline: shapes, conditions, predictions and images by entering the pipeline's own call."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flowrl.models._encoding import SHORT, Template, hushed, learn, one_by_one
-from flowrl.models._entrance import PROBE_STEPS, Entrance
-from flowrl.models._families import FAMILIES
 from flowrl.models._grids import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
-from flowrl.models._loading import load_pipeline
 from flowrl.models._memory import require_native
 from flowrl.models._native import NO_ENCODERS
-from flowrl.models._pictures import blank
-from flowrl.models._reentry import Visit
 from flowrl.models._savings import place
 from flowrl.models.base import ModelConfig, ModelError, autocast, torch_dtype
+from flowrl.models.generic.encoding import SHORT, Template, hushed, learn, one_by_one
+from flowrl.models.generic.entrance import PROBE_STEPS, Entrance
+from flowrl.models.generic.families import FAMILIES
+from flowrl.models.generic.images import blank
+from flowrl.models.generic.reentry import Visit
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-LEVEL = "tested"
 PROBE_GUIDANCE = 4.0  # above every pipeline's threshold, so that both prompts are encoded
 
 
@@ -61,7 +51,7 @@ class Generic(Entrance):
         Entrance.__init__(self, pipeline, config)
         if self.path.is_flow and config.final_alpha != "model":
             raise ModelError(f"model.final_alpha={config.final_alpha}: a flow ends at sigma 0; leave it out")
-        self.device, self._dtype = torch.device("cpu"), torch_dtype(config.dtype)
+        self.device, self.dtype = torch.device("cpu"), torch_dtype(config.dtype)
         self._template: Template | None = None
         self._freed = False
 
@@ -99,7 +89,7 @@ class Generic(Entrance):
     def _stepped(self, latents: Tensor, timestep: float) -> Tensor:
         """What the scheduler is handed when the loop is entered with these latents [1, ...] of the probe."""
         options = {"timesteps": self._pin([timestep]), "latents": latents, "keep_dtype": True}
-        with autocast(self.device, self._dtype):
+        with autocast(self.device, self.dtype):
             stepped = self._enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options).latents
         assert stepped is not None
         return stepped
@@ -233,7 +223,7 @@ class Generic(Entrance):
         times = None
         if any(value != values[0] for value in values):
             times = torch.stack([self._time(value)[1] for value in values])
-        with autocast(self.device, self._dtype):
+        with autocast(self.device, self.dtype):
             visit = self._enter(
                 len(x),
                 guidance_scale,
@@ -291,7 +281,7 @@ class Generic(Entrance):
             return False
         alone = [self._forward(x[k : k + 1], [values[k]], self._probe, PROBE_GUIDANCE) for k in (0, 1)]
         error = (together - torch.cat(alone)).abs().max()
-        return bool(error <= (1e-4 if self._dtype == torch.float32 else 3e-2) * together.abs().max())
+        return bool(error <= (1e-4 if self.dtype == torch.float32 else 3e-2) * together.abs().max())
 
     def time_map(self) -> tuple[float, float]:
         """(slope, offset) of the network's timestep over the scheduler's, for the report."""
@@ -361,16 +351,3 @@ class Generic(Entrance):
             self._template.to(device)
             self._probe = self._probe.to(device)
             self._times.clear()
-
-
-def build(config: Config) -> Generic:
-    from diffusers import AutoModel, DiffusionPipeline
-
-    return Generic(load_pipeline(DiffusionPipeline, AutoModel, config), config)
-
-
-def skeleton(config: Config, folder: Path) -> Generic:
-    """The adapter on the meta device, from a pipeline folder's JSON files: models/_outline.py."""
-    from flowrl.models._outline import Outline
-
-    return Outline(config, folder)

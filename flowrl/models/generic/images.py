@@ -1,6 +1,6 @@
 """The pictures that a pipeline takes beside its prompt: encoded once, kept as rows of a Condition, handed back.
 
-What a pipeline makes of them comes from `encode_prompt` (models/_encoding.py keeps it), `prepare_latents`,
+What a pipeline makes of them comes from `encode_prompt` (models/generic/encoding.py keeps it), `prepare_latents`,
 `encode_image` and the methods that its family names. Of what those return, a part is
 
     rows      one row per sample: stored in the Condition
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowrl.models._families import Family, family_of
-from flowrl.models._options import Size, find_networks
-from flowrl.models._reentry import Prepared, Visit
 from flowrl.models.base import ModelError
+from flowrl.models.generic.families import Family, family_of
+from flowrl.models.generic.options import Size, find_networks
+from flowrl.models.generic.reentry import Prepared, Visit
 from flowrl.types import Condition
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class Pictures:
         return (int(cond[LAYOUT][row]), int(cond[CONTENT][row]) if self.single else None)
 
     def rebuild(self, cond: Condition) -> dict[str, Any]:
-        """Options of `Generic._enter` for rows of one key."""
+        """Options of an entry for rows of one key."""
         if LAYOUT not in cond.tensors:
             return {}
         kept = self.layouts[int(cond[LAYOUT][0])]

@@ -1,8 +1,8 @@
 """The generic adapter without weights: what a pipeline's JSON files, and its own code, say of shapes, steps and memory.
 
-The pipeline's call is entered as with weights (models/_reentry.py), up to the first call of its network: with stand-ins
-for its text encoders, whose outputs have the right shapes and depend on the tokens, and for tokenizers that are not
-in the folder. The network and the VAE lie on the meta device and work on fake tensors only.
+The pipeline's call is entered as with weights (models/generic/reentry.py), up to the first call of its network: with
+stand-ins for its text encoders, whose outputs have the right shapes and depend on the tokens, and for tokenizers that
+are not in the folder. The network and the VAE lie on the meta device and work on fake tensors only.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.models._encoding import LONG
 from flowrl.models._loading import meta_pipeline
 from flowrl.models.base import ModelError, torch_dtype
-from flowrl.models.generic import PROBE_STEPS, Config, Generic
+from flowrl.models.generic.adapter import Config, Generic
+from flowrl.models.generic.encoding import LONG
+from flowrl.models.generic.entrance import PROBE_STEPS
 from flowrl.schedules import Schedule
 from flowrl.types import Condition
 

@@ -1,0 +1,34 @@
+"""Any diffusers pipeline whose loop ends in `scheduler.step`, by entering its own call again at one timestep.
+
+Process: read off the scheduler, a flow or VP. Timesteps are the scheduler's own. `guidance_scale` is in the pipeline's
+units (families.py): its CFG scale, its true_cfg_scale, or an input of the network. What the pipeline does between the
+latents and `scheduler.step` (packing, guidance, renormalisation, sign) is its own code, with gradients.
+
+    families   facts of pipeline classes          encoding   `encode_prompt` taken apart into rows of a Condition
+    options    arguments of the call, sizes       images     reference images and first frames
+    reentry    one call at chosen timesteps       entrance   what is read off a pipeline before it is entered
+    adapter    the adapter                        outline    the adapter without weights, for plans
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowrl.models._loading import load_pipeline
+from flowrl.models.generic.adapter import Config, Generic
+from flowrl.models.generic.outline import Outline
+
+LEVEL = "tested"
+__all__ = ["LEVEL", "Config", "Generic", "build", "skeleton"]
+
+
+def build(config: Config) -> Generic:
+    """The adapter of the configured pipeline, with its weights."""
+    from diffusers import AutoModel, DiffusionPipeline
+
+    return Generic(load_pipeline(DiffusionPipeline, AutoModel, config), config)
+
+
+def skeleton(config: Config, folder: Path) -> Outline:
+    """The adapter on the meta device, from a pipeline folder's JSON files alone."""
+    return Outline(config, folder)
