@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "load_config": "flowrl.config",
+    "load_model": "flowrl.library",
     "ConfigError": "flowrl.errors",
     "Trainer": "flowrl.trainer",
     "Reward": "flowrl.reward",

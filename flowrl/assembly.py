@@ -27,7 +27,7 @@ from flowrl.learner import Learner
 from flowrl.metrics import log
 from flowrl.models._savings import cast_frozen
 from flowrl.models.base import ModelAdapter, ModelConfig, channel_axis, packed_grid, torch_dtype
-from flowrl.models.weights import Weights, component_names
+from flowrl.models.weights import Weights, component_names, trainable
 from flowrl.optim import Optimizer
 from flowrl.plan import StepPlan
 from flowrl.preferences import PreferenceSource
@@ -259,12 +259,7 @@ def _maps(algorithm: Algorithm, adapter: ModelAdapter, world: World) -> Mapper |
 
 def _weights(resolved: Resolved, adapter: ModelAdapter, world: World, split_at: torch.dtype | None) -> Weights:
     """The trainable weights, with the adapter on its device; split over the processes for forwards of that dtype."""
-    options = resolved.model.config
-    weights = Weights(adapter.network, options.lora, adapter.lora_targets, derive(resolved.run.seed, "lora"))
-    if options.init_lora is not None:
-        weights.load_lora(options.init_lora)
-    # Before the device: weights that are to be small there never lie on it at their full size.
-    cast_frozen(weights.components.values(), options)
+    weights = trainable(adapter, resolved.model.config, derive(resolved.run.seed, "lora"))
     if split_at is None:
         adapter.to(world.device)
     else:

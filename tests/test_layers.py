@@ -23,6 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("meter", "fewbits", "export", "assembly", "outofmemory", "media", "sharding", "state", "components"),
         *("treework", "initials", "rewardcheck", "serving", "given", "offline", "calls", "judges", "recall", "locate"),
         *("inputs", "contents", "handover", "divergence", "deadgroups", "promptfiles", "places", "statistics"),
+        "library",
+        "contracts",
         *("signals", "ending", "status", "heldout", "rollout_options"),
         "rewards",
     ),

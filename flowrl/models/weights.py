@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.models.base import LoraSettings, ModelError
+from flowrl.models._savings import cast_frozen
+from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig, ModelError
 
 ADAPTER = "default"
 
@@ -325,6 +326,20 @@ class Weights:
             }
             save(place, **options)
             order_header(lora_file(place))
+
+
+def trainable(adapter: ModelAdapter, options: ModelConfig, seed: int) -> Weights:
+    """The weights of an adapter that its options train; before it goes to its device.
+
+    Raises:
+        ModelError: a LoRA that does not fit.
+    """
+    weights = Weights(adapter.network, options.lora, adapter.lora_targets, seed)
+    if options.init_lora is not None:
+        weights.load_lora(options.init_lora)
+    # Before the device: weights that are to be small there never lie on it at their full size.
+    cast_frozen(weights.components.values(), options)
+    return weights
 
 
 def _save_lora_weights(folder: Path, *, transformer_lora_layers: Any, transformer_lora_adapter_metadata: Any) -> None:
