@@ -32,7 +32,7 @@ SILENT = (
         "registry",
         "runs",
     ),
-    *("state", "status", "strict"),
+    *("state", "status", "strict", "gallery/__init__"),
 )
 
 
