@@ -11,7 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "load_config": "flowrl.config",
+    "load_config": "flowrl.load",
     "load_model": "flowrl.library",
     "ConfigError": "flowrl.errors",
     "Trainer": "flowrl.trainer",

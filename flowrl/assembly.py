@@ -11,16 +11,16 @@ import torch
 
 from flowrl.algorithms.base import Algorithm, Networks, NoiseAlgorithm
 from flowrl.checks import check_model, check_trained
-from flowrl.config import EvalConfig, Resolved, RunConfig
-from flowrl.contents import Input
+from flowrl.config import EvalConfig, RunConfig
+from flowrl.contents import Input, set_of
 from flowrl.distributed import World
 from flowrl.errors import ConfigError
 from flowrl.evaluate import Evaluator
 from flowrl.given import Given, require_encoder
 from flowrl.heldout import RunPrompts, run_prompts
 from flowrl.initials import add_calibration, noise_weights, require_own_prompts
-from flowrl.inputs import made_with, set_of
-from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
+from flowrl.inputs import made_with
+from flowrl.judges import build_scorers, probe, require_modality
 from flowrl.labels import LabelledSource
 from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.learner import Learner
@@ -32,6 +32,7 @@ from flowrl.optim import Optimizer
 from flowrl.plan import StepPlan
 from flowrl.preferences import PreferenceSource
 from flowrl.prompts import Prompt, PromptSource, Texts, require_pictures
+from flowrl.resolved import Resolved
 from flowrl.reward import Scorer
 from flowrl.rng import derive
 from flowrl.rollout import Policy
@@ -140,7 +141,9 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     _require_samples(resolved, world)
     algorithm: Algorithm = resolved.algorithm.build()
     data = _data(config, algorithm)
-    scorer, watched = _judges(resolved, data)
+    scorer, watched = build_scorers(
+        resolved.rewards, resolved.eval_rewards, data.prompts.listed, data.prompts.looked_up
+    )
     adapter = _adapter(resolved, data, watched)
     dtype, sharded = torch_dtype(options.dtype), options.shard and world.size > 1
     if algorithm.needs == "noise":
@@ -215,17 +218,6 @@ def _data(config: RunConfig, algorithm: Algorithm) -> _Data:
         require_own_prompts(prompts.train, prompts.evaluated)
     given = None if config.data.pairs is None else Given(config.data, algorithm, config.seed)
     return _Data(prompts, given)
-
-
-def _judges(resolved: Resolved, data: _Data) -> tuple[Scorer | None, Scorer | None]:
-    """(rewards that are trained on, those and the ones that are only looked at); None without any."""
-    both = (*resolved.rewards, *resolved.eval_rewards)
-    listed, (key, evaluated) = data.prompts.listed, data.prompts.looked_up
-    require_metadata(listed, evaluated, resolved, [plan.card for plan in both], key)
-    entries = build_rewards(both)
-    require_metadata(listed, evaluated, resolved, [entry.reward.card for entry in entries], key)
-    trained = entries[: len(resolved.rewards)]
-    return (build_scorer(trained) if trained else None), (build_scorer(entries) if entries else None)
 
 
 def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAdapter:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flowrl.components import check_plans
 from flowrl.errors import ConfigError
 from flowrl.matching import is_cfg
 from flowrl.models.base import unguided
+from flowrl.plan import StepPlan
 from flowrl.process import VPProcess
+from flowrl.resolved import Resolved
+from flowrl.reward_entries import check_plans
 from flowrl.samplers.base import takes_vp
-
-if TYPE_CHECKING:
-    from flowrl.config import Resolved
-    from flowrl.plan import StepPlan
 
 
 def check(resolved: Resolved) -> None:

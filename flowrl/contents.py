@@ -5,10 +5,12 @@ Read from text files alone. `flowrl/inputs.py` makes and keeps the record.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -186,3 +188,28 @@ def _short(line: str | None, verb: str) -> str:
     if line is None:
         return f"{verb} not there"
     return f"{verb} {line if len(line) <= 60 else line[:57] + '...'!r}"
+
+
+def stand_ins(run: Path, tree: dict[str, Any]) -> None:
+    """In a run's configuration, the copies of the files that are gone; says so."""
+    record = read(run)
+    for one in () if record is None else record.inputs:
+        *path, last = one.key.split(".")
+        node: Any = tree
+        for key in path:
+            node = node[int(key)] if isinstance(node, list) else node.get(key, {})
+        if one.copy is None or node.get(last) != one.path or embedded_prompts(one.path) or Path(one.path).exists():
+            continue
+        if (run / one.copy).is_file():
+            node[last] = str((run / one.copy).absolute())
+            say("%s: %s is gone; its copy %s is used instead", one.key, one.path, run / one.copy)
+
+
+def fingerprint(values: Any) -> str:
+    """SHA-256 of plain data, 16 digits."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def set_of(key: str, path: str, about: str, values: Mapping[str, Any]) -> Input:
+    """An input that is known by what its scan found."""
+    return Input(key, "set", path, fingerprint(values), 0, None, about)

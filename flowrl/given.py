@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.config import DataConfig
-from flowrl.contents import Input
+from flowrl.contents import Input, set_of
+from flowrl.data_options import DataConfig
 from flowrl.errors import Abandoned, ConfigError
-from flowrl.inputs import set_of
 from flowrl.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.media import fitted, pixels
 from flowrl.metrics import log

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.config import Resolved, RunConfig
+from flowrl.config import RunConfig
 from flowrl.errors import ConfigError
 from flowrl.prompts import Prompt, identity
+from flowrl.resolved import Resolved
 from flowrl.rng import derive
 from flowrl.sources import Columns, load_prompts
 from flowrl.types import Identity

@@ -13,21 +13,19 @@ import json
 import shutil
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowrl.checkpoint import write_atomically
-from flowrl.contents import COPIES, FILE, Input, Kind, Record, file_of, read, require_same, say
+from flowrl.contents import COPIES, FILE, Input, Kind, Record, file_of, fingerprint, require_same, say
 from flowrl.embedded import embedded_prompts
 from flowrl.paths import NAME_OR_PATH, PATH
 from flowrl.prompts import Prompt
+from flowrl.resolved import Resolved
 from flowrl.strict import Options
-
-if TYPE_CHECKING:
-    from flowrl.config import Resolved
 
 LARGEST_COPY = 64 << 20
 LARGEST_TEXT = 1 << 20
@@ -142,21 +140,6 @@ def write(run: Path, record: Record) -> Record:
     return record
 
 
-def stand_ins(run: Path, tree: Options) -> None:
-    """In a run's configuration, the copies of the files that are gone; says so."""
-    record = read(run)
-    for one in () if record is None else record.inputs:
-        *path, last = one.key.split(".")
-        node: Any = tree
-        for key in path:
-            node = node[int(key)] if isinstance(node, list) else node.get(key, {})
-        if one.copy is None or node.get(last) != one.path or embedded_prompts(one.path) or Path(one.path).exists():
-            continue
-        if (run / one.copy).is_file():
-            node[last] = str((run / one.copy).absolute())
-            say("%s: %s is gone; its copy %s is used instead", one.key, one.path, run / one.copy)
-
-
 def alike(then: Options, now: Options, record: Record | None, inputs: Sequence[Input]) -> None:
     """Where a file was moved, give both configurations one value: whether it is the same one, its contents say."""
     known = {} if record is None else {one.key: one for one in reversed(record.inputs)}
@@ -204,11 +187,6 @@ def update(run: Path, record: Record | None, now: Sequence[Input], iteration: in
     write(run, Record((*kept, *fresh.values()), (*record.changes, *told)))
 
 
-def fingerprint(values: Any) -> str:
-    """SHA-256 of plain data, 16 digits."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
 def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[Sequence[str]]) -> dict[str, str]:
     """What an evaluation's numbers depend on beside its steps, guidance and seeds: name -> fingerprint.
 
@@ -239,8 +217,3 @@ def _portable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_portable(inner) for inner in value]
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
-
-
-def set_of(key: str, path: str, about: str, values: Mapping[str, Any]) -> Input:
-    """An input that is known by what its scan found."""
-    return Input(key, "set", path, fingerprint(values), 0, None, about)

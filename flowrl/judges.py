@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from flowrl.components import RewardPlan
-from flowrl.config import Resolved
 from flowrl.errors import ConfigError, described
 from flowrl.metrics import log
 from flowrl.models.base import ModelAdapter
 from flowrl.phases import lacking, out_of_memory
 from flowrl.prompts import Prompt
 from flowrl.reward import Card, RewardError, Scorer, WeightedReward, score_once
+from flowrl.reward_entries import RewardPlan
 from flowrl.surroundings import MEND, Conduct
 
 PROBE_PX = 64
@@ -42,6 +41,35 @@ def build_scorer(entries: Sequence[WeightedReward], **options: Any) -> Scorer:
         raise ConfigError(str(error)) from None
 
 
+def build_scorers(
+    rewards: Sequence[RewardPlan],
+    eval_rewards: Sequence[RewardPlan],
+    listed: Sequence[Prompt],
+    evaluated: tuple[str, Sequence[Prompt]],
+) -> tuple[Scorer | None, Scorer | None]:
+    """The scorer of the training rewards, and that of these and the ones that are only looked at; None without any.
+
+    Args:
+        rewards: trained on.
+        eval_rewards: only looked at: they ask nothing of the training prompts.
+        listed: training prompts.
+        evaluated: key and prompts of the evaluations.
+
+    Raises:
+        ConfigError: a prompt that a reward cannot judge, before a reward's weights are loaded where its card says so.
+    """
+    both, count = (*rewards, *eval_rewards), len(rewards)
+
+    def fit(cards: Sequence[Card | None]) -> None:
+        require_metadata("data.prompts", listed, rewards, cards[:count])
+        require_metadata(*evaluated, both, cards)
+
+    fit([plan.card for plan in both])
+    entries = build_rewards(both)
+    fit([entry.reward.card for entry in entries])  # a built reward may ask for more
+    return (build_scorer(entries[:count]) if rewards else None), (build_scorer(entries) if both else None)
+
+
 def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:
     """Noise to try rewards on: pictures [count, 3, H, W], or clips [count, F, 3, H, W] where there are more frames."""
     frames = (num_frames,) if num_frames > 1 else ()
@@ -49,45 +77,38 @@ def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.T
 
 
 def require_metadata(
-    train: Sequence[Prompt],
-    evaluated: Sequence[Prompt],
-    resolved: Resolved,
-    cards: Sequence[Card | None],
-    evaluated_key: str = "data.eval_prompts",
+    key: str, prompts: Sequence[Prompt], plans: Sequence[RewardPlan], cards: Sequence[Card | None]
 ) -> None:
     """Refuse a prompt that a reward cannot judge: its record lacks a key, or the reward's `check_prompt` refuses it.
 
     Args:
-        train: prompts that are trained on.
-        evaluated: prompts of the evaluations.
-        resolved: whose rewards are asked.
-        cards: those of the rewards, then of eval.rewards.
-        evaluated_key: where the evaluated prompts come from.
+        key: the option that the prompts come from.
+        prompts: all of them are looked at.
+        plans: the rewards that judge them.
+        cards: one for each reward, where it is known.
 
     Raises:
         ConfigError: naming the reward, the prompt and what is wrong with it.
     """
-    plans, trained = (*resolved.rewards, *resolved.eval_rewards), len(resolved.rewards)
-    for place, (plan, card) in enumerate(zip(plans, cards, strict=True)):
+    for plan, card in zip(plans, cards, strict=True):
         needed = () if card is None else card.requires + (("images",) if card.modality == "edit" else ())
         check = getattr(plan.module, "check_prompt", None)
-        for key, prompts in (("data.prompts", train if place < trained else ()), (evaluated_key, evaluated)):
-            for number, prompt in enumerate(prompts, 1):
-                lacking = [name for name in needed if name not in prompt.metadata]
-                if lacking:
-                    raise ConfigError(
-                        f"{key}: prompt {number}, {prompt.text[:60]!r}, has no {lacking[0]!r}, which the reward "
-                        f"{plan.name!r} needs; give it in every record of a .jsonl or data set, or leave the reward out"
-                    )
-                try:
-                    if check is not None:
-                        check(prompt.text, prompt.metadata)
-                except RewardError as error:
-                    raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {error}") from None
-                except (Exception, SystemExit) as error:  # somebody's code may raise anything
-                    log.debug("reward %r: check_prompt raised", plan.name, exc_info=error)
-                    raised = f"check_prompt of the reward {plan.name!r} raised {described(error)}"
-                    raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {raised}") from error
+        for number, prompt in enumerate(prompts, 1):
+            lacking = [name for name in needed if name not in prompt.metadata]
+            if lacking:
+                raise ConfigError(
+                    f"{key}: prompt {number}, {prompt.text[:60]!r}, has no {lacking[0]!r}, which the reward "
+                    f"{plan.name!r} needs; give it in every record of a .jsonl or data set, or leave the reward out"
+                )
+            try:
+                if check is not None:
+                    check(prompt.text, prompt.metadata)
+            except RewardError as error:
+                raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {error}") from None
+            except (Exception, SystemExit) as error:  # somebody's code may raise anything
+                log.debug("reward %r: check_prompt raised", plan.name, exc_info=error)
+                raised = f"check_prompt of the reward {plan.name!r} raised {described(error)}"
+                raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {raised}") from error
 
 
 def require_modality(name: str, card: Card, *, clips: bool) -> None:

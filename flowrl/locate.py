@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import registry
-from flowrl.components import RewardEntry
 from flowrl.embedded import asset_roots, embedded_prompts
 from flowrl.errors import ConfigError
 from flowrl.paths import OUTPUT, PATH, ComponentOf, Place, beside, expanded
+from flowrl.reward_entries import RewardEntry
 from flowrl.sources import split_of
 from flowrl.strict import Options
 

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from flowrl import calls, fewbits
-from flowrl.config import Resolved, RunConfig
+from flowrl.config import RunConfig
 from flowrl.distributed import shard
 from flowrl.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.matching import training_guidance
@@ -47,6 +47,7 @@ from flowrl.models.base import loading, torch_dtype
 from flowrl.models.generic.outline import Unmeasurable
 from flowrl.models.weights import Weights, component_names
 from flowrl.plan import StepPlan
+from flowrl.resolved import Resolved
 from flowrl.treework import tree_work
 from flowrl.types import SampleId
 

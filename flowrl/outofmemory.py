@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from flowrl.config import Resolved
 from flowrl.distributed import World
 from flowrl.errors import OutOfMemory
 from flowrl.heldout import run_prompts
 from flowrl.memory import Estimate, estimate, skeleton
 from flowrl.phases import lacking, out_of_memory
+from flowrl.resolved import Resolved
 from flowrl.units import size
 
 # Phase of a run -> that of the estimate.

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from flowrl import media
 from flowrl.checkpoint import fsync
-from flowrl.config import Resolved
 from flowrl.distributed import World, join
 from flowrl.divergence import Health, remedy
 from flowrl.errors import Abandoned, ConfigError, Elsewhere, Stopped
@@ -33,6 +32,7 @@ from flowrl.pairfolder import PICTURES, Done, PairFolder
 from flowrl.pairplan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
 from flowrl.phases import phase
 from flowrl.prompts import Prompt, Texts, require_pictures
+from flowrl.resolved import Resolved
 from flowrl.reward import RewardError, Scorer, Scores
 from flowrl.rng import derive, permutation
 from flowrl.rollout import Noise, Policy, run
@@ -103,7 +103,7 @@ class Pairing:
     def __init__(self, resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted, world: World) -> None:
         config = resolved.run
         self.config, self.prompts, self.wanted, self.world = config, prompts, wanted, world
-        require_metadata(prompts, (), resolved, [p.card for p in (*resolved.rewards, *resolved.eval_rewards)])
+        require_metadata("data.prompts", prompts, resolved.rewards, [plan.card for plan in resolved.rewards])
         entries = build_rewards(resolved.rewards)
         self.scorer: Scorer = build_scorer(entries)
         self.adapter: ModelAdapter = resolved.model.build()

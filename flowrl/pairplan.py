@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.components import RewardPlan
-from flowrl.config import Resolved, to_tree
+from flowrl.config import to_tree
 from flowrl.errors import ConfigError
 from flowrl.models.weights import lora_file
 from flowrl.plan import StepPlan, deterministic, window
 from flowrl.prompts import Prompt
+from flowrl.resolved import Resolved
+from flowrl.reward_entries import RewardPlan
 from flowrl.schedules import Schedule
 from flowrl.sources import Columns, load_prompts
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from flowrl import registry
-from flowrl.components import RewardEntry
 from flowrl.models.base import ModelConfig
+from flowrl.reward_entries import RewardEntry
 from flowrl.strict import Options, UnknownKey, dotted
 
 _Made = TypeVar("_Made")

@@ -18,13 +18,16 @@ from typing import Any
 import yaml
 
 from flowrl import checkpoint, contents, inputs
-from flowrl.config import Options, Resolved, RunConfig, as_it_was
+from flowrl.config import RunConfig
 from flowrl.contents import Input
 from flowrl.errors import ConfigError
 from flowrl.files import damaged, of_evaluation, read_object
 from flowrl.heldout import splits
+from flowrl.load import as_it_was
 from flowrl.locate import Origin, located
 from flowrl.metrics import MetricsFile
+from flowrl.resolved import Resolved
+from flowrl.strict import Options
 
 # Other batches of the same samples, with the same noise: for a run that was short of memory.
 BATCHES = (

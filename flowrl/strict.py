@@ -12,6 +12,7 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -150,6 +151,17 @@ class UnknownKey(ConfigError):
         return UnknownKey(self.place, self.value, self.valid, meant, self.note + note)
 
 
+def require_positive(**values: float | None) -> None:
+    """Refuse an option that is not above 0, NaN too; null is let through.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value} must be positive")
+
+
 _ADAPTERS: dict[type, TypeAdapter] = {}
 
 
@@ -169,6 +181,12 @@ def validate(cls: type, value: Any, where: str) -> Any:
         raise ConfigError(_explain(cls, error, where)) from None
     except TypeError as error:
         raise ConfigError(f"{where or 'the configuration'}: {error}") from None
+
+
+def config_class(module: ModuleType, where: str, name: str) -> type:
+    if not (hasattr(module, "Config") and hasattr(module, "build")):
+        raise ConfigError(f"{where}: {name} is no component: it must define Config and build(config)")
+    return module.Config
 
 
 def _refuse_unknown(cls: type, value: Options, where: str) -> None:
@@ -323,10 +341,3 @@ def run_tree(folder: Path, *places: str) -> Options:
         if not isinstance(tree.get(part), dict) or key not in tree[part]:
             raise ConfigError(f"{file} is damaged: it has no {place}; restore the file that flowrl train wrote")
     return tree
-
-
-def require_positive(**values: float | None) -> None:
-    """Raise ValueError that names the first value which is neither None nor positive."""
-    for name, value in values.items():
-        if value is not None and not value > 0:  # NaN too
-            raise ValueError(f"{name}={value} must be positive")

@@ -15,18 +15,20 @@ from flowrl import checkpoint, ending, state
 from flowrl.advantages import Advantages
 from flowrl.assembly import assemble
 from flowrl.collect import Collector
-from flowrl.config import Resolved, RunConfig, load_config, resolve
+from flowrl.config import RunConfig
 from flowrl.contents import require_unedited
 from flowrl.distributed import join
 from flowrl.errors import Abandoned, ConfigError, Elsewhere
 from flowrl.evaltree import EvalTree
 from flowrl.evaluate import Evaluation
 from flowrl.heldout import require_same_split
+from flowrl.load import load_config, resolve
 from flowrl.metrics import Progress, Sums, Timer, log, set_up_logging
 from flowrl.offline import HeldOutPairs, PairCollector
 from flowrl.outofmemory import explaining
 from flowrl.phases import phase
 from flowrl.report import announce, evaluate_base, finish, told_mean
+from flowrl.resolved import Resolved
 from flowrl.reward import RewardError
 from flowrl.runs import RunFolder, provenance
 from flowrl.signals import NEVER, Signals, Stop

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.config import Resolved
 from flowrl.plan import StepPlan
+from flowrl.resolved import Resolved
 from flowrl.trajectories import Rollout
 from flowrl.types import Condition, Samples, no_edges
 

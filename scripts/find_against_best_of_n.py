@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.config import load_config, resolve
 from flowrl.distributed import join
 from flowrl.evaluate import Evaluation
+from flowrl.load import load_config, resolve
 from flowrl.metrics import set_up_logging
 from flowrl.rng import derive
 from flowrl.runs import RunFolder

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from flowrl.algorithms._grpo import GrpoBase
 from flowrl.algorithms.grpo_guard import normalised_log_ratio
-from flowrl.config import load_config, resolve
 from flowrl.distributed import join
 from flowrl.learner import Learner
+from flowrl.load import load_config, resolve
 from flowrl.metrics import Sums, set_up_logging
 from flowrl.replay import Replay
 from flowrl.runs import RunFolder

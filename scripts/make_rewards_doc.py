@@ -83,7 +83,7 @@ def details(name: str, card: Card) -> str:
 
 def options() -> str:
     """What every entry of `rewards` takes, with its default."""
-    from flowrl.components import RewardEntry
+    from flowrl.reward_entries import RewardEntry
 
     shown = []
     for item in dataclasses.fields(RewardEntry):

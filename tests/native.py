@@ -16,7 +16,7 @@ from flowrl.algorithms.base import Networks
 from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import FlowGrpo
 from flowrl.buffer import microbatches
-from flowrl.config import load_config, resolve
+from flowrl.load import load_config, resolve
 from flowrl.models import generic
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights import Weights

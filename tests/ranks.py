@@ -71,8 +71,8 @@ def sizes(trainer: Any) -> dict[str, int]:
 
 
 def main() -> None:
-    from flowrl.config import load_config, resolve
     from flowrl.distributed import World
+    from flowrl.load import load_config, resolve
     from flowrl.trainer import Trainer
 
     use_tiny_pipelines()

@@ -6,7 +6,8 @@ from functools import cache
 from typing import Any
 
 from flowrl import memory
-from flowrl.config import Resolved, load_config, resolve
+from flowrl.load import load_config, resolve
+from flowrl.resolved import Resolved
 from tests import tiny_sd3
 
 FOLDER = tiny_sd3.ROOT / "configs"

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from flowrl.advantages import Advantages
 from flowrl.algorithms import branch_grpo, flow_grpo_fast, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
 from flowrl.branching import Branching, completions, offshoots, splits
-from flowrl.config import load_config, resolve
 from flowrl.errors import ConfigError
+from flowrl.load import load_config, resolve
 from flowrl.metrics import Sums
 from flowrl.plan import MixWindow, StepPlan, mix_window, window
 from flowrl.rollout import Evaluations, Noise, Policy, run

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from flowrl.commands.plan import geometry, step_plan
-from flowrl.config import Resolved, load_config, resolve
 from flowrl.errors import ConfigError
+from flowrl.load import load_config, resolve
+from flowrl.resolved import Resolved
 
 TREE = {
     "name": "run",

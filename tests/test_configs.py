@@ -12,10 +12,10 @@ import yaml
 
 from flowrl import memory
 from flowrl.commands.plan import PROCESSES, command, geometry, step_plan, transition_std
-from flowrl.config import Resolved
 from flowrl.errors import ConfigError
 from flowrl.models._classes import choose
 from flowrl.models.base import branches
+from flowrl.resolved import Resolved
 from tests.recipes import FOLDER, PAIRED, RECIPES, adapter, at, recipe
 
 # The list: model -> methods.

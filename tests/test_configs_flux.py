@@ -10,8 +10,9 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.commands.plan import step_plan
-from flowrl.config import Resolved, load_config, resolve
+from flowrl.load import load_config, resolve
 from flowrl.plan import step_subsets
+from flowrl.resolved import Resolved
 from flowrl.schedules import shift_sigmas
 from flowrl.treework import tree_work
 from flowrl.types import SampleId

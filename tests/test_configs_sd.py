@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowrl.commands.plan import step_plan, transition_std
-from flowrl.config import load_config, resolve
+from flowrl.load import load_config, resolve
 from flowrl.sources import load_prompts
 from tests.recipes import ADAMW, FOLDER, NO_EMA, adapter, check_values, recipe
 

@@ -16,7 +16,8 @@ from flowrl.rewards.ocr import target_text
 from flowrl import memory
 from flowrl.advantages import AdvantageConfig
 from flowrl.commands.plan import command, geometry, step_plan, transition_std
-from flowrl.config import Resolved, load_config, resolve
+from flowrl.load import load_config, resolve
+from flowrl.resolved import Resolved
 from flowrl.sources import load_prompts
 from tests import recipes
 from tests import tiny_sd3 as tiny

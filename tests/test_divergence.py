@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.config import load_config
 from flowrl.distributed import World
 from flowrl.divergence import Health, remedy
 from flowrl.errors import Abandoned, Diverged, RewardFailure
 from flowrl.evaluate import Evaluator
+from flowrl.load import load_config
 from flowrl.prompts import Texts
 from flowrl.reward import Scorer
 from tests.test_overlap import ALONE, PROMPTS, brightness, collector, draw, entry

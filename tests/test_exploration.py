@@ -11,9 +11,9 @@ import yaml
 from torch import nn
 from torch.testing import assert_close
 
-from flowrl.config import load_config, resolve
 from flowrl.errors import ConfigError
 from flowrl.exploration import ExplorationConfig, choose, fidelity
+from flowrl.load import load_config, resolve
 from flowrl.models.base import LoraSettings, ModelError
 from flowrl.models.weights import Weights
 from flowrl.preview import Preview

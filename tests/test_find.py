@@ -19,12 +19,12 @@ from torch.testing import assert_close
 from flowrl.algorithms.base import Networks
 from flowrl.algorithms.find import Config, Find, build
 from flowrl.batches import InitialBatch
-from flowrl.config import load_config, resolve
 from flowrl.distributed import World
 from flowrl.errors import ConfigError
 from flowrl.initials import Initials, require_own_prompts
 from flowrl.learned_noise import Calibration, LearnedNoise, NoiseWeights, UnknownPrompt
 from flowrl.learner import Learner
+from flowrl.load import load_config, resolve
 from flowrl.metrics import Sums
 from flowrl.objectives import gaussian_log_prob, noise_prior
 from flowrl.optim import EmaConfig, OptimConfig, Optimizer

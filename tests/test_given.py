@@ -15,7 +15,8 @@ from torch import Tensor
 from torchvision import transforms
 
 from flowrl.algorithms import diffusion_dpo, diffusion_kto, seppo, sft
-from flowrl.config import DataConfig, to_tree
+from flowrl.config import to_tree
+from flowrl.data_options import DataConfig
 from flowrl.errors import ConfigError
 from flowrl.given import Given, Look, Slot, latents_of, slot_of
 from flowrl.media import fitted, pixels

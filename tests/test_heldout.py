@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.config import load_config, resolve
 from flowrl.errors import ConfigError
 from flowrl.heldout import LEAST, RunPrompts, require_same_split, run_prompts, split
+from flowrl.load import load_config, resolve
 from flowrl.prompts import Prompt, identity
 from flowrl.runs import RunFolder
 from tests.e2e.test_bad_input import command

@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from flowrl import contents, inputs
-from flowrl.config import Resolved, load_config, resolve
 from flowrl.errors import ConfigError
+from flowrl.load import load_config, resolve
 from flowrl.prompts import Prompt
+from flowrl.resolved import Resolved
 from flowrl.runs import RunFolder
 
 SCORE = (

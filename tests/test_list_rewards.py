@@ -6,8 +6,8 @@ import pytest
 
 from flowrl import registry
 from flowrl.commands import list as listing
-from flowrl.config import load_config
 from flowrl.errors import ConfigError
+from flowrl.load import load_config
 from flowrl.reward import Card
 
 

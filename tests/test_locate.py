@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.config import load_config, resolve
 from flowrl.embedded import embedded_prompts
 from flowrl.errors import ConfigError
+from flowrl.load import load_config, resolve
 from flowrl.sources import load_prompts
 
 BASE = {

@@ -13,7 +13,8 @@ from torch import nn
 
 from flowrl import calls, meter
 from flowrl.commands.plan import geometry
-from flowrl.config import Resolved, RunConfig, resolve
+from flowrl.config import RunConfig
+from flowrl.load import resolve
 from flowrl.memory import (
     Estimate,
     UnknownModel,
@@ -30,6 +31,7 @@ from flowrl.models import sd3
 from flowrl.models.base import ModelError
 from flowrl.optim import OptimConfig, Optimizer
 from flowrl.plan import StepPlan, window
+from flowrl.resolved import Resolved
 from flowrl.rollout import Noise, Policy, run
 from flowrl.samplers import flow_sde
 from flowrl.strict import validate

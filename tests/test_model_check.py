@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 from flowrl.commands import doctor
 from flowrl.commands._model_check import place_of
 from flowrl.commands._plan_data import data_here
-from flowrl.config import load_config, resolve
+from flowrl.load import load_config, resolve
 from flowrl.models.base import ModelConfig, ModelError
 from tests.e2e.test_bad_input import command
 from tests.tiny_sd3 import ROOT

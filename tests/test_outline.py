@@ -12,12 +12,14 @@ from torch import nn
 
 from flowrl import memory
 from flowrl.commands.plan import command, step_plan
-from flowrl.config import Resolved, RunConfig, load_config, resolve
+from flowrl.config import RunConfig
+from flowrl.load import load_config, resolve
 from flowrl.memory import Estimate, skeleton
 from flowrl.meter import faked, measured
 from flowrl.models import generic
 from flowrl.models.base import ModelError
 from flowrl.models.generic.outline import LONGEST, Outline, Tokens, Unmeasurable
+from flowrl.resolved import Resolved
 from flowrl.strict import validate
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from flowrl.config import load_config, resolve
 from flowrl.evaluate import Evaluation
+from flowrl.load import load_config, resolve
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "configs" / "proxy"

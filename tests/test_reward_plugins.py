@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowrl import assembly, registry
-from flowrl.components import reward_plan
+from flowrl import assembly, judges, registry
 from flowrl.errors import ConfigError
-from flowrl.judges import require_metadata, require_modality
+from flowrl.judges import build_scorers, require_metadata, require_modality
 from flowrl.prompts import Prompt
 from flowrl.reward import Card
+from flowrl.reward_entries import reward_plan
 
 SCORE = "def score(images, prompts, metadata):\n    return [0.5] * len(prompts)\n"
 
@@ -83,9 +83,7 @@ def test_an_entry_point_that_names_no_module_is_refused(installed, value, words)
 # ---- what a reward needs of the prompts and of the model
 
 
-def resolved(rewards: int, evaluated: int = 0) -> SimpleNamespace:
-    plans = [SimpleNamespace(name=f"r{i}", module=None) for i in range(rewards + evaluated)]
-    return SimpleNamespace(rewards=tuple(plans[:rewards]), eval_rewards=tuple(plans[rewards:]))
+PLAN = SimpleNamespace(name="r0", module=None)
 
 
 WHOLE, BARE = Prompt("whole", {"include": [], "images": ["a.png"]}), Prompt("bare")
@@ -93,12 +91,10 @@ WHOLE, BARE = Prompt("whole", {"include": [], "images": ["a.png"]}), Prompt("bar
 
 def test_a_prompt_without_what_a_reward_requires_is_named():
     card = Card(outputs=("a",), requires=("include",))
-    require_metadata([WHOLE], [WHOLE], resolved(1), [card])
-    require_metadata([BARE], [BARE], resolved(1), [None])
+    require_metadata("data.prompts", [WHOLE], [PLAN], [card])
+    require_metadata("data.prompts", [BARE], [PLAN], [None])
     with pytest.raises(ConfigError, match=r"data\.prompts: prompt 2, 'bare', has no 'include', .* reward 'r0'"):
-        require_metadata([WHOLE, BARE], [WHOLE], resolved(1), [card])
-    with pytest.raises(ConfigError, match=r"data\.eval_prompts: prompt 1"):
-        require_metadata([WHOLE], [BARE], resolved(1), [card])
+        require_metadata("data.prompts", [WHOLE, BARE], [PLAN], [card])
 
 
 @pytest.mark.parametrize(
@@ -117,27 +113,27 @@ def test_a_prompt_without_what_a_reward_requires_is_named():
 )
 def test_a_prompt_that_a_reward_cannot_judge_is_named_before_anything_is_loaded(name, good, bad, reason):
     plan = reward_plan({"name": name}, "rewards.0")
-    both = SimpleNamespace(rewards=(plan,), eval_rewards=())
-    require_metadata([good], [good], both, [plan.card])
+    require_metadata("data.prompts", [good], [plan], [plan.card])
     if bad is not None:
         with pytest.raises(ConfigError, match=rf"data\.prompts: prompt 2, .*{reason}"):
-            require_metadata([good, bad], [good], both, [plan.card])
-        with pytest.raises(ConfigError, match=rf"data\.eval_prompts: prompt 1, .*{reason}"):
-            require_metadata([good], [bad], both, [plan.card])
+            require_metadata("data.prompts", [good, bad], [plan], [plan.card])
 
 
 def test_a_reward_that_is_only_evaluated_asks_nothing_of_the_training_prompts():
-    card = Card(outputs=("a",), requires=("include",))
-    require_metadata([BARE], [WHOLE], resolved(1, 1), [None, card])
-    with pytest.raises(ConfigError, match=r"data\.eval_prompts: prompt 1, 'bare'.*reward 'r1'"):
-        require_metadata([WHOLE], [BARE], resolved(1, 1), [None, card])
+    jpeg, shapes = (reward_plan({"name": name}, "rewards.0") for name in ("jpeg", "shapes"))
+    scorer, watched = build_scorers(
+        [jpeg], [shapes], [Prompt("a cat")], ("data.eval_prompts", [Prompt("a red circle")])
+    )
+    assert [len(one.entries) for one in (scorer, watched)] == [1, 2]
+    with pytest.raises(ConfigError, match=r"data\.eval_prompts: prompt 1, 'a cat'.*reward 'shapes'"):
+        build_scorers([jpeg], [shapes], [Prompt("a red circle")], ("data.eval_prompts", [Prompt("a cat")]))
 
 
 def test_a_reward_on_edits_needs_source_pictures():
     card = Card(outputs=("a",), modality="edit")
-    require_metadata([WHOLE], [WHOLE], resolved(1), [card])
+    require_metadata("data.prompts", [WHOLE], [PLAN], [card])
     with pytest.raises(ConfigError, match="has no 'images'"):
-        require_metadata([BARE], [WHOLE], resolved(1), [card])
+        require_metadata("data.prompts", [BARE], [PLAN], [card])
 
 
 @pytest.mark.parametrize(
@@ -162,13 +158,13 @@ def test_a_reward_that_cannot_judge_what_the_model_makes_is_refused(modality, cl
 
 
 def test_a_run_without_what_its_reward_requires_ends_before_anything_is_loaded(monkeypatch, tmp_path):
-    from flowrl.config import load_config, resolve
     from flowrl.distributed import ALONE
+    from flowrl.load import load_config, resolve
 
     def loaded(*given: object) -> None:
         raise AssertionError("a reward was built")
 
-    monkeypatch.setattr(assembly, "build_rewards", loaded)
+    monkeypatch.setattr(judges, "build_rewards", loaded)
     config = load_config("configs/quickstart.yaml", ["rewards=[{name: geneval}]", f"output={tmp_path}"])
     with pytest.raises(ConfigError, match=r"data\.prompts: prompt 1, .* has no 'include', which the reward 'geneval'"):
         assembly.assemble(resolve(config), ALONE, tmp_path)

@@ -13,8 +13,8 @@ from flowrl.rewards.vlm_judge import win_rates
 from PIL import Image
 from torch.testing import assert_close
 
-from flowrl.components import reward_plan
 from flowrl.reward import RewardError, Scorer, WeightedReward
+from flowrl.reward_entries import reward_plan
 from flowrl.rewards import _backends, _rubrics, edit_score, unified_reward, vlm_judge, vqa_score
 
 

@@ -14,8 +14,8 @@ from flowrl.rewards._bertscore import Options
 from PIL import Image
 from torch.testing import assert_close
 
-from flowrl.components import reward_plan
 from flowrl.reward import RewardError
+from flowrl.reward_entries import reward_plan
 from flowrl.rewardcheck import Material, Trials, material
 from flowrl.rewards import _backends, _bertscore, _images, vlm_caption
 from tests import toy_vlm

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from flowrl.components import reward_plan
 from flowrl.errors import ConfigError
 from flowrl.reward import Card, Gate, Reward, RewardError, Scorer, WeightedReward
+from flowrl.reward_entries import reward_plan
 from flowrl.scorecache import Folder, Memory, ScoreCache
 
 NAN = math.nan

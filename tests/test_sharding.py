@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from flowrl import checkpoint
 from flowrl.buffer import forwards, microbatches
 from flowrl.checkpoint import Checkpoint, CheckpointError, Rows
-from flowrl.config import load_config, resolve
 from flowrl.distributed import Elsewhere, World
 from flowrl.errors import ConfigError
+from flowrl.load import load_config, resolve
 from tests import test_buffer, test_evaluate
 from tests.e2e.conftest import BASE
 from tests.toys import OneOf, ToyAdapter

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.components import reward_plan
 from flowrl.errors import ConfigError, RewardError, RewardFailure
 from flowrl.judges import probe
 from flowrl.overlap import Ahead
 from flowrl.prompts import Prompt
 from flowrl.reward import Card, Reward, Scorer, WeightedReward, score_once
+from flowrl.reward_entries import reward_plan
 from flowrl.rewardcheck import Trials, material
 from flowrl.scorecache import Memory, ScoreCache
 from flowrl.surroundings import OF_A_THREAD, OF_THE_PROCESS, Conduct, Numbers, Settings

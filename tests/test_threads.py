@@ -10,9 +10,9 @@ import threading
 import pytest
 import torch
 
-from flowrl.components import reward_plan
 from flowrl.errors import ConfigError
 from flowrl.reward import Card, Reward, RewardError, Scorer, WeightedReward
+from flowrl.reward_entries import reward_plan
 from flowrl.threads import Ambient, TimeLimit
 
 SOON, WAIT_S = 0.05, 60.0

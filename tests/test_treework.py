@@ -11,9 +11,10 @@ import torch
 from flowrl.algorithms import branch_grpo
 from flowrl.branching import Branching
 from flowrl.commands.plan import _samples_text, _tree_table, geometry, step_plan
-from flowrl.config import Resolved, load_config, resolve
+from flowrl.load import load_config, resolve
 from flowrl.memory import estimate, skeleton
 from flowrl.metrics import Sums
+from flowrl.resolved import Resolved
 from flowrl.rollout import Evaluations, run
 from flowrl.treework import tree_work
 from tests.toys import Session, ToyAdapter, learner_of, roll_out, rollout_of

@@ -108,8 +108,8 @@ def test_options_that_mean_nothing_are_refused(options, message):
     ],
 )
 def test_a_run_refuses_a_bad_option_before_it_loads_anything(tmp_path, override, words):
-    from flowrl.config import load_config, resolve
     from flowrl.errors import ConfigError
+    from flowrl.load import load_config, resolve
 
     file = tmp_path / "run.yaml"
     file.write_text(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowrl.config import Resolved
+    from flowrl.resolved import Resolved
 
 
 @dataclass(frozen=True, slots=True)

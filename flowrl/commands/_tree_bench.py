@@ -92,8 +92,9 @@ def measure(overrides: list[str], rounds: int, methods: Mapping[str, tuple[str, 
 
 
 def _trainer(overrides: list[str]) -> Any:
-    from flowrl.config import RunConfig, resolve
+    from flowrl.config import RunConfig
     from flowrl.distributed import join
+    from flowrl.load import resolve
     from flowrl.runs import RunFolder
     from flowrl.strict import apply_override, validate
     from flowrl.trainer import Trainer

@@ -26,7 +26,7 @@ def command(
         print(line)
     failed |= not _report("two processes over gloo", _two_processes)
     if config is not None:
-        from flowrl.config import load_config, resolve
+        from flowrl.load import load_config, resolve
 
         resolved = resolve(load_config(config, overrides))
         plans = resolved.rewards + resolved.eval_rewards

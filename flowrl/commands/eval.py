@@ -25,12 +25,12 @@ def command(
 ) -> None:
     """Scores on the evaluation's prompts with 95 % intervals; the same seeds as in training runs."""
     from flowrl import status
-    from flowrl.config import load_config, resolve
     from flowrl.contents import require_unedited
     from flowrl.errors import no_exit
     from flowrl.evaluate import Evaluation
     from flowrl.files import out_folder
     from flowrl.inputs import collect
+    from flowrl.load import load_config, resolve
     from flowrl.report import told_accuracy
     from flowrl.statistics import summary
     from flowrl.trainer import Trainer

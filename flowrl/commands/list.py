@@ -128,8 +128,8 @@ def _show(name: str) -> None:
     """The whole card and the reward's own options with their defaults."""
     import dataclasses
 
-    from flowrl.components import imported
     from flowrl.errors import ConfigError
+    from flowrl.reward_entries import imported
 
     module = imported(name, "flowrl list rewards")
     card = getattr(module, "CARD", None)

@@ -41,7 +41,7 @@ def command(
     if out is None:
         raise ConfigError("--out DIR is required: a folder for the pairs")
     out_folder(out)
-    from flowrl.config import load_config, resolve
+    from flowrl.load import load_config, resolve
     from flowrl.pairing import make
     from flowrl.pairplan import Wanted
     from flowrl.pairplan import check as refuse

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from flowrl.config import Resolved
     from flowrl.memory import Estimate
     from flowrl.plan import StepPlan
+    from flowrl.resolved import Resolved
 
 PROCESSES = (1, 2, 8)
 
@@ -32,7 +32,7 @@ def command(
 
     from flowrl.checks import check_model
     from flowrl.commands._plan_data import data_here
-    from flowrl.config import load_config, resolve
+    from flowrl.load import load_config, resolve
 
     resolved = resolve(load_config(config, overrides), offline=True)
     data = data_here(resolved)

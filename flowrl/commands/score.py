@@ -13,8 +13,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from flowrl.components import RewardPlan
     from flowrl.reward import Scorer
+    from flowrl.reward_entries import RewardPlan
 
 LINES = "scores.jsonl"
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif"}
@@ -103,8 +103,8 @@ def _warn(text: str) -> None:
 
 def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
     """The rewards with their options; of several each option names its own."""
-    from flowrl.components import check_plans, reward_plan
     from flowrl.errors import ConfigError
+    from flowrl.reward_entries import check_plans, reward_plan
     from flowrl.strict import apply_override
 
     trees: dict[str, dict[str, Any]] = {}

@@ -32,7 +32,7 @@ def command(
     grouped = "WORLD_SIZE" in os.environ
     if processes > 1 and not grouped:
         raise SystemExit(_launch(config, overrides or [], _flags(resume, accept), processes))
-    from flowrl.config import load_config, resolve
+    from flowrl.load import load_config, resolve
     from flowrl.trainer import Trainer
 
     with no_exit():
@@ -45,9 +45,9 @@ def _flags(resume: bool, accept: bool) -> list[str]:
 
 def _launch(config: str, overrides: list[str], flags: list[str], processes: int) -> int:
     """Validate once, hold the run folder, and run the workers."""
-    from flowrl.config import load_config, resolve
     from flowrl.distributed import launch, require_devices
     from flowrl.errors import no_exit
+    from flowrl.load import load_config, resolve
     from flowrl.runs import RunFolder
 
     with no_exit():

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from flowrl.components import RewardPlan, reward_plan
 from flowrl.errors import Fault, described
 from flowrl.orphans import watch_parent
 from flowrl.reward import RewardError, WeightedReward, score_once
+from flowrl.reward_entries import RewardPlan, reward_plan
 from flowrl.rewards._transport import unpack
 from flowrl.rewards._wire import fingerprint, plain_card
 from flowrl.runs import versions

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from flowrl import registry
-from flowrl.components import RewardEntry
 from flowrl.reward import Card, RewardError
+from flowrl.reward_entries import RewardEntry
 from flowrl.rewardcheck import Trials, material
 
 NAMES = registry.names("rewards")

@@ -45,7 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def train(*overrides: str, resume: bool = False) -> dict:
     """Train in this process."""
-    from flowrl.config import load_config, resolve
+    from flowrl.load import load_config, resolve
     from flowrl.trainer import Trainer
 
     return Trainer(resolve(load_config("run.yaml", list(overrides)))).fit(resume=resume)

@@ -33,7 +33,7 @@ def small(recipe: Path) -> list[str]:
 
 
 def fit(recipe: Path, *overrides: str, resume: bool = False) -> dict:
-    from flowrl.config import load_config, resolve
+    from flowrl.load import load_config, resolve
     from flowrl.trainer import Trainer
 
     return Trainer(resolve(load_config(recipe, [*small(recipe), *overrides]))).fit(resume=resume)

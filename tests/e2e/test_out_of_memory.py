@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flowrl.attempts import Attempts, Batch, Counts
-from flowrl.config import load_config, resolve
 from flowrl.distributed import World
 from flowrl.errors import OutOfMemory, RewardError
+from flowrl.load import load_config, resolve
 from flowrl.models.sd3 import Sd3
 from flowrl.outofmemory import explained
 from flowrl.phases import out_of_memory, phase

@@ -15,8 +15,8 @@ from PIL import Image
 
 from flowrl import media
 from flowrl.commands._pair_check import look
-from flowrl.config import load_config, resolve
 from flowrl.errors import ConfigError
+from flowrl.load import load_config, resolve
 from flowrl.pairfolder import PairFolder
 from flowrl.pairing import judge
 from flowrl.pairplan import rollout_plan

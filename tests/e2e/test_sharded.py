@@ -16,8 +16,8 @@ import yaml
 from safetensors.torch import load_file
 
 from flowrl import checkpoint
-from flowrl.config import load_config, resolve
 from flowrl.errors import ConfigError
+from flowrl.load import load_config, resolve
 from flowrl.prompts import PromptSource
 from flowrl.sources import load_prompts
 from tests import ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.config import load_config, resolve
 from flowrl.errors import ConfigError
+from flowrl.load import load_config, resolve
 from tests import ranks
 from tests.e2e.conftest import digest, finish, start, train
 from tests.e2e.test_sharded import ROOT, SHARD, assert_same_update

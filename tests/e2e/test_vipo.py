@@ -32,7 +32,7 @@ def test_maps_of_ones_and_one_ratio_for_all_train_plain_flow_grpo_bitwise(place:
 
 
 def test_a_run_by_position_resumes_bitwise_and_is_evaluated_without_a_backbone(place: Path, monkeypatch):
-    from flowrl.config import load_config, resolve
+    from flowrl.load import load_config, resolve
     from flowrl.trainer import Trainer
 
     train("name=whole", *SMALL, *POSITION)

@@ -1,0 +1,67 @@
+"""From a YAML file or a run folder to a resolved run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowrl.checks import check
+from flowrl.components import component, model_component
+from flowrl.config import RunConfig, to_tree
+from flowrl.contents import stand_ins
+from flowrl.locate import located, origin_of
+from flowrl.places import placed
+from flowrl.resolved import Resolved
+from flowrl.reward_entries import reward_plan
+from flowrl.strict import Options, find_config, load_tree, validate
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read, override, make paths absolute (`flowrl/locate.py`) and validate; components are validated by `resolve`.
+
+    `path` is a YAML file or a run folder, whose name and place then are the run's.
+
+    Raises:
+        ConfigError: one clear message, nothing loaded.
+    """
+    tree, file = load_tree(path, overrides), find_config(path)
+    of_a_run = file.name == "config.yaml" and (file.parent / "provenance.json").is_file()
+    tree, origin = as_it_was(tree) if of_a_run else tree, origin_of(file, overrides)
+    stand_ins(file.parent, tree)
+    return placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))
+
+
+def as_it_was(tree: Options) -> Options:
+    """A run folder's configuration, whatever version wrote it: an option that came later has the value that the run
+    was made with, where its default is another."""
+    data = tree.get("data")
+    return tree | {"data": {"eval_share": 0.0} | data} if isinstance(data, dict) else tree
+
+
+def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:
+    """Find every component and check what spans several of them.
+
+    Args:
+        run: the configuration.
+        offline: ask no hub which adapter a model wants.
+
+    Raises:
+        ConfigError, ModelError: naming the key, the value and the remedy.
+    """
+    resolved = placed(RunConfig, to_tree(run), lambda: _found(run, offline=offline))
+    check(resolved)
+    return resolved
+
+
+def _found(run: RunConfig, *, offline: bool) -> Resolved:
+    """The run with its components, each by itself valid."""
+    model = model_component(run.model, offline=offline)
+    algorithm = component("algorithms", run.algorithm, "algorithm", "flow_grpo")
+    own_sampler = getattr(algorithm.config, "SAMPLER", "flow_sde")
+    return Resolved(
+        run=run,
+        model=model,
+        sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", own_sampler),
+        algorithm=algorithm,
+        rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
+        eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),
+    )
