@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flowrl.algorithms.base import Algorithm, Networks, NoiseAlgorithm
+from flowrl.algorithms.base import Method, Networks, NoiseMethod
 from flowrl.checks import check_model, check_trained
 from flowrl.config import EvalConfig, RunConfig
 from flowrl.contents import Input, set_of
@@ -59,7 +59,7 @@ class Parts:
     weights: Weights
     dtype: torch.dtype
     texts: Texts
-    algorithm: Algorithm
+    algorithm: Method
     optimizer: Optimizer
     schedule: Schedule
     sampler: Sampler
@@ -139,7 +139,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     """
     config, options = resolved.run, resolved.model.config
     _require_samples(resolved, world)
-    algorithm: Algorithm = resolved.algorithm.build()
+    algorithm: Method = resolved.algorithm.build()
     data = _data(config, algorithm)
     scorer, watched = build_scorers(
         resolved.rewards, resolved.eval_rewards, data.prompts.listed, data.prompts.looked_up
@@ -211,7 +211,7 @@ def _embedded(texts: Texts, prompts: Sequence[Identity]) -> Condition:
     return texts.lookup([Prompt(text, pictures=pictures) for text, pictures in prompts])
 
 
-def _data(config: RunConfig, algorithm: Algorithm) -> _Data:
+def _data(config: RunConfig, algorithm: Method) -> _Data:
     """Prompts and pictures of a run, read before anything else."""
     prompts = run_prompts(config, algorithm.needs)
     if algorithm.needs == "noise":
@@ -233,7 +233,7 @@ def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAd
     return adapter
 
 
-def _optimizer(resolved: Resolved, algorithm: Algorithm, weights: Weights, world: World) -> Optimizer:
+def _optimizer(resolved: Resolved, algorithm: Method, weights: Weights, world: World) -> Optimizer:
     config = resolved.run
     updates = config.iterations * config.optim.updates_per_iteration * algorithm.passes
     # Under a law of the noise no gradient goes through the network.
@@ -241,8 +241,8 @@ def _optimizer(resolved: Resolved, algorithm: Algorithm, weights: Weights, world
     return Optimizer(weights, config.optim, updates, loss_scaling=scaled, world=world)
 
 
-def _maps(algorithm: Algorithm, adapter: ModelAdapter, world: World) -> Mapper | None:
-    spatial = getattr(algorithm, "spatial", None)
+def _maps(algorithm: Method, adapter: ModelAdapter, world: World) -> Mapper | None:
+    spatial = algorithm.spatial
     if spatial is None:
         return None
     layout = {"grid": packed_grid(adapter), "channel_axis": channel_axis(adapter)}
@@ -260,7 +260,7 @@ def _weights(resolved: Resolved, adapter: ModelAdapter, world: World, split_at: 
 
 
 def _noise(
-    algorithm: NoiseAlgorithm, adapter: ModelAdapter, options: ModelConfig, world: World, train: Sequence[Prompt]
+    algorithm: NoiseMethod, adapter: ModelAdapter, options: ModelConfig, world: World, train: Sequence[Prompt]
 ) -> NoiseWeights:
     """The laws of the initial noise, with the adapter frozen on its device."""
     adapter.network.requires_grad_(False)
@@ -297,8 +297,7 @@ def _evaluator(
 
 
 def _require_samples(resolved: Resolved, world: World) -> None:
-    count = getattr(resolved.algorithm.config, "leaves", None)
-    leaves = 1 if count is None else count(resolved.run.rollout.num_inference_steps)
+    leaves = resolved.algorithm.config.leaves(resolved.run.rollout.num_inference_steps)
     samples = resolved.slots * resolved.group_size
     if samples // leaves < world.size:
         what = "data.pairs_per_iteration" if resolved.members else "rollout.prompts_per_iteration x rollout.group_size"
@@ -308,8 +307,8 @@ def _require_samples(resolved: Resolved, world: World) -> None:
         )
 
 
-def _require_whole_groups(algorithm: Algorithm, prompts: int, world: World) -> None:
-    if getattr(algorithm, "unit", "term") in ("group", "prompt") and prompts < world.size:
+def _require_whole_groups(algorithm: Method, prompts: int, world: World) -> None:
+    if algorithm.unit in ("group", "prompt") and prompts < world.size:
         key = "data.pairs_per_iteration" if algorithm.members else "rollout.prompts_per_iteration"
         raise ConfigError(
             f"{key}={prompts}: the loss compares all samples of a prompt, which must lie on "
@@ -318,7 +317,7 @@ def _require_whole_groups(algorithm: Algorithm, prompts: int, world: World) -> N
 
 
 def _require_plan(
-    algorithm: Algorithm, sampler: Sampler, schedule: Schedule, adapter: ModelAdapter, seed: int
+    algorithm: Method, sampler: Sampler, schedule: Schedule, adapter: ModelAdapter, seed: int
 ) -> StepPlan:
     """The first plan: one that cannot be made or walked is the user's to mend, now rather than after the base
     evaluation."""

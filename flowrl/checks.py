@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.matching import is_cfg
 from flowrl.models.base import unguided
 from flowrl.plan import StepPlan
-from flowrl.process import VPProcess
 from flowrl.resolved import Resolved
 from flowrl.reward_entries import check_plans
 from flowrl.samplers.base import takes_vp
@@ -25,7 +25,7 @@ def check(resolved: Resolved) -> None:
     _check_rewards(resolved)
     _check_credit(resolved)
     _check_exploration(resolved)
-    if getattr(resolved.algorithm.build(), "needs", "edges") == "edges":
+    if resolved.algorithm.build().needs == "edges":
         _check_guidance(resolved)
         _check_steps(resolved)
         _check_transitions(resolved)
@@ -46,10 +46,11 @@ def check_model(resolved: Resolved, adapter: Any) -> list[str]:
         ConfigError: the KL's divisor is not for its process, a guidance scale changes nothing, or a distilled
             checkpoint does not take it.
     """
-    _check_divisor(resolved, adapter)
+    if adapter is not None:
+        _method_checks(resolved, lambda: resolved.algorithm.config.check_process(adapter.process))
     how, run, method = getattr(adapter, "distilled", ""), resolved.run, resolved.algorithm
     scales = [("rollout.guidance_scale", run.rollout.guidance_scale), ("eval.guidance_scale", run.eval.guidance_scale)]
-    scales.append(("algorithm.guidance_scale", getattr(method.config, "guidance_scale", None)))
+    scales.append(("algorithm.guidance_scale", method.config.guidance_scale))
     scales += [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
     if adapter is not None and is_cfg(adapter):
         _check_below(scales, unguided(adapter), type(getattr(adapter, "pipeline", adapter)).__name__)
@@ -82,28 +83,14 @@ def _check_below(scales: list[tuple[str, float | None]], none: float, kind: str)
             )
 
 
-def _check_divisor(resolved: Resolved, adapter: Any) -> None:
-    divisor = getattr(getattr(resolved.algorithm.config, "kl", None), "divisor", None)
-    if divisor == "flow_grpo" and isinstance(getattr(adapter, "process", None), VPProcess):
-        raise ConfigError(
-            "algorithm.kl.divisor=flow_grpo multiplies the KL of a step by |dt|, which belongs to the law of a flow's "
-            "SDE; on this noise-prediction model (VP) it would weigh the steps a hundredfold unevenly: leave it out, "
-            "which is variance here, or set variance or none"
-        )
-
-
 def check_trained(resolved: Resolved, plan: StepPlan) -> None:
     """What the number of trained steps does not allow, known once the model's grid is.
 
     Raises:
         ConfigError: naming the key.
     """
-    asked = getattr(resolved.algorithm.config, "check_trained", None)
-    try:
-        if asked is not None:
-            asked(resolved.run.samples_per_iteration, len(plan.train))
-    except ValueError as error:
-        raise ConfigError(f"algorithm ({resolved.algorithm.name}): {error}") from None
+    samples = resolved.run.samples_per_iteration
+    _method_checks(resolved, lambda: resolved.algorithm.config.check_trained(samples, len(plan.train)))
 
 
 def _check_source(resolved: Resolved) -> None:
@@ -133,7 +120,7 @@ def _check_source(resolved: Resolved) -> None:
         raise ConfigError("eval.best_guidance: there is no reward to compare by; give eval.rewards, or leave it out")
     if run.eval.rewards and run.data.eval_prompts is None:
         raise ConfigError("eval.rewards: there are no prompts to draw pictures for; give data.eval_prompts")
-    if run.data.eval_pairs is not None and not hasattr(resolved.algorithm.build(), "preferred"):
+    if run.data.eval_pairs is not None and not resolved.algorithm.build().prefers:
         raise ConfigError(f"data.eval_pairs: {name} prefers no picture to another; leave it out")
     for item in dataclasses.fields(run.rollout):
         value = getattr(run.rollout, item.name)
@@ -157,7 +144,7 @@ def _check_rewards(resolved: Resolved) -> None:
 
 
 def _check_guidance(resolved: Resolved) -> None:
-    wanted = getattr(resolved.algorithm.config, "guidance_scale", None)
+    wanted = resolved.algorithm.config.guidance_scale
     given = resolved.run.rollout.guidance_scale
     if wanted is not None and wanted != given:
         raise ConfigError(
@@ -168,18 +155,15 @@ def _check_guidance(resolved: Resolved) -> None:
 
 def _check_credit(resolved: Resolved) -> None:
     """The method's way to compare samples against the size of a group."""
-    check_group = getattr(resolved.algorithm.config, "check_group", None)
-    if check_group is None:
-        return
     try:
-        check_group(resolved.group_size)
+        resolved.algorithm.config.check_group(resolved.group_size)
     except ValueError as error:
         raise ConfigError(f"algorithm.{error}") from None
 
 
 def _check_steps(resolved: Resolved) -> None:
     run, sampler = resolved.run, resolved.sampler.build()
-    steps, trained = run.rollout.num_inference_steps, getattr(resolved.algorithm.config, "sde_steps", None)
+    steps, trained = run.rollout.num_inference_steps, resolved.algorithm.config.sde_steps
     # Flows end at clean data. Where a noise-prediction model's last step ends is known once its scheduler is.
     flow = not takes_vp(sampler)
     if steps < 1 + flow:
@@ -201,14 +185,13 @@ def _check_steps(resolved: Resolved) -> None:
 
 def _check_trees(resolved: Resolved) -> None:
     """The samples of a prompt are the leaves of whole trees, where a method has trees."""
-    count, rollout = getattr(resolved.algorithm.config, "leaves", None), resolved.run.rollout
-    leaves = 1 if count is None else count(rollout.num_inference_steps)
+    config, rollout = resolved.algorithm.config, resolved.run.rollout
+    leaves, least = config.leaves(rollout.num_inference_steps), config.least_trees
     if rollout.group_size % leaves:
         raise ConfigError(
             f"rollout.group_size={rollout.group_size}: the samples of a prompt are the leaves of whole trees, and one "
             f"of {resolved.algorithm.name} has {leaves} here; use a multiple of {leaves}"
         )
-    least = getattr(resolved.algorithm.config, "TREES", 1)
     if rollout.group_size < least * leaves:
         raise ConfigError(
             f"rollout.group_size={rollout.group_size}: {resolved.algorithm.name} compares the trees of a prompt, and "
@@ -226,7 +209,7 @@ def _check_trees(resolved: Resolved) -> None:
 
 
 def _check_transitions(resolved: Resolved) -> None:
-    if getattr(resolved.algorithm.build(), "transitions", None) is not None and resolved.model.config.shard:
+    if resolved.algorithm.build().transitions is not None and resolved.model.config.shard:
         raise ConfigError(
             f"model.shard=true: a network that is split needs its processes in step, and the "
             f"transitions that {resolved.algorithm.name} remembers are shared out unevenly; set it to false"
@@ -238,7 +221,7 @@ def _check_exploration(resolved: Resolved) -> None:
     options = run.rollout.exploration
     if options is None:
         return
-    if getattr(resolved.algorithm.build(), "needs", "edges") != "samples":
+    if resolved.algorithm.build().needs != "samples":
         raise ConfigError(
             f"rollout.exploration: {resolved.algorithm.name} compares all samples of a prompt with their mean, which "
             "choosing the extremes would shift; use a method on finished samples, such as diffusion_nft, or set it to "
@@ -314,17 +297,16 @@ def _check_noise(resolved: Resolved) -> None:
 
 
 def _check_method(resolved: Resolved) -> None:
-    """What the method itself asks of sampler, steps, samples and updates, where its Config has the checks."""
+    """What the method itself asks of sampler, steps, samples and updates."""
     run, config = resolved.run, resolved.algorithm.config
-    asked = {
-        "check": (resolved.sampler.build(), run.rollout.num_inference_steps),
-        "check_geometry": (
-            *(run.samples_per_iteration, run.rollout.num_inference_steps, run.optim.updates_per_iteration),
-        ),
-    }
+    steps, updates = run.rollout.num_inference_steps, run.optim.updates_per_iteration
+    _method_checks(resolved, lambda: config.check(resolved.sampler.build(), steps))
+    _method_checks(resolved, lambda: config.check_geometry(run.samples_per_iteration, steps, updates))
+
+
+def _method_checks(resolved: Resolved, check: Callable[[], None]) -> None:
+    """Run a check of the method's options; its error names the method."""
     try:
-        for name, values in asked.items():
-            if hasattr(config, name):
-                getattr(config, name)(*values)
+        check()
     except ValueError as error:
         raise ConfigError(f"algorithm ({resolved.algorithm.name}): {error}") from None

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flowrl import media
 from flowrl.advantages import Advantages, aggregate
-from flowrl.algorithms.base import EdgeAlgorithm
+from flowrl.algorithms.base import EdgeMethod
 from flowrl.assembly import Parts
 from flowrl.branching import Branching
 from flowrl.checkpoint import write_atomically
@@ -104,7 +104,7 @@ class EvalTree:
             "method": parts.resolved.algorithm.name,
             "prompt": parts.prompts.evaluated[0].text,
             "guidance_scale": parts.policy.guidance_scale,
-            **told(rollout, weights, credit, getattr(parts.algorithm.config, "path_weight", 0.0)),
+            **told(rollout, weights, credit, parts.algorithm.config.path_weight),
             "sheet": {"columns": columns, "width": width, "height": height},
             "note": note,
         }
@@ -154,11 +154,11 @@ class EvalTree:
         return replace(rollout, rewards=scores.values[:, None], raw=raw), scores.weights
 
     @property
-    def _method(self) -> EdgeAlgorithm:
+    def _method(self) -> EdgeMethod:
         algorithm: Any = self.parts.algorithm
         return algorithm
 
-    def _copy(self) -> EdgeAlgorithm:
+    def _copy(self) -> EdgeMethod:
         """The method as a checkpoint would bring it back: what it remembers may be looked at, and nothing is added."""
         copy: Any = self.parts.resolved.algorithm.build()
         copy.load_state_dict(self.parts.algorithm.state_dict())
@@ -166,7 +166,7 @@ class EvalTree:
 
 
 def credited(
-    algorithm: EdgeAlgorithm, rollout: Rollout, weights: Tensor, iteration: int
+    algorithm: EdgeMethod, rollout: Rollout, weights: Tensor, iteration: int
 ) -> tuple[Advantages | None, str | None]:
     """Credit by edge of one tree, and a remark on it; None where the method does not compare so little.
 
@@ -176,7 +176,7 @@ def credited(
         weights: [R].
         iteration: counted from 1.
     """
-    if getattr(algorithm.config, "TREES", 1) > 1:
+    if algorithm.config.least_trees > 1:
         return None, "The method compares the trees of a prompt with each other, and this is one of them."
     try:
         algorithm.config.check_group(rollout.plan.leaves)

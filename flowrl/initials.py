@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import Advantages
-from flowrl.algorithms.base import Networks, NoiseAlgorithm
+from flowrl.algorithms.base import Networks, NoiseMethod
 from flowrl.batches import InitialBatch
 from flowrl.buffer import update_chunks
 from flowrl.config import RunConfig
@@ -30,7 +30,7 @@ class Initials:
     def __init__(
         self,
         config: RunConfig,
-        algorithm: NoiseAlgorithm,
+        algorithm: NoiseMethod,
         networks: Networks,
         world: World,
         rollout: Rollout,
@@ -102,7 +102,7 @@ def require_own_prompts(train: Sequence[Prompt], evaluated: Sequence[Prompt]) ->
 
 
 def noise_weights(
-    algorithm: NoiseAlgorithm, train: Sequence[Prompt], shape: Sequence[int], device: torch.device
+    algorithm: NoiseMethod, train: Sequence[Prompt], shape: Sequence[int], device: torch.device
 ) -> NoiseWeights:
     """The laws of the training prompts."""
     noise = LearnedNoise([identity(prompt) for prompt in train], shape).to(device)
@@ -110,7 +110,7 @@ def noise_weights(
 
 
 def add_calibration(
-    algorithm: NoiseAlgorithm, weights: NoiseWeights, texts: Texts, train: Sequence[Prompt], seed: int
+    algorithm: NoiseMethod, weights: NoiseWeights, texts: Texts, train: Sequence[Prompt], seed: int
 ) -> None:
     """Give the laws their V, on the features of their prompts, where the method wants one."""
     if algorithm.value is None:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from flowrl.advantages import Advantages
-from flowrl.algorithms.base import Algorithm, Networks
+from flowrl.algorithms.base import Method, Networks
 from flowrl.batches import Microbatch
 from flowrl.config import RunConfig
 from flowrl.distributed import World
@@ -45,7 +45,7 @@ class Learner:
     def __init__(
         self,
         config: RunConfig,
-        algorithm: Algorithm,
+        algorithm: Method,
         networks: Networks,
         optimizer: Optimizer,
         world: World,

@@ -56,11 +56,10 @@ def _found(run: RunConfig, *, offline: bool) -> Resolved:
     """The run with its components, each by itself valid."""
     model = model_component(run.model, offline=offline)
     algorithm = component("algorithms", run.algorithm, "algorithm", "flow_grpo")
-    own_sampler = getattr(algorithm.config, "SAMPLER", "flow_sde")
     return Resolved(
         run=run,
         model=model,
-        sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", own_sampler),
+        sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", algorithm.config.default_sampler),
         algorithm=algorithm,
         rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
         eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),

@@ -179,11 +179,8 @@ def nodes_per_sample(plan: StepPlan) -> int:
 def trained_share(resolved: Resolved, plan: StepPlan) -> float:
     """Share of a rollout's edges that is trained where no group is dead: a method may select samples and steps."""
     run, algorithm, size = resolved.run, resolved.algorithm.build(), resolved.group_size
-    if algorithm.needs == "samples":
-        return algorithm.taken(size) / size
-    rule = getattr(algorithm.config, "advantages", None)
-    samples = 1.0 if rule is None or rule.select is None else rule.select.keep / size
-    if algorithm.needs == "noise":
+    samples = algorithm.taken(size) / size
+    if algorithm.needs != "edges":
         return samples
     if algorithm.transitions is not None:  # drawn from many iterations, as many as the method says
         return algorithm.config.batch / (run.samples_per_iteration * len(plan.train))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import Advantages
-from flowrl.algorithms.base import Networks, SampleAlgorithm
+from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.batches import NoisedBatch
 from flowrl.buffer import update_chunks
 from flowrl.config import RunConfig
@@ -33,7 +33,7 @@ class Noising:
     def __init__(
         self,
         config: RunConfig,
-        algorithm: SampleAlgorithm,
+        algorithm: SampleMethod,
         networks: Networks,
         world: World,
         evaluations: Evaluations,

@@ -51,7 +51,7 @@ def _places(root: type, tree: Options) -> Iterator[str]:
         yield from dotted(method, "algorithm.")
     rollout = tree.get("rollout")
     named = rollout.get("sampler") if isinstance(rollout, dict) else None
-    sampler = _config("samplers", named, getattr(method, "SAMPLER", "flow_sde"))
+    sampler = _config("samplers", named, "flow_sde" if method is None else method.default_sampler)
     if sampler is not None:
         yield from dotted(sampler, "rollout.sampler.")
     yield from dotted(RewardEntry, "rewards.0.")

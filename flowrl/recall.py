@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import Advantages
-from flowrl.algorithms.base import Networks, TransitionAlgorithm
+from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.batches import Microbatch
 from flowrl.config import RunConfig
 from flowrl.distributed import World
@@ -41,7 +41,7 @@ class Recall:
     def __init__(
         self,
         config: RunConfig,
-        algorithm: TransitionAlgorithm,
+        algorithm: EdgeMethod,
         networks: Networks,
         world: World,
         rollout: Rollout,

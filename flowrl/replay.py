@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import Advantages
-from flowrl.algorithms.base import EdgeAlgorithm, Networks
+from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.batches import Microbatch
 from flowrl.buffer import forwards, microbatches, update_chunks
 from flowrl.config import RunConfig
@@ -29,7 +29,7 @@ class Replay:
     def __init__(
         self,
         config: RunConfig,
-        algorithm: EdgeAlgorithm,
+        algorithm: EdgeMethod,
         networks: Networks,
         world: World,
         evaluations: Evaluations,
@@ -44,7 +44,7 @@ class Replay:
         rollout = replace(rollout, edges=algorithm.annotated(rollout, credit))
         self.rollout, self.adapter, self.sharded = rollout, networks.policy.adapter, sharded
         self.evaluations = evaluations
-        self.recompute = getattr(algorithm.config, "old_log_prob", "rollout") == "recompute"
+        self.recompute = algorithm.recompute
         edges, identity, leaves = rollout.edges, rollout.identity, rollout.plan.leaves
         kept = algorithm.kept_edges(rollout.samples.ids, rollout.plan, iteration, config.seed)
         if credit.steps is None or credit.pruned is None:

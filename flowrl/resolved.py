@@ -25,7 +25,7 @@ class Resolved:
     @property
     def members(self) -> tuple[Member, ...]:
         """Where each sample of a slot comes from; empty: the rollout draws all of them."""
-        return getattr(self.algorithm.build(), "members", ())
+        return self.algorithm.build().members
 
     @property
     def slots(self) -> int:
@@ -47,6 +47,6 @@ class Resolved:
         tree = to_tree(self.run)
         for place, part in (("model", self.model), ("algorithm", self.algorithm)):
             tree[place] = {"name": part.name} | to_tree(part.config)
-        if getattr(self.algorithm.build(), "needs", "edges") == "edges":
+        if self.algorithm.build().needs == "edges":
             tree["rollout"]["sampler"] = {"name": self.sampler.name} | to_tree(self.sampler.config)
         return tree

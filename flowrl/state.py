@@ -52,8 +52,7 @@ def save(trainer: Trainer, iteration: int, *, alone: bool = False) -> None:
     moments, counters = trainer.optimizer.state()
     tensors = {f"weights/{k}": v for k, v in weights.state().items()}
     tensors |= {f"optim/{k}": v for k, v in moments.items()}
-    own_tensors = getattr(trainer.algorithm, "tensors", dict)()  # of a method that remembers more than plain data
-    tensors |= {f"{_ALGORITHM}{k}": v for k, v in own_tensors.items()}
+    tensors |= {f"{_ALGORITHM}{k}": v for k, v in trainer.algorithm.tensors().items()}
     state = {
         "optimizer": counters,
         **trainer.plain,
@@ -139,8 +138,7 @@ def load(trainer: Trainer, folder: Path, iteration: int, accept_changes: bool = 
     trainer.optimizer.load_state(split["optim"], found[0].state["optimizer"])
     trainer.algorithm.load_state_dict(found[0].state["algorithm"])
     if split["algorithm"]:
-        remembering: Any = trainer.algorithm
-        remembering.load_tensors(split["algorithm"])
+        trainer.algorithm.load_tensors(split["algorithm"])
     if not (accept_changes and trainer.resolved.run.data.pairs is not None):
         trainer.source.load_state_dict(found[0].state["source"])  # of given pictures it only says which set they are
     trainer.collector.load_state_dict(found[0].state["collector"])

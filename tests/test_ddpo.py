@@ -252,5 +252,5 @@ def test_defaults_are_those_of_the_official_code():
     assert (rule.name, rule.clip, rule.eps, rule.ddof, rule.std) == ("batch", 5.0, 1e-6, 0, "global")
     assert (rule.history.buffer_size, rule.history.min_count) == (16, 16)
     assert (config.kl.coef, config.timestep_fraction, config.passes) == (0.0, 1.0, 1)
-    assert (ddpo.Config.SAMPLER, DDIM.default_noise_level()) == ("ddim", 1.0)
+    assert (ddpo.Config.default_sampler, DDIM.default_noise_level()) == ("ddim", 1.0)
     assert isinstance(build(config).plan(vp_schedule(4), DDIM, 1, 0), StepPlan)

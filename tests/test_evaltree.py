@@ -40,7 +40,7 @@ class Place:
     def __init__(self, folder: Path, name: str, *, num_steps=6, world=None, sharded=False, score=light, **options):
         self.module = registry.load("algorithms", name)
         self.config = self.module.Config(**options)
-        sampler = registry.load("samplers", getattr(self.config, "SAMPLER", "flow_sde"))
+        sampler = registry.load("samplers", self.config.default_sampler)
         self.folder, self.adapter = folder, ToyAdapter()
         self.algorithm, self.sampler = self.module.build(self.config), sampler.build(sampler.Config())
         self.prompts = (Prompt("held out"), Prompt("never drawn"))

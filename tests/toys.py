@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowrl import registry, rng
 from flowrl.advantages import Advantages
-from flowrl.algorithms.base import Algorithm, Networks, SampleAlgorithm
+from flowrl.algorithms.base import Method, Networks, SampleMethod
 from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import build as build_grpo
 from flowrl.batches import LossOutput, Microbatch, NoisedBatch
@@ -155,7 +155,7 @@ class Session:
 
     adapter: ToyAdapter
     weights: Weights
-    algorithm: Algorithm
+    algorithm: Method
     policy: Policy
     networks: Networks
     plan: StepPlan
@@ -178,7 +178,7 @@ class Session:
         return list(microbatches(*data, batch_size=size, order=order))
 
     def gradient(self, advantage: Tensor, **options: int) -> dict[str, Tensor]:
-        """Of the mean loss over all edges, by parameter name, through Algorithm.loss."""
+        """Of the mean loss over all edges, by parameter name, through Method.loss."""
         self.adapter.network.zero_grad()
         for batch in self.batches(advantage, **options):
             (self.algorithm.loss(batch, self.networks).loss / len(self.edges)).backward()
@@ -197,7 +197,7 @@ def roll_out(
     iteration: int = 1,
     shared_start: bool = False,
     columns: Sequence[str] = (),
-    algorithm: Algorithm | None = None,
+    algorithm: Method | None = None,
     sampler: Sampler | None = None,
 ) -> Session:
     """One toy rollout with full weights, under Flow-GRPO and the Flow-SDE unless others are given."""
@@ -228,7 +228,7 @@ def draw_advantages(count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(5))
 
 
-def off_policy(algorithm: Algorithm, sampler: Sampler | None = None, size: float = 0.02) -> list[Tensor]:
+def off_policy(algorithm: Method, sampler: Sampler | None = None, size: float = 0.02) -> list[Tensor]:
     """What two methods must have in common to be called equal: after an update, every loss and every gradient."""
     session = roll_out(ToyAdapter(), algorithm=algorithm, sampler=sampler)
     advantage = draw_advantages(len(session.edges))
@@ -354,7 +354,7 @@ def outputs_of(
     return Outputs(adapter, batch, noised, target, roles)
 
 
-def loss_of(algorithm: SampleAlgorithm, outputs: Outputs) -> LossOutput:
+def loss_of(algorithm: SampleMethod, outputs: Outputs) -> LossOutput:
     """The method's loss of networks that say `outputs`."""
     algorithm.outputs = lambda batch, networks: outputs
     batch = outputs.batch

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages
-from flowrl.algorithms._credit import Rule, by_steps, leaf_advantages
-from flowrl.algorithms.base import Networks, parity_tolerance
+from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms.base import EdgeMethod, Networks, Options
 from flowrl.batches import LossOutput, Microbatch
-from flowrl.models.weights import Weights
 from flowrl.objectives import Bounds, clipped_ratio_loss
 from flowrl.plan import StepPlan, noisy_steps, step_subsets, window
 from flowrl.process import Process, VPProcess
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
 from flowrl.schedules import Schedule
 from flowrl.spatial import SpatialConfig
-from flowrl.trajectories import Rollout
-from flowrl.transitions import Transitions
-from flowrl.tree import propagated
-from flowrl.types import Edges, Identity, Member, SampleId
+from flowrl.types import SampleId
 
 Ratio = Literal["plain", "ratio_norm"]
 
@@ -68,15 +63,23 @@ class KLConfig:
         """The divisor in use."""
         return self.divisor or ("variance" if isinstance(process, VPProcess) else "flow_grpo")
 
+    def check_process(self, process: Process) -> None:
+        """Refuse a divisor that is not for the model's process."""
+        if self.divisor == "flow_grpo" and isinstance(process, VPProcess):
+            raise ValueError(
+                "kl.divisor=flow_grpo multiplies the KL of a step by |dt|, which belongs to the law of a flow's SDE; "
+                "on this noise-prediction model (VP) it would weigh the steps a hundredfold unevenly: leave it out, "
+                "which is variance here, or set variance or none"
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GrpoConfig:
+class GrpoConfig(Options):
     """Options of every method here."""
 
     SEPARATE: ClassVar[bool] = False  # whether the loss takes one advantage per reward
     SPATIAL: ClassVar[bool] = False  # whether the loss takes one ratio and one advantage per position
     WINDOWED: ClassVar[bool] = False  # whether the method chooses the steps itself
-    SAMPLER: ClassVar[str] = "flow_sde"  # where the run names none
     LAST: ClassVar[bool] = False  # whether the last step is trained too, where it leaves noise
 
     sde_steps: list[int] | None = None
@@ -116,21 +119,8 @@ class GrpoConfig:
         if len(set(steps)) < len(steps):
             raise ValueError(f"sde_steps={steps} names a step twice; use {sorted(set(steps))}")
 
-    @property
-    def by_position(self) -> bool:
-        """Whether every latent position has its own ratio."""
-        return self.spatial is not None and self.spatial.ratio == "position"
-
-    def check_group(self, group_size: int) -> None:
-        """Refuse what a group of this size cannot give; called before a model is loaded."""
-        self.advantages.check_group(group_size)
-
-    def check(self, sampler: Sampler, num_steps: int) -> None:
-        """Refuse what the run's sampler and number of denoising steps do not allow; called before a model is loaded.
-
-        Raises:
-            ValueError: naming the key.
-        """
+    def check_process(self, process: Process) -> None:
+        self.kl.check_process(process)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,73 +253,18 @@ def with_reference(
 C = TypeVar("C", bound=GrpoConfig)
 
 
-class GrpoBase(Generic[C]):
+class GrpoBase(EdgeMethod[C]):
     """What a method has unless its file says otherwise. Each file adds its plan and its loss."""
 
-    needs: Literal["edges"] = "edges"
-    columns: tuple[str, ...] = ()
-    members: tuple[Member, ...] = ()
-    transitions: Transitions | None = None
-    weighs_paths = False
-    feedback: tuple[str, ...] = ()
-    behaviour = "policy"
-    passes = 1
-    level = "experimental"
-
     def __init__(self, config: C) -> None:
-        self.config, self.rule = config, Rule(config.advantages)
-        self.roles: tuple[str, ...] = ("reference",) if config.kl.coef > 0 else ()
-        self.spatial = config.spatial
+        super().__init__(config)
+        self.roles = ("reference",) if config.kl.coef > 0 else ()
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         steps = self.config.sde_steps
         if steps is None and self.config.LAST:
             steps = noisy_steps(schedule)
         return window(schedule, sampler.default_noise_level(), steps)
-
-    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        return self.rule(rewards, weights, prompts, clipped=self.spatial is None)
-
-    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
-        tree = rollout.plan.tree
-        assert tree is not None
-        return by_steps(credit, propagated(leaf_advantages(credit), tree), False, None)
-
-    def log_prob_form(self, sampler: Sampler) -> LogProbForm:
-        return "position" if self.config.by_position else sampler.log_prob_form
-
-    def log_ratio(self, policy: StepDistribution, batch: Microbatch, sampler: Sampler) -> Tensor:
-        return policy.log_prob(batch.next_latents, self.log_prob_form(sampler)) - batch.old_log_prob
-
-    def annotated(self, rollout: Rollout, credit: Advantages) -> Edges:
-        return rollout.edges
-
-    def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor | None:
-        return None
-
-    def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        return torch.zeros(rewards.shape[1], dtype=torch.bool)
-
-    def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
-        return
-
-    def after_iteration(self, updates: int, weights: Weights) -> None:
-        return
-
-    def parity_tolerance(self, sampler: Sampler, dtype: torch.dtype) -> float:
-        clip = self.config.clip(sampler) if isinstance(self.config, ClippedConfig) else float("inf")
-        return parity_tolerance(clip, dtype)
-
-    def state_dict(self) -> dict:
-        return self.rule.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        foreign = self.rule.load_state_dict(state)
-        if foreign:
-            name = type(self).__module__.rpartition(".")[2]
-            raise ValueError(
-                f"{name} keeps {sorted(self.state_dict()) or 'no state'}, the checkpoint has {sorted(state)}"
-            )
 
 
 P = TypeVar("P", bound=ClippedConfig)

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages
-from flowrl.algorithms._credit import Rule
-from flowrl.algorithms.base import Networks
+from flowrl.advantages import AdvantageConfig
+from flowrl.algorithms.base import Networks, Options, SampleMethod
 from flowrl.batches import LossOutput, NoisedBatch
 from flowrl.matching import Outputs, evaluate, is_cfg, training_guidance
 from flowrl.matching_losses import elbo_weight
@@ -28,7 +26,7 @@ from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
 from flowrl.times import Times, TimesConfig, draw, of_process
-from flowrl.types import Identity, Member, SampleId, Unit
+from flowrl.types import SampleId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +75,7 @@ class AnchorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoisedConfig:
+class NoisedConfig(Options):
     """Options of every method here, wherever its samples come from."""
 
     TERMS: ClassVar[int] = 1
@@ -98,11 +96,6 @@ class NoisedConfig:
             raise ValueError(f"passes={self.passes} must be at least 1")
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        """Refuse what the run's number of denoising steps does not allow; called before a model is loaded.
-
-        Raises:
-            ValueError: naming the key.
-        """
         self.terms(num_steps)
 
     def terms(self, num_steps: int) -> int:
@@ -137,10 +130,6 @@ class MatchingConfig(NoisedConfig):
         if self.solver_noise > 0 and self.solver != "sa":
             raise ValueError(f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}")
 
-    def check_group(self, group_size: int) -> None:
-        """Refuse what a group of this size cannot give; called before a model is loaded."""
-        self.advantages.check_group(group_size)
-
     def check(self, sampler: Sampler, num_steps: int) -> None:
         NoisedConfig.check(self, sampler, num_steps)
         if self.solver == "sa" and num_steps < 3:
@@ -151,56 +140,23 @@ N = TypeVar("N", bound=NoisedConfig)
 C = TypeVar("C", bound=MatchingConfig)
 
 
-class NoisedBase(Generic[N]):
-    """What a method here has unless its file says otherwise. Each file adds its loss, and its credit.
+class NoisedBase(SampleMethod[N]):
+    """What a method here has unless its file says otherwise. Each file adds its loss, and its credit."""
 
-    `unit` is what a forward must hold whole: a term, all terms of a sample, all samples of a prompt at one time, or
-    all of a prompt's terms.
-    """
-
-    needs: Literal["samples"] = "samples"
-    members: tuple[Member, ...] = ()
-    feedback: tuple[str, ...] = ()
-    level = "experimental"
-    unit: Unit = "term"
     shared_times: Literal["sample", "group", "all"] = "sample"
-    shared_eps = False
-    behaviour = "policy"
-    keeps_old = False
-    centres = False
 
     def __init__(self, config: N) -> None:
-        self.config, self.passes = config, config.passes
+        super().__init__(config)
+        self.passes = config.passes
         self.lags: dict[str, LagConfig] = {}
-        self.roles: tuple[str, ...] = ("reference",) if config.kl.coef > 0 else ()
-
-    @property
-    def frozen(self) -> int:
-        """Networks that a forward of an update is compared with."""
-        return len(self.roles)
-
-    def taken(self, group_size: int) -> int:
-        """Samples of a group that take part in the updates, at most."""
-        return group_size
-
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return deterministic(schedule)
+        self.roles = ("reference",) if config.kl.coef > 0 else ()
 
     def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
-        """Training times of B samples, [B, T]."""
         rule = self.config.times or of_process(schedule, self.config.TERMS)
         return draw(rule, schedule, ids, (seed, iteration), shared=self.shared_times)
 
-    def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        """Prompts that are to be drawn no more, [P] bool."""
-        return torch.zeros(rewards.shape[1], dtype=torch.bool)
-
     def compared(self, outputs: Outputs) -> Tensor:
         """What a loss with `keeps_old` compares with its past value, [M] float64."""
-        raise NotImplementedError
-
-    def measured(self, batch: NoisedBatch, networks: Networks) -> Tensor:
-        """What a loss with `centres` wants the means of, [M, K] float64."""
         raise NotImplementedError
 
     def old(self, batch: NoisedBatch, networks: Networks) -> Tensor:
@@ -236,53 +192,20 @@ class NoisedBase(Generic[N]):
         found["matching/clean_square"] = outputs.batch.clean.square().flatten(1).mean(dim=1)
         return LossOutput(loss=loss.sum(), metrics={name: value.detach().sum() for name, value in found.items()})
 
-    def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
-        return
-
     def after_iteration(self, updates: int, weights: Weights) -> None:
         """Move the lagging roles; `updates` counts the optimizer steps of the run."""
         for role, lag in self.lags.items():
             weights.follow(role, lag.decay(updates))
 
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        refuse_foreign(self, state)
-
-
-def refuse_foreign(algorithm: NoisedBase, foreign: dict) -> None:
-    """Raise ValueError where a checkpoint holds state of another method."""
-    if foreign:
-        name, own = type(algorithm).__module__.rpartition(".")[2], sorted(algorithm.state_dict())
-        raise ValueError(f"{name} keeps {own or 'no state'}, the checkpoint has {sorted(foreign)}")
-
 
 class MatchingBase(NoisedBase[C]):
     """A method that draws its samples."""
-
-    def __init__(self, config: C) -> None:
-        NoisedBase.__init__(self, config)
-        self.rule = Rule(config.advantages)
-
-    def taken(self, group_size: int) -> int:
-        rule = self.config.advantages.select
-        return group_size if rule is None else rule.keep
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         config = self.config
         if config.solver == "sa":
             return stochastic_solver(schedule, config.solver_noise)
         return deterministic(schedule, config.solver)
-
-    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        return self.rule(rewards, weights, prompts)
-
-    def state_dict(self) -> dict:
-        return self.rule.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        refuse_foreign(self, self.rule.load_state_dict(state))
 
 
 def referred(guidance: dict[str, float], networks: Networks, own: float) -> dict[str, float]:

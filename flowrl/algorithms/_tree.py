@@ -25,7 +25,6 @@ class TreeConfig(ClippedConfig):
     """Options of the methods here. A prompt's samples are the leaves of its trees: `rollout.group_size` / leaves."""
 
     WINDOWED: ClassVar[bool] = True
-    TREES: ClassVar[int] = 1  # that a prompt needs at least, to have something to compare
 
     path_weight: float = 0.0
     """beta: leaves behind an edge count by exp(beta z), z how likely the way to them was among them (standardised
@@ -51,7 +50,6 @@ class TreeConfig(ClippedConfig):
         self.tree(num_steps, 1, 0)
 
     def leaves(self, num_steps: int) -> int:
-        """Samples of a tree."""
         return self.tree(num_steps, 1, 0).leaves
 
 
@@ -127,11 +125,6 @@ D = TypeVar("D", bound=DepthwiseConfig)
 
 class TreeGrpoBase(ClippedGrpo[C]):
     """A method whose plan branches. Its file says where, and what an edge is credited with."""
-
-    @property
-    def weighs_paths(self) -> bool:
-        """Whether credit needs the log-probs of the ways."""
-        return self.config.path_weight != 0
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         tree = self.config.tree(len(schedule), iteration, seed)

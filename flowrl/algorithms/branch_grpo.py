@@ -41,7 +41,7 @@ _PRESET = {"dance_sde": 1e-3}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(DepthwiseConfig):
-    SAMPLER: ClassVar[str] = "dance_sde"
+    default_sampler: ClassVar[str] = "dance_sde"
 
     splits: list[int] | None = None
     """Steps at which every node has `children` children; null: where 0, 3, 6, 9 of 20 steps lie on the run's grid."""

@@ -37,7 +37,7 @@ LEVEL = "tested"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(SubsetConfig):
-    SAMPLER: ClassVar[str] = "ddim"
+    default_sampler: ClassVar[str] = "ddim"
     LAST: ClassVar[bool] = True
 
     estimator: Literal["importance", "score"] = "importance"

@@ -44,6 +44,7 @@ class Config(NoisedConfig):
 class DiffusionDpo(NoisedBase[Config]):
     level = LEVEL
     members = ("chosen", "rejected")
+    prefers = True
     unit = "group"
     shared_times = "group"
     shared_eps = True

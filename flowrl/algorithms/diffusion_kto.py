@@ -55,6 +55,7 @@ class Config(NoisedConfig):
 class DiffusionKto(NoisedBase[Config]):
     level = LEVEL
     members = ("labelled",)
+    prefers = True
     centres = True
 
     def __init__(self, config: Config) -> None:

@@ -57,7 +57,7 @@ class AnchorKL(KLConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedConfig):
-    SAMPLER: ClassVar[str] = "ddim"
+    default_sampler: ClassVar[str] = "ddim"
     LAST: ClassVar[bool] = True
 
     buffer: int = 1000

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import AdvantageConfig, Advantages
-from flowrl.algorithms._credit import Rule, plain_rewards
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._credit import plain_rewards
+from flowrl.algorithms.base import Networks, NoiseMethod, Options
 from flowrl.batches import InitialBatch, LossOutput
 from flowrl.learned_noise import NoiseWeights, learned
 from flowrl.models.weights import Weights
@@ -30,7 +30,7 @@ from flowrl.plan import StepPlan, deterministic
 from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.solvers import Solver
-from flowrl.types import Identity, Member
+from flowrl.types import Identity
 from flowrl.value import ValueConfig
 
 LEVEL = "tested"
@@ -38,7 +38,7 @@ _GROUP = AdvantageConfig(std="none", clip=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(Options):
     solver: Solver = "ode"
     """How a rollout is solved; `sa` is refused."""
     baseline: Literal["value", "group"] = "value"
@@ -88,17 +88,15 @@ class Config:
             self.advantages.check_group(group_size)
 
 
-class Find:
-    needs: Literal["noise"] = "noise"
-    members: tuple[Member, ...] = ()
-    feedback: tuple[str, ...] = ()
+class Find(NoiseMethod[Config]):
     level = LEVEL
 
     def __init__(self, config: Config) -> None:
-        self.config, self.passes, self.iterations, self.rule = config, config.passes, 0, Rule(config.advantages)
+        super().__init__(config)
+        self.passes, self.iterations = config.passes, 0
         self.train_std, self.value = config.train_std, config.value if config.baseline == "value" else None
         self.behaviour = "policy" if config.refresh == 1 else "old"
-        self.roles: tuple[str, ...] = () if config.refresh == 1 else ("old",)
+        self.roles = () if config.refresh == 1 else ("old",)
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         return deterministic(schedule, self.config.solver)
@@ -147,9 +145,6 @@ class Find:
         }
         loss = (policy + config.prior_coef * prior).sum()
         return LossOutput(loss=loss, metrics={name: value.detach().sum() for name, value in metrics.items()})
-
-    def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        return torch.zeros(rewards.shape[1], dtype=torch.bool)
 
     def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
         learned(weights).bound_std(self.config.least_std)

@@ -68,7 +68,6 @@ class Config(ClippedConfig):
         self.steps(num_steps, 1, 0)
 
     def leaves(self, num_steps: int) -> int:
-        """Samples of a tree."""
         return self.branch or 1
 
     def steps(self, num_steps: int, iteration: int, seed: int) -> tuple[int, ...] | None:

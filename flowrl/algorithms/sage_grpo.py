@@ -108,8 +108,8 @@ class SageGrpo(GrpoBase[Config]):
         self.anchor = {"moving": "anchor", "fixed": "reference", "none": ""}[trust.anchor] if trust.coef > 0 else ""
         self.old = trust.old if trust.coef > 0 and trust.old_weight > 0 else "none"
         self.roles = tuple(dict.fromkeys([*self.roles, *filter(None, [self.anchor])]))
-        self.columns: tuple[str, ...] = ("mean_old",) if self.old == "gaussian" else ()
-        self.feedback: tuple[str, ...] = ("policy/trust_kl",) if self.anchor or self.old != "none" else ()
+        self.columns = ("mean_old",) if self.old == "gaussian" else ()
+        self.feedback = ("policy/trust_kl",) if self.anchor or self.old != "none" else ()
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         policy, sampler = networks.transition(batch), networks.policy.sampler

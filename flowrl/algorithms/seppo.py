@@ -75,6 +75,7 @@ class Config(NoisedConfig):
 class Seppo(NoisedBase[Config]):
     level = LEVEL
     members = ("chosen", "drawn")
+    prefers = True
     unit = "prompt"
     shared_times = "group"
     shared_eps = True

@@ -31,7 +31,7 @@ LEVEL = "tested"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(DepthwiseConfig):
-    TREES: ClassVar[int] = 2
+    least_trees: ClassVar[int] = 2
 
     window: int | None = None
     """n: stochastic steps, the first of the grid. Released: 9 for SD3, 5 or 6 for FLUX; null: all but the last, at most

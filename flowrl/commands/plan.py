@@ -114,7 +114,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
 
     steps, algorithm = resolved.run.rollout.num_inference_steps, resolved.algorithm.build()
     end = 0.03 if getattr(resolved.model.config, "final_alpha", "model") == "first" else 0.0
-    sigmas = shift_sigmas(torch.linspace(1, end, steps + 1), getattr(algorithm.config, "shift", 1.0))
+    sigmas = shift_sigmas(torch.linspace(1, end, steps + 1), algorithm.config.shift)
     schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, flow_timestep(sigmas[:-1]))
     try:
         plan = algorithm.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
@@ -178,10 +178,9 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
 
     run, algorithm = resolved.run, resolved.algorithm.build()
     # A method evaluates each of its roles once beside every forward of the update; one on samples says how many.
-    extra = getattr(algorithm, "frozen", len(algorithm.roles))
-    extra += int(getattr(algorithm.config, "old_log_prob", "") == "recompute")
+    extra = algorithm.frozen + algorithm.recompute
     # The means that a loss asks for take a pass of their own, of the policy and of what it is compared with.
-    extra += (extra + 1) * getattr(algorithm, "centres", False)
+    extra += (extra + 1) * algorithm.centres
     from flowrl.memory import terms_per_sample, trained_share
 
     share, trained = trained_share(resolved, plan), terms_per_sample(resolved, plan)
