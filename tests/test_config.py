@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.checks import check_model
-from flowrl.config import dump
+from flowrl.components import reward_plan
+from flowrl.config import dump, load_config, resolve
 from flowrl.errors import ConfigError
 from flowrl.load import load_config, resolve
+from flowrl.process import FlowProcess
 from flowrl.reward_entries import reward_plan
-from flowrl.strict import apply_override, parse_yaml, run_tree, validate
+from flowrl.strict import ConfigError, apply_override, parse_yaml, run_tree, validate
 
 TREE = {
     "name": "test",
@@ -755,16 +757,20 @@ def test_a_nested_name_that_is_missing_or_unknown_comes_with_the_valid_ones(read
 def test_guidance_below_the_scale_that_is_none_is_refused_where_it_changes_nothing(read, key, text):
     both = [f"{key}={text}", *(["rollout.guidance_scale=0.5"] if key.startswith("algorithm") else [])]
     resolved = resolve(read(*both))
-    message = refusal(check_model, resolved, SimpleNamespace())
+    message = refusal(check_model, resolved, SimpleNamespace(process=FlowProcess()))
     assert message.startswith(key if not key.startswith("algorithm") else "rollout.guidance_scale")
     assert "guides above 1 only; set it to 1, which is no guidance" in message
     # The network takes the scale as an input; a pipeline that guides above 0; nothing is known yet.
-    for adapter in (SimpleNamespace(branches=lambda scale: 1), SimpleNamespace(unguided=0.0), None):
+    for adapter in (
+        SimpleNamespace(process=FlowProcess(), branches=lambda scale: 1),
+        SimpleNamespace(process=FlowProcess(), unguided=0.0),
+        None,
+    ):
         assert check_model(resolved, adapter) == []
     assert "guides above 0.7 only" in refusal(
-        check_model, resolve(read("rollout.guidance_scale=0.6")), SimpleNamespace(unguided=0.7)
+        check_model, resolve(read("rollout.guidance_scale=0.6")), SimpleNamespace(process=FlowProcess(), unguided=0.7)
     )
-    assert check_model(resolve(read("rollout.guidance_scale=1")), SimpleNamespace()) == []
+    assert check_model(resolve(read("rollout.guidance_scale=1")), SimpleNamespace(process=FlowProcess())) == []
 
 
 @pytest.mark.parametrize(
