@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.checks import check_model
-from flowrl.components import reward_plan
-from flowrl.config import dump, load_config, resolve
+from flowrl.config import dump
 from flowrl.errors import ConfigError
 from flowrl.load import load_config, resolve
 from flowrl.process import FlowProcess
 from flowrl.reward_entries import reward_plan
-from flowrl.strict import ConfigError, apply_override, parse_yaml, run_tree, validate
+from flowrl.strict import apply_override, parse_yaml, run_tree, validate
 
 TREE = {
     "name": "test",
