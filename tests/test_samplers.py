@@ -12,13 +12,14 @@ from torch.distributions import Independent, Normal, kl_divergence
 from torch.testing import assert_close
 
 from flowrl import registry
+from flowrl.contracts.grids import vp_alphas_cumprod
 from flowrl.plan import StepPlan
 from flowrl.process import FlowProcess, VPProcess
 from flowrl.samplers import ddim, flow_sde, ode
 from flowrl.samplers.base import StepDistribution
 from flowrl.samplers.flow_sde import flow_sde_step
 from flowrl.types import Step
-from tests.toys import column, flow_schedule, make_step, vp_alphas_cumprod, vp_schedule
+from tests.toys import column, flow_schedule, make_step, vp_schedule
 
 FLOW, VP = FlowProcess(), VPProcess()
 

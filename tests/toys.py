@@ -19,6 +19,7 @@ from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import build as build_grpo
 from flowrl.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.buffer import microbatches
+from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.distributed import World, shard
 from flowrl.learner import Learner
 from flowrl.matching import Outputs
@@ -33,11 +34,9 @@ from flowrl.replay import Replay
 from flowrl.rollout import Evaluations, Noise, Policy, run
 from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule, flow_match_euler
+from flowrl.schedules import Schedule
 from flowrl.trajectories import Rollout
 from flowrl.types import Condition, Edges, SampleId, Samples, Step
-from flowrl.vp_schedules import spaced
-from flowrl.vp_schedules import vp_schedule as vp_grid
 
 SHAPE = (2, 4, 4)
 WIDTH = 3
@@ -130,23 +129,6 @@ class ToyAdapter:
 
     def to(self, device: torch.device) -> None:
         self.network.to(device)
-
-
-def flow_schedule(num_steps: int, shift: float = 3.0) -> Schedule:
-    sigmas = flow_match_euler(num_steps, shift)
-    return Schedule(sigmas=sigmas, timesteps=1000 * sigmas[:-1])
-
-
-def vp_alphas_cumprod() -> Tensor:
-    """SD1.x (ddpo sheet 1.2): beta = linspace(sqrt(0.00085), sqrt(0.012), 1000)^2, [1000] float64."""
-    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64).square()
-    return (1 - betas).cumprod(0)
-
-
-def vp_schedule(num_steps: int) -> Schedule:
-    """SD1.x: leading spacing, offset 1; the last step ends at training step 0, not at clean data."""
-    table, timesteps = vp_alphas_cumprod(), spaced(num_steps, "leading", steps_offset=1)
-    return vp_grid(table, timesteps, float(table[0]))
 
 
 @dataclass(frozen=True)

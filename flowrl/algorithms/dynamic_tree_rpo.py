@@ -31,7 +31,7 @@ from flowrl.algorithms.base import Networks
 from flowrl.batches import LossOutput, Microbatch
 from flowrl.branching import Branching, splits
 from flowrl.plan import MixWindow, StepPlan, mix_window
-from flowrl.samplers.base import Sampler, largest_noise_level, noise_key
+from flowrl.samplers.base import Sampler
 from flowrl.schedules import Schedule
 from flowrl.trajectories import Rollout
 from flowrl.types import Edges
@@ -82,7 +82,7 @@ class Config(TreeConfig):
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         TreeConfig.check(self, sampler, num_steps)
-        depth, level, bound = self.depth(num_steps), sampler.default_noise_level(), largest_noise_level(sampler)
+        depth, level, bound = self.depth(num_steps), sampler.default_noise_level(), sampler.largest
         share = (depth - 1) / depth
         if level * (1 + self.growth * share) > bound:
             fits = (bound / level - 1) / share, bound / (1 + self.growth * share)
@@ -90,7 +90,7 @@ class Config(TreeConfig):
             raise ValueError(
                 f"growth={self.growth}: the last of {depth} layers has noise level "
                 f"{level * (1 + self.growth * share):.4g}, above the sampler's largest, {bound:g}; set growth to at "
-                f"most {growth:g}, or rollout.sampler.{noise_key(sampler)}={level:g} to at most {least:g}"
+                f"most {growth:g}, or rollout.sampler.{sampler.noise_key}={level:g} to at most {least:g}"
             )
 
     def depth(self, num_steps: int) -> int:

@@ -1,4 +1,4 @@
-"""What a sampler returns (a Gaussian over the next latents) and the protocol it follows.
+"""The base of all samplers, and the Gaussian over the next latents that they return.
 
 A sampler neither draws nor scores: `sample`, `log_prob` and `kl` exist once, here.
 """
@@ -6,8 +6,9 @@ A sampler neither draws nor scores: `sample`, `log_prob` and `kl` exist once, he
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -89,31 +90,72 @@ class StepDistribution:
             raise ValueError(f"{what} of a deterministic step (std 0): only stochastic steps can be scored or trained")
 
 
-class Sampler(Protocol):
-    """A transition law. `log_prob_form` is the form its published clip ranges belong to. Where the noise level has a
-    bound, `largest` says it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseOptions:
+    """Options of a sampler that has none of its own."""
 
-    log_prob_form: LogProbForm
+    noise_level: float = 1.0
+    """Strength of the noise, in the sampler's own units; 0 is the deterministic step."""
 
+    def __post_init__(self) -> None:
+        if self.noise_level < 0:
+            raise ValueError(f"noise_level={self.noise_level} must not be negative")
+
+
+class Sampler(ABC):
+    """A sampler: the Gaussian distribution of the next latents, given the latents and the network's prediction there.
+
+    It neither draws nor scores. `transition` is all that one must write:
+
+        class MySampler(flowrl.Sampler):
+            def transition(self, process, prediction, x, step):
+                std = 0.5 * step.noise_level * step.sigma_next
+                direction = (step.sigma_next**2 - std**2).sqrt()
+                return StepDistribution(mean=ddim_mean(prediction, step, direction), std=std)
+
+    A configuration names its file: `rollout.sampler: {path: my_sampler.py, noise_level: 0.7}`.
+    """
+
+    Config: ClassVar[type] = NoiseOptions
+    """The options of a file that defines no `Config` of its own."""
+    log_prob_form: LogProbForm = "mean"
+    """The form of log-prob that its published clip ranges belong to."""
+    largest: ClassVar[float] = math.inf
+    """Bound on the noise level: beyond it more noise than sigma' would be left."""
+    noise_key: ClassVar[str] = "noise_level"
+    """The option that is its noise level."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
+
+    @abstractmethod
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
-        """Distribution of the next latents given x [B, ...]; noise level from `step.noise_level`."""
-        ...
+        """Distribution of the next latents given x [B, ...]; noise level from `step.noise_level`.
+
+        Raises:
+            ValueError: a process that it is not made for, or a step that it has not.
+        """
 
     def velocity_gain(self, step: Step) -> Tensor:
         """d mean / d velocity of each step, [B] float32, negative: how far a change of the network moves the mean.
 
-        One number per sample, the same in all latent dims and wherever x lies: every law's mean is affine in the
+        One number per sample, the same in all latent dims and wherever x lies: every sampler's mean is affine in the
         velocity. `velocity` is that of `Prediction`: eps - x0 on a flow, alpha eps - sigma x0 on VP. Noise
-        only raises its size; at noise level 0 it is dt on a flow.
+        only raises its size; at noise level 0 it is dt on a flow. A sampler may give it in closed form.
 
         Raises:
-            ValueError: as `transition`, where the law has no such step.
+            ValueError: as `transition`, where the sampler has no such step.
         """
-        ...
+        flow = bool(((step.alpha + step.sigma - 1).abs() < 1e-4).all())
+        process, zeros = FlowProcess() if flow else VPProcess(), torch.zeros(len(step.sigma), 1).to(step.sigma)
+        # On both paths x0_hat moves with the velocity by -sigma and eps_hat by alpha.
+        moved = Prediction(-step.sigma[:, None], step.alpha[:, None], zeros + 1)
+        still = self.transition(process, Prediction(zeros, zeros, zeros), zeros, step).mean
+        return (self.transition(process, moved, zeros, step).mean - still)[:, 0]
 
     def default_noise_level(self) -> float:
         """Noise level of a stochastic step where the plan does not set one."""
-        ...
+        return self.config.noise_level
 
 
 def euler_mean(process: Process, prediction: Prediction, step: Step) -> Tensor:
@@ -170,17 +212,6 @@ def step_std(sampler: Sampler, process: Process, step: Step) -> Tensor:
     """
     zeros = torch.zeros(len(step.sigma), 1)
     return sampler.transition(process, Prediction(zeros, zeros, zeros), zeros, step).std
-
-
-def largest_noise_level(sampler: Sampler) -> float:
-    """Bound on the law's noise level, infinite unless the sampler says otherwise (`largest`): beyond it more noise than
-    sigma' would be left."""
-    return getattr(sampler, "largest", math.inf)
-
-
-def noise_key(sampler: Sampler) -> str:
-    """Option of the sampler that is its noise level."""
-    return "eta" if hasattr(getattr(sampler, "config", None), "eta") else "noise_level"
 
 
 def takes_vp(sampler: Sampler) -> bool:

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from flowrl.process import Process
-from flowrl.samplers.base import LogProbForm, StepDistribution, ddim_gain, ddim_mean
+from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain, ddim_mean
 from flowrl.types import Prediction, Step
 
 LEVEL = "experimental"
@@ -48,12 +47,11 @@ def direction(step: Step) -> Tensor:
     return step.sigma_next * (step.noise_level * (math.pi / 2)).cos().clamp(min=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Cps:
-    largest: ClassVar[float] = 1.0
+class Cps(Sampler):
+    log_prob_form = "unscaled"
+    largest = 1.0
 
     config: Config
-    log_prob_form: LogProbForm = "unscaled"
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         std = step.sigma_next * (step.noise_level * (math.pi / 2)).sin()
@@ -61,9 +59,6 @@ class Cps:
 
     def velocity_gain(self, step: Step) -> Tensor:
         return ddim_gain(step, direction(step))
-
-    def default_noise_level(self) -> float:
-        return self.config.noise_level
 
 
 def build(config: Config) -> Cps:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowrl.process import Process
-from flowrl.samplers.base import LogProbForm, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
 from flowrl.types import Prediction, Step
 
 LEVEL = "tested"
@@ -36,10 +36,9 @@ class Config:
             raise ValueError(f"eta={self.eta} must not be negative")
 
 
-@dataclass(frozen=True, slots=True)
-class DanceSde:
+class DanceSde(Sampler):
+    noise_key = "eta"
     config: Config
-    log_prob_form: LogProbForm = "mean"
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         require_flow(process, "dance_sde")

@@ -19,12 +19,11 @@ flow no official code: the same Gaussian written with alpha = 1 - sigma.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from flowrl.process import Process, VPProcess
-from flowrl.samplers.base import LogProbForm, StepDistribution, ddim_gain, ddim_mean
+from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain, ddim_mean
 from flowrl.types import Prediction, Step
 
 LEVEL = "tested"
@@ -71,12 +70,11 @@ def direction(step: Step) -> Tensor:
     return step.sigma_next * ((1 - eta) * (1 + eta) + (eta * noise_ratio(step)).square()).clamp(min=0).sqrt()
 
 
-@dataclass(frozen=True, slots=True)
-class Ddim:
-    largest: ClassVar[float] = 1.0
+class Ddim(Sampler):
+    noise_key = "eta"
+    largest = 1.0
 
     config: Config
-    log_prob_form: LogProbForm = "mean"
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         std = vp_std(step) if isinstance(process, VPProcess) else any_path_std(step)

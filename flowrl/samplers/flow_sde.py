@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.process import Process
-from flowrl.samplers.base import LogProbForm, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
 from flowrl.types import Prediction, Step
 
 LEVEL = "tested"
@@ -66,10 +66,8 @@ def flow_sde_step(
     return euler_maruyama(x, velocity, sigma, sigma_next, diffusion(sigma, noise_level, sigma_ceiling))
 
 
-@dataclass(frozen=True, slots=True)
-class FlowSde:
+class FlowSde(Sampler):
     config: Config
-    log_prob_form: LogProbForm = "mean"
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         require_flow(process, "flow_sde")
@@ -78,9 +76,6 @@ class FlowSde:
     def velocity_gain(self, step: Step) -> Tensor:
         g = diffusion(step.sigma, step.noise_level, step.sigma_ceiling)
         return euler_maruyama_gain(step.sigma, step.sigma_next, g)
-
-    def default_noise_level(self) -> float:
-        return self.config.noise_level
 
 
 def build(config: Config) -> FlowSde:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowrl.process import Process
-from flowrl.samplers.base import LogProbForm, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
 from flowrl.samplers.flow_sde import diffusion as flow_sde_diffusion
 from flowrl.types import Prediction, Step
 
@@ -44,10 +44,9 @@ def diffusion(step: Step) -> Tensor:
     return flow_sde_diffusion(step.sigma, math.sqrt(2) * step.noise_level, step.sigma_ceiling)
 
 
-@dataclass(frozen=True, slots=True)
-class Memoryless:
+class Memoryless(Sampler):
+    noise_key = "eta"
     config: Config
-    log_prob_form: LogProbForm = "mean"
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         require_flow(process, "memoryless")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowrl.process import Process
-from flowrl.samplers.base import LogProbForm, StepDistribution, ddim_gain, euler_mean, zeros_like_std
+from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain, euler_mean, zeros_like_std
 from flowrl.types import Prediction, Step
 
 LEVEL = "tested"
@@ -21,10 +21,7 @@ class Config:
     """No options."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ode:
-    log_prob_form: LogProbForm = "mean"
-
+class Ode(Sampler):
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         return StepDistribution(mean=euler_mean(process, prediction, step), std=zeros_like_std(x))
 

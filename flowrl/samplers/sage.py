@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowrl.process import Process
-from flowrl.samplers.base import LogProbForm, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
 from flowrl.types import Prediction, Step
 
 LEVEL = "tested"
@@ -74,10 +74,9 @@ def diffusion(step: Step, sigma_max: float) -> Tensor:
     return step.noise_level * g.float().to(step.noise_level.device)
 
 
-@dataclass(frozen=True, slots=True)
-class Sage:
+class Sage(Sampler):
+    noise_key = "eta"
     config: Config
-    log_prob_form: LogProbForm = "mean"
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         require_flow(process, "sage")

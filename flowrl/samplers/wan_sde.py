@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowrl.process import Process
-from flowrl.samplers.base import LogProbForm, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
 from flowrl.types import Prediction, Step
 
 LEVEL = "experimental"
@@ -44,10 +44,7 @@ def diffusion(step: Step) -> Tensor:
     return step.noise_level * step.sigma_ceiling * step.sigma
 
 
-@dataclass(frozen=True, slots=True)
-class WanSde:
-    log_prob_form: LogProbForm = "mean"
-
+class WanSde(Sampler):
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         require_flow(process, "wan_sde")
         return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, diffusion(step))

@@ -1,0 +1,84 @@
+"""A law of a contract: a name, what it expects, and a trial that measures it on a component."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from flowrl.errors import Fault, described
+
+log = logging.getLogger("flowrl")
+S = TypeVar("S")
+
+
+class Broken(Exception):
+    """Raised by a trial whose law does not hold; the text is what was measured."""
+
+
+def require(holds: bool, measured: str) -> None:
+    """Raise Broken with what was measured unless the law holds."""
+    if not holds:
+        raise Broken(measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A law as it was found on a component."""
+
+    law: str
+    expected: str
+    measured: str
+    good: bool
+
+    def __str__(self) -> str:
+        mark = "ok  " if self.good else "FAIL"
+        return f"{mark}  {self.law}: {self.measured}" + ("" if self.good else f"\n      expected: {self.expected}")
+
+
+class ContractError(Fault, AssertionError):
+    """A component that breaks its contract; names each broken law with what it expects and what was measured."""
+
+    exit_code = 2
+
+    def __init__(self, component: str, findings: Iterable[Finding]) -> None:
+        self.findings = tuple(findings)
+        """Of all laws that were tried."""
+        self.broken = tuple(finding for finding in self.findings if not finding.good)
+        count = f"{len(self.broken)} of {len(self.findings)} laws" if len(self.findings) > 1 else "a law"
+        super().__init__("\n".join([f"{component} breaks {count} of its contract", *map(str, self.broken)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Law(Generic[S]):
+    """One law of a kind of component."""
+
+    name: str
+    expected: str
+    trial: Callable[[S], str]
+    """Gives what was measured; raises Broken where the law does not hold."""
+
+    def find(self, subject: S) -> Finding:
+        """The law tried on a component; whatever its code raises breaks the law."""
+        try:
+            return Finding(self.name, self.expected, self.trial(subject), True)
+        except Broken as broken:
+            return Finding(self.name, self.expected, str(broken), False)
+        except Exception as error:  # somebody's code may raise anything
+            log.debug("the law %r could not be tried", self.name, exc_info=error)
+            return Finding(self.name, self.expected, f"raised {described(error)}", False)
+
+    def hold(self, subject: S) -> None:
+        """Raise ContractError unless the law holds."""
+        finding = self.find(subject)
+        if not finding.good:
+            raise ContractError(str(subject), [finding])
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+def law(name: str, expected: str) -> Callable[[Callable[[S], str]], Law[S]]:
+    """Make a law of a trial."""
+    return lambda trial: Law(name, expected, trial)
