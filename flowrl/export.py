@@ -34,7 +34,7 @@ from flowrl.models import sd3
 from flowrl.models._classes import pipeline_class
 from flowrl.models.base import ModelError, loading, null_components, resolve_path, torch_dtype
 from flowrl.models.weights import component_names, lora_file, lora_places, read_lora
-from flowrl.strict import run_tree
+from flowrl.retired import run_tree
 
 Format = Literal["diffusers", "kohya", "merged"]
 

@@ -11,8 +11,9 @@ from flowrl.contents import stand_ins
 from flowrl.locate import located, origin_of
 from flowrl.places import placed
 from flowrl.resolved import Resolved
+from flowrl.retired import as_it_was, refuse_old_names
 from flowrl.reward_entries import reward_plan
-from flowrl.strict import Options, find_config, load_tree, validate
+from flowrl.strict import apply_override, find_config, load_tree, validate
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -23,18 +24,15 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Raises:
         ConfigError: one clear message, nothing loaded.
     """
-    tree, file = load_tree(path, overrides), find_config(path)
-    of_a_run = file.name == "config.yaml" and (file.parent / "provenance.json").is_file()
-    tree, origin = as_it_was(tree) if of_a_run else tree, origin_of(file, overrides)
+    tree, file = load_tree(path), find_config(path)
+    if file.name == "config.yaml" and (file.parent / "provenance.json").is_file():
+        tree = as_it_was(tree, file)
+    for word in overrides or []:
+        apply_override(tree, word)
+    refuse_old_names(tree)
     stand_ins(file.parent, tree)
+    origin = origin_of(file, overrides)
     return placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))
-
-
-def as_it_was(tree: Options) -> Options:
-    """A run folder's configuration, whatever version wrote it: an option that came later has the value that the run
-    was made with, where its default is another."""
-    data = tree.get("data")
-    return tree | {"data": {"eval_share": 0.0} | data} if isinstance(data, dict) else tree
 
 
 def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:

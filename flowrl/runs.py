@@ -23,10 +23,10 @@ from flowrl.contents import Input
 from flowrl.errors import ConfigError
 from flowrl.files import damaged, of_evaluation, read_object
 from flowrl.heldout import splits
-from flowrl.load import as_it_was
 from flowrl.locate import Origin, located
 from flowrl.metrics import MetricsFile
 from flowrl.resolved import Resolved
+from flowrl.retired import as_it_was
 from flowrl.strict import Options
 
 # Other batches of the same samples, with the same noise: for a run that was short of memory.
@@ -108,10 +108,10 @@ class RunFolder:
         record = contents.read(self.path) if started else None
         if file.is_file() and started:
             # Older run folders have paths relative to the working directory.
-            old = located(RunConfig, yaml.safe_load(file.read_text(encoding="utf-8")), Origin(Path.cwd()))
+            old = as_it_was(yaml.safe_load(file.read_text(encoding="utf-8")), file)
+            old, same = located(RunConfig, old, Origin(Path.cwd())), copy.deepcopy(tree)
             # Where no prompts are split off, the share says nothing.
             may_change = _MAY_CHANGE if splits(resolved) else (*_MAY_CHANGE, "data.eval_share")
-            old, same = as_it_was(old), copy.deepcopy(tree)
             inputs.alike(old, same, record, now)
             changed = differences(old, same, may_change)
             if changed:

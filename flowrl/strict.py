@@ -311,9 +311,9 @@ def read_text(file: Path, where: str) -> str:
         ) from None
 
 
-def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:
-    """The plain data of a YAML file with overrides applied; of a run folder, which may have been moved, `name` and
-    `output` are what they are now."""
+def load_tree(path: str | Path) -> Options:
+    """The plain data of a YAML file; of a run folder, which may have been moved, `name` and `output` are what they are
+    now."""
     file = find_config(path)
     tree = parse_yaml(read_text(file, str(file)), str(file))
     if not isinstance(tree, dict):
@@ -321,23 +321,4 @@ def load_tree(path: str | Path, overrides: list[str] | None = None) -> Options:
     if Path(path).is_dir():
         folder = Path(path).resolve()
         tree |= {"name": folder.name, "output": str(folder.parent)}
-    for word in overrides or []:
-        apply_override(tree, word)
-    return tree
-
-
-def run_tree(folder: Path, *places: str) -> Options:
-    """Plain data of the configuration that a run folder keeps, with `model.path` and what else is at `places`.
-
-    Raises:
-        ConfigError: it is no run folder, or the file is damaged.
-    """
-    file = folder / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"{str(folder)!r} is no run folder: there is no {file}")
-    tree = load_tree(file)
-    for place in ("model.path", *places):
-        part, _, key = place.partition(".")
-        if not isinstance(tree.get(part), dict) or key not in tree[part]:
-            raise ConfigError(f"{file} is damaged: it has no {place}; restore the file that flowrl train wrote")
     return tree

@@ -30,6 +30,7 @@ SILENT = (
         "phases",
         "places",
         "registry",
+        "retired",
         "runs",
     ),
     *("state", "status", "strict", "gallery/__init__"),

@@ -18,8 +18,9 @@ from flowrl.config import dump
 from flowrl.errors import ConfigError
 from flowrl.load import load_config, resolve
 from flowrl.process import FlowProcess
+from flowrl.retired import run_tree
 from flowrl.reward_entries import reward_plan
-from flowrl.strict import apply_override, parse_yaml, run_tree, validate
+from flowrl.strict import apply_override, parse_yaml, validate
 
 TREE = {
     "name": "test",

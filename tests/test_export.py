@@ -290,7 +290,7 @@ def test_a_folder_that_is_no_run_or_has_no_weights_is_named(run, tmp_path):
         export(tmp_path, "diffusers", tmp_path / "out")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "pytorch_lora_weights.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"is no run folder: there is no .*config\.yaml"):
+    with pytest.raises(ConfigError, match=r"is not a run folder: there is no .*config\.yaml"):
         export(tmp_path, "diffusers", tmp_path / "out")
 
 

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "reward_entries",
             "resolved",
             "load",
+            "retired",
             "checks",
             "strict",
             "runs",

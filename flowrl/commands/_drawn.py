@@ -71,7 +71,7 @@ def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | No
         guidance: as asked for; None: the call's, else the pipeline's default.
     """
     from flowrl.models._classes import config_folder
-    from flowrl.strict import run_tree
+    from flowrl.retired import run_tree
 
     folder = Path(model)
     is_run = (folder / "config.yaml").is_file()
