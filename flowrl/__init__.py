@@ -14,6 +14,7 @@ _EXPORTS = {
     "load_config": "flowrl.load",
     "load_model": "flowrl.library",
     "ConfigError": "flowrl.errors",
+    "Session": "flowrl.session",
     "Trainer": "flowrl.trainer",
     "Reward": "flowrl.reward",
     "Card": "flowrl.reward",

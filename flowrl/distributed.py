@@ -19,7 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrl.errors import Abandoned, ConfigError, Elsewhere, Fault, LaunchError, LostProcess, described
+from flowrl.errors import (
+    Abandoned,
+    CheckpointError,
+    ConfigError,
+    Elsewhere,
+    Fault,
+    LaunchError,
+    LostProcess,
+    RewardError,
+    described,
+)
 from flowrl.orphans import PARENT
 
 T = TypeVar("T")
@@ -93,6 +103,18 @@ class World:
         if failed is not None:
             raise self.sharing(error or Elsewhere(*failed))
         return [value for value, _ in everyone]
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """`together` for what a user can mend: if it fails anywhere with such an error, all stop with it.
+
+        Raises:
+            ConfigError, ValueError, RewardError, CheckpointError: what `work` raised here.
+            ConfigError: it raised one of them on another process.
+        """
+        try:
+            return self.together(work, (ValueError, RewardError, CheckpointError))
+        except Elsewhere as error:
+            raise self.sharing(ConfigError(str(error))) from None
 
     def in_step(self, work: Callable[[], T]) -> T:
         """Do something on every process that waits for no other; where it fails on one, it fails on all of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -60,6 +61,8 @@ class Learner:
         self.bad_updates = 0
         self.grad_norm: float | None = None
         """Of the last update."""
+        self.before_update: Callable[[Work, int], None] | None = None
+        """Called with the data of an iteration and the number of the share that the next update is about to train."""
 
     def remedy(self, *, trained: bool, in_decoder: bool) -> str:
         """What is known and what to change where the model makes what is not finite; see `divergence.remedy`."""
@@ -96,6 +99,8 @@ class Learner:
         work.prepare()
         for _ in range(self.algorithm.passes):
             for number in range(len(work.shares)):
+                if self.before_update is not None:
+                    self.before_update(work, number)
                 self._one_update(work, number, sums)
         self.algorithm.after_iteration(self.optimizer.updates, self.networks.weights)
         sums.add("nfe/train", self.evaluations.rows - before, len(rollout.rows))

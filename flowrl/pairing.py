@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from flowrl import media
 from flowrl.checkpoint import fsync
 from flowrl.distributed import World, join
 from flowrl.divergence import Health, remedy
-from flowrl.errors import Abandoned, ConfigError, Elsewhere, Stopped
+from flowrl.errors import Abandoned, ConfigError
 from flowrl.judges import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.metrics import Progress, log, set_up_logging
 from flowrl.models._savings import cast_frozen
@@ -33,14 +33,12 @@ from flowrl.pairplan import OWN, Wanted, check, made_with, rollout_plan, trainin
 from flowrl.phases import phase
 from flowrl.prompts import Prompt, Texts, require_pictures
 from flowrl.resolved import Resolved
-from flowrl.reward import RewardError, Scorer, Scores
+from flowrl.reward import Scorer, Scores
 from flowrl.rng import derive, permutation
 from flowrl.rollout import Noise, Policy, run
 from flowrl.runs import RunFolder, provenance
 from flowrl.signals import Signals
 from flowrl.types import SampleId
-
-T = TypeVar("T")
 
 PATIENCE = 30
 """Groups of samples, and at least a whole round of them, that may give no pair before the command gives up."""
@@ -146,12 +144,11 @@ class Pairing:
         pictures: dict[int, Tensor] = {}
         try:
             own = self.world.in_step(lambda: self._attempt(number, self._own(chosen), pictures))
-            if self.world.any(self.signals.here()):
-                raise Abandoned
+            self.signals.honour(self.world)
         except Abandoned:
             if self.world.main:
                 log.info("stopped: %s; the same command goes on", folder.done)
-            raise Stopped(self.signals.first(self.world)) from None
+            raise self.signals.stopped(self.world) from None
         groups = {group.number: group for part in self.world.gather(own) for group in part}
         used = self._used([groups[k] for k in chosen], done.pairs)
         kept = [group for group in used if group.margin > self.wanted.margin]
@@ -276,14 +273,14 @@ def make(resolved: Resolved, wanted: Wanted, out: Path) -> Done:
         prompts = training_prompts(resolved)
         facts = {"provenance": provenance(resolved, str(world.device), world.size)}
         folder = PairFolder(out, made_with(resolved, prompts, wanted), facts)
-        folder.done = _agree(world, lambda: _begin(folder, lock) if world.main else folder.done)[0]
+        folder.done = world.agree(lambda: _begin(folder, lock) if world.main else folder.done)[0]
         if not enough(folder.done, len(prompts), wanted):
             if folder.done.groups and world.main:
                 log.info("going on behind %s", folder.done)
             ready: list[Pairing] = []
             with explaining(resolved, world):
                 with phase("loading"):
-                    _agree(world, lambda: ready.append(Pairing(resolved, prompts, wanted, world)))
+                    world.agree(lambda: ready.append(Pairing(resolved, prompts, wanted, world)))
                 ready[0].fill(folder)
         return folder.done
     finally:
@@ -295,11 +292,3 @@ def _begin(folder: PairFolder, lock: RunFolder) -> Done:
     if "FLOWRL_LOCKED" not in os.environ:
         lock.lock()
     return folder.begin()
-
-
-def _agree(world: World, work: Callable[[], T]) -> list[T]:
-    """Do something on every process; where it fails anywhere with a user's error, all stop with it."""
-    try:
-        return world.together(work, (ConfigError, ValueError, RewardError))
-    except Elsewhere as error:
-        raise ConfigError(str(error)) from None

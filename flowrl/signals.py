@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flowrl.distributed import World
-from flowrl.errors import LostProcess
+from flowrl.errors import Abandoned, LostProcess, Stopped
 
 
 def _never() -> bool:
@@ -43,14 +43,19 @@ class Signals:
         """Whether to leave off; `sharded`: every forward is a step of all processes together."""
         return Stop(self.here, (lambda: world.any(self.here())) if sharded else self.here)
 
-    def first(self, world: World) -> int:
-        """The signal to leave by, the same on all processes, all of which ask."""
+    def honour(self, world: World) -> None:
+        """Raise Abandoned on all processes if a signal has come to one of them; all of them ask."""
+        if world.any(self.here()):
+            raise Abandoned
+
+    def stopped(self, world: World) -> Stopped:
+        """What to leave with, the same on all processes, all of which ask."""
         own = self.numbers[0] if self.numbers else None
         try:
             known = [n for n in world.gather(own) if n]
         except LostProcess:  # one that has left already: each goes by its own
             known = [own] if own else []
-        return known[0] if known else int(signal.SIGTERM)
+        return Stopped(known[0] if known else int(signal.SIGTERM))
 
     @contextmanager
     def heard(self) -> Iterator[None]:

@@ -1,127 +1,167 @@
-"""A run's state: into a checkpoint and back, and beside it the weights as a plain pipeline loads them."""
+"""A run's checkpoints: the state of its session, and beside it the weights as a plain pipeline loads them."""
 
 from __future__ import annotations
 
-import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowrl import checkpoint, handover
 from flowrl.checkpoint import Checkpoint, Rows
-from flowrl.errors import Elsewhere, UnwritableCheckpoint
+from flowrl.errors import ConfigError, Elsewhere, UnwritableCheckpoint
 from flowrl.files import writing
 from flowrl.metrics import log
-from flowrl.runs import BATCHES, differences, versions
+from flowrl.runs import BATCHES, RunFolder, differences, versions
+from flowrl.session import Session
 from flowrl.sharding import rows
-
-if TYPE_CHECKING:
-    from flowrl.trainer import Trainer
-
 
 _ALGORITHM = "algorithm/"
 
 
-def plain(trainer: Trainer) -> dict[str, Any]:
-    """What the parts of a run remember beside their tensors, as it is now."""
-    parts = {"algorithm": trainer.algorithm, "source": trainer.source, "collector": trainer.collector}
-    return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+class Clock:
+    """Seconds that a run has taken, those before it was resumed among them."""
+
+    def __init__(self) -> None:
+        self.before, self.started = 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.monotonic() - self.started
 
 
-def is_split(trainer: Trainer) -> bool:
-    """Whether no process has all of the trained weights."""
-    return bool(rows(trainer.weights))
-
-
-def save(trainer: Trainer, iteration: int, *, alone: bool = False) -> None:
-    """Checkpoint the end of an iteration, with the weights as a plain pipeline loads them.
+class Saver:
+    """Saves a session into the folder of its run, and goes on from there.
 
     Args:
-        trainer: of the run; what its parts remember is that of `trainer.plain`.
-        iteration: the last finished one.
-        alone: the other processes have no part in it, as they may be gone.
-
-    Raises:
-        UnwritableCheckpoint: on every process, if it could not be written on one.
-        WriteError: the checkpoint is there, and its adapter could not be written.
+        session: of the run.
+        folder: where its checkpoints and its adapter lie.
+        clock: of the run.
     """
-    if trainer.saved == iteration:
-        return
-    trainer.attempted = iteration
-    world, weights = trainer.world, trainer.weights
-    moments, counters = trainer.optimizer.state()
-    tensors = {f"weights/{k}": v for k, v in weights.state().items()}
-    tensors |= {f"optim/{k}": v for k, v in moments.items()}
-    tensors |= {f"{_ALGORITHM}{k}": v for k, v in trainer.algorithm.tensors().items()}
-    state = {
-        "optimizer": counters,
-        **trainer.plain,
-        "due": trainer.due,
-        "seconds": trainer.seconds,
-        "processes": world.size,
-        "versions": versions(),
-        "config": trainer.resolved.tree(),
-    }
-    own = rows(weights)
-    split = [name for name, value in tensors.items() if own and value.ndim and not name.startswith(_ALGORITHM)]
-    places = {name: own[_parameter(name)] for name in split}
-    saved, keep = Checkpoint(iteration, tensors, state, places), trainer.config.checkpoint.keep
-    try:
-        if own and not alone:
-            checkpoint.save(trainer.folder.checkpoints, saved, keep, world)
-        else:
-            _first(trainer, lambda: checkpoint.save(trainer.folder.checkpoints, saved, keep), alone=alone)
-        write_adapter(trainer, trainer.folder.path, iteration, alone=alone)
-    except Elsewhere as error:
-        raise UnwritableCheckpoint(str(error)) from error
-    trainer.saved = iteration
+
+    def __init__(self, session: Session, folder: RunFolder, clock: Clock) -> None:
+        self.session, self.folder, self.clock = session, folder, clock
+        self.saved = self.attempted = -1
+        """The last iteration of which there is a checkpoint, and the last one of which there was to be one."""
+        self.due: dict[str, Any] | None = None
+        """Row of the last finished iteration, while it and the evaluation that belongs to it are to be written."""
+
+    def save(self, *, alone: bool = False) -> None:
+        """Checkpoint the end of the last finished iteration, with the weights as a plain pipeline loads them.
+
+        Args:
+            alone: the other processes have no part in it, as they may be gone.
+
+        Raises:
+            UnwritableCheckpoint: on every process, if it could not be written on one.
+            WriteError: the checkpoint is there, and its adapter could not be written.
+        """
+        session, iteration = self.session, self.session.iteration
+        if self.saved == iteration:
+            return
+        self.attempted = iteration
+        tensors, plain = session.state()
+        plain |= {
+            "due": self.due,
+            "seconds": self.clock.seconds,
+            "processes": session.world.size,
+            "versions": versions(),
+            "config": session.resolved.tree(),
+        }
+        own = rows(session.weights)
+        split = [name for name, value in tensors.items() if own and value.ndim and not name.startswith(_ALGORITHM)]
+        places = {name: own[_parameter(name)] for name in split}
+        saved, keep = Checkpoint(iteration, tensors, plain, places), session.config.checkpoint.keep
+        try:
+            if own and not alone:
+                checkpoint.save(self.folder.checkpoints, saved, keep, session.world)
+            else:
+                _first(session, lambda: checkpoint.save(self.folder.checkpoints, saved, keep), alone=alone)
+            write_adapter(session, self.folder.path, alone=alone)
+        except Elsewhere as error:
+            raise UnwritableCheckpoint(str(error)) from error
+        self.saved = iteration
+
+    def restore(self, iteration: int, accept_changes: bool = False) -> None:
+        """Go on from the run's own checkpoint."""
+        session, folder = self.session, self.folder
+        state, world = load(session, folder.checkpoints, iteration, accept_changes), session.world
+        self.clock.before, self.saved = state["seconds"], iteration
+        self.due = state.get("due")
+        if world.main:
+            # Its row may stand there already, if the call that made its evaluation was killed at once.
+            folder.forget_after(iteration if self.due is None else iteration - 1)
+        world.barrier()
+        log.info("resumed after iteration %d", iteration)
+        mend_adapter(session, folder.path)
+        for text in _unlike(state, session):
+            log.warning("%s", text)
 
 
-def _first(trainer: Trainer, work: Callable[[], Any], *, alone: bool) -> None:
+def _unlike(state: dict[str, Any], session: Session) -> list[str]:
+    """Whatever may let the numbers differ from those without an interruption."""
+    found, size = [], session.world.size
+    if state["processes"] != size:
+        found.append(f"{state['processes']} processes before, {size} now: the result is right but not bitwise the same")
+    other = [text for text in differences(state["config"], session.resolved.tree(), ()) if text.startswith(BATCHES)]
+    if other:
+        found.append(f"{'; '.join(other)}: the result is right but not bitwise the same")
+    changed = {k: v for k, v in state["versions"].items() if versions().get(k) != v}
+    if changed:
+        found.append(f"other versions than before ({changed}): the result may differ in the last digits")
+    return found
+
+
+def is_split(session: Session) -> bool:
+    """Whether no process has all of the trained weights."""
+    return bool(rows(session.weights))
+
+
+def _first(session: Session, work: Callable[[], Any], *, alone: bool) -> None:
     """Do something on the first process, while the others wait for what came of it unless it is `alone`."""
     if alone:
         work()
     else:
-        trainer.world.together(lambda: work() if trainer.world.main else None)
+        session.world.together(lambda: work() if session.world.main else None)
 
 
-def write_adapter(trainer: Trainer, run: Path, iteration: int, *, alone: bool = False) -> None:
-    """The trained weights as a plain pipeline loads them, then of which iteration they are; see `save`."""
-    weights, folder = trainer.weights, run / handover.FOLDER
+def write_adapter(session: Session, run: Path, *, alone: bool = False) -> None:
+    """The trained weights as a plain pipeline loads them, then of which iteration they are; see `Saver.save`."""
+    weights, folder, iteration = session.weights, run / handover.FOLDER, session.iteration
 
     def write(work: Callable[[], Any]) -> None:
         with writing(folder, f"the checkpoint of iteration {iteration} is safe"):
-            _first(trainer, work, alone=alone)
+            _first(session, work, alone=alone)
 
-    with weights.using(trainer.optimizer.role):
+    with weights.using(session.parts.optimizer.role):
         if rows(weights):  # the folders of the denoisers, as `Weights.save` writes them, from the rows of all
             for name in weights.components:
-                network = weights.whole(name, keep=trainer.world.main)
+                network = weights.whole(name, keep=session.world.main)
                 write(lambda n=network, name=name: n.save_pretrained(folder / name))
         else:
-            write(lambda: weights.save(folder, type(trainer.adapter.pipeline)))
+            write(lambda: weights.save(folder, type(session.model.pipeline)))
     write(lambda: checkpoint.fsync_all(folder))
     write(lambda: handover.stamp(run, iteration))
 
 
-def mend_adapter(trainer: Trainer, run: Path) -> None:
+def mend_adapter(session: Session, run: Path) -> None:
     """Write the weights, which are those of the newest checkpoint, where the run folder has older ones."""
-    iteration = trainer.world.gather(handover.outdated(run))[0]
+    iteration = session.world.gather(handover.outdated(run))[0]
     if iteration is not None:
         handover.tell(run, iteration)
-        write_adapter(trainer, run, iteration)
+        write_adapter(session, run)
 
 
-def load(trainer: Trainer, folder: Path, iteration: int, accept_changes: bool = False) -> dict[str, Any]:
-    """Put a checkpoint's tensors, counters and method back, whatever number of processes wrote it; its plain data.
+def load(session: Session, folder: Path, iteration: int, accept_changes: bool = False) -> dict[str, Any]:
+    """Put a checkpoint back, whatever number of processes wrote it; its plain data.
 
-    `accept_changes` takes another set of given pictures than the checkpoint's.
+    `accept_changes` takes another set of given images than the checkpoint's.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed.
         ModelError: it is of another model.
     """
-    own, world = rows(trainer.weights), trainer.world
+    own, world = rows(session.weights), session.world
 
     def wanted(name: str) -> Rows | None:
         return None if name.startswith(_ALGORITHM) else own.get(_parameter(name))
@@ -129,21 +169,26 @@ def load(trainer: Trainer, folder: Path, iteration: int, accept_changes: bool = 
     # Every process reads the rows it needs; the hashes of large files are shared out.
     part = slice(world.rank, None, world.size) if own else slice(None)
     found: list[Checkpoint] = []
-    trainer.agree(lambda: found.append(checkpoint.load(folder, iteration, wanted, part)))
-    split: dict[str, dict[str, Any]] = {"weights": {}, "optim": {}, "algorithm": {}}
-    for name, value in found[0].tensors.items():
-        section, _, rest = name.partition("/")
-        split[section][rest] = value
-    trainer.weights.load_state(split["weights"])
-    trainer.optimizer.load_state(split["optim"], found[0].state["optimizer"])
-    trainer.algorithm.load_state_dict(found[0].state["algorithm"])
-    if split["algorithm"]:
-        trainer.algorithm.load_tensors(split["algorithm"])
-    if not (accept_changes and trainer.resolved.run.data.pairs is not None):
-        trainer.source.load_state_dict(found[0].state["source"])  # of given pictures it only says which set they are
-    trainer.collector.load_state_dict(found[0].state["collector"])
-    trainer.iteration = iteration
+    world.agree(lambda: found.append(checkpoint.load(folder, iteration, wanted, part)))
+    other_data = accept_changes and session.config.data.pairs is not None
+    session.load_state(iteration, found[0].tensors, found[0].state, other_data=other_data)
     return found[0].state
+
+
+def load_newest(session: Session, run: Path, accept_changes: bool = False) -> None:
+    """Put the newest checkpoint of a run folder into a session that is not that run's.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    saved = checkpoint.available(run / "checkpoints")
+    if not saved:
+        raise ConfigError(f"{run} holds no checkpoint to evaluate")
+    load(session, run / "checkpoints", saved[-1], accept_changes)
+    owner = RunFolder(run)  # a run under way writes its adapter itself
+    if session.world.gather(session.world.main and owner.try_lock())[0]:
+        mend_adapter(session, run)
+    owner.unlock()
 
 
 def _parameter(name: str) -> str:
@@ -154,26 +199,3 @@ def _parameter(name: str) -> str:
     """
     section, first, second = name.split("/")
     return second if section == "weights" else first
-
-
-def restore(trainer: Trainer, iteration: int, accept_changes: bool = False) -> None:
-    """Go on from the run's own checkpoint."""
-    state, world = load(trainer, trainer.folder.checkpoints, iteration, accept_changes), trainer.world
-    trainer.seconds_before, trainer.saved = state["seconds"], iteration
-    trainer.due = state.get("due")
-    if world.main:
-        # Its row may stand there already, if the call that made its evaluation was killed at once.
-        trainer.folder.forget_after(iteration if trainer.due is None else iteration - 1)
-    world.barrier()
-    log.info("resumed after iteration %d", iteration)
-    mend_adapter(trainer, trainer.folder.path)
-    if state["processes"] != world.size:
-        log.warning(
-            "%d processes before, %d now: the result is right but not bitwise the same", state["processes"], world.size
-        )
-    other = [text for text in differences(state["config"], trainer.resolved.tree(), ()) if text.startswith(BATCHES)]
-    if other:
-        log.warning("%s: the result is right but not bitwise the same", "; ".join(other))
-    changed = {k: v for k, v in state["versions"].items() if versions().get(k) != v}
-    if changed:
-        log.warning("other versions than before (%s): the result may differ in the last digits", changed)

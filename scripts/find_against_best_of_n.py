@@ -22,7 +22,6 @@ import json
 import math
 import re
 import shlex
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.distributed import join
 from flowrl.evaluate import Evaluation
 from flowrl.load import load_config, resolve
-from flowrl.metrics import set_up_logging
+from flowrl.metrics import log, set_up_logging
+from flowrl.report import row_line
 from flowrl.rng import derive
-from flowrl.runs import RunFolder
+from flowrl.session import Session
 from flowrl.statistics import interval
-from flowrl.trainer import Trainer
+from flowrl.trajectories import Rollout
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs" / "lab" / "find.yaml"
@@ -82,54 +81,53 @@ def best_of_share(values: np.ndarray, judged: np.ndarray, count: float) -> float
 # ---- measuring
 
 
-def values_of(trainer: Trainer, found: Evaluation, judge: str) -> tuple[np.ndarray, np.ndarray]:
+def values_of(session: Session, found: Evaluation, judge: str) -> tuple[np.ndarray, np.ndarray]:
     """(training values, judgements) of an evaluation, both [P, S]."""
     raw = {name: torch.from_numpy(table) for name, table in found.scores.items()}
-    total = sum(entry.weight * entry.training_value(raw) for entry in trainer.scorer.entries)
+    total = sum(entry.weight * entry.training_value(raw) for entry in session.rewards.entries)
     return torch.as_tensor(total).numpy(), found.scores[judge]
 
 
-def drawn(trainer: Trainer, count: int, purpose: str, judge: str, *, base: bool) -> tuple[np.ndarray, np.ndarray]:
+def drawn(session: Session, count: int, purpose: str, judge: str, *, base: bool) -> tuple[np.ndarray, np.ndarray]:
     """(training values, judgements) of `count` pictures a prompt, [P, count], from the laws or from N(0, 1)."""
     options: dict[str, Any] = {"learned": None} if base else {}
-    evaluator = replace(trainer.evaluator, seed=derive(0, purpose), samples_per_prompt=count, **options)
-    steps = trainer.config.rollout.num_inference_steps
-    with trainer.weights.using(trainer.optimizer.role):
-        found = evaluator(purpose, 0, guidance_scale=trainer.eval_guidance, num_inference_steps=steps, save=False)
-    return values_of(trainer, found, judge)
+    evaluator = replace(session.parts.evaluator, seed=derive(0, purpose), samples_per_prompt=count, **options)
+    steps = session.config.rollout.num_inference_steps
+    with session.weights.using(session.parts.optimizer.role):
+        found = evaluator(purpose, 0, guidance_scale=session.eval_guidance, num_inference_steps=steps, save=False)
+    return values_of(session, found, judge)
 
 
 def measure(overrides: list[str], pool: int, draws: int, judge: str) -> None:
     """Train, and compare whenever every prompt has had 2^k groups of samples; each moment is written at once."""
     resolved = resolve(load_config(RECIPE, overrides))
-    trainer, config = Trainer(resolved), resolved.run
-    with tempfile.TemporaryDirectory() as folder:
-        trainer.world, trainer.folder, trainer.start = join(), RunFolder(Path(folder)), 0
-        trainer._load()
-        prompts = len(trainer.evaluator.prompts)
-        base = drawn(trainer, pool, "pool", judge, base=True)
-        start = drawn(trainer, draws, "draws", judge, base=True)[1].mean(axis=1)
-        seen: dict[int, list[tuple[float, float]]] = {row: [] for row in range(prompts)}
-        watch(trainer, seen, judge)
-        points: list[dict[str, Any]] = []
-        numbers = {
-            "judge": judge,
-            "overrides": overrides,
-            "prompts": prompts,
-            "pool": pool,
-            "draws": draws,
-            "seed": config.seed,
-        }
-        numbers |= {"base": interval(base[1].mean(axis=1)), "points": points}
-        for iteration in range(1, config.iterations + 1):
-            trainer._tell(trainer._iterate(iteration))
-            count = len(seen[0])
-            epochs = count // config.rollout.group_size
-            even = all(len(pairs) == count for pairs in seen.values())
-            if even and epochs & (epochs - 1) == 0 and count <= pool and count not in [p["n"] for p in points]:
-                own = drawn(trainer, draws, "draws", judge, base=False)[1].mean(axis=1)
-                points.append({"n": count} | compared(own, start, base, seen))
-                keep(numbers)
+    session, config = Session(resolved), resolved.run
+    prompts = len(session.parts.evaluator.prompts)
+    base = drawn(session, pool, "pool", judge, base=True)
+    start = drawn(session, draws, "draws", judge, base=True)[1].mean(axis=1)
+    seen: dict[int, list[tuple[float, float]]] = {row: [] for row in range(prompts)}
+    points: list[dict[str, Any]] = []
+    numbers = {
+        "judge": judge,
+        "overrides": overrides,
+        "prompts": prompts,
+        "pool": pool,
+        "draws": draws,
+        "seed": config.seed,
+    }
+    numbers |= {"base": interval(base[1].mean(axis=1)), "points": points}
+    for iteration in range(1, config.iterations + 1):
+        rollout = session.roll_out(iteration)
+        note(session, rollout, seen, judge)
+        row = session.update(rollout, session.credit(rollout))
+        log.info("%s", row_line(row, config.iterations, session.parts.prompts))
+        count = len(seen[0])
+        epochs = count // config.rollout.group_size
+        even = all(len(pairs) == count for pairs in seen.values())
+        if even and epochs & (epochs - 1) == 0 and count <= pool and count not in [p["n"] for p in points]:
+            own = drawn(session, draws, "draws", judge, base=False)[1].mean(axis=1)
+            points.append({"n": count} | compared(own, start, base, seen))
+            keep(numbers)
 
 
 def kept_numbers() -> dict[str, Any]:
@@ -141,19 +139,12 @@ def keep(numbers: dict[str, Any]) -> None:
     NUMBERS.write_text(json.dumps(kept_numbers() | {numbers["judge"]: numbers}, indent=1) + "\n", encoding="utf-8")
 
 
-def watch(trainer: Trainer, seen: dict[int, list[tuple[float, float]]], judge: str) -> None:
-    """Note (training value, judgement) of every picture of the rollouts, by the number of its law."""
-    collect = trainer.collector.collect
-
-    def noted(*args: Any) -> Any:
-        rollout = collect(*args)
-        weights = torch.tensor([entry.weight for entry in trainer.scorer.entries])
-        total = (rollout.rewards * weights[:, None, None]).sum(dim=0)
-        for slot, law in enumerate(rollout.laws.tolist()):
-            seen[law] += zip(total[slot].tolist(), rollout.raw[judge][slot].tolist(), strict=True)
-        return rollout
-
-    trainer.collector.collect = noted
+def note(session: Session, rollout: Rollout, seen: dict[int, list[tuple[float, float]]], judge: str) -> None:
+    """Add (training value, judgement) of every image of a rollout, by the number of its law."""
+    weights = torch.tensor([entry.weight for entry in session.rewards.entries])
+    total = (rollout.rewards * weights[:, None, None]).sum(dim=0)
+    for slot, law in enumerate(rollout.laws.tolist()):
+        seen[law] += zip(total[slot].tolist(), rollout.raw[judge][slot].tolist(), strict=True)
 
 
 def compared(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import tempfile
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,13 +26,12 @@ from torch import Tensor
 
 from flowrl.algorithms._grpo import GrpoBase
 from flowrl.algorithms.grpo_guard import normalised_log_ratio
-from flowrl.distributed import join
 from flowrl.learner import Learner
 from flowrl.load import load_config, resolve
-from flowrl.metrics import Sums, set_up_logging
+from flowrl.metrics import log, set_up_logging
 from flowrl.replay import Replay
-from flowrl.runs import RunFolder
-from flowrl.trainer import Trainer
+from flowrl.report import row_line
+from flowrl.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "scripts" / "guard_ratio.yaml"
@@ -93,21 +91,21 @@ class Probe:
     def __init__(self, learner: Learner) -> None:
         self.learner, self.parts, self.iteration = learner, [], 0
         self.trained = torch.zeros(0, dtype=torch.int64)  # edges used since the old policy was frozen
-        # On the instance, so that the training path itself stays as it is. Flow-GRPO needs no mean_old, we do.
-        self.update, learner._one_update = learner._one_update, self._before_update
+        learner.before_update = self.before_update
+        # Flow-GRPO needs no mean_old, we do.
         learner.algorithm.columns = ("mean_old",)
 
     def begin(self, iteration: int) -> None:
         """A new rollout: the old policy is the present one, no edge is used."""
         self.iteration, self.trained = iteration, self.trained[:0]
 
-    def _before_update(self, work: Replay, number: int, sums: Sums) -> None:
+    def before_update(self, work: Replay, number: int) -> None:
+        """Take the log ratios of the share that is about to be trained."""
         share = work.shares[number]
         assert not torch.isin(share, self.trained).any(), "an edge was used before"
         if len(self.trained) and len(share):  # on policy every log ratio is 0
             self.parts.append(self.log_ratios(work, number))
         self.trained = torch.cat([self.trained, share])
-        self.update(work, number, sums)
 
     @torch.no_grad()
     def log_ratios(self, work: Replay, number: int) -> LogRatios:
@@ -135,18 +133,14 @@ def train(method: str, overrides: list[str]) -> tuple[LogRatios, dict]:
     """One run with the probe in its learner: the log ratios, and what became of the rewards."""
     resolved = resolve(load_config(RECIPE, METHODS[method][1] + overrides))
     config, started, rows = resolved.run, time.monotonic(), []
-    trainer = Trainer(resolved)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer.world, trainer.folder, trainer.start = join(), RunFolder(Path(folder)), 0
-        trainer._load()
-        probe = Probe(trainer.learner)
-        base = trainer.evaluate("base", save=False)
-        for iteration in range(1, config.iterations + 1):
-            probe.begin(iteration)
-            row = trainer._iterate(iteration)
-            rows.append(row)
-            trainer._tell(row)
-        tuned = trainer.evaluate("tuned", save=False)
+    session = Session(resolved)
+    probe = Probe(session.parts.learner)
+    base = session.evaluate("base")
+    for iteration in range(1, config.iterations + 1):
+        probe.begin(iteration)
+        rows.append(session.step(iteration))
+        log.info("%s", row_line(rows[-1], config.iterations, session.parts.prompts))
+    tuned = session.evaluate("tuned")
     size, clip = max(1, len(rows) // 5), resolved.algorithm.config.clip_range
     found = LogRatios.join(probe.parts)
     facts = {
@@ -156,7 +150,7 @@ def train(method: str, overrides: list[str]) -> tuple[LogRatios, dict]:
         "learning_rate": config.optim.learning_rate,
         "seed": config.seed,
         "clip_range": clip,
-        "dims": int(np.prod(trainer.adapter.latent_shape())),
+        "dims": int(np.prod(session.model.latent_shape())),
         "jpeg_kb_first_fifth": float(np.mean([row["reward/jpeg_kb_mean"] for row in rows[:size]])),
         "jpeg_kb_last_fifth": float(np.mean([row["reward/jpeg_kb_mean"] for row in rows[-size:]])),
         "held_out": {name: [float(np.nanmean(e.scores[name])) for e in (base, tuned)] for name in base.scores},

@@ -62,11 +62,11 @@ def run(jobs: list[list[str]], processes: int = 2, timeout_s: float = 300) -> No
 
 def sizes(trainer: Any) -> dict[str, int]:
     """Values of the denoiser: on this process, in all, and what the optimizer keeps moments of."""
-    own = [getattr(p, "_local_tensor", p) for p in trainer.adapter.network.parameters()]
+    own = [getattr(p, "_local_tensor", p) for p in trainer.session.model.network.parameters()]
     return {
         "own": sum(p.numel() for p in own),
-        "all": sum(p.numel() for p in trainer.adapter.network.parameters()),
-        "moments": sum(p.numel() for p in trainer.optimizer.parameters),
+        "all": sum(p.numel() for p in trainer.session.model.network.parameters()),
+        "moments": sum(p.numel() for p in trainer.session.parts.optimizer.parameters),
     }
 
 

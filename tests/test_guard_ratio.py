@@ -66,7 +66,7 @@ def test_only_edges_that_no_update_has_used_are_recorded(guard, name):
 def test_an_edge_that_was_used_is_refused(guard, name):
     probe, session, _ = one_iteration(name, guard)
     with pytest.raises(AssertionError, match="used before"):
-        probe.learner._one_update(replay_of(session, torch.rand(1, 2, 6)), 0, Sums())
+        probe.before_update(replay_of(session, torch.rand(1, 2, 6)), 0)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "commands", "__main__", "__init__"),
     (
-        *("trainer", "collect", "learner", "replay", "noising", "evaluate", "evaltree", "gallery", "checkpoint"),
-        "optim",
+        *("trainer", "session", "collect", "learner", "replay"),
+        *("noising", "evaluate", "evaltree", "gallery", "checkpoint"),
+        *("checkpoint", "optim"),
         *("preferences", "pairdata", "labels", "records", "pairing", "pairplan", "pairfolder"),
         *(
             "distributed",

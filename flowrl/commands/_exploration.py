@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -59,20 +57,14 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
 
 
 def _collector(resolved: Any, prompts: int) -> Any:
-    from flowrl.distributed import join
     from flowrl.errors import ConfigError
-    from flowrl.runs import RunFolder
-    from flowrl.trainer import Trainer
+    from flowrl.session import Session
 
     if resolved.run.rollout.exploration is None:
         raise ConfigError("rollout.exploration=null: there is nothing to measure; set rollout.exploration.pool=N")
     rollout = dataclasses.replace(resolved.run.rollout, prompts_per_iteration=prompts)
     run = dataclasses.replace(resolved.run, rollout=rollout)
-    trainer = Trainer(dataclasses.replace(resolved, run=run))
-    with tempfile.TemporaryDirectory() as folder:
-        trainer.world, trainer.folder, trainer.start = join(), RunFolder(Path(folder)), 0
-        trainer._load()
-    return trainer.collector
+    return Session(dataclasses.replace(resolved, run=run)).collector
 
 
 def _chosen(collector: Any, scores: Tensor, group: int) -> Tensor:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 LEAVES, STEPS = 16, 20
@@ -79,34 +77,27 @@ class Cost:
 
 def measure(overrides: list[str], rounds: int, methods: Mapping[str, tuple[str, ...]] = METHODS) -> dict[str, Cost]:
     """Iterations of all methods in turn, one of each a round; what a first iteration costs once is not counted."""
-    trainers = {name: _trainer([*words, *overrides]) for name, words in methods.items()}
-    costs, names = {name: Cost() for name in trainers}, list(trainers)
+    sessions = {name: _session([*words, *overrides]) for name, words in methods.items()}
+    costs, names = {name: Cost() for name in sessions}, list(sessions)
     for number in range(rounds + 1):
         # A round starts with another method each time, so that what slows the machine down slows them all.
         for name in names[number % len(names) :] + names[: number % len(names)]:
             started, worked = time.perf_counter(), time.process_time()
-            row = trainers[name]._iterate(number + 1)
+            row = sessions[name].step(number + 1)
             if number:
                 costs[name].add(row, time.perf_counter() - started, time.process_time() - worked)
     return costs
 
 
-def _trainer(overrides: list[str]) -> Any:
+def _session(overrides: list[str]) -> Any:
     from flowrl.config import RunConfig
-    from flowrl.distributed import join
-    from flowrl.load import resolve
-    from flowrl.runs import RunFolder
+    from flowrl.session import Session
     from flowrl.strict import apply_override, validate
-    from flowrl.trainer import Trainer
 
     tree = copy.deepcopy(BASE)
     for word in overrides:
         apply_override(tree, word)
-    trainer = Trainer(resolve(validate(RunConfig, tree, "")))
-    with tempfile.TemporaryDirectory() as folder:
-        trainer.world, trainer.folder, trainer.start = join(), RunFolder(Path(folder)), 0
-        trainer._load()
-    return trainer
+    return Session(validate(RunConfig, tree, ""))
 
 
 def ratios(cost: list[float], of: list[float]) -> list[float]:

@@ -249,25 +249,18 @@ def overhead_share(row: dict[str, float]) -> float:
 def measure(resolved: Any, iterations: int, warmup: int = 1) -> list[dict[str, float]]:
     """Seconds by name of each measured iteration; the parity gate falls into the warm-up."""
     import dataclasses
-    import tempfile
-    from pathlib import Path
 
     import torch
 
-    from flowrl.distributed import join
-    from flowrl.runs import RunFolder
-    from flowrl.trainer import Trainer
+    from flowrl.session import Session
 
-    trainer = Trainer(
+    session = Session(
         dataclasses.replace(resolved, run=dataclasses.replace(resolved.run, iterations=warmup + iterations))
     )
-    with tempfile.TemporaryDirectory() as folder:
-        trainer.world, trainer.folder, trainer.start = join(), RunFolder(Path(folder)), 0
-        trainer._load()
-    watch = Stopwatch(torch.cuda.synchronize if trainer.world.device.type == "cuda" else lambda: None)
+    watch = Stopwatch(torch.cuda.synchronize if session.world.device.type == "cuda" else lambda: None)
     rows = []
-    with _watched(trainer, watch):
-        iterate = watch.timed("iteration", trainer._iterate)
+    with _watched(session.parts, watch):
+        iterate = watch.timed("iteration", session.step)
         for number in range(1, warmup + iterations + 1):
             iterate(number)
             rows.append(watch.take())
@@ -275,16 +268,16 @@ def measure(resolved: Any, iterations: int, warmup: int = 1) -> list[dict[str, f
 
 
 @contextmanager
-def _watched(trainer: Any, watch: Stopwatch) -> Iterator[None]:
-    """Times the parts of `trainer`, and every backward pass as network; undone at the end."""
+def _watched(parts: Any, watch: Stopwatch) -> Iterator[None]:
+    """Times the parts of a session, and every backward pass as network; undone at the end."""
     import torch
 
     places = (
-        (trainer.adapter, "predict", "network"),
-        (trainer.adapter, "decode", "VAE"),
-        (trainer.texts, "lookup", "text encoder"),
-        (trainer.scorer, "score", "reward"),
-        (trainer.optimizer, "step", "optimizer"),
+        (parts.adapter, "predict", "network"),
+        (parts.adapter, "decode", "VAE"),
+        (parts.texts, "lookup", "text encoder"),
+        (parts.scorer, "score", "reward"),
+        (parts.optimizer, "step", "optimizer"),
         (torch.Tensor, "backward", "network"),
     )
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in places]

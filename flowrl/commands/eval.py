@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from flowrl.assembly import Parts
     from flowrl.evaluate import Evaluation
-    from flowrl.trainer import Trainer
 
 
 def command(
@@ -49,27 +49,28 @@ def command(
         print(f"{run}: {ended}")
     with no_exit():
         result = trainer.evaluate_only(run, out_folder(out or default), accept)
+    parts = trainer.session.parts
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "
-            f"{trainer.prompts.counted(value['n'])} x {result.scores[name].shape[1]} seeds)"
+            f"{parts.prompts.counted(value['n'])} x {result.scores[name].shape[1]} seeds)"
         )
     if result.agreement is not None:
         print(told_accuracy(result.agreement.interval()))
     if base is not None:
-        _against(base, result, trainer)
+        _against(base, result, parts)
 
 
-def _against(base: Evaluation, tuned: Evaluation, trainer: Trainer) -> None:
+def _against(base: Evaluation, tuned: Evaluation, parts: Parts) -> None:
     """Win rates against the run's base, where that was drawn alike."""
     from flowrl.report import told_win_rate
     from flowrl.statistics import win_rate
 
-    cards = [] if trainer.watched is None else [entry.reward.card for entry in trainer.watched.distinct]
+    cards = [] if parts.watched is None else [entry.reward.card for entry in parts.watched.distinct]
     higher = {name: card.higher_is_better for card in cards for name in card.outputs}
     for name in (name for name in tuned.scores if name in base.scores):
         unlike = tuned.unlike(base, name)
         if unlike:
             print(f"no win rate by {name}: the run's base was made with other values of: {', '.join(unlike)}")
         else:
-            print(told_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name]), trainer.prompts.on))
+            print(told_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name]), parts.prompts.on))

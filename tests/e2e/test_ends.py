@@ -96,7 +96,7 @@ def test_an_evaluation_that_is_stopped_twice_and_killed_behind_its_row_is_made_o
         def killed(*args: object, **options: object) -> None:
             raise RuntimeError("killed before the checkpoint says that nothing is due any more")
 
-        patch.setattr(state, "save", killed)
+        patch.setattr(state.Saver, "save", killed)
         with pytest.raises(RuntimeError, match="killed before"):
             run("parts", resume=True)
     run("parts", resume=True)
