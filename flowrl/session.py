@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flowrl.advantages import Advantages
-from flowrl.algorithms.base import Algorithm
+from flowrl.algorithms.base import Method
 from flowrl.assembly import assemble
 from flowrl.collect import Collector
 from flowrl.config import RunConfig
@@ -112,7 +112,7 @@ class Session:
         return self.parts.weights
 
     @property
-    def method(self) -> Algorithm:
+    def method(self) -> Method:
         return self.parts.algorithm
 
     @property
