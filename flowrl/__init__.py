@@ -16,6 +16,11 @@ _EXPORTS = {
     "ConfigError": "flowrl.errors",
     "Session": "flowrl.session",
     "Trainer": "flowrl.trainer",
+    "Method": "flowrl.algorithms.base",
+    "EdgeMethod": "flowrl.algorithms.base",
+    "SampleMethod": "flowrl.algorithms.base",
+    "NoiseMethod": "flowrl.algorithms.base",
+    "Sampler": "flowrl.samplers.base",
     "Reward": "flowrl.reward",
     "Card": "flowrl.reward",
 }

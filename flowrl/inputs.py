@@ -62,8 +62,9 @@ def _rewards(resolved: Resolved) -> Iterator[tuple[str, Any]]:
 
 def _components(resolved: Resolved) -> Iterator[tuple[str, ModuleType]]:
     """(key, module) of the components that are not flowrl's own."""
-    found = [("model.name", resolved.model.module), ("algorithm.name", resolved.algorithm.module)]
-    found.append(("rollout.sampler.name", resolved.sampler.module))
+    found = [("model.name", resolved.model.module)]
+    for key, part in (("algorithm", resolved.algorithm), ("rollout.sampler", resolved.sampler)):
+        found += [(f"{key}.{named}", part.module) for named in part.reference]
     for key, plan in _rewards(resolved):
         found.append((f"{key}.{'name' if plan.entry.path is None else 'path'}", plan.module))
     yield from ((key, module) for key, module in found if not f"{module.__name__}.".startswith("flowrl."))

@@ -81,6 +81,8 @@ def _component(kind: str, options: Any, origin: Origin, where: str) -> Any:
     name = result.get("name")
     if isinstance(name, str) and name.endswith(".py"):
         result["name"] = name = _located(name, PATH, f"{where}.name", origin.base(f"{where}.name"))
+    if kind in registry.BASES and isinstance(result.get("path"), str):
+        result["path"] = _located(result["path"], PATH, f"{where}.path", origin.base(f"{where}.path"))
     if isinstance(name, str) and name in registry.names(kind):
         return located(registry.load(kind, name).Config, result, origin, where)
     if kind == "models" and name is None:
@@ -90,6 +92,7 @@ def _component(kind: str, options: Any, origin: Origin, where: str) -> Any:
     # Of a component that is not built in nothing is known before it is run: its options say by themselves whether
     # they are paths.
     shared = {item.name for item in fields(RewardEntry)} if kind == "rewards" else {"name"}
+    shared |= {"path"} if kind in registry.BASES else set()
     own = {key: value for key, value in result.items() if key not in shared}
     return result | {key: _plainly(value, f"{where}.{key}", origin) for key, value in own.items()}
 

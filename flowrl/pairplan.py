@@ -107,7 +107,7 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted) -> 
         "seed": config.seed,
         "model": {"name": model.name} | to_tree(model.config),
         "prompts": {"source": config.data.prompts, "count": len(prompts), "sha256": texts},
-        "sampler": None if config.rollout.sampler is None else {"name": resolved.sampler.name},
+        "sampler": None if config.rollout.sampler is None else resolved.sampler.reference,
         "num_inference_steps": config.rollout.num_inference_steps,
         "guidance_scale": config.rollout.guidance_scale,
         "shared_noise": config.rollout.shared_noise,

@@ -59,5 +59,6 @@ def _places(root: type, tree: Options) -> Iterator[str]:
 
 def _config(kind: str, options: Any, default: str | None = None) -> type | None:
     """Config of the built-in component that is named, or None; another's code is not run for a message."""
-    name = options.get("name", default) if isinstance(options, dict) else default
+    given = options if isinstance(options, dict) else {}
+    name = "" if kind in registry.BASES and given.get("path") else given.get("name") or default
     return registry.load(kind, name).Config if name in registry.names(kind) else None

@@ -25,6 +25,8 @@ FOLDERS: dict[str, str] = {
     "algorithms": "flowrl.algorithms",
     "rewards": "flowrl.rewards",
 }
+BASES = {"samplers": ("flowrl.samplers.base", "Sampler"), "algorithms": ("flowrl.algorithms.base", "Method")}
+"""(module, class) that every component of a kind extends."""
 PLUGINS = {"rewards": "flowrl.rewards"}
 """Entry-point groups of the kinds that packages may add to."""
 _HELPERS = {"base", "classes", "guidance", "savings", "weights"}
@@ -83,13 +85,13 @@ def load(kind: str, name: str) -> ModuleType:
     """
     if name in names(kind):
         return importlib.import_module(f"{FOLDERS[kind]}.{name}")
-    if name.endswith(".py"):
-        return _load_file(Path(name), kind)
     brought = plugins(kind)
+    if name.endswith(".py"):
+        return _completed(_load_file(Path(name), kind), kind, name)
     if name in brought:
         return _load_plugin(kind, brought[name][0])
     if "." in name:
-        return _import(kind, name)
+        return _completed(_import(kind, name), kind, name)
     valid = sorted({*names(kind), *brought})
     raise UnknownName(f"{kind[:-1]} name={name!r} is unknown; {suggest(name, valid)}there are: {', '.join(valid)}")
 
@@ -131,4 +133,35 @@ def _load_file(path: Path, kind: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def _completed(module: ModuleType, kind: str, name: str) -> ModuleType:
+    """A module of somebody else with `Config` and `build`, from its one class where it defines no `build`.
+
+    Config is that of the file of the class, else of the nearest class that it extends.
+
+    Raises:
+        UnknownName: several classes, or none.
+    """
+    defined = vars(module)
+    if kind not in BASES or "build" in defined:
+        return module
+    place, base = BASES[kind]
+    own = [each for each in defined.values() if isinstance(each, type) and each.__module__ == module.__name__]
+    own = [one for one in own if any((part.__module__, part.__name__) == (place, base) for part in one.__mro__)]
+    public = [one for one in own if not one.__name__.startswith("_")]
+    # Those that no other in the file extends.
+    last = [one for one in public if not any(other is not one and issubclass(other, one) for other in own)]
+    if len(last) != 1:
+        names = f" ({', '.join(one.__name__ for one in last)})" if last else ""
+        raise UnknownName(
+            f"{name} defines {len(last)} classes that extend flowrl.{base}{names}: define one, or Config and "
+            "build(config), which gives the one that is meant"
+        )
+    for part in last[0].__mro__:
+        config = vars(sys.modules[part.__module__]).get("Config", vars(part).get("Config"))
+        if config is not None:
+            module.Config, module.build = config, last[0]  # type: ignore[attr-defined]
+            break
     return module

@@ -46,7 +46,7 @@ class Resolved:
         """The configuration with every component's defaults written out."""
         tree = to_tree(self.run)
         for place, part in (("model", self.model), ("algorithm", self.algorithm)):
-            tree[place] = {"name": part.name} | to_tree(part.config)
+            tree[place] = part.reference | to_tree(part.config)
         if self.algorithm.build().needs == "edges":
-            tree["rollout"]["sampler"] = {"name": self.sampler.name} | to_tree(self.sampler.config)
+            tree["rollout"]["sampler"] = self.sampler.reference | to_tree(self.sampler.config)
         return tree

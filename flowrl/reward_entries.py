@@ -223,7 +223,7 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
     name = str(entry.name if entry.path is None else entry.path)
     if entry.path is not None and not entry.path.endswith(".py"):
         raise ConfigError(f"{where}: path={entry.path!r} must be a .py file; use name for a module")
-    module = imported(name, where)
+    module = imported("rewards", name, where)
     clash = registry.collision("rewards", name)
     if clash is not None:
         log.warning("%s: %s", where, clash)
@@ -240,8 +240,8 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
     return RewardPlan(entry, module, None)
 
 
-def imported(name: str, where: str) -> ModuleType:
-    """The module of a reward.
+def imported(kind: str, name: str, where: str) -> ModuleType:
+    """The module of a component, which may be somebody else's.
 
     Raises:
         ConfigError: there is none, it raises, or it leaves the process changed.
@@ -249,7 +249,7 @@ def imported(name: str, where: str) -> ModuleType:
     conduct = Conduct()
     try:
         with kept(conduct, numbers=False):
-            module = registry.load("rewards", name)
+            module = registry.load(kind, name)
     except registry.UnknownName as error:
         raise ConfigError(f"{where}: {error}") from None
     except (Exception, SystemExit) as error:  # a user's file may raise anything when it is run
@@ -262,9 +262,9 @@ def imported(name: str, where: str) -> ModuleType:
 def _require_kept(conduct: Conduct, what: str, module: ModuleType) -> None:
     """Refuse somebody's code that leaves the process changed; it is put back already, and may count on it.
 
-    What a library does under a reward of ours is put back alone.
+    What a library does under a component of ours is put back alone.
     """
-    if conduct.settings and not module.__name__.startswith("flowrl.rewards."):
+    if conduct.settings and not module.__name__.startswith("flowrl."):
         raise ConfigError(f"{what} changes {' and '.join(conduct.settings)} for the whole process; {MEND}")
 
 

@@ -186,6 +186,8 @@ def validate(cls: type, value: Any, where: str) -> Any:
 def config_class(module: ModuleType, where: str, name: str) -> type:
     if not (hasattr(module, "Config") and hasattr(module, "build")):
         raise ConfigError(f"{where}: {name} is no component: it must define Config and build(config)")
+    if not dataclasses.is_dataclass(module.Config):
+        raise ConfigError(f"{where}: Config of {name} must be a dataclass, whose fields are its options")
     return module.Config
 
 

@@ -118,6 +118,8 @@ C = TypeVar("C", bound=Options)
 class Method(Generic[C]):
     """A training method. Attributes and hooks are defaults; `plan`, `advantages` and `loss` are the method's own."""
 
+    Config: ClassVar[type[Options]] = Options
+    """The options of a method whose file defines no `Config`; one that does extends it."""
     needs: ClassVar[Literal["edges", "samples", "noise"]]
     """The training data: trained steps of the rollout, its finished samples, or the noise that these began with."""
     level: str = "experimental"

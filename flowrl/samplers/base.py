@@ -117,7 +117,7 @@ class Sampler(ABC):
     """
 
     Config: ClassVar[type] = NoiseOptions
-    """The options of a file that defines no `Config` of its own."""
+    """The options of a sampler whose file defines no `Config`."""
     log_prob_form: LogProbForm = "mean"
     """The form of log-prob that its published clip ranges belong to."""
     largest: ClassVar[float] = math.inf
