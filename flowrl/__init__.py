@@ -11,11 +11,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "load_config": "flowrl.load",
-    "load_model": "flowrl.library",
-    "ConfigError": "flowrl.errors",
-    "Session": "flowrl.session",
-    "Trainer": "flowrl.trainer",
+    "load_config": "flowrl.config.load",
+    "load_model": "flowrl.rollout.library",
+    "ConfigError": "flowrl.core.errors",
+    "Session": "flowrl.run.session",
+    "Trainer": "flowrl.run.trainer",
     "Method": "flowrl.algorithms.base",
     "EdgeMethod": "flowrl.algorithms.base",
     "SampleMethod": "flowrl.algorithms.base",

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from flowrl.orphans import watch_launcher
+from flowrl.core.subprocesses import watch_launcher
 
 DEBUG = "FLOWRL_DEBUG"
 
@@ -113,7 +113,7 @@ def _run() -> None:
 
 def handle(error: BaseException) -> NoReturn:
     """Turn a failure into one message and an exit code; anything unforeseen keeps its traceback."""
-    from flowrl.errors import Fault, Stopped
+    from flowrl.core.errors import Fault, Stopped
 
     if isinstance(error, Stopped):
         raise SystemExit(128 + error.number)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import RewardError
 from flowrl.rewards import _checkpoints
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from flowrl.rewards._servers import Server, Servers
-from flowrl.rewards._transport import pack, png
-from flowrl.rewards._wire import SCHEMA, Picture, WireError, require_schema, write_picture
 from torch import Tensor
 
-from flowrl.pictures import open_picture
+from flowrl.core.media import open_picture
+from flowrl.core.transport import pack, png
+from flowrl.core.wire import SCHEMA, Picture, WireError, require_schema, write_picture
 from flowrl.reward import Card, RewardError, unscored
 
 if TYPE_CHECKING:

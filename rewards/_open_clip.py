@@ -17,7 +17,7 @@ from flowrl.rewards._checkpoints import place
 from flowrl.rewards._pixels import Fit, Interpolation, Pixels, Preprocess
 from torch import Tensor
 
-from flowrl.embedded import asset_folder
+from flowrl.core.assets import asset_folder
 from flowrl.reward import RewardError
 
 CONFIG = "open_clip_config.json"

@@ -19,7 +19,7 @@ from flowrl.rewards._judge import Counters, Question, Writing, joined
 from PIL import Image
 from torch import Tensor
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import RewardError
 from flowrl.rewards import _checkpoints
 

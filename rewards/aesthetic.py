@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from flowrl.rewards._frames import framewise
 from torch import Tensor
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _clip
 

@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 from flowrl.rewards._frames import framewise
 from torch import Tensor
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _clip, _open_clip
 

@@ -28,7 +28,7 @@ from flowrl.rewards._embedders import Embed, network
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward
 
 _GRID, _WAVES = 8, 256

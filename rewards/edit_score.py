@@ -31,8 +31,8 @@ from flowrl.rewards._vlm import Local
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.paths import PATH
-from flowrl.pictures import open_picture
+from flowrl.core.media import open_picture
+from flowrl.core.paths import PATH
 from flowrl.reward import Reward, RewardError
 
 LEVEL = "experimental"

@@ -32,7 +32,7 @@ from flowrl.rewards._images import to_uint8
 from flowrl.rewards._remote_detector import RemoteDetector
 from torch import Tensor
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _clip
 

@@ -27,7 +27,7 @@ from flowrl.rewards._images import to_uint8
 from flowrl.rewards._pixels import broken, normalised, padded, resized_shape
 from torch import Tensor
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _clip, _open_clip
 

@@ -24,7 +24,7 @@ from flowrl.rewards._images import to_uint8
 from PIL import Image
 from torch import Tensor, nn
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _qwen_vl
 

@@ -35,7 +35,7 @@ import torch
 from flowrl.rewards._pixels import Pixels
 from torch import Tensor, nn
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _clip
 

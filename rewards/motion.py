@@ -38,7 +38,7 @@ from flowrl.rewards._flow import Magnitude, load_raft, moving_share
 from flowrl.rewards._images import to_uint8
 from torch import Tensor
 
-from flowrl.paths import NAME_OR_PATH, PATH
+from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.reward import Card, Reward, RewardError
 
 _GRID, _CELL, _SHARE, _FLOW_FPS = 32, 8, 0.05, 8.0

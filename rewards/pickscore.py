@@ -15,7 +15,7 @@ from typing import Annotated
 from flowrl.rewards._frames import framewise
 from torch import Tensor
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward
 from flowrl.rewards import _clip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from flowrl.paths import SECRET
+from flowrl.core.paths import SECRET
 from flowrl.reward import Card, Reward
 
 LEVEL = "tested"

@@ -5,7 +5,7 @@ coverage gives area and centroid, every shape of that area is rendered at that p
 soft overlap names it. What no hue claims and is solid (grey, white, hues in between) counts as an
 object too, so that nothing drawn beside the asked-for objects goes unseen.
 
-Source: this project; `python tests/test_rewards_shapes.py` prints the accuracy behind the thresholds.
+Source: this project; `python tests/rewards/test_rewards_shapes.py` prints the accuracy behind the thresholds.
 """
 
 from __future__ import annotations

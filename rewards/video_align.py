@@ -28,7 +28,7 @@ import torch
 from flowrl.rewards._images import to_uint8
 from torch import Tensor, nn
 
-from flowrl.paths import NAME_OR_PATH, PATH
+from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _checkpoints, _lora, _qwen_vl
 

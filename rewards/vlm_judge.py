@@ -43,7 +43,7 @@ from flowrl.rewards._rubrics import Rubric
 from flowrl.rewards.diversity import groups_of
 from torch import Tensor
 
-from flowrl.paths import NAME_OR_PATH
+from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import _rubrics
 

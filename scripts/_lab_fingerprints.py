@@ -96,7 +96,7 @@ def code_files(tree: dict[str, Any]) -> list[Path]:
     """What a recipe's run imports, from the trainer and the recipe's own components down."""
     rewards = [*tree.get("rewards", []), *tree.get("eval", {}).get("rewards", [])]
     starts = [
-        "flowrl/trainer.py",
+        "flowrl/run/trainer.py",
         str(_file_of(f"flowrl/models/{tree['model']['name']}").relative_to(ROOT)),
         *(f"flowrl/samplers/{law['name']}.py" for law in [tree["rollout"].get("sampler")] if law),
         f"flowrl/algorithms/{tree['algorithm']['name']}.py",

@@ -15,7 +15,7 @@ from scipy.stats import rankdata, spearmanr
 from torch import Tensor
 
 from flowrl import shapes
-from flowrl.statistics import interval
+from flowrl.evaluation.statistics import interval
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 CAPTIONS, GROUP = 128, 16

@@ -29,14 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.evaluate import Evaluation
-from flowrl.load import load_config, resolve
-from flowrl.metrics import log, set_up_logging
-from flowrl.report import row_line
-from flowrl.rng import derive
-from flowrl.session import Session
-from flowrl.statistics import interval
-from flowrl.trajectories import Rollout
+from flowrl.config.load import load_config, resolve
+from flowrl.core.console import log, set_up_logging
+from flowrl.core.rng import derive
+from flowrl.evaluation.evaluator import Evaluation
+from flowrl.evaluation.statistics import interval
+from flowrl.rollout.trajectories import Rollout
+from flowrl.run.report import row_line
+from flowrl.run.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs" / "lab" / "find.yaml"

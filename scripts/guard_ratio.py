@@ -26,12 +26,12 @@ from torch import Tensor
 
 from flowrl.algorithms._grpo import GrpoBase
 from flowrl.algorithms.grpo_guard import normalised_log_ratio
-from flowrl.learner import Learner
-from flowrl.load import load_config, resolve
-from flowrl.metrics import log, set_up_logging
-from flowrl.replay import Replay
-from flowrl.report import row_line
-from flowrl.session import Session
+from flowrl.config.load import load_config, resolve
+from flowrl.core.console import log, set_up_logging
+from flowrl.run.report import row_line
+from flowrl.run.session import Session
+from flowrl.training.edge_batches import Replay
+from flowrl.training.learner import Learner
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "scripts" / "guard_ratio.yaml"

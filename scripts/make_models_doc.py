@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl.models._classes import natives
-from flowrl.models.generic import Config, Generic
+from flowrl.models.classes import natives
+from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.families import FAMILIES, Family, Guidance
 from flowrl.models.generic.options import find_networks
 from tests import tiny_pipelines as tiny

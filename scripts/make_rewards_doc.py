@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from flowrl import registry
 from flowrl.commands.list import about, span
+from flowrl.core import registry
 from flowrl.reward import Card
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +83,7 @@ def details(name: str, card: Card) -> str:
 
 def options() -> str:
     """What every entry of `rewards` takes, with its default."""
-    from flowrl.reward_entries import RewardEntry
+    from flowrl.scoring.entries import RewardEntry
 
     shown = []
     for item in dataclasses.fields(RewardEntry):

@@ -11,22 +11,24 @@ import yaml
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl import registry
 from flowrl.algorithms.base import Networks
 from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import FlowGrpo
-from flowrl.buffer import microbatches
-from flowrl.load import load_config, resolve
+from flowrl.config.load import load_config, resolve
+from flowrl.core import registry
+from flowrl.core.types import SampleId
+from flowrl.diffusion.plan import deterministic, window
+from flowrl.diffusion.process import FlowProcess
 from flowrl.models import generic
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights import Weights
-from flowrl.plan import deterministic, window
-from flowrl.process import FlowProcess
-from flowrl.rollout import Noise, Policy, run
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Policy
+from flowrl.run.trainer import Trainer
 from flowrl.samplers import ddim, flow_sde
 from flowrl.samplers.ode import Ode
-from flowrl.trainer import Trainer
-from flowrl.types import SampleId
+from flowrl.training.microbatches import microbatches
 from tests import tiny_pipelines as tiny
 
 LORA = LoraSettings(rank=4, alpha=10)

@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-from flowrl.labels import LabelledSource, labelled
-from flowrl.pairdata import Picture
-from flowrl.preferences import PreferenceSource, load_preferences
+from flowrl.data.labels import LabelledSource, labelled
+from flowrl.data.preference_records import Picture
+from flowrl.data.preferences import PreferenceSource, load_preferences
 
 PER_ITERATION = 100
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowrl import registry
-from flowrl.distributed import free_port
+from flowrl.core import registry
+from flowrl.run.launch import free_port
 from tests import native
 from tests import tiny_pipelines as tiny
 
@@ -71,9 +71,9 @@ def sizes(trainer: Any) -> dict[str, int]:
 
 
 def main() -> None:
-    from flowrl.distributed import World
-    from flowrl.load import load_config, resolve
-    from flowrl.trainer import Trainer
+    from flowrl.config.load import load_config, resolve
+    from flowrl.run.trainer import Trainer
+    from flowrl.training.world import World
 
     use_tiny_pipelines()
     World.close = lambda self: None  # type: ignore[method-assign]  # the group serves all jobs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from flowrl import memory
-from flowrl.load import load_config, resolve
-from flowrl.resolved import Resolved
+from flowrl.config.load import load_config, resolve
+from flowrl.config.resolved import Resolved
+from flowrl.planning import memory
 from tests import tiny_sd3
 
 FOLDER = tiny_sd3.ROOT / "configs"

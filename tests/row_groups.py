@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from flowrl.records import Shards
+from flowrl.data.records import Shards
 
 PICTURES = ("chosen", "rejected", "jpg_0", "jpg_1")
 

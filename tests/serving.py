@@ -11,10 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
-from flowrl.rewards._transport import pack
-from flowrl.rewards._wire import SCHEMA, fingerprint, plain_card, write_picture
 
-from flowrl.reward import Card, Reward, WeightedReward
+from flowrl.core.transport import pack
+from flowrl.core.wire import SCHEMA, fingerprint, plain_card, write_picture
+from flowrl.reward import Card, Reward
+from flowrl.scoring.weighted import WeightedReward
 from flowrl.serving.app import Service
 from flowrl.serving.batching import Batcher
 from flowrl.serving.counters import Counters

@@ -159,18 +159,18 @@ def upward(part: str, names: list[tuple[int, str]]) -> list[str]:
 
 def test_every_kind_of_import_is_seen():
     source = (
-        "import flowrl.trainer\nfrom flowrl import rng, config as c\nfrom flowrl.models.base import X\n"
+        "import flowrl.run.trainer\nfrom flowrl import rng, config as c\nfrom flowrl.models.base import X\n"
         "from . import sibling\nfrom ..process import expand\ndef f():\n    import torch.nn as nn\n"
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flowrl.cli import app\nelse:\n    import json\n"
     )
     found = [name for _, name in imports(source, "flowrl.samplers")]
     assert found == [
-        "flowrl.trainer",
-        "flowrl.rng",
-        "flowrl.config",
+        "flowrl.run.trainer",
+        "flowrl.core.rng",
+        "flowrl.config.schema",
         "flowrl.models.base.X",
         "flowrl.samplers.sibling",
-        "flowrl.process.expand",
+        "flowrl.diffusion.process.expand",
         "torch.nn",
         "typing.TYPE_CHECKING",
         "json",
@@ -180,9 +180,9 @@ def test_every_kind_of_import_is_seen():
 @pytest.mark.parametrize(
     ("part", "name", "wrong"),
     [
-        ("samplers", "flowrl.rollout", True),
-        ("process", "flowrl.plan.StepPlan", True),
-        ("rollout", "flowrl.config", True),
+        ("samplers", "flowrl.rollout.loop", True),
+        ("process", "flowrl.diffusion.plan.StepPlan", True),
+        ("rollout", "flowrl.config.schema", True),
         ("trainer", "flowrl.commands.train", True),
         ("types", "flowrl.Trainer", True),
         ("trainer", "flowrl.algorithms.base.Networks", False),
@@ -226,7 +226,7 @@ def test_accelerate_is_imported_for_processes_and_for_weights_without_storage_on
         for file in files(folder)
         if any(name.split(".")[0] == "accelerate" for _, name in imports_of(file))
     }
-    assert users == {"flowrl/distributed.py", "rewards/_checkpoints.py"}
+    assert users == {"flowrl/training/world.py", "rewards/_checkpoints.py"}
 
 
 def test_importing_flowrl_loads_neither_torch_nor_diffusers_nor_transformers():
@@ -238,7 +238,7 @@ def test_importing_flowrl_loads_neither_torch_nor_diffusers_nor_transformers():
 def test_importing_the_trainer_and_every_component_folder_loads_neither_diffusers_nor_transformers():
     """They are loaded when a model is built, so that a bad configuration is refused at once."""
     code = (
-        "import sys, flowrl.trainer;"
+        "import sys, flowrl.run.trainer;"
         "from flowrl import registry;"
         "[registry.load(kind, name) for kind in ('samplers', 'algorithms', 'models') for name in registry.names(kind)];"
         "print([m for m in ('diffusers', 'transformers', 'accelerate') if m in sys.modules])"

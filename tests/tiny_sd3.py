@@ -15,14 +15,16 @@ from torch import Tensor
 from flowrl.algorithms.base import Networks
 from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import FlowGrpo
-from flowrl.buffer import microbatches
+from flowrl.core.types import SampleId
+from flowrl.diffusion.plan import window
 from flowrl.models.base import LoraSettings
 from flowrl.models.sd3 import LORA_TARGETS, Config, Sd3
 from flowrl.models.weights import Weights
-from flowrl.plan import window
-from flowrl.rollout import Noise, Policy, run
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Policy
 from flowrl.samplers import flow_sde
-from flowrl.types import SampleId
+from flowrl.training.microbatches import microbatches
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["a red circle", "two blue squares"]

@@ -12,31 +12,33 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from flowrl import registry, rng
-from flowrl.advantages import Advantages
 from flowrl.algorithms.base import Method, Networks, SampleMethod
 from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import build as build_grpo
-from flowrl.batches import LossOutput, Microbatch, NoisedBatch
-from flowrl.buffer import microbatches
 from flowrl.contracts.grids import flow_schedule, vp_schedule
-from flowrl.distributed import World, shard
-from flowrl.learner import Learner
-from flowrl.matching import Outputs
-from flowrl.metrics import Sums
+from flowrl.core import registry, rng
+from flowrl.core.types import Condition, Edges, SampleId, Samples, Step
+from flowrl.credit.advantages import Advantages
+from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess, expand
+from flowrl.diffusion.schedules import Schedule
+from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.models.base import guided
 from flowrl.models.weights import Weights
-from flowrl.noising import Noising
-from flowrl.optim import OptimConfig, Optimizer
-from flowrl.plan import StepPlan
-from flowrl.process import FlowProcess, PredictionType, Process, VPProcess, expand
-from flowrl.replay import Replay
-from flowrl.rollout import Evaluations, Noise, Policy, run
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.outputs import Outputs
+from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
-from flowrl.trajectories import Rollout
-from flowrl.types import Condition, Edges, SampleId, Samples, Step
+from flowrl.training.edge_batches import Replay
+from flowrl.training.learner import Learner
+from flowrl.training.metrics import Sums
+from flowrl.training.microbatches import microbatches
+from flowrl.training.optim import OptimConfig, Optimizer
+from flowrl.training.sample_batches import Noising
+from flowrl.training.world import World, shard
 
 SHAPE = (2, 4, 4)
 WIDTH = 3

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages, advantages, aggregate, unclipped
-from flowrl.history import RewardHistory
-from flowrl.types import Identity
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages, aggregate, unclipped
+from flowrl.credit.history import RewardHistory
 
 
 class Rule:

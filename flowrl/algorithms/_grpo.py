@@ -9,16 +9,16 @@ from typing import ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms.base import EdgeMethod, Networks, Options
-from flowrl.batches import LossOutput, Microbatch
-from flowrl.objectives import Bounds, clipped_ratio_loss
-from flowrl.plan import StepPlan, noisy_steps, step_subsets, window
-from flowrl.process import Process, VPProcess
+from flowrl.core.types import SampleId
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.credit.saliency import SpatialConfig
+from flowrl.diffusion.plan import StepPlan, noisy_steps, step_subsets, window
+from flowrl.diffusion.process import Process, VPProcess
+from flowrl.diffusion.schedules import Schedule
+from flowrl.losses.batches import LossOutput, Microbatch
+from flowrl.losses.ratio import Bounds, clipped_ratio_loss
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution
-from flowrl.schedules import Schedule
-from flowrl.spatial import SpatialConfig
-from flowrl.types import SampleId
 
 Ratio = Literal["plain", "ratio_norm"]
 
@@ -92,7 +92,7 @@ class GrpoConfig(Options):
     old_log_prob: Literal["rollout", "recompute"] = "rollout"
     """`recompute` evaluates it once more at training geometry, where the two differ by more than the parity gate."""
     spatial: SpatialConfig | None = None
-    """ViPO: advantages that count where a picture has something to see (`flowrl/spatial.py`); null: everywhere."""
+    """ViPO: advantages that count where a picture has something to see (`flowrl/credit/saliency.py`); null: everywhere."""
 
     def __post_init__(self) -> None:
         if self.advantages.name == "separate" and not self.SEPARATE:

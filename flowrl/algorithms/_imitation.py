@@ -13,10 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._matching import MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
+from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.losses.batches import LossOutput, NoisedBatch
 from flowrl.models.weights import Weights
 
 

@@ -15,18 +15,18 @@ from typing import ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms.base import Networks, Options, SampleMethod
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.matching import Outputs, evaluate, is_cfg, training_guidance
-from flowrl.matching_losses import elbo_weight
+from flowrl.core.types import SampleId
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.plan import StepPlan, deterministic, stochastic_solver
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.solvers import Solver
+from flowrl.diffusion.training_times import Times, TimesConfig, draw, of_process
+from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.matching import elbo_weight
 from flowrl.models.weights import Weights
-from flowrl.plan import StepPlan, deterministic, stochastic_solver
+from flowrl.rollout.outputs import Outputs, evaluate, is_cfg, training_guidance
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
-from flowrl.solvers import Solver
-from flowrl.times import Times, TimesConfig, draw, of_process
-from flowrl.types import SampleId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class NoisedConfig(Options):
     """Terms per sample where `times` is null."""
 
     times: TimesConfig | None = None
-    """Where on the path the samples are noised to; see `flowrl/times.py`. null, where that is the default: `timesteps`
+    """Where on the path the samples are noised to; see `flowrl/diffusion/training_times.py`. null, where that is the default: `timesteps`
     on noise-prediction models, `logit_normal` on flows."""
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
     """Pull to the untouched network."""

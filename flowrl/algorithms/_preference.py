@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import Advantages
-from flowrl.matching import Outputs
-from flowrl.matching_losses import group_sum
-from flowrl.preference_losses import pair_margin, preference_loss
-from flowrl.process import Process, VPProcess
+from flowrl.credit.advantages import Advantages
+from flowrl.diffusion.process import Process, VPProcess
+from flowrl.losses.matching import group_sum
+from flowrl.losses.preference import pair_margin, preference_loss
+from flowrl.rollout.outputs import Outputs
 
 Space = Literal["output", "eps"]
 

@@ -8,16 +8,16 @@ from typing import ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl import tree as credit_on
-from flowrl.advantages import AdvantageConfig, Advantages, aggregate
 from flowrl.algorithms._credit import by_steps, leaf_advantages
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
-from flowrl.branching import Branching, offshoots
-from flowrl.plan import StepPlan, subset, window
+from flowrl.credit import tree_credit as credit_on
+from flowrl.credit.advantages import AdvantageConfig, Advantages, aggregate
+from flowrl.credit.tree_credit import Scale
+from flowrl.diffusion.plan import StepPlan, subset, window
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.tree_shapes import Branching, offshoots
+from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
-from flowrl.trajectories import Rollout
-from flowrl.tree import Scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class DepthwiseConfig(TreeConfig):
     """Options of the methods that compare the nodes of a step with each other."""
 
     scale: Scale = field(default_factory=Scale)
-    """How nodes are compared (`flowrl/tree.py`)."""
+    """How nodes are compared (`flowrl/credit/tree_credit.py`)."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result. `std`,
     `eps` and `ddof` are those of `scale`."""

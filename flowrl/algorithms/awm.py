@@ -20,15 +20,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, pull
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.matching import Outputs
-from flowrl.matching_losses import ErrorWeighting, group_mean, matching_log_prob
-from flowrl.objectives import clipped_ratio_loss
-from flowrl.times import TimesConfig
-from flowrl.types import Identity
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import Advantages
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.matching import ErrorWeighting, group_mean, matching_log_prob
+from flowrl.losses.ratio import clipped_ratio_loss
+from flowrl.rollout.outputs import Outputs
 
 LEVEL = "tested"
 
@@ -37,7 +37,7 @@ LEVEL = "tested"
 class Config(MatchingConfig):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete_wo_init"))
     weighting: ErrorWeighting = "ghuber"
-    """How the error becomes a log-prob; see `flowrl/matching_losses.py`."""
+    """How the error becomes a log-prob; see `flowrl/losses/matching.py`."""
     power: float = 0.25
     """p of `ghuber`, in (0, 1]."""
     ratio: Literal["term", "sample"] = "term"

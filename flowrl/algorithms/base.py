@@ -18,23 +18,23 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import Rule, by_steps, leaf_advantages
-from flowrl.batches import LossOutput, Microbatch, NoisedBatch
-from flowrl.learned_noise import NoiseWeights
+from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
+from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.credit.critic import ValueConfig, ValueNetwork
+from flowrl.credit.saliency import SpatialConfig
+from flowrl.credit.tree_credit import propagated
+from flowrl.diffusion.plan import StepPlan, deterministic, window
+from flowrl.diffusion.process import Process
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.training_times import Times
+from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.models.weights import Weights
-from flowrl.plan import StepPlan, deterministic, window
-from flowrl.process import Process
-from flowrl.rollout import Policy
+from flowrl.rollout.learned_noise import NoiseWeights
+from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Rollout
+from flowrl.rollout.transitions import Transitions
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
-from flowrl.schedules import Schedule
-from flowrl.spatial import SpatialConfig
-from flowrl.times import Times
-from flowrl.trajectories import Rollout
-from flowrl.transitions import Transitions
-from flowrl.tree import propagated
-from flowrl.types import Edges, Identity, Member, SampleId, Unit
-from flowrl.value import ValueConfig, ValueNetwork
 
 
 @dataclass(frozen=True, slots=True)

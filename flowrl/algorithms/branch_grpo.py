@@ -25,14 +25,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl import tree as credit_on
-from flowrl.advantages import Advantages
 from flowrl.algorithms._tree import DepthwiseConfig, DepthwiseGrpo, totals
-from flowrl.branching import Branching, splits
-from flowrl.plan import MixWindow, StepPlan, mix_window
+from flowrl.credit import tree_credit as credit_on
+from flowrl.credit.advantages import Advantages
+from flowrl.credit.tree_credit import DepthWindow
+from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.tree_shapes import Branching, splits
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
-from flowrl.tree import DepthWindow
 
 LEVEL = "tested"
 _PRESET = {"dance_sde": 1e-3}

@@ -23,9 +23,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, referred
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.matching_losses import centred, group_sum, implicit_reward, optimality
-from flowrl.times import TimesConfig
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.matching import centred, group_sum, implicit_reward, optimality
 
 LEVEL = "tested"
 

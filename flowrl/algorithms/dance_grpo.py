@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import SubsetConfig, SubsetGrpo, clipped_terms, with_reference
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, Microbatch
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.losses.batches import LossOutput, Microbatch
 
 LEVEL = "tested"
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import (
     SubsetConfig,
     SubsetGrpo,
@@ -29,8 +28,9 @@ from flowrl.algorithms._grpo import (
     with_reference,
 )
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, Microbatch
-from flowrl.history import HistoryConfig
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.credit.history import HistoryConfig
+from flowrl.losses.batches import LossOutput, Microbatch
 
 LEVEL = "tested"
 

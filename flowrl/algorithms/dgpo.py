@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, referred
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.matching_losses import group_preference_weight
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.matching import group_preference_weight
 from flowrl.models.weights import Weights
-from flowrl.times import TimesConfig
 
 LEVEL = "tested"
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, agreement, given_signs, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.types import Identity
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import Advantages
+from flowrl.losses.batches import LossOutput, NoisedBatch
 
 LEVEL = "tested"
 

@@ -18,14 +18,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, error_of, given_signs, require_positive
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.matching import Outputs
-from flowrl.preference_losses import Utility, label_loss
-from flowrl.types import Identity
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import Advantages
+from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.preference import Utility, label_loss
+from flowrl.rollout.outputs import Outputs
 
 LEVEL = "experimental"
 
@@ -35,7 +35,7 @@ class Config(NoisedConfig):
     beta: float = 1000.0
     """Scale of the gain."""
     utility: Utility = "kahneman_tversky"
-    """Shape of the loss; see `flowrl/preference_losses.py`."""
+    """Shape of the loss; see `flowrl/losses/preference.py`."""
     offset: Literal["mean", "class_means"] = "mean"
     """z: the mean of g over all terms, at least 0; or the mean of the two classes' means, of either sign."""
     liked_share: float = 0.8

@@ -20,13 +20,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.advantages import Advantages, aggregate
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.matching_losses import negative_aware_loss, optimality
-from flowrl.times import TimesConfig
-from flowrl.types import Identity
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.matching import negative_aware_loss, optimality
 
 LEVEL = "tested"
 

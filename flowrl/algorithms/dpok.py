@@ -19,15 +19,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms._grpo import ClippedConfig, GrpoBase, KLConfig, merged, ratio_metrics
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, Microbatch
-from flowrl.objectives import clamped_ratio_loss, clipped_ratio_loss
-from flowrl.transitions import Transitions
-from flowrl.types import Identity
-from flowrl.value import ValueConfig, ValueNetwork
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.credit.critic import ValueConfig, ValueNetwork
+from flowrl.losses.batches import LossOutput, Microbatch
+from flowrl.losses.ratio import clamped_ratio_loss, clipped_ratio_loss
+from flowrl.rollout.transitions import Transitions
 
 LEVEL = "experimental"
 

@@ -23,18 +23,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import leaf_advantages
 from flowrl.algorithms._grpo import clipped_terms, merged, with_reference
 from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase, totals
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, Microbatch
-from flowrl.branching import Branching, splits
-from flowrl.plan import MixWindow, StepPlan, mix_window
+from flowrl.core.types import Edges
+from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.tree_shapes import Branching, splits
+from flowrl.losses.batches import LossOutput, Microbatch
+from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
-from flowrl.trajectories import Rollout
-from flowrl.types import Edges
 
 LEVEL = "tested"
 _LEAST = 0.1
@@ -60,7 +60,7 @@ class Config(TreeConfig):
     children: int = 2
     """Of each node in the window; a tree has children^size leaves."""
     window: MixWindow = field(default_factory=MixWindow)
-    """Where the tree is; its `size` is the depth d, at most all steps but the last two. See `flowrl/plan.py`."""
+    """Where the tree is; its `size` is the depth d, at most all steps but the last two. See `flowrl/diffusion/plan.py`."""
     growth: float = 0.5
     """How much noisier the last layer is than the first, times d / (d - 1); 0: all alike. A sampler whose noise level
     has a bound must keep it at the last layer."""

@@ -19,19 +19,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms.base import Networks, NoiseMethod, Options
-from flowrl.batches import InitialBatch, LossOutput
-from flowrl.learned_noise import NoiseWeights, learned
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.credit.critic import ValueConfig
+from flowrl.diffusion.plan import StepPlan, deterministic
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.solvers import Solver
+from flowrl.losses.batches import InitialBatch, LossOutput
+from flowrl.losses.ratio import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
 from flowrl.models.weights import Weights
-from flowrl.objectives import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
-from flowrl.plan import StepPlan, deterministic
+from flowrl.rollout.learned_noise import NoiseWeights, learned
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
-from flowrl.solvers import Solver
-from flowrl.types import Identity
-from flowrl.value import ValueConfig
 
 LEVEL = "tested"
 _GROUP = AdvantageConfig(std="none", clip=None)

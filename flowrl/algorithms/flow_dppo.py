@@ -26,7 +26,7 @@ from flowrl.algorithms._grpo import (
     with_reference,
 )
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, Microbatch
+from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import StepDistribution
 
 LEVEL = "tested"

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
-from flowrl.branching import splits
-from flowrl.plan import StepPlan, random_window, window
+from flowrl.diffusion.plan import StepPlan, random_window, window
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.tree_shapes import splits
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
 
 LEVEL = "tested"
 # README of the official code: in a short window larger ranges crash, whatever the law.

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from flowrl.algorithms._matching import MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.matching import Outputs
-from flowrl.matching_losses import group_mean
-from flowrl.objectives import clipped_ratio_loss
-from flowrl.times import TimesConfig
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.matching import group_mean
+from flowrl.losses.ratio import clipped_ratio_loss
+from flowrl.rollout.outputs import Outputs
 
 LEVEL = "tested"
 _BOUND = 3.0  # of a log ratio

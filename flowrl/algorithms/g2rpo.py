@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from flowrl import tree as credit_on
 from flowrl.algorithms._tree import DepthwiseGrpo, OffshootConfig
-from flowrl.branching import Branching, least_way
-from flowrl.tree import Scale
+from flowrl.credit import tree_credit as credit_on
+from flowrl.credit.tree_credit import Scale
+from flowrl.diffusion.tree_shapes import Branching, least_way
 
 LEVEL = "tested"
 

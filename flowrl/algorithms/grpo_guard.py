@@ -21,7 +21,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import (
     ClippedConfig,
     GrpoBase,
@@ -31,10 +30,11 @@ from flowrl.algorithms._grpo import (
     with_reference,
 )
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, Microbatch
-from flowrl.process import expand
+from flowrl.core.types import Step
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.process import expand
+from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import Sampler, StepDistribution
-from flowrl.types import Step
 
 LEVEL = "tested"
 Reweight = Literal["exact", "flow_grpo", "dance_grpo", "none"]

@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
-from flowrl.plan import MixWindow, StepPlan, mix_window, window
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window, window
+from flowrl.diffusion.schedules import Schedule
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
 
 LEVEL = "tested"
 
@@ -31,7 +31,7 @@ class Config(ClippedConfig):
     WINDOWED: ClassVar[bool] = True
 
     window: MixWindow = field(default_factory=MixWindow)
-    """Where the window is; see `flowrl/plan.py`."""
+    """Where the window is; see `flowrl/diffusion/plan.py`."""
     advantages: AdvantageConfig = field(
         default_factory=lambda: AdvantageConfig(name="per_reward", std="group", eps=1e-8, ddof=1)
     )

@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
-from flowrl.flash import flash
-from flowrl.plan import MixWindow, StepPlan, mix_window
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.flash import flash
+from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window
+from flowrl.diffusion.schedules import Schedule
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
 
 LEVEL = "tested"
 
@@ -31,7 +31,7 @@ class Config(ClippedConfig):
     WINDOWED: ClassVar[bool] = True
 
     window: MixWindow = field(default_factory=lambda: MixWindow(interval=20))
-    """Where the window is; see `flowrl/plan.py`."""
+    """Where the window is; see `flowrl/diffusion/plan.py`."""
     ratio_kept: float = 0.4
     """Share of the nodes behind the window that are kept, in (0, 1]."""
     shift: float = 3.0

@@ -23,15 +23,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig, Advantages, aggregate
 from flowrl.algorithms._matching import MatchingBase, MatchingConfig
 from flowrl.algorithms._preference import Space, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import AdvantageConfig, Advantages, aggregate
+from flowrl.credit.selection import best_and_worst
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import LossOutput, NoisedBatch
 from flowrl.models.weights import Weights
-from flowrl.selection import best_and_worst
-from flowrl.times import TimesConfig
-from flowrl.types import Identity
 
 LEVEL = "tested"
 

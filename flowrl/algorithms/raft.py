@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.advantages import Advantages, aggregate
 from flowrl.algorithms._imitation import ImitationBase, ImitationConfig, imitation
-from flowrl.types import Identity
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import Advantages, aggregate
 
 LEVEL = "experimental"
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._matching import LagConfig, MatchingBase, MatchingConfig
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.matching import regressed
-from flowrl.matching_losses import matched_target
-from flowrl.times import TimesConfig
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.matching import matched_target
+from flowrl.rollout.outputs import regressed
 
 LEVEL = "tested"
 

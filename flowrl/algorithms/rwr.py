@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import Advantages, aggregate
 from flowrl.algorithms._imitation import ImitationBase, ImitationConfig, imitation
-from flowrl.matching_losses import softmax_weights
-from flowrl.types import Identity
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.losses.matching import softmax_weights
 
 LEVEL = "experimental"
 

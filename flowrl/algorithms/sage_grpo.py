@@ -21,7 +21,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._grpo import (
     ClippedConfig,
     GrpoBase,
@@ -31,10 +30,11 @@ from flowrl.algorithms._grpo import (
     with_reference,
 )
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, Microbatch
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.process import Process
+from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.models.weights import Weights
-from flowrl.plan import StepPlan
-from flowrl.process import Process
 from flowrl.samplers.base import Sampler, StepDistribution, step_std
 
 LEVEL = "tested"

@@ -24,21 +24,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flowrl.advantages import Advantages
 from flowrl.algorithms._matching import NoisedBase, NoisedConfig
 from flowrl.algorithms._preference import Space, agreement, error_of, given_signs, pair_loss, require_positive
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, NoisedBatch
-from flowrl.matching import Outputs, evaluate
-from flowrl.matching_losses import group_mean
+from flowrl.core.rng import stream
+from flowrl.core.types import Identity
+from flowrl.credit.advantages import Advantages
+from flowrl.diffusion.plan import StepPlan, deterministic
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.solvers import Solver
+from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.matching import group_mean
+from flowrl.losses.preference import Anchor, anchor_sign
 from flowrl.models.weights import Weights
-from flowrl.plan import StepPlan, deterministic
-from flowrl.preference_losses import Anchor, anchor_sign
-from flowrl.rng import stream
+from flowrl.rollout.outputs import Outputs, evaluate
 from flowrl.samplers.base import Sampler
-from flowrl.schedules import Schedule
-from flowrl.solvers import Solver
-from flowrl.types import Identity
 
 LEVEL = "experimental"
 EARLIER = "earlier"

@@ -21,9 +21,9 @@ from torch import Tensor
 from flowrl.algorithms._grpo import KLConfig, clipped_terms, merged, with_reference
 from flowrl.algorithms._tree import DepthwiseGrpo, OffshootConfig
 from flowrl.algorithms.base import Networks
-from flowrl.batches import LossOutput, Microbatch
+from flowrl.credit.tree_credit import Scale
+from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import step_std
-from flowrl.tree import Scale
 
 LEVEL = "tested"
 _RELEASED = 2.25

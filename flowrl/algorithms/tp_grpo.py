@@ -21,10 +21,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flowrl import tree as credit_on
 from flowrl.algorithms._tree import DepthwiseConfig, DepthwiseGrpo
-from flowrl.branching import Branching, completions
-from flowrl.tree import Gain, Scale
+from flowrl.credit import tree_credit as credit_on
+from flowrl.credit.tree_credit import Gain, Scale
+from flowrl.diffusion.tree_shapes import Branching, completions
 
 LEVEL = "tested"
 

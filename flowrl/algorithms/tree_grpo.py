@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flowrl.advantages import AdvantageConfig
 from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase
-from flowrl.branching import Branching, splits
-from flowrl.rng import stream
+from flowrl.core.rng import stream
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.tree_shapes import Branching, splits
 
 LEVEL = "tested"
 

@@ -70,8 +70,8 @@ def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | No
         call: arguments of the pipeline's call.
         guidance: as asked for; None: the call's, else the pipeline's default.
     """
-    from flowrl.models._classes import config_folder
-    from flowrl.retired import run_tree
+    from flowrl.config.retired import run_tree
+    from flowrl.models.classes import config_folder
 
     folder = Path(model)
     is_run = (folder / "config.yaml").is_file()

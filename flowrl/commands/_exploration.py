@@ -20,7 +20,7 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
     """
     import torch
 
-    from flowrl.exploration import fidelity
+    from flowrl.rollout.exploration import fidelity
 
     collector = _collector(resolved, prompts)
     config, options = collector.config, collector.options
@@ -57,8 +57,8 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
 
 
 def _collector(resolved: Any, prompts: int) -> Any:
-    from flowrl.errors import ConfigError
-    from flowrl.session import Session
+    from flowrl.core.errors import ConfigError
+    from flowrl.run.session import Session
 
     if resolved.run.rollout.exploration is None:
         raise ConfigError("rollout.exploration=null: there is nothing to measure; set rollout.exploration.pool=N")
@@ -68,7 +68,7 @@ def _collector(resolved: Any, prompts: int) -> Any:
 
 
 def _chosen(collector: Any, scores: Tensor, group: int) -> Tensor:
-    from flowrl.exploration import choose
+    from flowrl.rollout.exploration import choose
 
     return choose(scores, group, collector.options.select, (collector.config.seed, 1))
 
@@ -79,7 +79,7 @@ def _std(rewards: Tensor) -> float:
 
 def _timed(collector: Any, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of plain and of exploring rollouts, in turn, each on the same prompts; one pair to warm up."""
-    from flowrl.metrics import Sums, Timer
+    from flowrl.training.metrics import Sums, Timer
 
     collector.fidelity = {}  # no check among what is timed
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowrl.models.base import ModelError, require_folder, resolve_path
+from flowrl.core.errors import ModelError
+from flowrl.models.base import require_folder, resolve_path
 
 if TYPE_CHECKING:
     from flowrl.models.base import ModelConfig

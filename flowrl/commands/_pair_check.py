@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowrl.pairdata import Picture, Preference
-    from flowrl.preferences import PreferenceSet
+    from flowrl.data.preference_records import Picture, Preference
+    from flowrl.data.preferences import PreferenceSet
 
 
 @dataclass
@@ -39,9 +39,9 @@ def look(source: str, words: Sequence[str]) -> bool:
     Raises:
         ConfigError: no such set or column, or nothing in it can be used.
     """
-    from flowrl.metrics import set_up_logging
-    from flowrl.preferences import PreferenceOptions, load_preferences
-    from flowrl.strict import apply_override, validate
+    from flowrl.core.console import set_up_logging
+    from flowrl.core.strict import apply_override, validate
+    from flowrl.data.preferences import PreferenceOptions, load_preferences
 
     tree: dict[str, Any] = {}
     for word in words:
@@ -75,8 +75,8 @@ def _verdict(who: str, good: int, left_out: int, usable: int, rows: int, allowed
 
 
 def _opened(pairs: PreferenceSet) -> Look:
-    from flowrl.metrics import Progress
-    from flowrl.pairdata import EXAMPLES, Unreadable
+    from flowrl.core.console import Progress
+    from flowrl.data.preference_records import EXAMPLES, Unreadable
 
     found, bar = Look(), Progress(len(pairs), "opening", show=True)
     for index in range(len(pairs)):

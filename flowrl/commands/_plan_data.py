@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowrl.resolved import Resolved
+    from flowrl.config.resolved import Resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Data:
 
 def data_here(resolved: Resolved) -> Data:
     """Prompts and pairs of a run without what is on the hub."""
-    from flowrl.given import Given
-    from flowrl.heldout import run_prompts
-    from flowrl.sources import hub_id
+    from flowrl.data.given_samples import Given
+    from flowrl.data.prompt_sources import hub_id
+    from flowrl.evaluation.held_out import run_prompts
 
     run, data, algorithm = resolved.run, resolved.run.data, resolved.algorithm.build()
     sources = {key: getattr(data, key) for key in ("prompts", "eval_prompts", "pairs", "eval_pairs")}

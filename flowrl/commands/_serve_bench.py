@@ -44,9 +44,9 @@ def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list
     """Items of each client, of pictures of its own, and their scores in this process."""
     import torch
 
+    from flowrl.core.transport import pack, unpack
+    from flowrl.core.wire import write_picture
     from flowrl.rewards import jpeg
-    from flowrl.rewards._transport import pack, unpack
-    from flowrl.rewards._wire import write_picture
 
     reward, generator = jpeg.build(jpeg.Config()), torch.Generator().manual_seed(0)
     bodies, expected = [], []
@@ -90,7 +90,7 @@ async def _load(
 
     import httpx
 
-    from flowrl.rewards._wire import SCHEMA
+    from flowrl.core.wire import SCHEMA
 
     latencies: list[float] = []
     starts = time.perf_counter() + warmup

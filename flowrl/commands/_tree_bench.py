@@ -90,9 +90,9 @@ def measure(overrides: list[str], rounds: int, methods: Mapping[str, tuple[str, 
 
 
 def _session(overrides: list[str]) -> Any:
-    from flowrl.config import RunConfig
-    from flowrl.session import Session
-    from flowrl.strict import apply_override, validate
+    from flowrl.config.schema import RunConfig
+    from flowrl.core.strict import apply_override, validate
+    from flowrl.run.session import Session
 
     tree = copy.deepcopy(BASE)
     for word in overrides:

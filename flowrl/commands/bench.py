@@ -39,7 +39,7 @@ def overhead(
     import torch
     from rich.console import Console
 
-    from flowrl.load import load_config, resolve
+    from flowrl.config.load import load_config, resolve
 
     rows = measure(resolve(load_config(config, overrides)), iterations, warmup)
     console = Console()
@@ -78,7 +78,7 @@ def exploration(
 ) -> None:
     """Does the first look of two-stage exploration rank candidates as the full draw does, and what does it cost?"""
     from flowrl.commands._exploration import report
-    from flowrl.load import load_config, resolve
+    from flowrl.config.load import load_config, resolve
 
     print(report(resolve(load_config(config, overrides)), prompts, rounds))
 
@@ -252,7 +252,7 @@ def measure(resolved: Any, iterations: int, warmup: int = 1) -> list[dict[str, f
 
     import torch
 
-    from flowrl.session import Session
+    from flowrl.run.session import Session
 
     session = Session(
         dataclasses.replace(resolved, run=dataclasses.replace(resolved.run, iterations=warmup + iterations))

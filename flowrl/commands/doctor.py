@@ -26,7 +26,7 @@ def command(
         print(line)
     failed |= not _report("two processes over gloo", _two_processes)
     if config is not None:
-        from flowrl.load import load_config, resolve
+        from flowrl.config.load import load_config, resolve
 
         resolved = resolve(load_config(config, overrides))
         plans = resolved.rewards + resolved.eval_rewards
@@ -40,9 +40,9 @@ def command(
 
 def _model(resolved) -> str:
     """Where it is, and what its JSON files tell, where they are here."""
-    from flowrl.checks import check_model
     from flowrl.commands._model_check import place_of
-    from flowrl.memory import UnknownModel, skeleton
+    from flowrl.config.checks import check_model
+    from flowrl.planning.memory import UnknownModel, skeleton
 
     place = place_of(resolved.model.config)
     try:
@@ -53,7 +53,7 @@ def _model(resolved) -> str:
 
 
 def _report(what: str, check) -> bool:
-    from flowrl.errors import Fault, described
+    from flowrl.core.errors import Fault, described
 
     try:
         print(f"ok    {what}: {check()}")
@@ -69,7 +69,7 @@ def _facts() -> list[str]:
 
     import torch
 
-    from flowrl.runs import versions
+    from flowrl.core.versions import versions
 
     lines = [f"      {name} {version}" for name, version in versions().items()]
     lines.append(f"      {os.cpu_count()} cores, {torch.get_num_threads()} threads per process")
@@ -95,7 +95,7 @@ def _two_processes() -> str:
     import subprocess
     import sys
 
-    from flowrl.distributed import free_port
+    from flowrl.run.launch import free_port
 
     code = (
         "import torch, torch.distributed as d, sys; r = int(sys.argv[1]);"
@@ -111,9 +111,9 @@ def _two_processes() -> str:
 
 
 def _probe(plan, resolved) -> str:
-    from flowrl.heldout import run_prompts
-    from flowrl.judges import PROBE_PX, probe_batch
-    from flowrl.reward import score_once
+    from flowrl.evaluation.held_out import run_prompts
+    from flowrl.scoring.build import PROBE_PX, probe_batch
+    from flowrl.scoring.one_call import score_once
 
     found = run_prompts(resolved.run, resolved.algorithm.build().needs)
     prompts = (found.train or found.evaluated)[:2]  # given pairs bring no prompts
@@ -129,21 +129,22 @@ def _pipeline(path: str, words: list[str], guidance_scale: float) -> bool:
     """Print what the generic adapter finds in a pipeline, then compare it with the pipeline's own call."""
     import torch
 
-    from flowrl.models import _parity, generic
-    from flowrl.strict import apply_override, validate
+    from flowrl.core.strict import apply_override, validate
+    from flowrl.models import generic
+    from flowrl.planning import parity
 
     tree = {"path": path}
     for word in words:
         apply_override(tree, word)
     adapter = generic.build(validate(generic.Config, tree, "model"))
     adapter.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    for what, value in _parity.found(adapter):
+    for what, value in parity.found(adapter):
         print(f"      {what}: {value}")
-    limit, good = _parity.TOLERANCE[adapter.dtype], True
-    for what, error in _parity.checks(adapter, guidance_scale):
+    limit, good = parity.TOLERANCE[adapter.dtype], True
+    for what, error in parity.checks(adapter, guidance_scale):
         good &= error <= limit
         print(f"{'ok   ' if error <= limit else 'FAIL '} {what}: differs by {error:.1e} (limit {limit:.0e})")
-    count, still = _parity.untrained(adapter, guidance_scale)
+    count, still = parity.untrained(adapter, guidance_scale)
     dead = f"; declared dead: {', '.join(adapter.dead_lora_modules()) or 'none'}"
     print(f"{'FAIL ' if still else 'ok   '} LoRA: {count} modules{dead}")
     for name in still:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from flowrl.assembly import Parts
-    from flowrl.evaluate import Evaluation
+    from flowrl.evaluation.evaluator import Evaluation
+    from flowrl.run.assembly import Parts
 
 
 def command(
@@ -24,16 +24,16 @@ def command(
     ] = None,
 ) -> None:
     """Scores on the evaluation's prompts with 95 % intervals; the same seeds as in training runs."""
-    from flowrl import status
-    from flowrl.contents import require_unedited
-    from flowrl.errors import no_exit
-    from flowrl.evaluate import Evaluation
-    from flowrl.files import out_folder
-    from flowrl.inputs import collect
-    from flowrl.load import load_config, resolve
-    from flowrl.report import told_accuracy
-    from flowrl.statistics import summary
-    from flowrl.trainer import Trainer
+    from flowrl.config.load import load_config, resolve
+    from flowrl.core import status
+    from flowrl.core.contents import require_unedited
+    from flowrl.core.errors import no_exit
+    from flowrl.core.files import out_folder
+    from flowrl.evaluation.evaluator import Evaluation
+    from flowrl.evaluation.statistics import summary
+    from flowrl.run.inputs import collect
+    from flowrl.run.report import told_accuracy
+    from flowrl.run.trainer import Trainer
 
     folder = Path(target)
     run = folder if (folder / "config.yaml").is_file() else None
@@ -63,8 +63,8 @@ def command(
 
 def _against(base: Evaluation, tuned: Evaluation, parts: Parts) -> None:
     """Win rates against the run's base, where that was drawn alike."""
-    from flowrl.report import told_win_rate
-    from flowrl.statistics import win_rate
+    from flowrl.evaluation.statistics import win_rate
+    from flowrl.run.report import told_win_rate
 
     cards = [] if parts.watched is None else [entry.reward.card for entry in parts.watched.distinct]
     higher = {name: card.higher_is_better for card in cards for name in card.outputs}

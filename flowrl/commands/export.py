@@ -17,6 +17,6 @@ def command(
     ] = "diffusers",
 ) -> None:
     """Write the trained weights; prints the file or folder to load."""
-    from flowrl.export import export
+    from flowrl.run.export import export
 
     print(export(run, layout, out))

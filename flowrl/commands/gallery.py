@@ -20,7 +20,7 @@ def command(
     ] = None,
 ) -> None:
     """Build the report; it opens from disk."""
-    from flowrl.files import out_folder
+    from flowrl.core.files import out_folder
     from flowrl.gallery import build
     from flowrl.gallery.places import PAGE
 

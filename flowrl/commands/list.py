@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flowrl import embedded
+from flowrl.core import assets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +23,8 @@ def command(
     ] = None,
 ) -> None:
     """Names, levels (tested, verified, experimental) and what each one is. Nothing is loaded or downloaded."""
-    from flowrl import registry
-    from flowrl.errors import ConfigError
+    from flowrl.core import registry
+    from flowrl.core.errors import ConfigError
 
     if name is not None:
         if kind != "rewards":
@@ -32,7 +32,7 @@ def command(
         _show(name)
         return
     if kind == "recipes":
-        _print(("name", "what it is"), [(each, _first_comment(each)) for each in embedded.recipes()])
+        _print(("name", "what it is"), [(each, _first_comment(each)) for each in assets.recipes()])
         return
     rows: list[tuple[str, ...]]
     titles: tuple[str, ...] = ("name", "level", "what it is")
@@ -65,7 +65,7 @@ def _print(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
 
 def _first_comment(recipe: str) -> str:
     """The first line of a recipe's file, which says what it is."""
-    file = embedded.recipe_file(recipe)
+    file = assets.recipe_file(recipe)
     first = file.read_text(encoding="utf-8").partition("\n")[0] if file is not None else ""
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
@@ -109,8 +109,8 @@ def span(card: Card) -> str:
 
 
 def _rewards() -> Iterator[tuple[str, ...]]:
-    from flowrl import registry
-    from flowrl.errors import described
+    from flowrl.core import registry
+    from flowrl.core.errors import described
 
     builtin = registry.names("rewards")
     for name in (*builtin, *(each for each in registry.plugins("rewards") if each not in builtin)):
@@ -128,8 +128,8 @@ def _show(name: str) -> None:
     """The whole card and the reward's own options with their defaults."""
     import dataclasses
 
-    from flowrl.errors import ConfigError
-    from flowrl.reward_entries import imported
+    from flowrl.core.errors import ConfigError
+    from flowrl.scoring.entries import imported
 
     module = imported(name, "flowrl list rewards")
     card = getattr(module, "CARD", None)

@@ -29,8 +29,8 @@ def command(
     ] = False,
 ) -> None:
     """Draw samples of the training prompts, score them, and keep the best and the worst of each prompt as a pair."""
-    from flowrl.errors import ConfigError
-    from flowrl.files import out_folder
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.files import out_folder
 
     if check:
         if out is not None or count is not None or per_prompt is not None or margin or processes > 1:
@@ -41,10 +41,10 @@ def command(
     if out is None:
         raise ConfigError("--out DIR is required: a folder for the pairs")
     out_folder(out)
-    from flowrl.load import load_config, resolve
-    from flowrl.pairing import make
-    from flowrl.pairplan import Wanted
-    from flowrl.pairplan import check as refuse
+    from flowrl.config.load import load_config, resolve
+    from flowrl.run.pairs.drawing import make
+    from flowrl.run.pairs.plan import Wanted
+    from flowrl.run.pairs.plan import check as refuse
 
     resolved = resolve(load_config(target, words))
     wanted = Wanted(resolved.run.rollout.group_size if per_prompt is None else per_prompt, margin, count)
@@ -61,8 +61,9 @@ def command(
 
 def _launch(out: Path, processes: int) -> int:
     """Hold the folder and run this command line in several processes."""
-    from flowrl.distributed import launch, require_devices
-    from flowrl.runs import RunFolder
+    from flowrl.run.folder import RunFolder
+    from flowrl.run.launch import launch
+    from flowrl.training.world import require_devices
 
     require_devices(processes)
     folder = RunFolder(out, "--out")
@@ -76,7 +77,7 @@ def _launch(out: Path, processes: int) -> int:
 
 def _read_back(out: Path, pairs: int) -> None:
     """The set as a training would load it."""
-    from flowrl.preferences import load_preferences
+    from flowrl.data.preferences import load_preferences
 
     if pairs:
         load_preferences(str(out), "data.pairs")

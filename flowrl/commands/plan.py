@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowrl.units import operations, size
+from flowrl.core.units import operations, size
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from flowrl.memory import Estimate
-    from flowrl.plan import StepPlan
-    from flowrl.resolved import Resolved
+    from flowrl.config.resolved import Resolved
+    from flowrl.diffusion.plan import StepPlan
+    from flowrl.planning.memory import Estimate
 
 PROCESSES = (1, 2, 8)
 
@@ -30,9 +30,9 @@ def command(
     import yaml
     from rich.console import Console
 
-    from flowrl.checks import check_model
     from flowrl.commands._plan_data import data_here
-    from flowrl.load import load_config, resolve
+    from flowrl.config.checks import check_model
+    from flowrl.config.load import load_config, resolve
 
     resolved = resolve(load_config(config, overrides), offline=True)
     data = data_here(resolved)
@@ -60,7 +60,7 @@ def command(
 
 def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, texts: int) -> None:
     """What the run holds and computes, with `texts` distinct texts."""
-    from flowrl.memory import estimate
+    from flowrl.planning.memory import estimate
 
     result = estimate(resolved, adapter, plan, prompts=texts)
     console.print(_memory_table(resolved, result, texts))
@@ -72,7 +72,7 @@ def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, 
         console.print(f"{what} cannot be measured without weights: {reason}", markup=False)
     console.print(
         f"{largest}. Not in it: reward models, the backbone of saliency maps, the CUDA context, library workspaces, "
-        "fragmentation; add 10 to 20 %. Formulas: flowrl/memory.py."
+        "fragmentation; add 10 to 20 %. Formulas: flowrl/planning/memory.py."
     )
     if resolved.model.config.shard:
         ways = " / ".join(map(str, PROCESSES[1:]))
@@ -93,7 +93,7 @@ def _heading(console: Console, text: str) -> None:
 
 def _skeleton(resolved: Resolved) -> tuple[Any, str]:
     """(adapter without weights, "") or (None, why not)."""
-    from flowrl.memory import UnknownModel, skeleton
+    from flowrl.planning.memory import UnknownModel, skeleton
 
     try:
         return skeleton(resolved), ""
@@ -105,12 +105,12 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     """The first iteration's plan; without a model its sigmas are placeholders, only its counts are right."""
     import torch
 
-    from flowrl.checks import check_trained
-    from flowrl.errors import ConfigError
-    from flowrl.flash import flow_timestep
-    from flowrl.memory import terms_per_sample
-    from flowrl.schedules import Schedule, shift_sigmas
-    from flowrl.types import SampleId
+    from flowrl.config.checks import check_trained
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.types import SampleId
+    from flowrl.diffusion.flash import flow_timestep
+    from flowrl.diffusion.schedules import Schedule, shift_sigmas
+    from flowrl.planning.memory import terms_per_sample
 
     steps, algorithm = resolved.run.rollout.num_inference_steps, resolved.algorithm.build()
     end = 0.03 if getattr(resolved.model.config, "final_alpha", "model") == "first" else 0.0
@@ -156,8 +156,8 @@ def geometry(
     The most there can be: samples of one start (`rollout.shared_noise`) share forwards. Those of trees are counted as
     they are, `share` and `terms` are not asked for.
     """
-    from flowrl.distributed import largest_shard
-    from flowrl.treework import tree_work
+    from flowrl.planning.tree_work import tree_work
+    from flowrl.training.world import largest_shard
 
     run = resolved.run
     samples = largest_shard(resolved.slots, resolved.group_size, processes, plan.leaves)
@@ -181,7 +181,7 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
     extra = algorithm.frozen + algorithm.recompute
     # The means that a loss asks for take a pass of their own, of the policy and of what it is compared with.
     extra += (extra + 1) * algorithm.centres
-    from flowrl.memory import terms_per_sample, trained_share
+    from flowrl.planning.memory import terms_per_sample, trained_share
 
     share, trained = trained_share(resolved, plan), terms_per_sample(resolved, plan)
     rows = [geometry(resolved, plan, processes, extra, share, trained, algorithm.passes) for processes in PROCESSES]
@@ -220,7 +220,7 @@ def _samples_text(resolved: Resolved, plan: StepPlan, share: float, trained: int
 
 
 def _trees_text(resolved: Resolved, plan: StepPlan) -> str:
-    from flowrl.treework import tree_work
+    from flowrl.planning.tree_work import tree_work
 
     work, tree = tree_work(resolved, plan), plan.tree
     assert tree is not None
@@ -232,7 +232,7 @@ def _trees_text(resolved: Resolved, plan: StepPlan) -> str:
 
 
 def _trained_steps(resolved: Resolved, plan: StepPlan) -> int:
-    from flowrl.treework import tree_work
+    from flowrl.planning.tree_work import tree_work
 
     return len(plan.train) if plan.tree is None else sum(edges > 0 for edges in tree_work(resolved, plan).edges)
 
@@ -251,7 +251,7 @@ def _steps_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
 
 def _tree_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
     """The steps of a tree: its nodes, where they split, and how many edges are trained."""
-    from flowrl.treework import tree_work
+    from flowrl.planning.tree_work import tree_work
 
     table = _table("step", "sigma", "next sigma", "timestep", "kind", "nodes", "edges trained", "std")
     stds, work = transition_std(resolved, adapter, plan), tree_work(resolved, plan)
@@ -265,9 +265,9 @@ def _tree_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
 def tree_step(plan: StepPlan, k: int) -> str:
     """What becomes of the nodes at step k of a tree.
 
-    >>> from flowrl.branching import offshoots
-    >>> from flowrl.plan import StepPlan
-    >>> from flowrl.schedules import Schedule
+    >>> from flowrl.diffusion.tree_shapes import offshoots
+    >>> from flowrl.diffusion.plan import StepPlan
+    >>> from flowrl.diffusion.schedules import Schedule
     >>> import torch
     >>> grid = Schedule(torch.linspace(1, 0, 6), torch.arange(5.0))
     >>> plan = StepPlan(grid, (0.5, 0.5, 0, 0, 0), (0, 1), tree=offshoots(5, [0, 1], 3, merge=2))
@@ -291,7 +291,7 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
     """std of every step under the sampler's law; 0 for deterministic steps."""
     import torch
 
-    from flowrl.errors import ConfigError
+    from flowrl.core.errors import ConfigError
     from flowrl.samplers.base import step_std
 
     if not any(plan.stochastic):

@@ -11,9 +11,9 @@ import typer
 
 if TYPE_CHECKING:
     from flowrl.commands._drawn import Origin
-    from flowrl.learned_noise import LearnedNoise
-    from flowrl.prompts import Prompt
-    from flowrl.types import Gaussians
+    from flowrl.core.types import Gaussians
+    from flowrl.data.prompts import Prompt
+    from flowrl.rollout.learned_noise import LearnedNoise
 
 _OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict")
 
@@ -44,12 +44,12 @@ def command(
     import torch
 
     from flowrl.commands._drawn import origin
-    from flowrl.errors import ConfigError
-    from flowrl.export import learned_noise, load_run_pipeline
-    from flowrl.files import out_folder
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.files import out_folder
+    from flowrl.core.phases import phase
     from flowrl.models.generic.images import picture_arguments
     from flowrl.models.generic.options import guidance_arguments
-    from flowrl.phases import phase
+    from flowrl.run.export import learned_noise, load_run_pipeline
 
     if guidance is not None and not math.isfinite(guidance):
         raise ConfigError(f"--guidance {guidance}: must be a finite number")
@@ -87,12 +87,12 @@ def _draw(
     """`count` samples of each prompt into the folder `out`; prints their files."""
     import torch
 
-    from flowrl import media
     from flowrl.commands._drawn import stem
-    from flowrl.errors import ConfigError
-    from flowrl.metrics import Progress
+    from flowrl.core import media
+    from flowrl.core.console import Progress
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.media import open_picture
     from flowrl.models.generic.images import picture_arguments
-    from flowrl.pictures import open_picture
 
     bar = Progress(len(records) * count, "sampling", show=True)
     for i, record in enumerate(records):
@@ -120,9 +120,9 @@ def _laws(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
     Raises:
         ConfigError: one has none.
     """
-    from flowrl.errors import ConfigError
-    from flowrl.learned_noise import UnknownPrompt
-    from flowrl.prompts import identity
+    from flowrl.core.errors import ConfigError
+    from flowrl.data.prompts import identity
+    from flowrl.rollout.learned_noise import UnknownPrompt
 
     try:
         return noise.drawn_from(noise.numbers([identity(record) for record in records]))
@@ -141,9 +141,9 @@ def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:
     """
     import inspect
 
-    from flowrl.errors import ConfigError
-    from flowrl.registry import suggest
-    from flowrl.strict import apply_override
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.registry import suggest
+    from flowrl.core.strict import apply_override
 
     found: dict[str, Any] = {}
     for word in words:
@@ -169,11 +169,11 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
     Raises:
         ConfigError: a file that is none, a picture that cannot be read, or pictures from two sides.
     """
-    from flowrl.errors import ConfigError
-    from flowrl.pictures import UNREADABLE, open_picture
-    from flowrl.promptfiles import named_as_file
-    from flowrl.prompts import Prompt
-    from flowrl.sources import load_prompts
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.media import UNREADABLE, open_picture
+    from flowrl.data.prompt_files import named_as_file
+    from flowrl.data.prompt_sources import load_prompts
+    from flowrl.data.prompts import Prompt
 
     for file in images:
         try:

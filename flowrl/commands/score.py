@@ -13,8 +13,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from flowrl.reward import Scorer
-    from flowrl.reward_entries import RewardPlan
+    from flowrl.scoring.entries import RewardPlan
+    from flowrl.scoring.scorer import Scorer
 
 LINES = "scores.jsonl"
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif"}
@@ -53,9 +53,9 @@ def command(
     ] = None,
 ) -> None:
     """One line of JSON per picture or clip, NaN is null, then a summary. Exit code 1 if a reward scored nothing."""
-    from flowrl.errors import ConfigError
-    from flowrl.files import out_folder
-    from flowrl.judges import build_rewards, build_scorer
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.files import out_folder
+    from flowrl.scoring.build import build_rewards, build_scorer
 
     if (check is None) == (not reward):
         raise ConfigError("give either --reward NAME (again for more) or --check NAME")
@@ -81,7 +81,7 @@ def command(
 
 def _told(records: Iterator[dict[str, Any]], outputs: Sequence[str], out: Path | None) -> dict[str, list[float]]:
     """Print the lines as they come, or write them into the folder `out` in the end; the numbers by output."""
-    from flowrl.checkpoint import write_atomically
+    from flowrl.core.files import write_atomically
 
     values: dict[str, list[float]] = {name: [] for name in outputs}
     lines = []
@@ -103,9 +103,9 @@ def _warn(text: str) -> None:
 
 def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
     """The rewards with their options; of several each option names its own."""
-    from flowrl.errors import ConfigError
-    from flowrl.reward_entries import check_plans, reward_plan
-    from flowrl.strict import apply_override
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.strict import apply_override
+    from flowrl.scoring.entries import check_plans, reward_plan
 
     trees: dict[str, dict[str, Any]] = {}
     for word in rewards:
@@ -135,8 +135,8 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 
 def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
     """(file, prompt, metadata), in file-name order; without `prompts` those that `flowrl sample` wrote."""
-    from flowrl import media
-    from flowrl.errors import ConfigError
+    from flowrl.core import media
+    from flowrl.core.errors import ConfigError
 
     found = sorted(images.iterdir()) if images.is_dir() else [images] if images.is_file() else []
     files = [file for file in found if file.suffix.lower() in _SUFFIXES]
@@ -159,7 +159,7 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
 
 def _matched(files: Sequence[Path], prompts: str) -> list[tuple[Path, str, dict]]:
     """Files with their prompts: by the name under "image" where every record has one, else in their order."""
-    from flowrl.errors import ConfigError
+    from flowrl.core.errors import ConfigError
 
     records = _records_of(prompts)
     if all(isinstance(record.get("image"), str) for _, record in records):
@@ -180,7 +180,7 @@ def _matched(files: Sequence[Path], prompts: str) -> list[tuple[Path, str, dict]
 
 def _records_of(prompts: str) -> list[tuple[str, dict]]:
     """(prompt, metadata) of each record; reference pictures under "images" are found beside the file."""
-    from flowrl.sources import Columns, load_prompts
+    from flowrl.data.prompt_sources import Columns, load_prompts
 
     return [(p.text, p.metadata) for p in load_prompts(prompts, "--prompts", Columns(names_sample=True))]
 
@@ -190,7 +190,7 @@ def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]])
 
     While the next batch is read, rewards that overlap score the one before.
     """
-    from flowrl.overlap import Beside
+    from flowrl.scoring.overlap import Beside
 
     with Beside(scorer) as beside:
         for samples in batches:
@@ -207,8 +207,8 @@ def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[
     """Places of the samples that could be read, and their pictures, in one tensor where they are of one size."""
     import torch
 
-    from flowrl.errors import ConfigError
-    from flowrl.judges import require_modality
+    from flowrl.core.errors import ConfigError
+    from flowrl.scoring.build import require_modality
 
     rows: list[int] = []
     images: list[torch.Tensor] = []
@@ -227,9 +227,9 @@ def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[
 
 def _read(file: Path) -> torch.Tensor:
     """The picture or clip of a file; ConfigError where there is none."""
-    from flowrl import media
-    from flowrl.errors import ConfigError
-    from flowrl.pictures import UNREADABLE
+    from flowrl.core import media
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.media import UNREADABLE
 
     try:
         return media.read(file)
@@ -258,8 +258,8 @@ def _records(
 
 def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: str | None) -> bool:
     """Try the contract on a reward and print what came out; whether it holds."""
-    from flowrl.errors import ConfigError
-    from flowrl.rewardcheck import COUNT, Material, Trials, material
+    from flowrl.core.errors import ConfigError
+    from flowrl.scoring.contract_check import COUNT, Material, Trials, material
 
     if plan.card is not None and plan.card.requires and prompts is None:
         raise ConfigError(

@@ -60,7 +60,7 @@ def _serve(
     import asyncio
     import signal
 
-    from flowrl.errors import ConfigError
+    from flowrl.core.errors import ConfigError
     from flowrl.serving.app import Service
     from flowrl.serving.batching import Batcher
     from flowrl.serving.counters import Counters
@@ -95,8 +95,8 @@ def entries(rewards: list[str], options: list[str]) -> dict[str, dict[str, Any]]
     Raises:
         ConfigError: two of one name, or an option that does not say whose it is.
     """
-    from flowrl.errors import ConfigError
-    from flowrl.strict import apply_override
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.strict import apply_override
 
     trees: dict[str, dict[str, Any]] = {}
     for word in rewards:
@@ -118,7 +118,7 @@ def entries(rewards: list[str], options: list[str]) -> dict[str, dict[str, Any]]
 def _require_extra() -> None:
     from importlib.util import find_spec
 
-    from flowrl.errors import ConfigError
+    from flowrl.core.errors import ConfigError
 
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
@@ -136,7 +136,7 @@ def _token(host: str, file: Path | None, variable: str | None) -> str | None:
     import ipaddress
     import os
 
-    from flowrl.errors import ConfigError
+    from flowrl.core.errors import ConfigError
 
     if file is not None and variable is not None:
         raise ConfigError("give --token-file or --token-env, not both")

@@ -25,15 +25,15 @@ def command(
     ] = None,
 ) -> None:
     """Train, evaluate before and after, and write the report."""
-    from flowrl.errors import no_exit
+    from flowrl.core.errors import no_exit
 
     if backend is not None:
         os.environ["FLOWRL_BACKEND"] = backend
     grouped = "WORLD_SIZE" in os.environ
     if processes > 1 and not grouped:
         raise SystemExit(_launch(config, overrides or [], _flags(resume, accept), processes))
-    from flowrl.load import load_config, resolve
-    from flowrl.trainer import Trainer
+    from flowrl.config.load import load_config, resolve
+    from flowrl.run.trainer import Trainer
 
     with no_exit():
         Trainer(resolve(load_config(config, overrides))).fit(resume=resume, accept_changes=accept)
@@ -45,10 +45,11 @@ def _flags(resume: bool, accept: bool) -> list[str]:
 
 def _launch(config: str, overrides: list[str], flags: list[str], processes: int) -> int:
     """Validate once, hold the run folder, and run the workers."""
-    from flowrl.distributed import launch, require_devices
-    from flowrl.errors import no_exit
-    from flowrl.load import load_config, resolve
-    from flowrl.runs import RunFolder
+    from flowrl.config.load import load_config, resolve
+    from flowrl.core.errors import no_exit
+    from flowrl.run.folder import RunFolder
+    from flowrl.run.launch import launch
+    from flowrl.training.world import require_devices
 
     with no_exit():
         resolved = resolve(load_config(config, overrides))

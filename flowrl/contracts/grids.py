@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowrl.schedules import Schedule, flow_match_euler
-from flowrl.vp_schedules import spaced
-from flowrl.vp_schedules import vp_schedule as vp_grid
+from flowrl.diffusion.schedules import Schedule, flow_match_euler
+from flowrl.diffusion.vp_schedules import spaced
+from flowrl.diffusion.vp_schedules import vp_schedule as vp_grid
 
 
 def flow_schedule(num_steps: int, shift: float = 3.0) -> Schedule:

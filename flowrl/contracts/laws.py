@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from flowrl.errors import Fault, described
+from flowrl.core.errors import Fault, described
 
 log = logging.getLogger("flowrl")
 S = TypeVar("S")

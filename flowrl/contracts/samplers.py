@@ -13,11 +13,11 @@ from torch import Tensor
 
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.contracts.laws import Law, law, require
-from flowrl.plan import StepPlan
-from flowrl.process import FlowProcess, PredictionType, Process, VPProcess
-from flowrl.samplers.base import Sampler, StepDistribution, euler_mean
-from flowrl.schedules import Schedule, shifted_linspace
-from flowrl.types import Step
+from flowrl.core.types import Step
+from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess, euler_mean
+from flowrl.diffusion.schedules import Schedule, shifted_linspace
+from flowrl.samplers.base import Sampler, StepDistribution
 
 STEPS = 10
 FORMS = ("mean", "sum", "unscaled", "position")

@@ -18,9 +18,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from flowrl.contents import require_comparable
-from flowrl.errors import ConfigError
-from flowrl.files import writing
+from flowrl.core.contents import require_comparable
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import writing
 from flowrl.gallery import charts, pictures, results, treechart
 from flowrl.gallery.places import PAGE, page_folder
 from flowrl.gallery.results import Metric

@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from flowrl import media
-from flowrl.errors import ConfigError
+from flowrl.core import media
+from flowrl.core.errors import ConfigError
 from flowrl.gallery.results import Metric, paired, shared
 from flowrl.gallery.runs import Evaluation, Run
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 
 OWN, PAGE = "gallery", "index.html"
 """Folder of a run's own report, and the name of every report."""

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from flowrl import contents, media, status
-from flowrl.errors import ConfigError
-from flowrl.files import of_evaluation, read_object, read_rows
+from flowrl.core import contents, media, status
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import of_evaluation, read_object, read_rows
 from flowrl.gallery import trees
 from flowrl.gallery.trees import Tree
 
@@ -34,7 +34,7 @@ class Evaluation:
     distinct: tuple[int, ...] = ()
     """[P] number of the distinct prompt: those of one number are one prompt; (): texts tell (older files)."""
     made_with: dict[str, str] = field(default_factory=dict)
-    """Fingerprints (flowrl/inputs.py)."""
+    """Fingerprints (flowrl/run/inputs.py)."""
 
     def num_distinct(self, rows: np.ndarray | None = None) -> int:
         """Distinct prompts, of those in `rows` [P] bool."""

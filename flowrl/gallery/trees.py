@@ -1,4 +1,4 @@
-"""The tree of an evaluation as `flowrl/evaltree.py` wrote it, and what of it is one line on a drawing."""
+"""The tree of an evaluation as `flowrl/evaluation/evaluation_tree.py` wrote it, and what of it is one line on a drawing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl import media
-from flowrl.errors import ConfigError
+from flowrl.core import media
+from flowrl.core.errors import ConfigError
 
 PREFIX = "tree-"
 """Of its files in `eval/`, before the tag of the evaluation."""

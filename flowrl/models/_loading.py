@@ -11,17 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl.models._savings import check_available, quantization
-from flowrl.models.base import (
-    ModelConfig,
-    ModelError,
-    lacks,
-    loading,
-    null_components,
-    require_folder,
-    resolve_path,
-    torch_dtype,
-)
+from flowrl.core.errors import ModelError
+from flowrl.models.base import ModelConfig, lacks, loading, null_components, require_folder, resolve_path, torch_dtype
+from flowrl.models.savings import check_available, quantization
 
 
 def _quiet_loading() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.models._savings import place, switch_on
-from flowrl.models.base import ModelConfig, ModelError, check_size, lacks, require_picture_size, torch_dtype
+from flowrl.core.errors import ModelError
+from flowrl.core.types import Condition
+from flowrl.diffusion.process import FlowProcess, PredictionType, Process
+from flowrl.models.base import ModelConfig, check_size, lacks, require_picture_size, torch_dtype
+from flowrl.models.savings import place, switch_on
 from flowrl.models.weights import component_names
-from flowrl.process import FlowProcess, PredictionType, Process
-from flowrl.types import Condition
 
 Part = Callable[[str], dict[str, Any]]
 """Name of a component -> its configuration, as a checkpoint has it in JSON."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from flowrl.models.base import ModelError
-from flowrl.schedules import Schedule, shifted_linspace
+from flowrl.core.errors import ModelError
+from flowrl.diffusion.schedules import Schedule, shifted_linspace
 
 
 def token_grid(height: int, width: int, vae_scale_factor: int) -> tuple[int, int]:

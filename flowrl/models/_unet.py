@@ -24,7 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.models._grids import (
+from flowrl.core.errors import ModelError
+from flowrl.core.types import Condition
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.vp_schedules import Spacing, alphas_cumprod, betas, level_at, spaced
+from flowrl.models._native import NativeImages, Part
+from flowrl.models._schedulers import (
     CONSISTENCY,
     Distilled,
     FinalAlpha,
@@ -35,11 +40,7 @@ from flowrl.models._grids import (
     refuse_cfg,
     vp_grid,
 )
-from flowrl.models._native import NativeImages, Part
-from flowrl.models.base import ModelConfig, ModelError, autocast, classifier_free, guided, require_channels
-from flowrl.schedules import Schedule
-from flowrl.types import Condition
-from flowrl.vp_schedules import Spacing, alphas_cumprod, betas, level_at, spaced
+from flowrl.models.base import ModelConfig, autocast, classifier_free, guided, require_channels
 
 # huggingface/trl:trl/trainer/ddpo_trainer.py: attention of every block, self- and cross-attention
 LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from flowrl import embedded
-from flowrl.errors import ModelError as ModelError
+from flowrl.core import assets
+from flowrl.core.errors import ModelError as ModelError
+from flowrl.core.paths import NAME_OR_PATH, PATH
+from flowrl.core.types import Condition
+from flowrl.diffusion.process import PredictionType, Process
+from flowrl.diffusion.schedules import Schedule
 from flowrl.models._memory import MemorySettings, require_frozen, require_own_type
-from flowrl.paths import NAME_OR_PATH, PATH
-from flowrl.process import PredictionType, Process
-from flowrl.schedules import Schedule
-from flowrl.types import Condition
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -292,7 +292,7 @@ def check_size(name: str, value: int, unit: int, largest: int | None = None) -> 
 
 def asset_folder(name: str) -> Path | None:
     """Folder of an embedded pipeline, or None."""
-    return embedded.asset_folder(name, "model_index.json")
+    return assets.asset_folder(name, "model_index.json")
 
 
 def resolve_path(path: str) -> str:

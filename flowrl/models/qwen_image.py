@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.core.types import Condition
+from flowrl.diffusion.schedules import Schedule
 from flowrl.models._loading import load_pipeline, meta_pipeline
 from flowrl.models._native import Native, Part, on_euler
 from flowrl.models._packed import grid_schedule, statically_shifted, token_grid
@@ -27,8 +29,6 @@ from flowrl.models.base import (
     require_channels,
     torch_dtype,
 )
-from flowrl.schedules import Schedule
-from flowrl.types import Condition
 
 # yifan123/flow_grpo:scripts/train_qwenimage.py
 LORA_TARGETS = (

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.core.types import Condition
 from flowrl.models._loading import load_pipeline, meta_pipeline
 from flowrl.models._unet import UNetConfig, UNetImages, takes
 from flowrl.models.base import torch_dtype
-from flowrl.types import Condition
 
 LEVEL = "tested"
 PIPELINE = "StableDiffusionPipeline"

@@ -15,17 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import ModelError
+from flowrl.core.types import Condition
+from flowrl.diffusion.schedules import Schedule
 from flowrl.models._loading import load_pipeline, meta_pipeline
 from flowrl.models._native import NativeImages, Part, on_euler
-from flowrl.models.base import (
-    ModelConfig,
-    ModelError,
-    autocast,
-    guided,
-    torch_dtype,
-)
-from flowrl.schedules import Schedule
-from flowrl.types import Condition
+from flowrl.models.base import ModelConfig, autocast, guided, torch_dtype
 
 # yifan123/flow_grpo:scripts/train_sd3.py
 LORA_TARGETS = (

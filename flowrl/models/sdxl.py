@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import ModelError
+from flowrl.core.types import Condition
 from flowrl.models import _unet
 from flowrl.models._loading import load_pipeline, meta_pipeline
 from flowrl.models._native import Part
 from flowrl.models._unet import UNetConfig, UNetImages
-from flowrl.models.base import ModelError, lacks, torch_dtype
-from flowrl.types import Condition
+from flowrl.models.base import lacks, torch_dtype
 
 LEVEL = "tested"
 PIPELINE = "StableDiffusionXLPipeline"

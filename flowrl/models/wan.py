@@ -17,21 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from flowrl.core.errors import ModelError
+from flowrl.core.types import Condition
+from flowrl.diffusion.schedules import Schedule
 from flowrl.models._experts import Experts
-from flowrl.models._grids import path_of, schedule_of
 from flowrl.models._loading import load_pipeline, meta_pipeline
 from flowrl.models._native import Native, Part
-from flowrl.models.base import (
-    ModelConfig,
-    ModelError,
-    autocast,
-    guided,
-    require_channels,
-    torch_dtype,
-)
+from flowrl.models._schedulers import path_of, schedule_of
+from flowrl.models.base import ModelConfig, autocast, guided, require_channels, torch_dtype
 from flowrl.models.weights import component_names
-from flowrl.schedules import Schedule
-from flowrl.types import Condition
 
 # yifan123/flow_grpo:scripts/train_wan2_1.py: self- and cross-attention of every block
 LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")

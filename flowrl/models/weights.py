@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.models._savings import cast_frozen
-from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig, ModelError
+from flowrl.core.errors import ModelError
+from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig
+from flowrl.models.savings import cast_frozen
 
 ADAPTER = "default"
 

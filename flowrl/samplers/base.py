@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl.process import FlowProcess, Process, VPProcess, expand
-from flowrl.types import Prediction, Step
+from flowrl.core.types import Prediction, Step
+from flowrl.diffusion.process import FlowProcess, Process, VPProcess, expand
 
 LogProbForm = Literal["mean", "sum", "unscaled", "position"]
 KLDivisor = Literal["variance", "flow_grpo", "none"]
@@ -156,17 +156,6 @@ class Sampler(ABC):
     def default_noise_level(self) -> float:
         """Noise level of a stochastic step where the plan does not set one."""
         return self.config.noise_level
-
-
-def euler_mean(process: Process, prediction: Prediction, step: Step) -> Tensor:
-    """alpha' x0_hat + sigma' eps_hat: the deterministic step (DDIM; for flows the Euler step), [B, ...]."""
-    return ddim_mean(prediction, step, step.sigma_next)
-
-
-def ddim_mean(prediction: Prediction, step: Step, direction: Tensor) -> Tensor:
-    """alpha' x0_hat + direction * eps_hat, [B, ...]; direction [B] is sqrt(sigma'^2 - std^2)."""
-    x0_hat = prediction.x0_hat
-    return expand(step.alpha_next, x0_hat) * x0_hat + expand(direction, x0_hat) * prediction.eps_hat
 
 
 def ddim_gain(step: Step, direction: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.process import Process
-from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain, ddim_mean
-from flowrl.types import Prediction, Step
+from flowrl.core.types import Prediction, Step
+from flowrl.diffusion.process import Process, ddim_mean
+from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain
 
 LEVEL = "experimental"
 

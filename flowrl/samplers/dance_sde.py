@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.process import Process
+from flowrl.core.types import Prediction, Step
+from flowrl.diffusion.process import Process
 from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
-from flowrl.types import Prediction, Step
 
 LEVEL = "tested"
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.process import Process, VPProcess
-from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain, ddim_mean
-from flowrl.types import Prediction, Step
+from flowrl.core.types import Prediction, Step
+from flowrl.diffusion.process import Process, VPProcess, ddim_mean
+from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain
 
 LEVEL = "tested"
 
@@ -47,9 +47,9 @@ def noise_ratio(step: Step) -> Tensor:
 def any_path_std(step: Step) -> Tensor:
     """std of the law above, [B].
 
-    >>> from flowrl.process import FlowProcess
-    >>> from flowrl.plan import StepPlan
-    >>> from flowrl.schedules import Schedule
+    >>> from flowrl.diffusion.process import FlowProcess
+    >>> from flowrl.diffusion.plan import StepPlan
+    >>> from flowrl.diffusion.schedules import Schedule
     >>> import torch
     >>> grid = Schedule(sigmas=torch.tensor([1.0, 0.5, 0.0]), timesteps=torch.tensor([1000.0, 500.0]))
     >>> any_path_std(StepPlan(grid, (1.0, 1.0), ()).steps(torch.arange(2), FlowProcess())).tolist()

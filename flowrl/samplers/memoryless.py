@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.process import Process
+from flowrl.core.types import Prediction, Step
+from flowrl.diffusion.process import Process
 from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
 from flowrl.samplers.flow_sde import diffusion as flow_sde_diffusion
-from flowrl.types import Prediction, Step
 
 LEVEL = "experimental"
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.process import Process
-from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain, euler_mean, zeros_like_std
-from flowrl.types import Prediction, Step
+from flowrl.core.types import Prediction, Step
+from flowrl.diffusion.process import Process, euler_mean
+from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain, zeros_like_std
 
 LEVEL = "tested"
 

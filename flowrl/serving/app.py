@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import fastapi
 from starlette.requests import ClientDisconnect
 
-from flowrl.rewards._wire import SCHEMA
+from flowrl.core.wire import SCHEMA
 from flowrl.serving.batching import Batcher
 from flowrl.serving.counters import Counters
 from flowrl.serving.messages import Limits, Refusal, Request, dumps, parse_request

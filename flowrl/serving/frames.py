@@ -9,7 +9,7 @@ import json
 import struct
 from typing import IO, Any
 
-from flowrl.rewards._wire import Picture
+from flowrl.core.wire import Picture
 from flowrl.serving.messages import Item, dumps
 
 LENGTHS = struct.Struct(">IQ")

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from flowrl.rewards._wire import SCHEMA, Picture, WireError, read_picture, require_schema
+from flowrl.core.wire import SCHEMA, Picture, WireError, read_picture, require_schema
 
 _REQUEST_KEYS = {"schema", "request_id", "reward", "items"}
 _ITEM_KEYS = {"id", "prompt", "metadata", "picture", "sources"}

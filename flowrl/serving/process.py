@@ -31,7 +31,7 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flowrl.serving.worker", "flowrl.reward_entries", "flowrl.rewards._transport"])
+    context.set_forkserver_preload(["flowrl.serving.worker", "flowrl.scoring.entries", "flowrl.core.transport"])
     # multiprocessing starts it by `python -c`, which looks in the working directory first: a user's types.py there
     # would end it.
     before = os.environ.get(_SAFE_PATH)

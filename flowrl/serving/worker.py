@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 
-from flowrl.errors import Fault, described
-from flowrl.orphans import watch_parent
-from flowrl.reward import RewardError, WeightedReward, score_once
-from flowrl.reward_entries import RewardPlan, reward_plan
-from flowrl.rewards._transport import unpack
-from flowrl.rewards._wire import fingerprint, plain_card
-from flowrl.runs import versions
+from flowrl.core.errors import Fault, described
+from flowrl.core.subprocesses import watch_parent
+from flowrl.core.transport import unpack
+from flowrl.core.versions import versions
+from flowrl.core.wire import fingerprint, plain_card
+from flowrl.reward import RewardError
+from flowrl.scoring.entries import RewardPlan, reward_plan
+from flowrl.scoring.one_call import score_once
+from flowrl.scoring.surroundings import Conduct
+from flowrl.scoring.weighted import WeightedReward
 from flowrl.serving.frames import Result, failed, pack_frame, read_frame, unpack_items
 from flowrl.serving.messages import Item
-from flowrl.surroundings import Conduct
 
 
 def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:

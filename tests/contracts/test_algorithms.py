@@ -10,21 +10,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowrl import registry
-from flowrl.advantages import AdvantageConfig, Advantages
 from flowrl.algorithms._matching import MatchingConfig
-from flowrl.batches import InitialBatch
-from flowrl.history import HistoryConfig
-from flowrl.learned_noise import LearnedNoise, NoiseWeights
-from flowrl.metrics import Sums
+from flowrl.contracts.grids import flow_schedule, vp_schedule
+from flowrl.core import registry
+from flowrl.core.types import SampleId
+from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.credit.history import HistoryConfig
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import InitialBatch
+from flowrl.rollout.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.samplers import flow_sde
-from flowrl.times import TimesConfig
-from flowrl.types import SampleId
+from flowrl.training.metrics import Sums
 from tests.toys import (
     ToyAdapter,
     algorithms,
     draw_advantages,
-    flow_schedule,
     learner_of,
     loss_of,
     noising_of,
@@ -33,7 +33,6 @@ from tests.toys import (
     roll_out,
     rollout_of,
     terms_gradient,
-    vp_schedule,
 )
 
 NAMES = registry.names("algorithms")

@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl import registry
-from flowrl.config import RunConfig
-from flowrl.models._grids import path_of
+from flowrl.config.schema import RunConfig
+from flowrl.core import registry
+from flowrl.core.strict import validate
+from flowrl.models._schedulers import path_of
 from flowrl.models.generic.options import find_networks
-from flowrl.strict import validate
-from flowrl.trainer import Trainer
+from flowrl.run.trainer import Trainer
 from tests import tiny_pipelines as tiny
 
 METHODS: dict[str, dict[str, Any]] = {

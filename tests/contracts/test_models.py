@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.models.base import LoraSettings, ModelError, branches, channel_axis, packed_grid
-from flowrl.models.generic import Config, Generic
+from flowrl.core.errors import ModelError
+from flowrl.core.types import SampleId
+from flowrl.credit.saliency import SpatialConfig, mapper
+from flowrl.diffusion.plan import deterministic
+from flowrl.models.base import LoraSettings, branches, channel_axis, packed_grid
+from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.weights import Weights
-from flowrl.plan import deterministic
-from flowrl.rollout import Evaluations, Noise, Policy, run
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.samplers.base import StepDistribution
 from flowrl.samplers.ode import Ode
-from flowrl.spatial import SpatialConfig, mapper
-from flowrl.types import SampleId
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
 

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from flowrl import registry
+from flowrl.core import registry
 from flowrl.reward import Card, RewardError
-from flowrl.reward_entries import RewardEntry
-from flowrl.rewardcheck import Trials, material
+from flowrl.scoring.contract_check import Trials, material
+from flowrl.scoring.entries import RewardEntry
 
 NAMES = registry.names("rewards")
 LIGHT = ("degeneracy", "diversity", "jpeg", "motion", "shapes")

@@ -7,12 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from flowrl import registry
+from flowrl.contracts.grids import flow_schedule
 from flowrl.contracts.laws import ContractError, Law
 from flowrl.contracts.samplers import LAWS, PATHS, OnPath, inputs, taken_paths
-from flowrl.plan import window
-from flowrl.samplers.base import Sampler, StepDistribution, ddim_mean
-from tests.toys import flow_schedule
+from flowrl.core import registry
+from flowrl.diffusion.plan import window
+from flowrl.diffusion.process import ddim_mean
+from flowrl.samplers.base import Sampler, StepDistribution
 
 NAMES = registry.names("samplers")
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl import registry
-from flowrl.metrics import Sums
+from flowrl.core import registry
+from flowrl.core.types import SampleId
 from flowrl.samplers import ddim
 from flowrl.samplers.base import step_std
-from flowrl.types import SampleId
+from flowrl.training.metrics import Sums
 from tests import native
 from tests import tiny_pipelines as tiny
 from tests.toys import Session, algorithms, draw_advantages, learner_of, make_step, roll_out, rollout_of

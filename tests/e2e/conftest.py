@@ -45,8 +45,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def train(*overrides: str, resume: bool = False) -> dict:
     """Train in this process."""
-    from flowrl.load import load_config, resolve
-    from flowrl.trainer import Trainer
+    from flowrl.config.load import load_config, resolve
+    from flowrl.run.trainer import Trainer
 
     return Trainer(resolve(load_config("run.yaml", list(overrides)))).fit(resume=resume)
 

@@ -147,7 +147,7 @@ def test_a_full_disk_while_saving_keeps_what_was_saved_and_the_run_can_go_on(pla
 
 
 def test_the_run_folder_has_one_writer(place, monkeypatch, capsys):
-    from flowrl.runs import RunFolder
+    from flowrl.run.folder import RunFolder
 
     holder = RunFolder(Path("runs/run"))
     holder.lock()
@@ -163,7 +163,8 @@ def test_world_size_must_be_what_accelerate_sees(monkeypatch):
 
     import accelerate
 
-    from flowrl.distributed import LaunchError, join
+    from flowrl.core.errors import LaunchError
+    from flowrl.training.world import join
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     alone = SimpleNamespace(num_processes=1, process_index=0, device="cpu")

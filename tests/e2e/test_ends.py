@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from flowrl import state, status
 from flowrl.algorithms import flow_grpo
-from flowrl.errors import RewardError, Stopped
-from flowrl.rollout import Policy
+from flowrl.core import status
+from flowrl.core.errors import RewardError, Stopped
+from flowrl.rollout.policy import Policy
+from flowrl.run import state
 from tests.e2e.conftest import BASE, digest, finish, start, train
 
 SMALL = (
@@ -168,7 +169,7 @@ def test_a_failure_saves_the_last_finished_iteration_and_the_folder_tells_it(run
 
 
 def test_an_update_that_fails_leaves_the_last_checkpoint_alone(run, monkeypatch):
-    from flowrl.optim import Optimizer
+    from flowrl.training.optim import Optimizer
 
     step, steps = Optimizer.step, []
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flowrl import shapes
-from flowrl.load import load_config, resolve
-from flowrl.trainer import Trainer
+from flowrl.config.load import load_config, resolve
+from flowrl.run.trainer import Trainer
 from tests.e2e.conftest import train
 from tests.e2e.test_bad_input import command
 

@@ -33,8 +33,8 @@ def small(recipe: Path) -> list[str]:
 
 
 def fit(recipe: Path, *overrides: str, resume: bool = False) -> dict:
-    from flowrl.load import load_config, resolve
-    from flowrl.trainer import Trainer
+    from flowrl.config.load import load_config, resolve
+    from flowrl.run.trainer import Trainer
 
     return Trainer(resolve(load_config(recipe, [*small(recipe), *overrides]))).fit(resume=resume)
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.attempts import Attempts, Batch, Counts
-from flowrl.distributed import World
-from flowrl.errors import OutOfMemory, RewardError
-from flowrl.load import load_config, resolve
+from flowrl.config.load import load_config, resolve
+from flowrl.core.errors import OutOfMemory, RewardError
+from flowrl.core.phases import out_of_memory, phase
 from flowrl.models.sd3 import Sd3
-from flowrl.outofmemory import explained
-from flowrl.phases import out_of_memory, phase
+from flowrl.planning.out_of_memory import explained
+from flowrl.scoring.attempts import Attempts, Batch, Counts
+from flowrl.training.world import World
 from tests.e2e.conftest import train
 from tests.e2e.test_bad_input import command
 
@@ -131,7 +131,7 @@ def test_the_innermost_phase_is_told():
 
 
 def test_what_cannot_be_estimated_is_still_told(place, monkeypatch):
-    monkeypatch.setattr("flowrl.outofmemory.planned", lambda *_: 1 / 0)
+    monkeypatch.setattr("flowrl.planning.out_of_memory.planned", lambda *_: 1 / 0)
     resolved, alone = resolve(load_config("run.yaml")), World(0, 1, torch.device("cpu"))
     text = str(explained(OutOfMemory("no more", ["update"]), resolved, alone))
     assert "flowrl plan has no estimate of it (division by zero)" in text
@@ -140,7 +140,7 @@ def test_what_cannot_be_estimated_is_still_told(place, monkeypatch):
 
 
 def test_the_peak_of_a_gpu_is_told(monkeypatch):
-    from flowrl.outofmemory import _peak
+    from flowrl.planning.out_of_memory import _peak
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=4 * 2**30))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowrl.errors import ConfigError
-from flowrl.preferences import PreferenceSource, load_preferences
+from flowrl.core.errors import ConfigError
+from flowrl.data.preferences import PreferenceSource, load_preferences
 from tests.e2e.conftest import assert_same_gradient, digest, finish, start, train
 
 SCENE = (

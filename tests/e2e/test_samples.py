@@ -94,7 +94,7 @@ def test_a_look_that_finds_too_little_is_given_up_with_a_warning(place: Path, ca
 
 
 def test_a_method_with_log_probs_does_not_explore(place: Path):
-    from flowrl.errors import ConfigError
+    from flowrl.core.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"rollout\.exploration: flow_grpo compares all samples"):
         train("rollout.exploration={pool: 8}")

@@ -13,8 +13,8 @@ import httpx
 import pytest
 import torch
 
-from flowrl.distributed import free_port
 from flowrl.rewards import jpeg, remote
+from flowrl.run.launch import free_port
 
 pytestmark = pytest.mark.slow
 

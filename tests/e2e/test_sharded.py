@@ -15,11 +15,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from flowrl import checkpoint
-from flowrl.errors import ConfigError
-from flowrl.load import load_config, resolve
-from flowrl.prompts import PromptSource
-from flowrl.sources import load_prompts
+from flowrl.config.load import load_config, resolve
+from flowrl.core.errors import ConfigError
+from flowrl.data.prompt_sources import load_prompts
+from flowrl.data.prompts import PromptSource
+from flowrl.run import checkpoint
 from tests import ranks
 from tests.e2e.conftest import BASE, BRIGHTNESS, finish, start, train
 from tests.e2e.test_reproducible import _wait_for, _workers

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.errors import ConfigError
-from flowrl.load import load_config, resolve
+from flowrl.config.load import load_config, resolve
+from flowrl.core.errors import ConfigError
 from tests import ranks
 from tests.e2e.conftest import digest, finish, start, train
 from tests.e2e.test_sharded import ROOT, SHARD, assert_same_update

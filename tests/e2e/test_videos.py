@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl import media
+from flowrl.core import media
 from flowrl.models import generic
 from tests import tiny_pipelines as tiny
 from tests.e2e.conftest import train

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowrl.models._grids import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
+from flowrl.core.errors import ModelError
+from flowrl.core.types import Condition
+from flowrl.diffusion.schedules import Schedule
 from flowrl.models._memory import require_native
 from flowrl.models._native import NO_ENCODERS
-from flowrl.models._savings import place
-from flowrl.models.base import ModelConfig, ModelError, autocast, torch_dtype
+from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
+from flowrl.models.base import ModelConfig, autocast, torch_dtype
 from flowrl.models.generic.encoding import SHORT, Template, hushed, learn, one_by_one
 from flowrl.models.generic.entrance import PROBE_STEPS, Entrance
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.generic.images import blank
 from flowrl.models.generic.reentry import Visit
-from flowrl.schedules import Schedule
-from flowrl.types import Condition
+from flowrl.models.savings import place
 
 if TYPE_CHECKING:
     from PIL.Image import Image

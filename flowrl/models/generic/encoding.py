@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.models.base import ModelError
-from flowrl.types import Condition
+from flowrl.core.errors import ModelError
+from flowrl.core.types import Condition
 
 SHORT = "a"
 # Text in quotes is encoded apart by some pipelines.

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from flowrl.core.errors import ModelError
+from flowrl.diffusion.process import PredictionType, Process
 from flowrl.models._experts import Experts
-from flowrl.models._grids import distilled, path_of, plain
-from flowrl.models._savings import switch_on
-from flowrl.models.base import ModelError
+from flowrl.models._schedulers import distilled, path_of, plain
 from flowrl.models.generic.families import dead_modules, family_of, guidance_of
 from flowrl.models.generic.images import Pictures, picture_methods
 from flowrl.models.generic.options import Call, Size, check_components, check_fit, find_networks, frames_of
 from flowrl.models.generic.reentry import Reentry, Visit
-from flowrl.process import PredictionType, Process
+from flowrl.models.savings import switch_on
 
 PROBE_STEPS = 4  # Mochi's grid needs an even number; nothing else depends on it
 

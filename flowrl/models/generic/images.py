@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowrl.models.base import ModelError
+from flowrl.core.errors import ModelError
+from flowrl.core.types import Condition
 from flowrl.models.generic.families import Family, family_of
 from flowrl.models.generic.options import Size, find_networks
 from flowrl.models.generic.reentry import Prepared, Visit
-from flowrl.types import Condition
 
 if TYPE_CHECKING:
     from PIL.Image import Image

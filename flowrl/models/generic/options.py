@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.models.base import ModelConfig, ModelError, lacks
+from flowrl.core.errors import ModelError
+from flowrl.core.registry import suggest
+from flowrl.models.base import ModelConfig, lacks
 from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
-from flowrl.registry import suggest
 
 _NETWORKS = ("transformer", "transformer_2", "unet")
 _OURS = {

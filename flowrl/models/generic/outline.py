@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.core.errors import ModelError
+from flowrl.core.types import Condition
+from flowrl.diffusion.schedules import Schedule
 from flowrl.models._loading import meta_pipeline
-from flowrl.models.base import ModelError, torch_dtype
+from flowrl.models.base import torch_dtype
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.encoding import LONG
 from flowrl.models.generic.entrance import PROBE_STEPS
-from flowrl.schedules import Schedule
-from flowrl.types import Condition
 
 LONGEST = 256
 """Tokens of a prompt where the pipeline sets no length."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.models.base import ModelError
+from flowrl.core.errors import ModelError
 
 TIME_ARGUMENTS = ("timestep", "timesteps", "t", "time")
 

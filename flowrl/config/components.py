@@ -1,0 +1,119 @@
+"""Components by name with their validated options: models, samplers, algorithms, and the entries of `rewards`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flowrl.core import registry
+from flowrl.core.errors import ConfigError, Fault, described
+from flowrl.core.strict import Options, UnknownKey, config_class, validate
+from flowrl.scoring.entries import imported
+
+if TYPE_CHECKING:
+    from flowrl.models.classes import Choice
+
+log = logging.getLogger("flowrl")
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A resolved component: its module and validated options."""
+
+    name: str
+    module: ModuleType
+    config: Any
+    path: str | None = None
+    """The user's file, where the configuration names one."""
+
+    @property
+    def reference(self) -> Options:
+        """The part of its options that names it: {"name": ...} or {"path": ...}."""
+        return {"name": self.name} if self.path is None else {"path": self.path}
+
+    def build(self) -> Any:
+        """The component.
+
+        Raises:
+            ConfigError: a user's file that cannot build it.
+        """
+        if self.path is None:
+            return self.module.build(self.config)
+        try:
+            return self.module.build(self.config)
+        except Fault:
+            raise
+        except Exception as error:  # somebody's code may raise anything
+            log.debug("%s cannot be built", self.path, exc_info=error)
+            raise ConfigError(f"{self.path} cannot be built: {described(error)}") from error
+
+
+def component(kind: str, options: Options, where: str, default: str | None = None) -> Component:
+    """The component that `options` name (else `default`), with its other keys validated by its own Config.
+
+    `path` names a file of a sampler or a method; of a model it is an option.
+
+    Raises:
+        ConfigError: there is none, its file cannot be used, or a bad option.
+    """
+    rest, own = dict(options), kind in registry.BASES
+    name, path = rest.pop("name", None), rest.pop("path", None) if own else None
+    if name is not None and path is not None:
+        raise ConfigError(f"{where}: name={name!r} and path={path!r}: give either, and set the other to null")
+    if path is not None and not str(path).endswith(".py"):
+        raise ConfigError(f"{where}.path={path!r} must be a .py file; use name for a module")
+    found = path or name or default
+    if not isinstance(found, str):
+        raise ConfigError(f"{where}.name is required; there are: {', '.join(registry.names(kind))}")
+    module = imported(kind, found, where)
+    config = validate(config_class(module, where, found), rest, where)
+    if not own or module.__name__.startswith("flowrl."):
+        return Component(found, module, config)
+    made = Component(found if path is None else Path(found).stem, module, config, path)
+    _require_kind(kind, made, where)
+    return made
+
+
+def _require_kind(kind: str, made: Component, where: str) -> None:
+    """Refuse somebody's component that is not of its kind, or whose options are not."""
+    place, name = registry.BASES[kind]
+    base = vars(importlib.import_module(place))[name]
+    if kind == "algorithms" and not isinstance(made.config, base.Config):
+        raise ConfigError(f"{where}: Config of {made.name} must extend flowrl.Method.Config, which has the checks")
+    if not isinstance(built := made.build(), base):
+        raise ConfigError(f"{where}: build(config) of {made.name} gives a {type(built).__name__}, not a flowrl.{name}")
+
+
+def model_component(options: Options, *, offline: bool = False) -> Component:
+    """The adapter that `model.name` names; where it is left out, that of the pipeline's class.
+
+    Args:
+        options: of the model.
+        offline: ask the hub for nothing; what is in its cache here is read.
+
+    Raises:
+        ConfigError: a bad option, or one of an adapter that was not chosen.
+        ModelError: there is no such model, or its class cannot be known.
+    """
+    if options.get("name") is not None:
+        return component("models", options, "model")
+    from flowrl.models.classes import choose
+
+    path, revision = options.get("path"), options.get("revision")
+    if not isinstance(path, str):
+        raise ConfigError("model.path is required: a hub id, a folder, or an embedded asset such as tiny-sd3")
+    choice = choose(path, revision if isinstance(revision, str) else None, offline=offline)
+    try:
+        return component("models", {**options, "name": choice.name}, "model")
+    except UnknownKey as error:
+        raise error.told(note=_guessed(choice)) from None
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_guessed(choice)}") from None
+
+
+def _guessed(choice: Choice) -> str:
+    return f" (model.name is left out and taken to be {choice.name}: {choice.reason})"

@@ -1,0 +1,169 @@
+"""What the paths in a configuration are relative to: the file that holds them.
+
+What stands on the command line is relative to the working directory, and so is `output`. Every other option that names
+a file or folder is made absolute here, once, where the configuration is read; names that are no files stay as they are.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.core import registry
+from flowrl.core.assets import asset_roots, embedded_prompts
+from flowrl.core.errors import ConfigError
+from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, beside, expanded
+from flowrl.core.strict import Options
+from flowrl.data.prompt_sources import split_of
+from flowrl.scoring.entries import RewardEntry
+
+_SUFFIXES = (".py", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json", ".jsonl", ".yaml", ".yml", ".txt")
+_STARTS = ("./", "../", "/", "~")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the values of a configuration stand."""
+
+    folder: Path
+    """Of the file."""
+    overridden: tuple[str, ...] = ()
+    """Keys that the command line set, such as `rewards.0.path`."""
+
+    def base(self, key: str) -> Path:
+        """The folder that a path under this key is relative to."""
+        told = any(key == place or key.startswith(f"{place}.") for place in self.overridden)
+        return Path.cwd() if told else self.folder
+
+
+def located(cls: type, tree: Options, origin: Origin, where: str = "") -> Options:
+    """A copy of the plain data of a dataclass whose marked options are absolute paths.
+
+    Values that the dataclass would refuse are left as they are, for it to refuse.
+
+    Raises:
+        ConfigError: a variable that is not set, or a path that leads nowhere from the file and somewhere from the
+            working directory.
+    """
+    hints, result = typing.get_type_hints(cls, include_extras=True), dict(tree)
+    for key in tree.keys() & {item.name for item in fields(cls)}:
+        value, place = tree[key], f"{where}.{key}" if where else key
+        marks = typing.get_args(hints[key])
+        mark = next((one for one in marks if isinstance(one, Place | ComponentOf)), None)
+        if isinstance(mark, Place) and isinstance(value, str):
+            result[key] = _located(value, mark, place, origin.base(place))
+        elif isinstance(mark, ComponentOf) and isinstance(value, list):
+            result[key] = [_component(mark.kind, v, origin, f"{place}.{i}") for i, v in enumerate(value)]
+        elif isinstance(mark, ComponentOf):
+            result[key] = _component(mark.kind, value, origin, place)
+        elif isinstance(value, dict) and (inner := _dataclass_in(hints[key])) is not None:
+            result[key] = located(inner, value, origin, place)
+    return result
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """The dataclass that a type is, or may be."""
+    return next((one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and is_dataclass(one)), None)
+
+
+def _component(kind: str, options: Any, origin: Origin, where: str) -> Any:
+    """The options of a component."""
+    if not isinstance(options, dict):
+        return options
+    result = dict(options)
+    if kind == "rewards":
+        result = located(RewardEntry, result, origin, where)
+    name = result.get("name")
+    if isinstance(name, str) and name.endswith(".py"):
+        result["name"] = name = _located(name, PATH, f"{where}.name", origin.base(f"{where}.name"))
+    if kind in registry.BASES and isinstance(result.get("path"), str):
+        result["path"] = _located(result["path"], PATH, f"{where}.path", origin.base(f"{where}.path"))
+    if isinstance(name, str) and name in registry.names(kind):
+        return located(registry.load(kind, name).Config, result, origin, where)
+    if kind == "models" and name is None:
+        from flowrl.models.base import ModelConfig
+
+        return located(ModelConfig, result, origin, where)
+    # Of a component that is not built in nothing is known before it is run: its options say by themselves whether
+    # they are paths.
+    shared = {item.name for item in fields(RewardEntry)} if kind == "rewards" else {"name"}
+    shared |= {"path"} if kind in registry.BASES else set()
+    own = {key: value for key, value in result.items() if key not in shared}
+    return result | {key: _plainly(value, f"{where}.{key}", origin) for key, value in own.items()}
+
+
+def _plainly(value: Any, key: str, origin: Origin) -> Any:
+    """Strings that begin like a path are paths."""
+    if isinstance(value, str) and value.startswith(_STARTS):
+        return _located(value, PATH, key, origin.base(key))
+    if isinstance(value, dict):
+        return {k: _plainly(v, f"{key}.{k}", origin) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plainly(v, f"{key}.{i}", origin) for i, v in enumerate(value)]
+    return value
+
+
+def _located(value: str, mark: Place, key: str, base: Path) -> str:
+    """One value."""
+    text = expanded(value, key)
+    kind = mark.kind
+    if not text or mark == OUTPUT or (kind == "cache" and text == "memory"):
+        return text
+    if kind in ("prompts", "pairs") and text.startswith("hf:"):
+        path, split = split_of(text.removeprefix("hf:"))
+        told = _located(path, Place("name"), key, base)
+        return f"hf:{told}:{split}" if split else f"hf:{told}"
+    if "://" in text or (kind == "prompts" and text.startswith("shapes:")):
+        return text
+    path = beside(base, text)
+    if os.path.exists(path):
+        return path
+    if kind == "prompts" and embedded_prompts(text) is not None:
+        return text
+    if kind == "name" and not _looks_like_path(text) and _is_asset(text):
+        return text
+    if kind != "cache":
+        _refuse_elsewhere(value, text, path, key, base)
+    return text if kind == "name" and not _looks_like_path(text) else path
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith(_STARTS) or text in (".", "..") or text.lower().endswith(_SUFFIXES)
+
+
+def _is_asset(name: str) -> bool:
+    return any((root / name).is_dir() for root in asset_roots())
+
+
+def _refuse_elsewhere(value: str, text: str, path: str, key: str, base: Path) -> None:
+    """Refuse what is not there from the file and would be from the working directory: which one is meant is not known.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if base.absolute() == Path.cwd() or glob.glob(path) or not (os.path.exists(text) or glob.glob(text)):
+        return
+    there = os.path.relpath(text, base)
+    raise ConfigError(
+        f"{key}={value!r}: there is no {path}. What a configuration names is relative to its own folder, "
+        f"{base.absolute()}, and only the working directory has a {text!r}: write {there!r} in the file, or give "
+        f"{key}={text} on the command line"
+    )
+
+
+def origin_of(file: Path, overrides: Sequence[str] | None) -> Origin:
+    """Of a configuration that was read from `file` with overriding words.
+
+    Older run folders, which have no inputs.json, hold paths relative to the working directory.
+    """
+    old = file.name == "config.yaml" and _is_file(file, "provenance.json") and not _is_file(file, "inputs.json")
+    return Origin(Path.cwd() if old else file.parent, tuple(word.partition("=")[0] for word in overrides or ()))
+
+
+def _is_file(file: Path, neighbour: str) -> bool:
+    return (file.parent / neighbour).is_file()

@@ -1,0 +1,64 @@
+"""Where an option belongs: a key that is unknown in its mapping is looked for in the whole configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from flowrl.core import registry
+from flowrl.core.strict import Options, UnknownKey, dotted
+from flowrl.models.base import ModelConfig
+from flowrl.scoring.entries import RewardEntry
+
+_Made = TypeVar("_Made")
+
+
+def placed(root: type, tree: Options, make: Callable[[], _Made]) -> _Made:
+    """What `make` gives; an unknown key in it is told with the places where one of its name is.
+
+    Args:
+        root: dataclass of a whole configuration.
+        tree: the configuration as it is written, for the components that it names.
+        make: validates it, or a component of it.
+
+    Raises:
+        UnknownKey: with those places.
+    """
+    try:
+        return make()
+    except UnknownKey as error:
+        meant = _meant(error, list(_places(root, tree)))
+        raise (error.told(meant=meant) if meant else error) from None
+
+
+def _meant(error: UnknownKey, places: list[str]) -> tuple[str, ...]:
+    """Names that may have been meant, the likeliest first; () where the key's own mapping has the only one."""
+    last = {place: place.rpartition(".")[2] for place in places}
+    local = registry.close_to(error.key, error.valid)
+    elsewhere = [place for place, name in last.items() if name == error.key]
+    if not elsewhere and local is None:
+        alike = registry.close_to(error.key, list(last.values()), cutoff=0.8)
+        elsewhere = [place for place, name in last.items() if name == alike]
+    return (*elsewhere[:4], *((local,) if elsewhere and local else ()))
+
+
+def _places(root: type, tree: Options) -> Iterator[str]:
+    """Every option of a configuration and of its components, as words of an override."""
+    yield from dotted(root)
+    model, method = _config("models", tree.get("model")), _config("algorithms", tree.get("algorithm"), "flow_grpo")
+    yield from dotted(model or ModelConfig, "model.")
+    if method is not None:
+        yield from dotted(method, "algorithm.")
+    rollout = tree.get("rollout")
+    named = rollout.get("sampler") if isinstance(rollout, dict) else None
+    sampler = _config("samplers", named, "flow_sde" if method is None else method.default_sampler)
+    if sampler is not None:
+        yield from dotted(sampler, "rollout.sampler.")
+    yield from dotted(RewardEntry, "rewards.0.")
+
+
+def _config(kind: str, options: Any, default: str | None = None) -> type | None:
+    """Config of the built-in component that is named, or None; another's code is not run for a message."""
+    given = options if isinstance(options, dict) else {}
+    name = "" if kind in registry.BASES and given.get("path") else given.get("name") or default
+    return registry.load(kind, name).Config if name in registry.names(kind) else None

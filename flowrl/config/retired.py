@@ -1,0 +1,180 @@
+"""Options of earlier versions, in the configuration that a run folder keeps.
+
+A run folder's config.yaml holds every option with its value, as the version that started the run knew them. When it is
+read, an option that was renamed has its value under the new name, one that came later has the value that the run was
+made with, and one that is gone is dropped if it had its default, for then it changed nothing. A user's own
+configuration is not translated: an old name in it is refused with the new one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.strict import Options, load_tree
+
+READER = "flowrl 0.1.0 at commit 8210558"
+"""The last version with the options of `RETIRED`."""
+
+Kind = Literal["run", "models", "samplers", "algorithms", "rewards"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An option of the run, or of one component (`*`: of all of its kind)."""
+
+    kind: Kind
+    name: str
+    """Component; of a run `*`."""
+    key: str
+    """Dotted, inside the component."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """An option with another name."""
+
+    old: Place
+    new: str
+    """Dotted, inside the component. Where its mapping is null, what it belongs to is not used: the value is dropped."""
+
+    @property
+    def nests(self) -> bool:
+        """Whether the old option is now the mapping that holds the new one."""
+        return self.new.startswith(f"{self.old.key}.")
+
+    def is_in(self, mapping: Options, key: str) -> bool:
+        """Whether `mapping`, where the old key would be, has it by its old meaning."""
+        return key in mapping and not (self.nests and (mapping[key] is None or isinstance(mapping[key], dict)))
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """An option that is gone."""
+
+    old: Place
+    default: Any
+    remedy: str = ""
+    """What to set instead; empty: a configuration that has it is told the valid keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """An option that came later and whose default is not what runs were made with before."""
+
+    new: Place
+    value: Any
+
+
+RENAMED: tuple[Renamed, ...] = ()
+RETIRED: tuple[Retired, ...] = ()
+ADDED = (Added(Place("run", "*", "data.eval_share"), 0.0),)
+
+
+def as_it_was(tree: Options, source: Path) -> Options:
+    """A run folder's configuration, whatever version wrote it, with the options of today.
+
+    Args:
+        tree: plain data of `source`.
+        source: file, for messages.
+
+    Raises:
+        ConfigError: an option that is gone had another value than its default.
+    """
+    tree = copy.deepcopy(tree)
+    for one in RENAMED:
+        for _, part in _parts(tree, one.old):
+            mapping, key = _reached(part, one.old.key)
+            if mapping is not None and one.is_in(mapping, key):
+                value = mapping.pop(key)
+                if one.nests:
+                    mapping[key] = {}
+                target, last = _reached(part, one.new)
+                if target is not None:
+                    target[last] = value
+    for gone in RETIRED:
+        for where, part in _parts(tree, gone.old):
+            mapping, key = _reached(part, gone.old.key)
+            value = gone.default if mapping is None else mapping.pop(key, gone.default)
+            if value != gone.default:
+                raise ConfigError(
+                    f"{source}: {where}{gone.old.key}={value!r}: this version has no such option, and the run was made "
+                    f"with it; {READER} reads the run"
+                )
+    for later in ADDED:
+        for _, part in _parts(tree, later.new):
+            mapping, key = _reached(part, later.new.key)
+            if mapping is not None:
+                mapping.setdefault(key, later.value)
+    return tree
+
+
+def refuse_old_names(tree: Options) -> None:
+    """Refuse options of earlier versions that have another name now, or something in their place.
+
+    Raises:
+        ConfigError: naming the option and what to set instead.
+    """
+    lines = []
+    for one in RENAMED:
+        for where, part in _parts(tree, one.old):
+            mapping, key = _reached(part, one.old.key)
+            if mapping is not None and one.is_in(mapping, key):
+                lines.append(f"{where}{one.old.key}={mapping[key]!r}: this option is {where}{one.new} now")
+    for gone in (gone for gone in RETIRED if gone.remedy):
+        for where, part in _parts(tree, gone.old):
+            mapping, key = _reached(part, gone.old.key)
+            if mapping is not None and key in mapping:
+                lines.append(f"{where}{gone.old.key}={mapping[key]!r}: there is no such option any more; {gone.remedy}")
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def run_tree(folder: Path, *places: str) -> Options:
+    """Plain data of the configuration that a run folder keeps, with `model.path` and what else is at `places`.
+
+    Raises:
+        ConfigError: it is not a run folder, the file is damaged, or this version cannot read it.
+    """
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{str(folder)!r} is not a run folder: there is no {file}")
+    tree = as_it_was(load_tree(file), file)
+    for place in ("model.path", *places):
+        mapping, key = _reached(tree, place)
+        if mapping is None or key not in mapping:
+            raise ConfigError(f"{file} is damaged: it has no {place}; restore the file that flowrl train wrote")
+    return tree
+
+
+def _parts(tree: Options, place: Place) -> Iterator[tuple[str, Options]]:
+    """(prefix of its keys, mapping) of the run, or of each component that a place may be in."""
+    listed = [(f"{key}.", _at(tree, key)) for key in ("rewards", "eval.rewards")]
+    entries: dict[Kind, list[tuple[str, Any]]] = {
+        "run": [("", tree)],
+        "models": [("model.", tree.get("model"))],
+        "samplers": [("rollout.sampler.", _at(tree, "rollout.sampler"))],
+        "algorithms": [("algorithm.", tree.get("algorithm"))],
+        "rewards": [(f"{key}{i}.", v) for key, each in listed if isinstance(each, list) for i, v in enumerate(each)],
+    }
+    for where, part in entries[place.kind]:
+        if isinstance(part, dict) and place.name in ("*", part.get("name")):
+            yield where, part
+
+
+def _reached(part: Options, dotted: str) -> tuple[Options | None, str]:
+    """(mapping that holds a key, its last name); None: a part of the way there is no mapping."""
+    way, _, last = dotted.rpartition(".")
+    found = _at(part, way) if way else part
+    return (found if isinstance(found, dict) else None), last
+
+
+def _at(part: Any, dotted: str) -> Any:
+    """The value at a dotted key; None: there is none."""
+    for key in dotted.split("."):
+        part = part.get(key) if isinstance(part, dict) else None
+    return part

@@ -1,0 +1,176 @@
+"""Failures that end a command with a message instead of a traceback, each with its exit code.
+
+2: the user can mend the input (configuration, files, weights); 1: a failure while running.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_OURS = Path(__file__).resolve().parents[1]
+_REWARDS = _OURS.parent / "rewards"  # of a checkout; elsewhere they lie in flowrl/ like the other components
+_LIBRARIES = (_OURS, _REWARDS, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")))
+_COMPONENTS = (_REWARDS, *(_OURS / name for name in ("rewards", "algorithms", "samplers", "models")))
+
+
+def described(error: BaseException) -> str:
+    """An exception of somebody's code in a line: kind, text, and the file and line that can be mended.
+
+    Of the frames that it came through this is the last in a user's file, else in a component of ours, else the last.
+    """
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) or not frames:  # a SyntaxError says where it is
+        return text
+    users = [(file, line) for file, line in frames if file.is_file() and not _inside(file, _LIBRARIES)]
+    file, line = (users or [each for each in frames if _inside(each[0], _COMPONENTS)] or frames)[-1]
+    return f"{text} ({file.name}:{line})"
+
+
+def _inside(file: Path, folders: tuple[Path, ...]) -> bool:
+    return any(file.resolve().is_relative_to(folder) for folder in folders)
+
+
+class Fault(Exception):
+    """Its text tells the user what, where, which value, and the remedy."""
+
+    exit_code = 1
+    status = "failed"
+    """What summary.json says of a run that it ends."""
+    of_one_process = False
+    """Whether one process of several may meet it alone, and so has to tell it itself."""
+
+
+class ConfigError(Fault, ValueError):
+    """A configuration, a file or a folder that the user can mend."""
+
+    exit_code = 2
+
+
+class UnknownName(Fault, ValueError):
+    """No component of that name; the message lists what there is."""
+
+    exit_code = 2
+
+
+class ModelError(Fault, ValueError):
+    """A model that cannot be loaded or used as configured; the message says what to do."""
+
+    exit_code = 2
+
+
+class CheckpointError(Fault, RuntimeError):
+    """A checkpoint that cannot be trusted; the message says what is safe and what to do."""
+
+    exit_code = 2
+
+
+class UnwritableCheckpoint(CheckpointError):
+    """A checkpoint that could not be written."""
+
+    exit_code = 1
+
+
+class WriteError(Fault, OSError):
+    """A file that could not be written while running: a full disk, a folder that became read-only."""
+
+    of_one_process = True
+
+
+class OutOfMemory(Fault, RuntimeError):
+    """The device or the host had no memory left; `flowrl/planning/out_of_memory.py` adds what was planned, and what lowers it."""
+
+    of_one_process = True
+
+    def __init__(self, words: str, phases: list[str], advice: str = "") -> None:
+        super().__init__(words)
+        self.words, self.phases, self.advice = words, phases, advice
+
+    def __str__(self) -> str:
+        # The whole of an iteration, and what a run does besides, say nothing beside the phase in it.
+        inner, *outer = self.phases
+        where = f"{inner} ({outer[0]})" if outer and outer[0] == "evaluation" else inner
+        return f"out of memory in the phase {where}: {self.words}{self.advice}"
+
+
+class RewardError(Fault, RuntimeError):
+    """A reward broke its contract; the message names the reward and the remedy."""
+
+    exit_code = 2
+
+
+class RewardFailure(RewardError):
+    """A reward that failed while the run was under way: its code, its server, or too many of its samples."""
+
+    exit_code = 1
+
+
+class Diverged(Fault, RuntimeError):
+    """The model makes numbers that are not finite; the message says since when and which option to lower."""
+
+    status = "diverged"
+
+
+class ParityError(Fault, RuntimeError):
+    """The replayed log-probs differ from the rollout's by more than the gate allows."""
+
+
+class LaunchError(Fault, RuntimeError):
+    """The processes of a run do not fit together."""
+
+
+class Elsewhere(Fault, RuntimeError):
+    """Another process failed in what all of them did together; message, exit code and status are its own."""
+
+    def __init__(self, text: str, exit_code: int = 1, status: str = "failed") -> None:
+        super().__init__(text)
+        self.exit_code, self.status = exit_code, status
+
+
+class LostProcess(Fault, RuntimeError):
+    """Another process has ended while this one waited for it."""
+
+
+class Exited(Fault, RuntimeError):
+    """Code of a run, such as a reward, called `sys.exit`."""
+
+
+def exited(error: SystemExit) -> Exited:
+    """What a `sys.exit` in the code of a run is: a failure, whatever its number."""
+    where = described(error).rpartition(" (")[2].removesuffix(")")
+    return Exited(
+        f"the code of this run called sys.exit({'' if error.code is None else repr(error.code)}) in {where}; a reward "
+        "or another component raises an exception where it cannot go on"
+    )
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """A `sys.exit` inside the block is a failure.
+
+    Raises:
+        Exited: instead of SystemExit.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise exited(error) from error
+
+
+class Abandoned(BaseException):
+    """Work was left off because a signal came; what it had made is lost.
+
+    No `Exception`: code of a user that bears with all of those is not to swallow it.
+    """
+
+
+class Stopped(Exception):
+    """A signal was honoured and the state saved; `number` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.number = number

@@ -1,0 +1,167 @@
+"""Components by folder: the name of a component is that of its file, or of its package.
+
+A third party names a dotted module path ("my_package.my_reward") or a file ("path/my_reward.py"). An installed package
+may bring rewards of its own by name: an entry point of the group `flowrl.rewards` that names a module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+
+from flowrl.core.errors import UnknownName as UnknownName
+
+PACKAGE = Path(__file__).resolve().parents[1]
+FOLDERS: dict[str, str] = {
+    "models": "flowrl.models",
+    "samplers": "flowrl.samplers",
+    "algorithms": "flowrl.algorithms",
+    "rewards": "flowrl.rewards",
+}
+BASES = {"samplers": ("flowrl.samplers.base", "Sampler"), "algorithms": ("flowrl.algorithms.base", "Method")}
+"""(module, class) that every component of a kind extends."""
+PLUGINS = {"rewards": "flowrl.rewards"}
+"""Entry-point groups of the kinds that packages may add to."""
+_HELPERS = {"base", "classes", "guidance", "savings", "weights"}
+"""Modules in the folders that are no components."""
+
+
+def close_to(name: str, valid: Sequence[str], cutoff: float = 0.5) -> str | None:
+    """The valid name that is most like this one, or whose words it abbreviates; None where none is.
+
+    >>> close_to("lr", ["betas", "learning_rate"]), close_to("widht", ["width"]), close_to("x", ["y"])
+    ('learning_rate', 'width', None)
+    """
+    initials = {known for known in valid if "_" in known and name == "".join(word[:1] for word in known.split("_"))}
+    # Two of the same initials would be a guess.
+    found = initials if len(initials) == 1 else difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
+    return next(iter(found), None)
+
+
+def suggest(name: str, valid: Sequence[str]) -> str:
+    """ "did you mean X? " or ""."""
+    found = close_to(name, valid)
+    return "" if found is None else f"did you mean {found!r}? "
+
+
+def names(kind: str) -> list[str]:
+    """Names of the built-in components of a kind ("models", "samplers", "algorithms", "rewards")."""
+    # The package says where its files lie: in a checkout those of rewards are not inside flowrl/.
+    folders = [Path(folder) for folder in importlib.import_module(FOLDERS[kind]).__path__]
+    found = {file.stem for folder in folders for file in folder.glob("*.py")}
+    found |= {file.parent.name for folder in folders for file in folder.glob("*/__init__.py")}
+    return sorted(name for name in found if not name.startswith("_") and name not in _HELPERS)
+
+
+def plugins(kind: str) -> dict[str, list[EntryPoint]]:
+    """Name -> the entry points that installed packages give it; more than one, or a built-in's name, is a collision."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=PLUGINS[kind]) if kind in PLUGINS else ():
+        found.setdefault(entry.name, []).append(entry)
+    return dict(sorted(found.items()))
+
+
+def collision(kind: str, name: str) -> str | None:
+    """What is wrong with a plug-in's name, or None."""
+    entries = plugins(kind).get(name, [])
+    owners = [f"{entry.value} of {entry.dist.name if entry.dist else 'an unnamed package'}" for entry in entries]
+    if entries and name in names(kind):
+        return f"the name {name!r} of {' and '.join(owners)} is that of a built-in one, which it means"
+    return f"the name {name!r} is given twice: {' and '.join(owners)}" if len(entries) > 1 else None
+
+
+def load(kind: str, name: str) -> ModuleType:
+    """The module of a component: a built-in name, one that an installed package brings, a dotted path, a `.py` file.
+
+    Raises:
+        UnknownName: nothing there goes by that name, or two packages use it.
+    """
+    if name in names(kind):
+        return importlib.import_module(f"{FOLDERS[kind]}.{name}")
+    brought = plugins(kind)
+    if name.endswith(".py"):
+        return _completed(_load_file(Path(name), kind), kind, name)
+    if name in brought:
+        return _load_plugin(kind, brought[name][0])
+    if "." in name:
+        return _completed(_import(kind, name), kind, name)
+    valid = sorted({*names(kind), *brought})
+    raise UnknownName(f"{kind[:-1]} name={name!r} is unknown; {suggest(name, valid)}there are: {', '.join(valid)}")
+
+
+def _import(kind: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        valid = sorted({*names(kind), *plugins(kind)})
+        raise UnknownName(
+            f"{kind}: no module {name!r} can be imported (looked in the working directory {Path.cwd()} too); "
+            f"{suggest(name, valid)}there are: {', '.join(valid)}, or the dotted path of a module"
+        ) from None
+
+
+def _load_plugin(kind: str, entry: EntryPoint) -> ModuleType:
+    wrong = collision(kind, entry.name)
+    if wrong is not None:
+        raise UnknownName(f"{kind}: {wrong}; use the dotted path of the one you mean, or uninstall the other")
+    if entry.attr:
+        raise UnknownName(
+            f"{kind}: the entry point {entry.name} = {entry.value} must name a module with Config and build, not "
+            f"something in it: {entry.name} = {entry.module}"
+        )
+    return _import(kind, entry.module)
+
+
+def _load_file(path: Path, kind: str) -> ModuleType:
+    if not path.is_file():
+        looked = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise UnknownName(f"{kind[:-1]} path={str(path)!r}: there is no such file{looked}")
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    module_name = f"flowrl_user_{path.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _completed(module: ModuleType, kind: str, name: str) -> ModuleType:
+    """A module of somebody else with `Config` and `build`, from its one class where it defines no `build`.
+
+    Config is that of the file of the class, else of the nearest class that it extends.
+
+    Raises:
+        UnknownName: several classes, or none.
+    """
+    defined = vars(module)
+    if kind not in BASES or "build" in defined:
+        return module
+    place, base = BASES[kind]
+    own = [each for each in defined.values() if isinstance(each, type) and each.__module__ == module.__name__]
+    own = [one for one in own if any((part.__module__, part.__name__) == (place, base) for part in one.__mro__)]
+    public = [one for one in own if not one.__name__.startswith("_")]
+    # Those that no other in the file extends.
+    last = [one for one in public if not any(other is not one and issubclass(other, one) for other in own)]
+    if len(last) != 1:
+        names = f" ({', '.join(one.__name__ for one in last)})" if last else ""
+        raise UnknownName(
+            f"{name} defines {len(last)} classes that extend flowrl.{base}{names}: define one, or Config and "
+            "build(config), which gives the one that is meant"
+        )
+    for part in last[0].__mro__:
+        config = vars(sys.modules[part.__module__]).get("Config", vars(part).get("Config"))
+        if config is not None:
+            module.Config, module.build = config, last[0]  # type: ignore[attr-defined]
+            break
+    return module

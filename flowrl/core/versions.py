@@ -1,0 +1,18 @@
+"""Versions of Python, flowrl and the libraries that decide its numbers."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+
+def versions() -> dict[str, str]:
+    """Of everything that can change a number."""
+    names = ("flowrl", "torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "numpy")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

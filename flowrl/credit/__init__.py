@@ -1,0 +1,1 @@
+"""Rewards to advantages: rules, history, selection, trees, saliency, critic."""

@@ -1,0 +1,397 @@
+"""Advantage rules: pure functions on rewards [R, P, G], in float64.
+
+Order everywhere: aggregate, centre, scale, normalise over the batch, clip, select. NaN marks a masked
+sample: it enters no statistic, gets advantage 0 and is never selected. A group that is compared with equal
+rewards only is dead: its advantages are exactly 0 under every rule.
+
+    rule        advantage                                                                    from
+    group       sum of weighted raw rewards, then (r - mean) / (std + eps)                   Flow-GRPO, Dr. GRPO
+    per_reward  each reward normalised, then their sum with weights rescaled to 1            MixGRPO
+    gdpo        each reward normalised, their weighted sum normalised over the batch         GDPO
+    separate    each reward normalised and clipped, one advantage per reward                 DanceGRPO
+    median      sum of weighted raw rewards, then (r - median) / (median deviation + eps)    MC-GRPO
+    batch       sum of weighted raw rewards, then (r - mean) / (std + eps) over the batch    DDPO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.credit.history import HistoryConfig, compared
+from flowrl.credit.selection import SelectConfig, select
+
+Std = Literal["global", "group", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageConfig:
+    name: Literal["group", "per_reward", "gdpo", "separate", "median", "batch"] = "group"
+    """The rule; see `flowrl/credit/advantages.py`."""
+    std: Std = "global"
+    """Divide by the std of all samples of the iteration, of the prompt's group, or not at all (Dr. GRPO).
+
+    `per_reward`, `gdpo` (`group` only) and `separate` do so reward by reward; `median` has its own scale; `batch` has
+    the std of what it compares with, or none.
+    """
+    eps: float = 1e-4
+    """Added to the std or the median deviation."""
+    clip: float | None = 5.0
+    """Bound on the absolute advantage; null for none."""
+    ddof: Literal[0, 1] = 0
+    """Of the std: 0 divides by n (Flow-GRPO), 1 by n - 1 (DanceGRPO, MixGRPO, GDPO)."""
+    trimmed_ratio: float = 0.0
+    """Mean and std leave out this share of a group's samples, the lowest."""
+    min_deviation: float = 0.1
+    """Of `median`: the deviation is at least this fraction of the group's std."""
+    select: SelectConfig | None = None
+    """Update on some samples of a prompt only; null: on all."""
+    history: HistoryConfig | None = None
+    """Of `batch`: mean and std of the prompt's own rewards, of this and earlier iterations, once there are enough;
+    null: always of the batch."""
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ValueError(f"eps={self.eps} must not be negative")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip={self.clip} must be positive, or null for none")
+        if not 0 <= self.trimmed_ratio < 1:
+            raise ValueError(f"trimmed_ratio={self.trimmed_ratio} must lie in [0, 1)")
+        if self.name == "gdpo" and self.std != "group":
+            raise ValueError(f"std={self.std!r}: gdpo normalises every reward within its group; set std to group")
+        if self.name == "median":
+            if not self.min_deviation > 0:
+                raise ValueError(f"min_deviation={self.min_deviation} must be positive: the deviation is often 0")
+            if self.clip is None:
+                raise ValueError("clip=null: the median rule needs a bound, since its deviation can be next to 0")
+            if self.trimmed_ratio:
+                raise ValueError(f"trimmed_ratio={self.trimmed_ratio}: the median rule takes no mean; set it to 0")
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        if self.name != "batch":
+            if self.history is not None:
+                raise ValueError(
+                    f"history: the rule {self.name!r} compares within a group; use name=batch, or leave it out"
+                )
+            return
+        if self.std == "group":
+            raise ValueError(
+                "std='group': the rule 'batch' divides by the std of what it compares with (global), or by none"
+            )
+        if self.trimmed_ratio:
+            raise ValueError(f"trimmed_ratio={self.trimmed_ratio}: the rule 'batch' leaves no reward out; set it to 0")
+
+    def check_group(self, group_size: int) -> None:
+        """Refuse what a group of this size cannot give; the configuration alone does not know the size."""
+        if group_size < 2 and self.name != "batch":
+            raise ValueError(
+                f"advantages.name={self.name} compares the samples of a prompt, and rollout.group_size={group_size}; "
+                "raise that to at least 2, or use advantages.name=batch"
+            )
+        if self.select is not None:
+            self.select.check_group(group_size)
+        if self.trimmed_ratio and group_size - int(group_size * self.trimmed_ratio) < 2:
+            raise ValueError(
+                f"advantages.trimmed_ratio={self.trimmed_ratio} leaves fewer than 2 of {group_size} samples for mean "
+                f"and std; it must stay below {1 - 1 / group_size:.4g}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What every sample of an iteration is credited with."""
+
+    values: Tensor
+    """[P, G, R'] float32, 0 where masked or dead. R' is 1; the rule `separate` has one column per reward whose
+    weight is not 0, in their order, with the weight inside: the loss is the plain sum over columns."""
+    valid: Tensor
+    """[P, G] bool, False where a reward that counts has failed."""
+    dead: Tensor
+    """[P] bool: what the group is compared with has no spread in any reward that counts."""
+    kept: Tensor
+    """[P, G] bool: takes part in the update. All valid samples of live groups, less those that a rule or a
+    selection leaves out; what these have in `values` stays as it was."""
+    bound: Tensor | None = None
+    """[R'] float32 where the clip still has to follow (`unclipped`): the bound of each column; else None."""
+    steps: Tensor | None = None
+    """[P, G, K] float32 where a tree credits every step of a sample's path, instead of `values`; NaN where it has no
+    credit for one. Else None."""
+    pruned: Tensor | None = None
+    """With `steps`, [P, G, K] bool: those that are not trained, instead of `kept`."""
+
+
+def advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    config: AdvantageConfig,
+    *,
+    clipped: bool = True,
+    past: Sequence[Tensor | None] | None = None,
+) -> Advantages:
+    """Advantages of all samples of an iteration by the configured rule.
+
+    Args:
+        rewards: training values [R, P, G]; NaN marks a failure.
+        weights: [R]; a reward of weight 0 is only logged.
+        config: the rule.
+        clipped: False leaves `config.clip` out.
+        past: of the rule `batch`: the rewards [n] that each prompt is compared with; None: those of the iteration.
+
+    Raises:
+        ValueError: rewards that do not fit the configuration, naming the key.
+    """
+    if rewards.ndim != 3:
+        raise ValueError(f"rewards must be [R, P, G], got {tuple(rewards.shape)}")
+    config.check_group(rewards.shape[2])
+    eps, clip, ddof, trimmed = config.eps, config.clip if clipped else None, config.ddof, config.trimmed_ratio
+    if config.name == "group":
+        total = aggregate(rewards, weights)
+        credit = group_advantages(total, std=config.std, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
+    elif config.name == "median":
+        total = aggregate(rewards, weights)
+        credit = median_advantages(total, eps=eps, clip=clip, ddof=ddof, min_deviation=config.min_deviation)
+    elif config.name == "batch":
+        total = aggregate(rewards, weights)
+        values, dead = compared(total, past, eps=eps, ddof=ddof, scaled=config.std == "global")
+        credit = _credit(values[:, :, None], total.isfinite(), dead, clip)
+    elif config.name == "gdpo":
+        credit = gdpo_advantages(rewards, weights, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
+    else:
+        rule = per_reward_advantages if config.name == "per_reward" else separate_advantages
+        credit = rule(rewards, weights, std=config.std, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
+    if config.select is not None:
+        # Columns hold their reward's weight, so their sum ranks a sample as its loss does.
+        credit = replace(credit, kept=select(credit.values.sum(dim=2), credit.kept, config.select))
+    return credit
+
+
+def unclipped(
+    rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, past: Sequence[Tensor | None] | None = None
+) -> Advantages:
+    """The same credit for a method that multiplies before it clips: values without the clip, and `bound`.
+
+    Who takes part is decided by the clipped values, as without the multiplication.
+    """
+    credit, bound = advantages(rewards, weights, config, past=past), None
+    values = advantages(rewards, weights, config, clipped=False, past=past).values
+    if config.clip is not None:
+        bound = torch.full(values.shape[2:], config.clip)
+        if config.name == "separate":  # these columns hold their reward's weight, which follows the clip
+            bound = bound * weights[weights != 0].float().abs()
+    return replace(credit, values=values, bound=bound)
+
+
+# ---- from many rewards to one
+
+
+def aggregate(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum of raw rewards [R, P, G] with weights [R] -> [P, G] float64; zero weights are only logged."""
+    rewards, weights = _live(rewards, weights)
+    return (rewards * weights[:, None, None]).sum(dim=0)
+
+
+def _live(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards [R', P, G] and weights [R'] of those whose weight is not 0, float64."""
+    live = weights != 0
+    if not bool(live.any()):
+        raise ValueError("every reward has weight 0: nothing to train on")
+    return rewards[live].double(), weights[live].double()
+
+
+# ---- centre and scale
+
+
+def _masked_mean(values: Tensor, mask: Tensor, dim: int, ddof: int = 0) -> Tensor:
+    count = (mask.sum(dim=dim, keepdim=True) - ddof).clamp(min=1)
+    return torch.where(mask, values, 0.0).sum(dim=dim, keepdim=True) / count
+
+
+def _over(centred: Tensor, scale: Tensor) -> Tensor:
+    """centred / scale; a scale of 0 (no spread, eps 0) divides by nothing."""
+    return centred / torch.where(scale == 0, 1.0, scale)
+
+
+def _dead(filled: Tensor, valid: Tensor) -> Tensor:
+    """[P] groups without two different rewards."""
+    low = torch.where(valid, filled, torch.inf).amin(dim=1)
+    high = torch.where(valid, filled, -torch.inf).amax(dim=1)
+    return ~(high > low)
+
+
+def _without_lowest(filled: Tensor, valid: Tensor, ratio: float) -> Tensor:
+    """[P, G] samples that enter the statistics: the valid ones but the int(n * ratio) lowest of their group."""
+    order = torch.where(valid, filled, torch.inf).argsort(dim=1, stable=True)
+    dropped = (valid.sum(dim=1, keepdim=True).double() * ratio).floor()
+    return valid & (order.argsort(dim=1) >= dropped)
+
+
+def _normalised(total: Tensor, std: Std, eps: float, ddof: int, trimmed_ratio: float) -> tuple[Tensor, Tensor]:
+    """(total - mean of its group) / (std + eps), [P, G] float64, 0 where `total` is not finite; and dead groups."""
+    if total.ndim != 2:
+        raise ValueError(f"rewards must be [P, G], got {tuple(total.shape)}")
+    total = total.double()
+    valid = total.isfinite()
+    filled = torch.where(valid, total, 0.0)
+    counted = _without_lowest(filled, valid, trimmed_ratio) if trimmed_ratio else valid
+    centred = torch.where(valid, filled - _masked_mean(filled, counted, 1), 0.0)
+    if std == "group":
+        scale = _masked_mean(centred.square(), counted, 1, ddof).sqrt() + eps
+    elif std == "global":
+        pooled, mask = filled.reshape(1, -1), counted.reshape(1, -1)
+        scale = _masked_mean((pooled - _masked_mean(pooled, mask, 1)).square(), mask, 1, ddof).sqrt() + eps
+    elif std == "none":
+        scale = torch.ones(1, 1, dtype=torch.float64)
+    else:
+        raise ValueError(f"std={std!r}; use 'global', 'group' or 'none'")
+    dead = _dead(filled, valid)
+    # Exactly 0, not the rounding error of the mean, which a small std would magnify.
+    return torch.where(dead[:, None], 0.0, _over(centred, scale)), dead
+
+
+def _credit(values: Tensor, valid: Tensor, dead: Tensor, clip: float | None) -> Advantages:
+    """Values [P, G, R'] float64 clipped and rounded."""
+    if clip is not None:
+        values = values.clamp(-clip, clip)
+    return Advantages(values=values.float(), valid=valid, dead=dead, kept=valid & ~dead[:, None])
+
+
+# ---- the rules
+
+
+def group_advantages(
+    total: Tensor,
+    *,
+    std: Std = "group",
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+    ddof: int = 0,
+    trimmed_ratio: float = 0.0,
+) -> Advantages:
+    """(reward - mean of its group) / (std + eps), clipped to +-clip.
+
+    Args:
+        total: one reward per sample, [P, G]; NaN masks.
+        std: over the group, over all samples of the iteration ("global"), or no division ("none").
+        eps: added to the std.
+        clip: bound on the absolute advantage, None for none.
+        ddof: 0 as numpy and Flow-GRPO, 1 as torch and DanceGRPO.
+        trimmed_ratio: mean and std leave out the int(n * ratio) lowest rewards of a group of n (MixGRPO); where
+            the others are all equal, only `eps` and `clip` bound the lowest.
+
+    Source: arXiv 2505.05470; yifan123/flow_grpo:flow_grpo/stat_tracking.py. arXiv 2503.20783 for no std.
+
+    >>> group_advantages(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), eps=0.0).values.squeeze(2).tolist()
+    [[-1.0, 1.0], [0.0, 0.0]]
+    """
+    values, dead = _normalised(total, std, eps, ddof, trimmed_ratio)
+    return _credit(values[:, :, None], total.isfinite(), dead, clip)
+
+
+def _each(rewards: Tensor, std: Std, eps: float, ddof: int, trimmed_ratio: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Every reward normalised by itself: [P, G, R] float64; samples valid in all of them; groups dead in all."""
+    valid = rewards.isfinite().all(dim=0)
+    # A sample that one reward could not score has no advantage, so the others' statistics go without it too.
+    parts = [_normalised(torch.where(valid, r, torch.nan), std, eps, ddof, trimmed_ratio) for r in rewards]
+    values, dead = (torch.stack(part, dim=-1) for part in zip(*parts, strict=True))
+    return values, valid, dead.all(dim=-1)
+
+
+def per_reward_advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    *,
+    std: Std = "group",
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+    ddof: int = 0,
+    trimmed_ratio: float = 0.0,
+) -> Advantages:
+    """Each reward normalised by itself, then their sum with weights rescaled to an absolute sum of 1, one clip.
+
+    Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO, `advantage_aggr`.
+    """
+    rewards, weights = _live(rewards, weights)
+    values, valid, dead = _each(rewards, std, eps, ddof, trimmed_ratio)
+    summed = (values * (weights / weights.abs().sum())).sum(dim=2, keepdim=True)
+    return _credit(summed, valid, dead, clip)
+
+
+def gdpo_advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    *,
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+    ddof: int = 0,
+    trimmed_ratio: float = 0.0,
+) -> Advantages:
+    """Each reward normalised within its group; the weighted sum of these, normalised over the whole batch.
+
+    Weights act on normalised advantages, so a reward's scale is irrelevant. One reward alone is plain GRPO.
+
+    Source: arXiv 2601.05242; NVlabs/GDPO (there ddof 1).
+    """
+    rewards, weights = _live(rewards, weights)
+    if len(rewards) == 1:
+        total = aggregate(rewards, weights)
+        return group_advantages(total, std="group", eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed_ratio)
+    values, valid, dead = _each(rewards, "group", eps, ddof, trimmed_ratio)
+    pooled, mask = (values * weights).sum(dim=2).reshape(1, -1), valid.reshape(1, -1)
+    centred = pooled - _masked_mean(pooled, mask, 1)
+    scale = _masked_mean(centred.square(), mask, 1, ddof).sqrt() + eps
+    whitened = _over(centred, scale).reshape(valid.shape)
+    whitened = torch.where(valid & ~dead[:, None], whitened, 0.0)
+    return _credit(whitened[:, :, None], valid, dead, clip)
+
+
+def separate_advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    *,
+    std: Std = "group",
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+    ddof: int = 0,
+    trimmed_ratio: float = 0.0,
+) -> Advantages:
+    """Each reward normalised and clipped by itself, times its weight, kept apart: values [P, G, R'].
+
+    For one clipped loss per reward: weight * max(-A ratio, -A bounded) is max of the same with weight * A.
+
+    Source: arXiv 2505.07818; XueZeyue/DanceGRPO, HunyuanVideo scripts.
+    """
+    rewards, weights = _live(rewards, weights)
+    values, valid, dead = _each(rewards, std, eps, ddof, trimmed_ratio)
+    credit = _credit(values, valid, dead, clip)
+    return replace(credit, values=credit.values * weights.float())
+
+
+def median_advantages(
+    total: Tensor, *, eps: float = 1e-3, clip: float | None = 5.0, ddof: int = 0, min_deviation: float = 0.1
+) -> Advantages:
+    """(reward - median of its group) / (median absolute deviation + eps); the median sample is not trained.
+
+    The deviation is 0 where half of the rewards are equal; the official code then divides by eps alone. Here it
+    is at least `min_deviation` of the group's std. Of an even number of samples the lower median is taken.
+
+    Source: arXiv 2601.22582; lotusroot-kim/MC-GRPO (eps 1e-3).
+    """
+    total = total.double()
+    valid = total.isfinite()
+    filled = torch.where(valid, total, 0.0)
+    last = torch.where(valid, total, torch.inf)
+    middle = (valid.sum(dim=1, keepdim=True) - 1).clamp(min=0) // 2
+    sample = last.argsort(dim=1, stable=True).gather(1, middle)
+    centred = torch.where(valid, filled - filled.gather(1, sample), 0.0)
+    deviation = torch.where(valid, centred.abs(), torch.inf).sort(dim=1).values.gather(1, middle)
+    mean = _masked_mean(filled, valid, 1)
+    spread = _masked_mean((filled - mean).square(), valid, 1, ddof).sqrt()
+    dead = _dead(filled, valid)
+    values = torch.where(dead[:, None], 0.0, _over(centred, torch.maximum(deviation, min_deviation * spread) + eps))
+    credit = _credit(values[:, :, None], valid, dead, clip)
+    return replace(credit, kept=credit.kept.scatter(1, sample, False))

@@ -1,0 +1,111 @@
+"""V, a small network that expects a reward: what methods without a group compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.core.types import Condition
+
+_WIDTHS = (256, 256, 256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueConfig:
+    """Of V."""
+
+    learning_rate: float = 1e-4
+    steps: int = 5
+    """Per iteration."""
+
+    def __post_init__(self) -> None:
+        if not (self.learning_rate > 0 and self.steps > 0):
+            raise ValueError(f"learning_rate={self.learning_rate} and steps={self.steps} must be positive")
+
+
+class Perceptron(nn.Module):
+    """256-256-256-1 with ReLU; with `num_steps` each hidden unit has a gain of its own for every denoising step.
+
+    Source of the gains: google-research/google-research:dpok/reward_model.py.
+    """
+
+    def __init__(self, inputs: int, num_steps: int | None = None) -> None:
+        super().__init__()
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((inputs, *_WIDTHS)))
+        self.out = nn.Linear(_WIDTHS[-1], 1)
+        gains = () if num_steps is None else (nn.Parameter(torch.rand(num_steps, width)) for width in _WIDTHS)
+        self.gains = nn.ParameterList(gains)
+
+    def forward(self, features: Tensor, step: Tensor | None = None) -> Tensor:
+        """Of features [M, F] at steps [M], [M]."""
+        for k, layer in enumerate(self.hidden):
+            features = layer(features)
+            if step is not None:
+                features = self.gains[k][step] * features
+            features = features.relu()
+        return self.out(features).squeeze(1)
+
+
+class ValueNetwork:
+    """A perceptron with an AdamW of its own.
+
+    Args:
+        inputs: features of a row.
+        seed: of the initial weights.
+        learning_rate: of AdamW.
+        device: where it lies.
+        num_steps: denoising steps that it tells apart; None: none.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        seed: int,
+        learning_rate: float,
+        device: torch.device | str = "cpu",
+        num_steps: int | None = None,
+    ) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.network = Perceptron(inputs, num_steps).to(device)
+        self.adam = torch.optim.AdamW(self.network.parameters(), lr=learning_rate)
+
+    def __call__(self, features: Tensor, step: Tensor | None = None) -> Tensor:
+        """Expected rewards of features [M, F], at steps [M] where it tells them apart; [M]."""
+        return self.network(features, step)
+
+    def descend(self, error: Tensor) -> None:
+        """One step on the mean of error^2, any shape, with the graph that led to it."""
+        self.adam.zero_grad()
+        error.square().mean().backward()
+        self.adam.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments as flat names."""
+        found: dict[str, Tensor] = {}
+        for name, p in self.network.named_parameters():
+            moments = {f"{name}.{key}": torch.as_tensor(value) for key, value in self.adam.state.get(p, {}).items()}
+            found |= {name: p.detach()} | moments
+        return found
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of `state`."""
+        self.adam.state.clear()
+        for name, p in self.network.named_parameters():
+            p.data.copy_(tensors[name])
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                value = tensors.get(f"{name}.{key}")
+                if value is not None:
+                    self.adam.state[p][key] = value.clone() if key == "step" else value.to(p.device).clone()
+
+
+def text_features(cond: Condition) -> Tensor:
+    """A vector for each prompt, [P, F] float32: its condition's floats, averaged over all but the last axis."""
+    parts = []
+    for entry in cond.tensors.values():
+        rows = [row.float().reshape(-1, row.shape[-1]).mean(dim=0) for row in entry if row.is_floating_point()]
+        parts += [torch.stack(rows)] if rows else []
+    return torch.cat(parts, dim=1)

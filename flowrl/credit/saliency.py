@@ -1,0 +1,266 @@
+"""Where in a picture an advantage counts: saliency maps M >= 0 on the latent grid, for A(p) = M(p) A.
+
+    1. patch tokens of a frozen backbone, [N, d], less their mean
+    2. projections on the top 3 right singular vectors, each mapped to [0, 1]; their mean weighted by sigma_j^2
+    3. as a grid: Gaussian of sigma 1, stretched to [0, 1], resized to the latents, stretched again
+
+The sign of a singular vector is arbitrary, and with it which end of a component is bright: here the end that the
+border of the picture has less of. (The official code takes (max - c) / (max - min) of whatever sign comes out.)
+
+A method that takes the option `spatial` has them made from every rollout's pictures (`mapper`), and its advantages
+multiplied by them (`spread`).
+
+Source: arXiv 2511.18719; Tele-AI/TeleBoost:teleboost/algorithms/vipo.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowrl.core import rng
+from flowrl.core.errors import ModelError
+
+Backbone = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
+"""Frames [B, 3, H, W] in [0, 1] -> patch tokens [B, h * w, d] row by row, and (h, w)."""
+
+Mapper = Callable[[Tensor], Tensor]
+"""Pictures [B, 3, H, W] or clips [B, F, 3, H, W] in [0, 1] -> maps [B, *pos] float32 on the CPU."""
+
+_COMPONENTS = 3
+_FILTERS = 16
+_FRAMES_AT_ONCE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpatialConfig:
+    backbone: str = "fixed"
+    """What looks at the pictures: `fixed`, which needs no weights, or a DINOv2 by folder or hub id."""
+    ratio: Literal["position", "sample"] = "position"
+    """`position`: ratio, clip and advantage of every latent position, from its log-prob (mean over channels); `sample`:
+    the method's own ratio, with the mean over positions of the clipped advantages."""
+    keep_mean: bool = False
+    """Divide every map by its mean, so that the update keeps its size; the official code does not."""
+
+    def __post_init__(self) -> None:
+        if not self.backbone:
+            raise ValueError("backbone is empty; give fixed, or a folder or hub id of a DINOv2")
+        if self.keep_mean and self.ratio == "sample":
+            raise ValueError(
+                "keep_mean=true with ratio=sample: maps of mean 1 leave the mean over positions as it was, so nothing "
+                "would change; set ratio=position, or keep_mean=false"
+            )
+
+
+def saliency(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Map in [0, 1] of each frame, [B, h, w] float32, from its patch tokens [B, h * w, d].
+
+    All ones, never zeros, where the tokens are all alike or not finite.
+
+    >>> saliency(torch.tensor([[[0.0], [0.0], [2.0], [0.0], [0.0]]]), (1, 5)).argmax().item()
+    2
+    """
+    h, w = grid
+    if tokens.ndim != 3 or tokens.shape[1] != h * w:
+        raise ValueError(f"tokens {tuple(tokens.shape)} must be [B, {h * w}, d] for a grid of {h} x {w}")
+    tokens = tokens.float()
+    tokens = torch.where(tokens.isfinite().all(dim=2).all(dim=1)[:, None, None], tokens, 0.0)
+    centred = tokens - tokens.mean(dim=1, keepdim=True)
+    left, sigma, _ = torch.linalg.svd(centred, full_matrices=False)
+    top = sigma[:, :_COMPONENTS]
+    components = _stretched(left[:, :, :_COMPONENTS] * top[:, None], (1,), otherwise=0.5)
+    # Sign-free: a flipped component has 1 - border. The corner decides for one that the border cannot tell.
+    border = components[:, _border(h, w, tokens.device)].mean(dim=1, keepdim=True) - 0.5
+    components = torch.where(border + 1e-4 * (components[:, :1] - 0.5) > 0, 1 - components, components)
+    energy = top.square()
+    weights = energy / energy.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    maps = _smoothed((components * weights[:, None]).sum(dim=2).reshape(-1, h, w))
+    # Rounding alone leaves some 1e-7 of the tokens' size as their spread.
+    alike = sigma[:, 0] <= 1e-5 * tokens.flatten(1).norm(dim=1)
+    return torch.where(alike[:, None, None], 1.0, _stretched(maps, (1, 2)))
+
+
+def to_latent_grid(maps: Tensor, shape: tuple[int, ...], *, keep_mean: bool = False) -> Tensor:
+    """Maps on the grid of the latents, float32.
+
+    Args:
+        maps: [B, h, w] of pictures, or [B, F, h, w] of clips.
+        shape: (H, W) of the latents, or (T, H, W); frames go to T by linear interpolation.
+        keep_mean: divide by the mean, so that the mean update keeps its size (the official code does not).
+
+    Returns:
+        [B, *shape] in [0, 1], or of mean 1.
+    """
+    if maps.ndim != len(shape) + 1:
+        raise ValueError(f"maps {tuple(maps.shape)} do not fit the latent grid {shape}: (H, W) or (T, H, W)")
+    frames = maps.float().reshape(-1, 1, *maps.shape[-2:])
+    frames = F.interpolate(frames, tuple(shape[-2:]), mode="bilinear", antialias=True).squeeze(1)
+    frames = _stretched(frames, (1, 2))
+    if len(shape) == 3:
+        clips = frames.reshape(len(maps), 1, maps.shape[1], *shape[1:])
+        frames = _stretched(F.interpolate(clips, tuple(shape), mode="trilinear").squeeze(1), (1, 2, 3))
+    if keep_mean:
+        frames = frames / frames.mean(dim=tuple(range(1, frames.ndim)), keepdim=True)
+    return frames
+
+
+@torch.no_grad()
+def importance(images: Tensor, backbone: Backbone, shape: tuple[int, ...], *, keep_mean: bool = False) -> Tensor:
+    """Maps [B, *shape] of pictures [B, 3, H, W] or clips [B, F, 3, H, W] in [0, 1]; all ones for a frame of one colour.
+
+    Shapes and `keep_mean` as in `to_latent_grid`.
+    """
+    frames = images.flatten(0, 1) if images.ndim == 5 else images
+    parts = []
+    for part in frames.float().split(_FRAMES_AT_ONCE):
+        found = saliency(*backbone(part))
+        # Position embeddings tell patches apart even there. Half an 8-bit level is no difference.
+        spread = (part.amax(dim=(2, 3)) - part.amin(dim=(2, 3))).amax(dim=1)
+        parts.append(torch.where((spread < 0.5 / 255)[:, None, None].to(found.device), 1.0, found))
+    maps = torch.cat(parts)
+    return to_latent_grid(maps.reshape(*images.shape[:-3], *maps.shape[1:]), shape, keep_mean=keep_mean)
+
+
+def mapper(
+    config: SpatialConfig,
+    latent_shape: tuple[int, ...],
+    device: torch.device | str = "cpu",
+    *,
+    grid: tuple[int, ...] | None = None,
+    channel_axis: int = 1,
+) -> Mapper:
+    """Makes the maps of a run, whose latents are [C, *pos] a sample; loads the backbone.
+
+    `grid`: of packed latents, the (h, w) or (T, h, w) that their tokens are read from; their maps are [B, tokens].
+    `channel_axis`: of latents [B, ...], where C stands elsewhere.
+
+    Raises:
+        ModelError: its weights cannot be loaded.
+    """
+    backbone = load_backbone(config.backbone, device)
+    shape = tuple(n for axis, n in enumerate(latent_shape, 1) if axis != channel_axis) if grid is None else grid
+
+    def maps(images: Tensor) -> Tensor:
+        if images.ndim == 4 and len(shape) == 3:
+            images = images[:, None]  # pictures of a model of clips
+        found = importance(images, backbone, shape, keep_mean=config.keep_mean).cpu()
+        return found if grid is None else found.flatten(1)
+
+    return maps
+
+
+def spread(
+    advantages: Tensor, maps: Tensor, ratio: Literal["position", "sample"], bound: Tensor | None = None
+) -> Tensor:
+    """Advantages [E, R], not clipped yet, as the loss takes them: times the map of each, then clipped to +-bound [R].
+
+    Returns:
+        [E, R, *pos] for a ratio of every position. For one ratio of the whole sample their mean, [E, R]: the clipped
+        loss max(-A r, -A clamp(r)) is linear in |A| and M >= 0, so the mean over positions may be taken first.
+    """
+    dense = dense_advantages(advantages, maps, clip=bound)
+    if ratio == "position":
+        return dense
+    # float64: the mean of n equal float32 numbers is then that number, so maps of ones change no bit.
+    return dense.flatten(2).double().mean(dim=2).float()
+
+
+def dense_advantages(advantages: Tensor, maps: Tensor, *, clip: float | Tensor | None = 5.0) -> Tensor:
+    """Advantages [E, R] times the map of each edge [E, *pos], clipped afterwards: [E, R, *pos].
+
+    `clip` is one bound, one for each column [R], or None.
+
+    >>> dense_advantages(torch.tensor([[4.0]]), torch.tensor([[0.5, 2.0]])).tolist()
+    [[[2.0, 5.0]]]
+    """
+    if advantages.ndim != 2 or len(advantages) != len(maps):
+        raise ValueError(f"advantages {tuple(advantages.shape)} must be [E, R] for E = {len(maps)} maps")
+    if isinstance(clip, Tensor):
+        if clip.shape != advantages.shape[1:]:
+            raise ValueError(f"clip {tuple(clip.shape)} must be one bound for each of {advantages.shape[1]} columns")
+        clip = clip.reshape(-1, *(1,) * (maps.ndim - 1))
+    dense = advantages.reshape(*advantages.shape, *(1,) * (maps.ndim - 1)) * maps[:, None]
+    return dense if clip is None else dense.clamp(-clip, clip)
+
+
+def _stretched(values: Tensor, dims: tuple[int, ...], otherwise: float = 1.0) -> Tensor:
+    """(v - min) / (max - min) over `dims`; a constant one becomes `otherwise`."""
+    low, high = values.amin(dim=dims, keepdim=True), values.amax(dim=dims, keepdim=True)
+    # Relative, so that interpolating a constant leaves it one.
+    flat = high - low <= 1e-6 * torch.maximum(low.abs(), high.abs())
+    return torch.where(flat, otherwise, (values - low) / torch.where(flat, 1.0, high - low))
+
+
+def _border(h: int, w: int, device: torch.device) -> Tensor:
+    """[h * w] bool: patches at the rim."""
+    rim = torch.ones(h, w, dtype=torch.bool, device=device)
+    rim[1:-1, 1:-1] = False
+    return rim.flatten()
+
+
+def _smoothed(maps: Tensor) -> Tensor:
+    """Gaussian of sigma 1, cut off at 4, of [B, h, w]; the rim is repeated outwards."""
+    kernel = (-0.5 * torch.arange(-4.0, 5.0, device=maps.device).square()).exp()
+    kernel = kernel / kernel.sum()
+    padded = F.pad(maps[:, None], (4, 4, 4, 4), mode="replicate")
+    return F.conv2d(F.conv2d(padded, kernel.view(1, 1, 9, 1)), kernel.view(1, 1, 1, 9)).squeeze(1)
+
+
+# ---- backbones
+
+
+def load_backbone(name: str = "fixed", device: torch.device | str = "cpu") -> Backbone:
+    """`fixed`, which needs no weights, or a DINOv2 by folder or hub id (the paper's: facebook/dinov2-large).
+
+    Raises:
+        ModelError: no such weights.
+    """
+    return _fixed() if name == "fixed" else _dinov2(name, device)
+
+
+def _fixed() -> Backbone:
+    """Mean colour and the strength of random 5 x 5 edge filters in each patch; seeded, the same everywhere."""
+    filters = rng.normal((_FILTERS, 3, 5, 5), 0, "saliency", [()])[0]
+    filters = filters - filters.mean(dim=(2, 3), keepdim=True)  # blind to a plain colour
+    filters = filters / filters.flatten(1).norm(dim=1)[:, None, None, None]
+
+    def tokens(frames: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        patch = max(4, min(frames.shape[-2:]) // 32)
+        grid = (frames.shape[-2] // patch or 1, frames.shape[-1] // patch or 1)
+        padded = F.pad(frames.float(), (2, 2, 2, 2), mode="replicate")
+        features = torch.cat([frames.float(), F.conv2d(padded, filters.to(frames.device)).abs()], dim=1)
+        return F.adaptive_avg_pool2d(features, grid).flatten(2).transpose(1, 2), grid
+
+    return tokens
+
+
+def _dinov2(name: str, device: torch.device | str) -> Backbone:
+    """Patch tokens without class and register tokens; the whole frame at its own size, nothing cropped."""
+    from transformers import AutoImageProcessor, AutoModel
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(name)
+        model = AutoModel.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False).to(device)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"saliency backbone={name!r} cannot be loaded; give 'fixed', or a folder or hub id of a DINOv2 that can "
+            f"be reached: {error}"
+        ) from error
+    patch = model.config.patch_size
+    others = 1 + getattr(model.config, "num_register_tokens", 0)
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (processor.image_mean, processor.image_std))
+
+    def tokens(frames: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        grid = (frames.shape[-2] // patch or 1, frames.shape[-1] // patch or 1)
+        # To whole patches: the model would leave out what hangs over at the right and the bottom.
+        size = (grid[0] * patch, grid[1] * patch)
+        pixels = F.interpolate(frames.float().to(device), size, mode="bicubic", antialias=True).clamp(0, 1)
+        with torch.autocast(torch.device(device).type, enabled=False):
+            return model(pixel_values=(pixels - mean) / std).last_hidden_state[:, others:], grid
+
+    return tokens

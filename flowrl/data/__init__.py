@@ -1,0 +1,1 @@
+"""Prompts, images, edits and preference records."""

@@ -1,0 +1,399 @@
+"""Preference data: pairs of pictures of which one is preferred, what is left out by rule, and their order in a run.
+
+A set is scanned once without opening a picture. What cannot be used is skipped by a stated rule, counted by its reason
+and reported with examples; a picture that turns out to be unreadable when it is opened raises `Unreadable`, which says
+where it lies. docs/preferences.md is what users see of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from flowrl.core.console import log
+from flowrl.core.errors import ConfigError
+from flowrl.core.registry import suggest
+from flowrl.core.rng import stream
+from flowrl.data.preference_records import (
+    BAD_LABEL,
+    BAD_MARGIN,
+    NO_CAPTION,
+    NO_LABEL,
+    NO_PICTURE,
+    NO_RECORD,
+    NO_REJECTED,
+    SAME,
+    TIE,
+    Picture,
+    Preference,
+    Report,
+    Unreadable,
+    Votes,
+    says_no,
+)
+from flowrl.data.prompts import Prompt
+from flowrl.data.records import LATER, WINDOW_BYTES, Records, find_records
+
+__all__ = [
+    "Picture",
+    "Preference",
+    "PreferenceOptions",
+    "PreferenceSet",
+    "PreferenceSource",
+    "Preferences",
+    "Report",
+    "Unreadable",
+    "load_preferences",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceOptions:
+    """Where a record of a preference set has what, and how much of the set may be broken."""
+
+    prompt: str | None = None
+    """Column of the text; null: `prompt` or `caption`."""
+    chosen: str = "chosen"
+    """Of the preferred picture: a path, or the file's bytes."""
+    rejected: str = "rejected"
+    """Of the other one."""
+    first: str = "jpg_0"
+    """Of two pictures with a label (Pick-a-Pic), used where there is no `chosen` column: the first one."""
+    second: str = "jpg_1"
+    """The second one."""
+    label: str = "label_0"
+    """1: the first is preferred, 0: the second, 0.5: neither."""
+    other_label: str = "label_1"
+    """1 - label, checked where there is such a column."""
+    labelled: str = "has_label"
+    """False: nobody has judged the record; a set need not have such a column."""
+    first_id: str = "image_0_uid"
+    """Name of the first picture, by which it is known in other pairs; without such a column the bytes are hashed."""
+    second_id: str = "image_1_uid"
+    """Of the second one."""
+    subset: str | None = None
+    """Of a data set that has several."""
+    max_broken: float = 0.1
+    """Largest share of records that may be skipped for another reason than a tie: a tenth is more than a scraped set
+    loses to dead links, and far less than a wrong folder or a copy cut short."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_broken <= 1:
+            raise ValueError(f"max_broken={self.max_broken} is a share: give 0 to 1")
+
+
+class PreferenceSet(Protocol):
+    """Usable records 0 .. N-1 of a source, read when asked for."""
+
+    report: Report
+    fingerprint: str
+    """Of prompts, labels and places: a set with another one is another set."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Preference:
+        """One record, its pictures not opened.
+
+        Raises:
+            Unreadable: the row holds no picture, or the source has changed since it was scanned.
+        """
+        ...
+
+    def captions(self) -> Iterator[str]:
+        """Every distinct text, in the order of its first record."""
+        ...
+
+    def identities(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+        """(index, text, keys of the chosen and, if there is one, of the rejected picture) of every record in order.
+
+        Reads all pictures where only their bytes tell who they are.
+        """
+        ...
+
+    def arrange(self, indices: np.ndarray, seed: int, purpose: str, epoch: int) -> np.ndarray:
+        """A random order of records, by their places in `indices` [n]: [n] int64.
+
+        A function of the arguments and the set alone. Storage that is read in blocks is shuffled block-wise, so that
+        neighbours lie close together.
+        """
+        ...
+
+
+def load_preferences(
+    source: str, key: str, options: PreferenceOptions = PreferenceOptions(), *, paired: bool = True
+) -> PreferenceSet:
+    """A preference set, its report logged.
+
+    Args:
+        source: a .jsonl or .parquet, a glob of shards, a folder of either, or hf:PATH[:SPLIT] for a data set; records
+            are {prompt, chosen, rejected[, margin]} or Pick-a-Pic's {caption, jpg_0, jpg_1, label_0}.
+        key: the configuration key, for messages.
+        options: columns, and the share of broken records that is borne.
+        paired: whether a record without a rejected picture is of no use.
+
+    Raises:
+        ConfigError: no such source or column, nothing usable, too much broken, a package that is not installed.
+    """
+    where = f"{key}={source!r}"
+    pictures = (options.chosen, options.rejected, options.first, options.second)
+    found = Preferences(find_records(source, pictures, options.subset, where), where, options, paired=paired)
+    log.info("%s", found.report)
+    return found
+
+
+class _Skip(Exception):
+    """A record cannot be used: (reason, what was found)."""
+
+
+class Preferences:
+    """The set over records, wherever they lie; see `PreferenceSet`."""
+
+    def __init__(self, records: Records, where: str, options: PreferenceOptions, *, paired: bool) -> None:
+        self.records, self.options, self.paired = records, options, paired
+        self.report = Report(where, records.files)
+        names = records.names()
+        self.text = _text_column(names, options, where)
+        self.voted = options.chosen not in names
+        """Two pictures with a label, not a chosen and a rejected one."""
+        wanted = (options.first, options.second, options.label) if self.voted else ()
+        self.named = wanted or (options.chosen, options.rejected, "margin")
+        for name in wanted:
+            if name not in names:
+                raise ConfigError(
+                    f"{where}: needs {options.chosen!r}, or {', '.join(map(repr, wanted))}; has no {name!r}; "
+                    f"{suggest(name, names)}there are: {', '.join(names)}"
+                )
+        self.rows, self.fingerprint = self._scan()
+        if not self.report.usable:
+            raise ConfigError(f"{self.report}\n{where}: nothing in it can be used")
+        if self.report.broken > options.max_broken * self.report.rows:
+            raise ConfigError(
+                f"{self.report}\n{where}: {self.report.broken} of {self.report.rows} records are broken, more than "
+                f"max_broken={options.max_broken} allows; mend the set, or raise it"
+            )
+
+    def _scan(self) -> tuple[np.ndarray, str]:
+        """(rows that can be used [N] int64, fingerprint)."""
+        rows, digest, votes = [], hashlib.sha256(), Votes()
+        for row, record in enumerate(self.records.scan()):
+            self.report.rows += 1
+            try:
+                found = self._preference(record, row)
+            except _Skip as skipped:
+                reason, what = skipped.args
+                self.report.skip(reason, f"{self.records.place(row)}{f' ({what})' if what else ''}")
+                continue
+            rows.append(row)
+            votes.add(found)
+            self.report.add(found)
+            values = [(record or {}).get(name) for name in self.named]
+            named = [value for value in values if isinstance(value, (str, int, float))]
+            digest.update(repr((row, found.prompt.text, named)).encode())
+        self.report.votes = votes.told(lambda place: self.records.place(rows[place]))
+        return np.asarray(rows, dtype=np.int64), digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, index: int) -> Preference:
+        row = int(self.rows[index])
+        where = f"{self.report.where}, {self.records.place(row)}"
+        try:
+            return self._preference(self.records.read(row), row)
+        except _Skip as skipped:  # not seen in the scan, which leaves out what lies inside a table
+            reason, what = skipped.args
+            raise Unreadable(where, f"{reason} ({what})") from None
+        except OSError as error:
+            raise Unreadable(where, str(error)) from error
+
+    def captions(self) -> Iterator[str]:
+        seen: set[bytes] = set()
+        for _, record in self._usable():
+            text = str(record[self.text])
+            mark = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
+            if mark not in seen:
+                seen.add(mark)
+                yield text
+
+    def identities(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+        for index, record in self._usable():
+            found = self._preference(record, int(self.rows[index]))
+            pictures = [found.chosen, *([] if found.rejected is None else [found.rejected])]
+            if any(picture.source is None and picture.uid is None for picture in pictures):
+                found = self.read(index)
+                pictures = [found.chosen, *([] if found.rejected is None else [found.rejected])]
+            yield index, found.prompt.text, tuple(picture.key for picture in pictures)
+
+    def _usable(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(index, scanned record) of every record that can be used."""
+        rows = iter(self.rows.tolist())
+        wanted, index = next(rows, None), 0
+        for row, record in enumerate(self.records.scan()):
+            if row == wanted:
+                assert record is not None
+                yield index, record
+                wanted, index = next(rows, None), index + 1
+
+    def arrange(self, indices: np.ndarray, seed: int, purpose: str, epoch: int) -> np.ndarray:
+        window = np.zeros(len(indices), dtype=np.int64)
+        blocks = self.records.blocks()
+        if blocks is not None:
+            block = np.searchsorted(blocks[:, 0], self.rows[indices], side="right") - 1
+            window = _windows(blocks[:, 1], stream(seed, f"{purpose}/blocks", epoch))[block]
+        return np.lexsort((stream(seed, purpose, epoch).random(len(indices)), window))
+
+    # ---- from a record to a preference
+
+    def _preference(self, record: dict[str, Any] | None, row: int) -> Preference:
+        """
+        Raises:
+            _Skip: the record cannot be used.
+        """
+        if record is None:
+            raise _Skip(NO_RECORD, "")
+        text = record.get(self.text)
+        if not isinstance(text, str) or not text.strip():
+            raise _Skip(NO_CAPTION, f"{self.text}={text!r}")
+        if self.voted:
+            (chosen, its), (rejected, other), margin = self._voted(record)
+        else:
+            chosen, rejected = self.options.chosen, self.options.rejected
+            its, other, margin = None, None, _margin(record.get("margin"))
+        won = self._picture(record, chosen, its, row)
+        lost = None if record.get(rejected) is None and not self.voted else self._picture(record, rejected, other, row)
+        if lost is None and self.paired:
+            raise _Skip(NO_REJECTED, "")
+        if lost is not None and isinstance(won.source, Path) and won.source == lost.source:
+            raise _Skip(SAME, won.source.name)
+        if lost is not None and won.uid is not None and won.uid == lost.uid:
+            raise _Skip(SAME, won.uid)
+        options = self.options
+        apart = (self.text, options.chosen, options.rejected, options.first, options.second, "margin")
+        metadata = {name: value for name, value in record.items() if name not in apart}
+        return Preference(Prompt(text, metadata), won, lost, margin, self.records.place(row))
+
+    def _voted(self, record: dict[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any], None]:
+        """(column and name of the winner, of the loser, no margin)."""
+        options = self.options
+        if options.labelled in record and says_no(record[options.labelled]):
+            raise _Skip(NO_LABEL, "")
+        label, other = record.get(options.label), record.get(options.other_label)
+        if label not in (0, 0.5, 1) or isinstance(label, bool) or (other is not None and other != 1 - label):
+            raise _Skip(BAD_LABEL, f"{options.label}={label!r}, {options.other_label}={other!r}")
+        if label == 0.5:
+            raise _Skip(TIE, "")
+        pair = [(options.first, record.get(options.first_id)), (options.second, record.get(options.second_id))]
+        won, lost = pair if label == 1 else reversed(pair)
+        return won, lost, None
+
+    def _picture(self, record: dict[str, Any], column: str, uid: Any, row: int) -> Picture:
+        value, where = record.get(column), f"{self.report.where}, {self.records.place(row)}, {column}"
+        name = None if uid is None else str(uid)
+        if value is LATER:
+            return Picture(None, where, name)
+        if isinstance(value, dict):  # as data sets store pictures
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes) and value:
+            return Picture(value, where, name)
+        if not isinstance(value, str) or not value:
+            raise _Skip(NO_PICTURE, f"{column}={str(value)[:60]}")
+        file = Path(os.path.expanduser(value))  # Path.expanduser() raises where there is no such user
+        if not file.is_absolute() and self.records.folder is None:
+            raise _Skip(NO_PICTURE, f"{column}={value[:60]!r} is a relative path, and the set has no folder")
+        file = file if self.records.folder is None else self.records.folder / file
+        if not _is_file(file):
+            raise _Skip(NO_PICTURE, f"{column}={value[:60]!r}")
+        return Picture(file.resolve(), f"{where} ({value})", name)
+
+
+def _text_column(names: Sequence[str], options: PreferenceOptions, where: str) -> str:
+    wanted = ("prompt", "caption") if options.prompt is None else (options.prompt,)
+    found = next((name for name in wanted if name in names), None)
+    if found is None:
+        close = suggest(wanted[0], list(names))
+        raise ConfigError(
+            f"{where}: needs a column {' or '.join(map(repr, wanted))}; {close}there are: {', '.join(names) or 'none'}"
+        )
+    return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long to be one
+        return False
+
+
+def _margin(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= sys.float_info.max:
+        raise _Skip(BAD_MARGIN, f"margin={str(value)[:60]}")
+    if value == 0:
+        raise _Skip(TIE, "margin=0")
+    return float(value)
+
+
+def _windows(sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Window of each of K blocks of so many bytes [K]: in a random order, as many together as memory is meant for."""
+    window, filled, found = 0, 0, np.zeros(len(sizes), dtype=np.int64)
+    for block in rng.permutation(len(sizes)):
+        if filled and filled + sizes[block] > WINDOW_BYTES:
+            window, filled = window + 1, 0
+        found[block] = window
+        filled += int(sizes[block])
+    return found
+
+
+class PreferenceSource:
+    """An endless, seeded order over the records of a set, epoch after epoch, each record once in every epoch.
+
+    The draw of an iteration depends on (seed, iteration) and the set alone.
+    """
+
+    def __init__(self, pairs: PreferenceSet, per_iteration: int, seed: int) -> None:
+        self.pairs, self.per_iteration, self.seed = pairs, per_iteration, seed
+        self._order: tuple[int, np.ndarray] | None = None
+        """The last epoch asked for."""
+
+    def draw(self, iteration: int) -> list[int]:
+        """Indices of the records of an iteration, counted from 1."""
+        start = (iteration - 1) * self.per_iteration
+        return [self._at(place) for place in range(start, start + self.per_iteration)]
+
+    def _at(self, place: int) -> int:
+        epoch, inside = divmod(place, len(self.pairs))
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self.pairs.arrange(np.arange(len(self.pairs)), self.seed, "preferences", epoch)
+        return int(self._order[1][inside])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fingerprint": self.pairs.fingerprint, "count": len(self.pairs)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: the set is not the one that the checkpoint was trained on.
+        """
+        require_same(self.pairs.report.where, state, self.state_dict())
+
+
+def require_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on with another set than the checkpoint's.
+
+    Raises:
+        ConfigError: it has changed.
+    """
+    if then != now:
+        raise ConfigError(
+            f"{where}: the preference set has changed since the checkpoint ({then['count']} usable records then, "
+            f"{now['count']} now); restore it, or start a new run"
+        )

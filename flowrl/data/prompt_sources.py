@@ -1,0 +1,275 @@
+"""Where prompts come from: files (flowrl/data/prompt_files.py), data sets of Hugging Face, the shapes world.
+
+A record of whatever source has a prompt, perhaps pictures, and metadata for the rewards: everything else. Pictures
+travel as paths. Those that lie inside a data set are written to a folder of the user's cache under the hash of their
+content, so that they are the same for every run, process and resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from flowrl import shapes
+from flowrl.core.assets import embedded_prompts
+from flowrl.core.errors import ConfigError
+from flowrl.core.media import UNREADABLE, open_picture, opened
+from flowrl.core.registry import suggest
+from flowrl.data.prompt_files import FORMS, missing_package, read_records
+from flowrl.data.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where a record has what: keys of a record, columns of a table."""
+
+    prompt: str = "prompt"
+    image: str | None = None
+    """Of one picture or a list of them; None: `image` or `images`, if there."""
+    subset: str | None = None
+    """Of a data set that has several."""
+    names_sample: bool = False
+    """`image` is the name of the very sample that the record is of, so metadata and no reference picture."""
+
+    def names(self, record: Iterable[str]) -> list[str]:
+        """Columns with pictures among those of a record."""
+        wanted = ("image", "images") if self.image is None else (self.image,)
+        return [name for name in wanted if name in record and not (self.names_sample and name == "image")]
+
+
+def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int | None = None) -> list[Prompt]:
+    """Prompts of a file, an embedded list such as `shapes-train.txt`, `shapes:train|heldout`, or a data set, `hf:PATH`
+    or `hf:PATH:SPLIT`.
+
+    Args:
+        source: where they are.
+        key: the configuration key, for the message.
+        columns: of records; a .txt has none.
+        most: take the first so many, and read no further.
+
+    Raises:
+        ConfigError: no such file, split or column, an ending that is not read, an empty set, a broken record, a picture
+            that is missing or cannot be read, a package that is not installed.
+    """
+    where = f"{key}={source!r}"
+    if source.startswith("shapes:"):
+        try:
+            return [Prompt(text) for text in shapes.prompts(source.removeprefix("shapes:"))][:most]
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    if source.startswith("hf:"):
+        path, split = split_of(source.removeprefix("hf:"))
+        folder = Path(path).expanduser()
+        rows = open_data_set(path, split, columns.subset, where)
+        return _prompts(islice(_rows(rows, columns), most), where, folder if folder.is_dir() else None, columns)
+    file = _find(source)
+    if file is None:
+        looked = "" if Path(source).is_absolute() else f" in {Path.cwd()}, and no embedded one of that name"
+        raise ConfigError(f"{where}: there is no such file{looked}; give {FORMS}")
+    if file.suffix.lower() in ("", ".txt"):
+        columns = replace(columns, image=None)  # lines have no columns
+    records = read_records(file, where, columns.prompt)
+    return _prompts(islice(records, most), where, file.parent, columns)
+
+
+def hub_id(source: str | None) -> str | None:
+    """Of `hf:PATH[:SPLIT]` the id of a data set that is on the hub, not in a folder here; None of any other source."""
+    if source is None or not source.startswith("hf:"):
+        return None
+    path, _ = split_of(source.removeprefix("hf:"))
+    return None if Path(path).expanduser().exists() else path
+
+
+# ---- where records come from
+
+
+def _find(source: str) -> Path | None:
+    # A name before the working directory: a configuration's own files come with their whole path (flowrl/config/locate.py).
+    embedded, file = embedded_prompts(source), Path(source).expanduser()
+    return embedded or (file if file.is_file() else None)
+
+
+def split_of(path: str) -> tuple[str, str | None]:
+    """(path, split) of `PATH` or `PATH:SPLIT`; a split may be a part of one, `train[:100]`.
+
+    >>> split_of("owner/name:train[:100]"), split_of("/data/set")
+    (('owner/name', 'train[:100]'), ('/data/set', None))
+    """
+    found = re.fullmatch(r"(?P<path>.+?):(?P<split>\w[\w.\-]*(\[[^\]]*\])?)", path)
+    return (found["path"], found["split"]) if found else (path, None)
+
+
+def open_data_set(path: str, split: str | None, subset: str | None, where: str, key: str = "data.subset") -> Any | None:
+    """Rows of a data set on the hub or in a folder, mapped into memory; None: it has none.
+
+    Args:
+        path: a hub id or a folder.
+        split: of it; None: `train`, or the only one.
+        subset: of a set that has several.
+        where: for messages, like
+        key: the option that sets the subset.
+
+    Raises:
+        ConfigError: a package is not installed, there is no such set or split, or it cannot be loaded.
+    """
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise missing_package(error, where) from None
+    folder = Path(path).expanduser()
+    saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    try:
+        if saved:  # by save_to_disk
+            loaded = datasets.load_from_disk(str(folder))
+            splits = {"train": loaded} if isinstance(loaded, datasets.Dataset) else loaded
+            chosen = _choose(split, list(splits), where)
+            if chosen not in splits:
+                raise ConfigError(f"{where}: only a whole split of a folder that save_to_disk() wrote can be taken")
+            rows = splits[chosen]
+        else:
+            path = str(folder) if folder.is_dir() else path
+            names = datasets.get_dataset_split_names(path, subset)
+            chosen = _choose(split, names, where)
+            rows = datasets.load_dataset(path, subset, split=chosen)
+    except ConfigError:
+        raise
+    except IndexError:  # load_from_disk() of a set without rows
+        return None
+    # Whatever a hub, a network or a broken file can raise is the user's to mend.
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).splitlines()[:2])  # the second line names the subsets, where one is wanted
+        raise ConfigError(
+            f"{where}, {key}={subset!r}: the data set cannot be loaded ({type(error).__name__}: {reason})"
+        ) from None
+    return rows.with_format(None)
+
+
+def _choose(split: str | None, names: Sequence[str], where: str) -> str:
+    """The split that is asked for, or `train`, or the only one."""
+    if split is None and "train" not in names and len(names) == 1:
+        return names[0]
+    wanted = split or "train"
+    if wanted.partition("[")[0] not in names:
+        raise ConfigError(f"{where}: there is no split {wanted!r}; there are: {', '.join(names)} (hf:PATH:SPLIT)")
+    return wanted
+
+
+def _rows(rows: Any | None, columns: Columns) -> Iterator[tuple[str, dict]]:
+    if rows is None:
+        return iter(())
+    return ((f"row {number}", record) for number, record in enumerate(as_stored(rows, columns.names), 1))
+
+
+def as_stored(rows: Any, pictures: Callable[[Iterable[str]], Sequence[str]]) -> Any:
+    """Rows whose pictures in the columns that `pictures` chooses stay as they are stored, {bytes, path}.
+
+    Sound, films and pictures that nobody asked for are no metadata: those columns are left out.
+    """
+    import datasets
+
+    wanted = pictures(rows.column_names)
+    for name, kind in dict(rows.features).items():
+        inner = getattr(kind, "feature", kind)
+        if name in wanted and isinstance(inner, datasets.Image):
+            plain = datasets.Image(decode=False)
+            rows = rows.cast_column(name, plain if inner is kind else type(kind)(plain))
+        elif hasattr(inner, "decode_example"):
+            rows = rows.remove_columns(name)
+    return rows
+
+
+# ---- from a record to a prompt
+
+
+def _prompts(records: Iterable[tuple[str, dict]], where: str, folder: Path | None, columns: Columns) -> list[Prompt]:
+    """Prompts of records; paths of pictures are relative to `folder`."""
+    read: set[Path] = set()
+    prompts = [_prompt(record, f"{where}, {place}", folder, columns, read) for place, record in records]
+    if not prompts:
+        raise ConfigError(f"{where}: it holds no prompt")
+    return prompts
+
+
+def _prompt(record: dict, where: str, folder: Path | None, columns: Columns, read: set[Path]) -> Prompt:
+    """Its pictures are tried unless they are among those already `read`."""
+    for option, name in (("prompt_column", columns.prompt), ("image_column", columns.image)):
+        if name is not None and name not in record:
+            close = suggest(name, list(record))
+            raise ConfigError(f"{where}: has no {name!r} (data.{option}); {close}there are: {', '.join(record)}")
+    text = record[columns.prompt]
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: needs a string under {columns.prompt!r} (data.prompt_column), got {text!r}")
+    names = columns.names(record)
+    metadata = {k: v for k, v in record.items() if k not in (columns.prompt, *names)}
+    if len(names) > 1:
+        raise ConfigError(f"{where}: has both 'image' and 'images'; keep one of them, or set data.image_column")
+    if not names:
+        return Prompt(text, metadata)
+    given = record[names[0]]
+    several = given if isinstance(given, list) else [given]
+    if not several or (names == ["images"] and not isinstance(given, list)):
+        raise ConfigError(f"{where}: needs a path under 'image', or a list of paths under 'images'; got {given!r}")
+    pictures = tuple(str(_picture(one, names[0], where, folder, read)) for one in several)
+    return Prompt(text, metadata | {"images": list(pictures)}, pictures)
+
+
+def _picture(given: Any, column: str, where: str, folder: Path | None, read: set[Path]) -> Path:
+    """Absolute path of a readable picture that is given by its path, or as a data set stores it: {bytes, path}."""
+    data, name = (given.get("bytes"), given.get("path")) if isinstance(given, dict) else (None, given)
+    if data is not None:
+        return _kept(data, f"{where}: the picture under {column!r}", read)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{where}: needs a path under 'image', or a list of paths under 'images', or a picture; "
+            f"got {str(given)[:80]} under {column!r}"
+        )
+    file = Path(name).expanduser()
+    if not file.is_absolute() and folder is None:
+        raise ConfigError(
+            f"{where}: {name!r} under {column!r} is a relative path, and a data set of the hub has no files"
+        )
+    file = (folder / file if folder is not None else file).resolve()
+    if file in read:
+        return file
+    if not file.is_file():
+        raise ConfigError(f"{where}: there is no picture {name!r} ({file}); paths are relative to the file of prompts")
+    try:
+        open_picture(file)
+    except UNREADABLE as error:
+        raise ConfigError(f"{where}: {name!r} cannot be read as a picture: {error}") from None
+    read.add(file)
+    return file
+
+
+def picture_folder() -> Path:
+    """Where pictures from inside data sets are kept; FLOWRL_CACHE says where else."""
+    cache = os.environ.get("FLOWRL_CACHE") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/flowrl"
+    return Path(cache).expanduser().resolve() / "pictures"
+
+
+def _kept(data: bytes, what: str, read: set[Path]) -> Path:
+    """The file that holds these bytes, named by their hash, and written unless it is there."""
+    try:
+        with opened(io.BytesIO(data)) as picture:
+            suffix = str(picture.format).lower()
+        file = picture_folder() / f"{hashlib.sha256(data).hexdigest()}.{suffix}"
+        if file in read:
+            return file
+        open_picture(io.BytesIO(data))
+    except UNREADABLE as error:
+        raise ConfigError(f"{what} cannot be read: {error}") from None
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may come to write the same file.
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary.write_bytes(data)
+        os.replace(temporary, file)
+    read.add(file)
+    return file

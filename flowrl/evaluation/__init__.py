@@ -1,0 +1,1 @@
+"""Evaluation with fixed seeds, statistics, evaluation trees, held-out prompts."""

@@ -1,0 +1,232 @@
+"""One tree at every evaluation, for the report to draw: of the first evaluated prompt, as training would roll it out.
+
+The plan is that of the iteration, guidance and rewards are the run's, the weights those of the evaluation. The noise
+has a purpose of its own and no iteration, so it is the same at every evaluation; credit comes from a copy of the
+method. The first process draws the tree; where each forward needs all processes, all of them do.
+
+`eval/tree-<tag>.json`, numbers with six digits, null where there is none; K steps, N nodes, E edges, L leaves:
+
+    tag, iteration, method, prompt, guidance_scale
+    sigmas    [K + 1], noise level at each place
+    splits    steps at which a node has several children
+    nodes     place [N] and leaf [N], the first of the leaves behind it; reward [N], that of the edge which leads there,
+              of the root the mean of the leaves
+    edges     parent [E] and child [E], numbers of nodes; noisy [E], by the law; reward [E], fused from the leaves
+              behind; advantage [E], null without noise or credit; pruned [E], noisy and yet not trained
+    leaves    reward [L], the weighted sum that is trained on; raw, name of an output -> [L]
+    sheet     columns, width, height: of the pictures in eval/tree-<tag>.png or .webp, row by row, in pixels
+    note      why no advantage is there, or none that trains; null otherwise
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms.base import EdgeMethod
+from flowrl.core import media
+from flowrl.core.console import Progress, log
+from flowrl.core.errors import Abandoned, Diverged, RewardError
+from flowrl.core.files import write_atomically
+from flowrl.core.types import SampleId
+from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.credit.tree_credit import by_path, fuse, log_probs_on_ways
+from flowrl.data.prompts import identity
+from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.tree_shapes import Branching
+from flowrl.models.base import decoded
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.trajectories import Rollout
+from flowrl.run.assembly import Parts
+from flowrl.scoring.build import build_scorer
+from flowrl.training.divergence import Health
+from flowrl.training.signals import NEVER, Stop
+
+LEAF_PX = 128
+"""Longest side of a leaf's picture on the sheet."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTree:
+    """Rolls out and writes the tree of an evaluation; does nothing for a method whose plan has none."""
+
+    parts: Parts
+
+    def __call__(self, tag: str, iteration: int, stop: Stop = NEVER) -> None:
+        """With the weights that are in the network.
+
+        Args:
+            tag: of the evaluation.
+            iteration: that it follows; 0 has the plan of the first.
+            stop: whether to leave off.
+
+        Raises:
+            Abandoned: on all processes; nothing is written.
+            Elsewhere: the first process failed.
+        """
+        parts, planned = self.parts, max(iteration, 1)
+        plan = parts.algorithm.plan(parts.schedule, parts.sampler, planned, parts.resolved.run.seed)
+        if plan.tree is None or not parts.prompts.evaluated:
+            return
+        drawn = self._roll_out(plan, tag, stop) if parts.sharded else None
+
+        def write() -> None:
+            if parts.world.main:
+                self._write(tag, iteration, plan, drawn or self._roll_out(plan, tag, stop), stop)
+
+        parts.world.in_step(write)
+
+    def _write(self, tag: str, iteration: int, plan: StepPlan, rollout: Rollout, stop: Stop) -> None:
+        """Score a rollout and write what came of it."""
+        parts, planned = self.parts, max(iteration, 1)
+        health = Health()
+        images = health.seen(rollout.samples.x0, self._decoded(rollout, stop))
+        try:
+            if health.spoiled:
+                raise health.error("in it", "the evaluation says more")
+            rollout, weights = self._scored(rollout, images, stop)
+        except (Diverged, RewardError) as error:
+            # The evaluation that follows meets the same, and ends the run on all processes.
+            log.warning("the tree of %s is not drawn: %s", tag, error)
+            return
+        credit, note = credited(self._copy(), rollout, weights, planned)
+        columns = math.ceil(math.sqrt(len(images)))
+        sheet, (height, width) = media.contact_sheet(images, columns, LEAF_PX)
+        record = {
+            "tag": tag,
+            "iteration": iteration,
+            "method": parts.resolved.algorithm.name,
+            "prompt": parts.prompts.evaluated[0].text,
+            "guidance_scale": parts.policy.guidance_scale,
+            **told(rollout, weights, credit, parts.algorithm.config.path_weight),
+            "sheet": {"columns": columns, "width": width, "height": height},
+            "note": note,
+        }
+        folder = parts.evaluator.folder / "eval"
+        media.write(sheet, folder / f"tree-{tag}")
+        write_atomically(folder / f"tree-{tag}.json", json.dumps(record))
+
+    def _roll_out(self, plan: StepPlan, tag: str, stop: Stop) -> Rollout:
+        """One tree, not scored yet."""
+        parts, prompt, algorithm = self.parts, self.parts.prompts.evaluated[0], self._method
+        ids, rows = [SampleId(0, leaf) for leaf in range(plan.leaves)], torch.zeros(plan.leaves, dtype=torch.int64)
+        noise = Noise(parts.evaluator.seed, "tree", None, parts.adapter.latent_shape())
+        cond, size = parts.texts.lookup([prompt]), parts.resolved.run.rollout.batch_size
+        options: dict[str, Any] = {"batch_size": size, "device": parts.world.device}
+        options |= {"form": algorithm.log_prob_form(parts.sampler)}
+        bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=parts.world.main)
+        bar.update(0)
+        options |= {"progress": bar.update, "stop": stop.in_step}
+        try:
+            samples, edges = run(parts.policy, plan, noise, ids, cond, rows, **options)
+        finally:
+            bar.close()
+        paths = log_probs_on_ways(edges, ids, plan).T[None] if algorithm.weighs_paths else None
+        unknown = torch.empty(0)
+        drawn = (samples, edges, cond, rows, unknown, {}, 0.0)
+        return Rollout(plan, *drawn, prompts=(identity(prompt),), paths=paths)
+
+    def _decoded(self, rollout: Rollout, stop: Stop) -> Tensor:
+        """Pictures of the leaves, [L, 3, H, W], or clips [L, F, 3, H, W]."""
+        parts, x0 = self.parts, rollout.samples.x0
+        made = []
+        for b in torch.arange(len(x0)).split(parts.resolved.run.rollout.batch_size):
+            if stop.here():
+                raise Abandoned
+            made.append(decoded(parts.adapter, x0[b].to(parts.world.device), rollout.cond, rollout.rows[b]).cpu())
+        return torch.cat(made)
+
+    def _scored(self, rollout: Rollout, images: Tensor, stop: Stop) -> tuple[Rollout, Tensor]:
+        """With rewards [R, 1, L] and outputs [1, L]; and the weights [R]."""
+        prompt, count, trained = self.parts.prompts.evaluated[0], len(images), self.parts.scorer
+        assert trained is not None  # a plan with a tree has rewards to compare
+        # A scorer of its own: the trained one counts calls and failures for the row of an iteration.
+        scorer = build_scorer(trained.entries)
+        scorer.stop = stop.here
+        scores = scorer.score(images, [prompt.text] * count, [prompt.metadata] * count)
+        raw = {name: values[None] for name, values in scores.raw.items()}
+        return replace(rollout, rewards=scores.values[:, None], raw=raw), scores.weights
+
+    @property
+    def _method(self) -> EdgeMethod:
+        algorithm: Any = self.parts.algorithm
+        return algorithm
+
+    def _copy(self) -> EdgeMethod:
+        """The method as a checkpoint would bring it back: what it remembers may be looked at, and nothing is added."""
+        copy: Any = self.parts.resolved.algorithm.build()
+        copy.load_state_dict(self.parts.algorithm.state_dict())
+        return copy
+
+
+def credited(
+    algorithm: EdgeMethod, rollout: Rollout, weights: Tensor, iteration: int
+) -> tuple[Advantages | None, str | None]:
+    """Credit by edge of one tree, and a remark on it; None where the method does not compare so little.
+
+    Args:
+        algorithm: may remember the tree's rewards.
+        rollout: of one tree, with rewards [R, 1, L].
+        weights: [R].
+        iteration: counted from 1.
+    """
+    if algorithm.config.least_trees > 1:
+        return None, "The method compares the trees of a prompt with each other, and this is one of them."
+    try:
+        algorithm.config.check_group(rollout.plan.leaves)
+    except ValueError as error:
+        return None, f"One tree alone has no advantages: {error}"
+    credit = algorithm.advantages(rollout.rewards, weights, rollout.prompts)
+    dead = bool(credit.dead[0])
+    credit = algorithm.on_tree(credit, rollout, weights, iteration)
+    return credit, "All leaves have the same reward, so no edge is trained." if dead else None
+
+
+def told(rollout: Rollout, weights: Tensor, credit: Advantages | None, path_weight: float) -> dict[str, Any]:
+    """What the file says of a scored tree: sigmas, splits, nodes, edges and leaves."""
+    tree, total = rollout.plan.tree, aggregate(rollout.rewards, weights)
+    assert tree is not None
+    ways = None if rollout.paths is None else by_path(rollout.paths, tree, path_weight)
+    fused = fuse(total, tree, ways)[0]
+    places = [(k, leaf) for k in range(tree.num_steps + 1) for leaf in tree.at(k).tolist()]
+    number, scored = {place: row for row, place in enumerate(places)}, total[0][total[0].isfinite()]
+    rewards = [float(scored.mean()) if len(scored) else math.nan] + [math.nan] * (len(places) - 1)
+    edges: dict[str, list] = {name: [] for name in ("parent", "child", "noisy", "reward", "advantage", "pruned")}
+    for k, leaf in _edges(tree):
+        child, noisy = number[int(tree.ends[k, leaf]), leaf], bool(tree.noisy[k, leaf])
+        rewards[child] = float(fused[leaf, k])
+        edges["parent"].append(number[k, int(tree.node[k, leaf])])
+        edges["child"].append(child)
+        edges["noisy"].append(noisy)
+        edges["reward"].append(rewards[child])
+        edges["advantage"].append(float(credit.steps[0, leaf, k]) if noisy and credit is not None else math.nan)
+        left_out = k not in rollout.plan.train or (credit is not None and bool(credit.pruned[0, leaf, k]))
+        edges["pruned"].append(noisy and left_out)
+    several = [k for k in range(tree.num_steps) if len(tree.children(k)) > len(tree.at(k))]
+    return {
+        "sigmas": _plain(rollout.plan.schedule.sigmas.tolist()),
+        "splits": several,
+        "nodes": {"place": [k for k, _ in places], "leaf": [leaf for _, leaf in places], "reward": _plain(rewards)},
+        "edges": edges | {name: _plain(edges[name]) for name in ("reward", "advantage")},
+        "leaves": {
+            "reward": _plain(total[0].tolist()),
+            "raw": {name: _plain(values[0].tolist()) for name, values in rollout.raw.items()},
+        },
+    }
+
+
+def _edges(tree: Branching) -> list[tuple[int, int]]:
+    """(step, first leaf of the child) of every edge."""
+    return [(k, leaf) for k in range(tree.num_steps) for leaf in tree.children(k).tolist()]
+
+
+def _plain(values: Sequence[float]) -> list[float | None]:
+    """NaN is not JSON."""
+    return [round(v, 6) if math.isfinite(v) else None for v in values]

@@ -1,0 +1,194 @@
+"""Which prompts a run is trained on, which it is evaluated on, and what the second are called.
+
+A number is held-out if the run never trains on its prompts. Where `data.eval_prompts` names none, a share of
+`data.prompts` is split off; where that cannot be, every number is of training prompts and is called so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flowrl.config.resolved import Resolved
+from flowrl.config.schema import RunConfig
+from flowrl.core.errors import ConfigError
+from flowrl.core.rng import derive
+from flowrl.core.types import Identity
+from flowrl.data.prompt_sources import Columns, load_prompts
+from flowrl.data.prompts import Prompt, identity
+
+LEAST = 32
+"""Distinct prompts below which none are held out."""
+Name = Literal["held-out prompts", "training prompts", "its own prompts", "no prompts"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrompts:
+    """The prompts of a run. Pairs bring their own captions: `listed` and `train` are empty then."""
+
+    listed: list[Prompt]
+    """`data.prompts`, in the file's order."""
+    train: list[Prompt]
+    """Those of them that are trained on."""
+    evaluated: list[Prompt]
+    name: Name
+    """Of the evaluated ones, wherever their numbers are told."""
+    source: str
+    """Where the evaluated ones come from: "" for none."""
+    share: float | None = None
+    """Of the distinct prompts that is held out; None: they are not split."""
+    remark: str = ""
+    """What a reader of the numbers has to know: why none are held out, or how many are trained on after all."""
+
+    @property
+    def looked_up(self) -> tuple[str, list[Prompt]]:
+        """(key, prompts) that the evaluated ones are found in, for messages with a number: the place in a file."""
+        if self.source.startswith("data.eval_prompts"):
+            return "data.eval_prompts", self.evaluated
+        return "data.prompts", self.evaluated if self.share is None else self.listed
+
+    @property
+    def on(self) -> str:
+        """What a number is of, behind its name; "" where that is no surprise."""
+        return f" on {self.name}" if self.name in ("training prompts", "its own prompts") else ""
+
+    def counted(self, count: int) -> str:
+        """So many of the evaluated ones."""
+        return f"{count} of its own prompts" if self.name == "its own prompts" else f"{count} {self.name}"
+
+    def facts(self) -> dict[str, Any]:
+        """For `summary.json`."""
+        held_out = {"source": self.source, "prompts": len(self.evaluated), "share": self.share}
+        return {"evaluated_on": self.name, "held_out": held_out if self.name == "held-out prompts" else None}
+
+    def told(self) -> str:
+        """Counts, in words."""
+        train, evaluated = len(self.train), len(self.evaluated)
+        if self.name == "held-out prompts":
+            return f"{train} train and {evaluated} held-out prompts"
+        if self.name == "its own prompts":
+            return f"{train} prompts of its own, {evaluated} of them evaluated"
+        return f"{train} training prompts, {evaluated} of them evaluated and none held out"
+
+
+def splits(resolved: Resolved) -> bool:
+    """Whether prompts are held out by `data.eval_share`, if there are enough."""
+    data = resolved.run.data
+    given = data.prompts is None or data.eval_prompts is not None
+    return not given and data.eval_share > 0 and resolved.algorithm.build().needs != "noise"
+
+
+def run_prompts(config: RunConfig, needs: str) -> RunPrompts:
+    """Read the prompts of a run, and hold some out where the configuration names none for its evaluations.
+
+    Args:
+        config: of the run.
+        needs: of its method; one on the initial noise learns about its own prompts, and none are split off.
+
+    Raises:
+        ConfigError: as `load_prompts`.
+    """
+    data = config.data
+    columns = Columns(data.prompt_column, data.image_column, data.subset)
+    listed: list[Prompt] = []
+    if data.prompts is not None:
+        listed = load_prompts(data.prompts, "data.prompts", columns, data.max_prompts)
+    if data.eval_prompts is not None:
+        given = load_prompts(data.eval_prompts, "data.eval_prompts", columns, data.max_eval_prompts)
+        name, remark = ("its own prompts", "") if needs == "noise" else _overlap(listed, given)
+        return RunPrompts(listed, listed, given, name, _told("data.eval_prompts", data.eval_prompts), remark=remark)
+    if data.prompts is None:
+        remark = "data.eval_prompts is not set: no picture is drawn before and after"
+        return RunPrompts([], [], [], "no prompts", "", remark=remark)
+    source, first = _told("data.prompts", data.prompts), listed[: data.max_eval_prompts]
+    if needs == "noise":
+        return RunPrompts(listed, listed, first, "its own prompts", source)
+    count = len({identity(prompt) for prompt in listed})
+    if data.eval_share == 0 or count < LEAST:
+        why = "data.eval_share is 0" if data.eval_share == 0 else f"{count} are fewer than {LEAST} distinct prompts"
+        return RunPrompts(listed, listed, first, "training prompts", source, remark=_none_held_out(why))
+    train, held_out = split(listed, data.eval_share, config.seed)
+    source = f"data.eval_share={data.eval_share:g} of {source}, drawn by seed {config.seed}"
+    evaluated = held_out[: data.max_eval_prompts]
+    return RunPrompts(listed, train, evaluated, "held-out prompts", source, data.eval_share)
+
+
+def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """(prompts to train on, in their order; held-out ones, in a random order, each once).
+
+    Prompts that are one by text and pictures are on one side; records of one that differ are kept. What is held out
+    depends on the seed and on the set of prompts, not on where they stand in the list or on where their pictures lie;
+    at least one prompt is on each side.
+    """
+    groups: dict[Identity, list[Prompt]] = {}
+    for prompt in prompts:
+        same = groups.setdefault(identity(prompt), [])
+        if prompt not in same:  # one text may have records that differ
+            same.append(prompt)
+    order = sorted(groups, key=lambda one: derive(seed, "held-out prompts", _key(*one)))
+    count = min(max(round(share * len(order)), 1), len(order) - 1)
+    chosen = order[:count]
+    held_out, left = [prompt for one in chosen for prompt in groups[one]], set(order[count:])
+    return [prompt for prompt in prompts if identity(prompt) in left], held_out
+
+
+def _told(key: str, source: str) -> str:
+    """A list by its name: where it lies is the configuration's to say."""
+    return f"{key}={Path(source).name if Path(source).is_absolute() else source}"
+
+
+def _key(text: str, pictures: Sequence[str]) -> int:
+    """A number of what a prompt says, the same in whatever folder its pictures lie."""
+    said = json.dumps([text, [Path(picture).name for picture in pictures]])
+    return int(hashlib.sha256(said.encode()).hexdigest(), 16)
+
+
+def _overlap(train: Sequence[Prompt], given: Sequence[Prompt]) -> tuple[Name, str]:
+    """What prompts that were given for evaluation are: training prompts again, if all of them are."""
+    known = {identity(prompt) for prompt in train}
+    both = sum(identity(prompt) in known for prompt in given)
+    if both == len(given):
+        return "training prompts", _none_held_out("all of data.eval_prompts are training prompts")
+    return "held-out prompts", f"{both} of the {len(given)} held-out prompts are training prompts too" if both else ""
+
+
+def _none_held_out(why: str) -> str:
+    return (
+        f"no prompts are held out ({why}): evaluations are on training prompts, which is no held-out number and gives "
+        "no verdict; name others in data.eval_prompts"
+    )
+
+
+# Whatever decides which prompts are held out.
+_DECIDES = ("prompts", "eval_prompts", "prompt_column", "image_column", "subset", "max_prompts", "eval_share")
+
+
+def require_same_split(trained: RunConfig, now: RunConfig, prompts: RunPrompts) -> None:
+    """Refuse to call prompts held-out that a run may have been trained on.
+
+    Args:
+        trained: the configuration of the run folder.
+        now: that of the evaluation.
+        prompts: of the evaluation.
+
+    Raises:
+        ConfigError: they are a share of the training prompts, and another one than training left out.
+    """
+    if prompts.share is None:
+        return
+    changed = [
+        f"data.{key} was {getattr(trained.data, key)!r}, now {getattr(now.data, key)!r}"
+        for key in _DECIDES
+        if getattr(trained.data, key) != getattr(now.data, key)
+    ]
+    if trained.seed != now.seed:
+        changed.append(f"seed was {trained.seed}, now {now.seed}")
+    if changed:
+        raise ConfigError(
+            f"{'; '.join(changed)}: another share of data.prompts would be held out than the run was trained without; "
+            "leave it as it was, or name the prompts in data.eval_prompts"
+        )

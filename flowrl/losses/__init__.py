@@ -1,0 +1,1 @@
+"""Pure losses on predictions and log-probs, and the batches that they take."""

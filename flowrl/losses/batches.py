@@ -1,0 +1,98 @@
+"""One training forward of each kind, and what a loss returns. Shapes in the letters of `flowrl.core.types`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from flowrl.core.types import Condition, Step
+from flowrl.diffusion.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One training forward: N latents, and the E edges that start from them."""
+
+    latents: Tensor
+    """Where the edges start, each place once, [N, ...]."""
+    start: Step
+    """The step from each of them, [N]."""
+    cond: Condition
+    """Of each of them, N rows."""
+    parent: Tensor
+    """Row of `latents` each edge starts from, [E] int64."""
+    next_latents: Tensor
+    """Where each edge went, [E, ...]."""
+    step: Step
+    """Of each edge, [E]."""
+    old_log_prob: Tensor
+    """[E, *pos]."""
+    advantage: Tensor
+    """[E, R, *pos]; R = 1 unless an algorithm keeps rewards apart."""
+    place: Tensor
+    """Where each edge stands in the order that was asked for, [E] int64, on the CPU."""
+    plan: StepPlan
+    """The rollout's, for losses that weigh its steps against each other."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.old_log_prob)
+
+
+@dataclass(frozen=True, slots=True)
+class NoisedBatch:
+    """One training forward of a method without log-probs: M terms, each a sample noised again to one time."""
+
+    clean: Tensor
+    """x0 of each term's sample, [M, ...] float32."""
+    eps: Tensor
+    """Fresh noise, [M, ...] float32."""
+    sigma: Tensor
+    """[M] float32."""
+    timestep: Tensor
+    """What the network is fed there, [M] float32."""
+    cond: Condition
+    """M rows."""
+    advantage: Tensor
+    """Credit of each term's sample, [M]."""
+    sample: Tensor
+    """Number of the sample in the iteration, the same for all its terms, [M] int64."""
+    group: Tensor
+    """Number of its prompt and time: terms that are compared with each other, [M] int64."""
+    old: Tensor | None = None
+    """What the method kept of the behaviour policy, [M] float64."""
+    centre: Tensor | None = None
+    """Means of what the method measures, over all terms of the update and all processes, [K] float64."""
+
+    def __len__(self) -> int:
+        return len(self.sigma)
+
+
+@dataclass(frozen=True, slots=True)
+class InitialBatch:
+    """Samples of a method on the initial noise: M of them, by what they started from."""
+
+    latents: Tensor
+    """Where each sample started, [M, ...] float32."""
+    law: Tensor
+    """Number of the law that drew it, [M] int64."""
+    advantage: Tensor
+    """[M]."""
+    old_log_prob: Tensor
+    """Under the law as it was then, [M] float64."""
+
+    def __len__(self) -> int:
+        return len(self.advantage)
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A summed loss and summed metrics; the trainer divides both by the global count."""
+
+    loss: Tensor
+    """Scalar: the SUM over the microbatch, so that ranks with different counts average exactly."""
+    metrics: dict[str, Tensor]
+    """Name -> sum over the microbatch, scalar, detached."""
+    per_step: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> value per edge, [E], detached; reported per denoising step."""

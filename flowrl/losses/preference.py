@@ -1,0 +1,87 @@
+"""Losses on preferences: pairs (Diffusion-DPO, SePPO) and labels (Diffusion-KTO), per row until the caller sums.
+
+l = matching error (`matching_losses.py`)        l_ref = that of the reference, at the same sigma and eps
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from flowrl.losses.matching import group_sum
+
+Anchor = Literal["sign", "indicator", "loser"]
+Utility = Literal["kahneman_tversky", "loss_averse", "risk_seeking"]
+
+
+def pair_margin(sign: Tensor, error: Tensor, error_reference: Tensor, pair: Tensor) -> Tensor:
+    """Delta = (l_w - l_ref_w) - (l_l - l_ref_l) of each row's pair, [M]: below 0 the network prefers as the data do.
+
+    Args:
+        sign: +1 for a winner, -1 for a loser, [M]; 0 takes a row out.
+        error: l [M].
+        error_reference: l_ref [M].
+        pair: [M] int64; rows of one number are one pair at one time, with one noise.
+    """
+    return group_sum(sign.to(error) * (error - error_reference), pair)
+
+
+def preference_loss(margin: Tensor, beta: float) -> Tensor:
+    """-log sigmoid(-beta / 2 Delta), shaped like the margin; log 2 where the network is the reference.
+
+    Its gradient is beta / 2 sigmoid(beta / 2 Delta) grad Delta, so beta / 4 (grad l_w - grad l_l) at the reference.
+
+    Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py. (The paper's T omega(lambda) is in beta.)
+
+    >>> preference_loss(torch.tensor([0.0]), 5000.0)
+    tensor([0.6931])
+    """
+    return -logsigmoid(-beta / 2 * margin)
+
+
+def anchor_sign(gain: Tensor, how: Anchor) -> Tensor:
+    """What becomes of the policy's own sample, from how much better than the reference the anchor is fitted, [M].
+
+        gain = l_ref - l on the anchor      sign       +1 it loses, -1 it wins too
+                                            indicator  +1 it loses, 0 it is left out
+                                            loser      always +1
+
+    A gain of 0, at the reference itself, counts as fitted.
+
+    Source: arXiv 2410.05255.
+
+    >>> anchor_sign(torch.tensor([0.1, 0.0, -0.1]), "sign").tolist()
+    [1.0, 1.0, -1.0]
+    """
+    fitted = gain.detach() >= 0
+    if how == "loser":
+        fitted = torch.ones_like(fitted)
+    return torch.where(fitted, 1.0, -1.0 if how == "sign" else 0.0).to(gain)
+
+
+def label_loss(gain: Tensor, sign: Tensor, offset: Tensor | float, beta: float, utility: Utility) -> Tensor:
+    """-U(u), u = y beta (g - z), up to a constant: a label for each picture, no pairs; [M].
+
+        kahneman_tversky  1 - sigmoid(u)        gains and losses fade, full weight near the offset
+        loss_averse       -log sigmoid(u)       what is still wrong weighs most
+        risk_seeking      log sigmoid(-u)       what is right already weighs most
+
+    Args:
+        gain: g = l_ref - l [M].
+        sign: y, +1 for a picture that was liked and -1 for one that was not, [M].
+        offset: z, what a gain is measured against.
+        beta: scale of gains.
+        utility: as above.
+
+    Source: arXiv 2404.04465; jacklishufan/diffusion-kto:train_kto_sd_v1.5.py.
+
+    >>> label_loss(torch.zeros(1), torch.ones(1), 0.0, 1000.0, "kahneman_tversky").tolist()
+    [0.5]
+    """
+    u = sign.to(gain) * beta * (gain - offset)
+    if utility == "kahneman_tversky":
+        return torch.sigmoid(-u)
+    return -logsigmoid(u) if utility == "loss_averse" else logsigmoid(-u)

@@ -1,0 +1,195 @@
+"""What a diffusers scheduler says of a model: its process, what the network predicts, and the grid of its steps."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.core.errors import ModelError
+from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess
+from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.vp_schedules import last_end, vp_schedule
+
+log = logging.getLogger("flowrl")
+_VP_PREDICTIONS: dict[str, PredictionType] = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}
+_OWN_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The noise process behind a scheduler."""
+
+    process: Process
+    prediction_type: PredictionType
+
+    @property
+    def is_flow(self) -> bool:
+        return isinstance(self.process, FlowProcess)
+
+
+def path_of(scheduler: Any) -> Path:
+    """Flow or VP, by the scheduler's class and configuration.
+
+    Raises:
+        ModelError: neither; the message names what can be used instead.
+    """
+    kind, values = type(scheduler), scheduler.config
+    if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "set_timesteps", None)):
+        raise ModelError(f"scheduler {kind.__name__} has no step() and set_timesteps(): its loop cannot be entered")
+    predicted = values.get("prediction_type", "flow_prediction")
+    if kind.__name__ == "FlowMatchEulerDiscreteScheduler" or values.get("use_flow_sigmas"):
+        if predicted != "flow_prediction":
+            raise ModelError(f"{kind.__name__} with flow sigmas must have prediction_type='flow_prediction'")
+        return Path(FlowProcess(), "velocity")
+    if kind.__name__.startswith("FlowMatch"):
+        raise ModelError(
+            f"{kind.__name__} is no plain grid of flow steps; load the pipeline with FlowMatchEulerDiscreteScheduler"
+        )
+    if hasattr(scheduler, "alphas_cumprod") and predicted in _VP_PREDICTIONS:
+        return Path(VPProcess(), _VP_PREDICTIONS[predicted])
+    raise ModelError(
+        f"{kind.__name__} with prediction_type={predicted!r} is neither a flow nor a noise process x = alpha x0 + "
+        "sigma eps with alpha^2 + sigma^2 = 1; load the pipeline with FlowMatchEulerDiscreteScheduler or DDIMScheduler"
+    )
+
+
+Distilled = Literal["none", "adversarial", "consistency"]
+"""How a checkpoint was distilled to few steps."""
+CONSISTENCY, ADVERSARIAL = "as a consistency model (LCM)", "adversarially (SD-Turbo, SDXL-Turbo)"
+_WORDS: dict[Distilled, str] = {"none": "", "adversarial": ADVERSARIAL, "consistency": CONSISTENCY}
+
+
+def distilled(scheduler: Any, network: Any, said: Distilled | None = None) -> str:
+    """How a checkpoint was distilled to few steps, in words: as `said`, else by its configuration; empty: it was not.
+
+    LCM: an input for the guidance scale, or LCMScheduler. SD-Turbo, SDXL-Turbo: Euler or Euler-ancestral with trailing
+    spacing, predicting eps, which at zero terminal SNR could not start there.
+    """
+    if said is not None:
+        return _WORDS[said]
+    kind, values = type(scheduler).__name__, scheduler.config
+    if network.get("time_cond_proj_dim") is not None or kind == "LCMScheduler":
+        return CONSISTENCY
+    euler = kind in ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler")
+    if euler and values.get("timestep_spacing") == "trailing" and values.get("prediction_type") == "epsilon":
+        return "" if values.get("rescale_betas_zero_snr") else ADVERSARIAL
+    return ""
+
+
+def refuse_cfg(how: str, guidance_scale: float, free_at: float = 1) -> None:
+    """Raise ModelError: a checkpoint distilled in this way is not guided; `free_at` is the scale that does nothing."""
+    raise ModelError(
+        f"guidance_scale={guidance_scale:g}: this checkpoint is distilled {how} and takes no CFG; set it to "
+        f"{free_at:g}, or model.distilled=none if it is not distilled"
+    )
+
+
+def plain(scheduler: Any, path: Path) -> Any:
+    """The scheduler with which the pipeline shows its grid: itself for flows, its DDIM for VP.
+
+    flowrl takes its own steps, so of a flow's multistep scheduler (UniPC, DPM-Solver) only the grid is used. VP
+    schedulers scale their latents or space their steps in many ways; DDIM of the same betas does neither. Its timesteps
+    are those of the scheduler's spacing and offset by DDIM's rule: not its Karras sigmas, DPM-Solver's K + 1 points or
+    Euler's fractions.
+    """
+    import diffusers
+
+    name = type(scheduler).__name__
+    if path.is_flow:
+        if name != "FlowMatchEulerDiscreteScheduler":
+            log.info("the grid of %s is kept; its multistep solver is replaced by flowrl's own steps", name)
+        return scheduler
+    if name in ("DDIMScheduler", "CogVideoXDDIMScheduler") and not scheduler.config.get("clip_sample"):
+        return scheduler
+    kind = diffusers.CogVideoXDDIMScheduler if name.startswith("CogVideoX") else diffusers.DDIMScheduler
+    # Not by from_config: it takes DDIM's defaults for what this scheduler's own defaults decide.
+    known = inspect.signature(kind.__init__).parameters
+    made = kind(**{key: value for key, value in scheduler.config.items() if key in known} | {"clip_sample": False})
+    dropped = [key for key in _OWN_SIGMAS if scheduler.config.get(key)]
+    log.info(
+        "%s is replaced by %s with the same betas; grid: DDIM's of spacing %r and offset %d%s",
+        *(name, kind.__name__, made.config.timestep_spacing, made.config.steps_offset),
+        f", without {', '.join(dropped)}" if dropped else "",
+    )
+    return made
+
+
+FinalAlpha = Literal["model", "first"]
+"""Where the last step of a VP grid ends: where the model's scheduler has it, or at the first training step. That is
+DDPO's rule, and leaves noise in it."""
+
+
+def schedule_of(
+    path: Path,
+    scheduler: Any,
+    timesteps: Tensor,
+    sigmas: Tensor | None,
+    final_alpha: FinalAlpha = "model",
+    distilled: str = "",
+) -> Schedule:
+    """The pipeline's grid as flowrl writes it: sigma falls from noise to data.
+
+    Args:
+        path: of the scheduler.
+        scheduler: gives alphas_cumprod and where it ends.
+        timesteps: the scheduler's, [K].
+        sigmas: the scheduler's, [K + 1]; flows only.
+        final_alpha: of VP.
+        distilled: of VP, how, in words.
+
+    Raises:
+        ModelError: no grid of single steps, or one that a noise-prediction network cannot start on.
+    """
+    steps = timesteps.detach().float().cpu()
+    if path.is_flow:
+        if sigmas is None or len(sigmas) != len(steps) + 1:
+            raise ModelError(
+                f"{type(scheduler).__name__} does not take one step per sigma; use a first-order scheduler"
+            )
+        levels = sigmas.detach().float().cpu()
+        return Schedule(sigmas=1 - levels if rising(levels) else levels, timesteps=steps)
+    table, own = torch.as_tensor(scheduler.alphas_cumprod), float(scheduler.final_alpha_cumprod)
+    timesteps = timesteps[timesteps >= 0]  # diffusers' trailing grids may have one timestep too many, -1
+    return vp_grid(path, table, timesteps, grid_end(table, timesteps, own, final_alpha, distilled))
+
+
+def grid_end(table: Tensor, timesteps: Tensor, own: float, final_alpha: FinalAlpha, distilled: str) -> float:
+    """alphas_cumprod behind the last step of a grid [K]: 1 for a distilled checkpoint, as its own scheduler has it,
+    whatever `own`, the scheduler's that stands in for it, says."""
+    if final_alpha == "first":
+        return last_end(table, timesteps, None)
+    return 1.0 if distilled else last_end(table, timesteps, own)
+
+
+def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedule:
+    """`vp_schedules.vp_schedule`, for this network: a table for eps ends where float32 still tells sigma from 1, since
+    losses at drawn times divide by alpha.
+
+    Raises:
+        ModelError: the last step would not move, or a noise-prediction network starts at alpha = 0.
+    """
+    try:
+        found = vp_schedule(table, timesteps, end)
+    except ValueError as error:
+        raise ModelError(f"model.path, model.final_alpha: {error}") from None
+    assert found.alphas is not None
+    if path.prediction_type == "eps" and float(found.alphas[0]) == 0:
+        raise ModelError(
+            f"model.path: the first step, timestep {float(found.timesteps[0]):g}, is pure noise (alpha = 0: "
+            "rescale_betas_zero_snr), where a network that predicts noise says nothing of the picture; use a "
+            "v-prediction checkpoint, or a scheduler without rescale_betas_zero_snr"
+        )
+    if path.prediction_type == "eps":
+        assert found.table is not None
+        return replace(found, table=found.table[(1 - found.table).sqrt().float() < 1])
+    return found
+
+
+def rising(sigmas: Tensor) -> bool:
+    """The scheduler counts sigma from noise (0) to data (1), as Mochi's does: its velocity is x0 - eps."""
+    return bool(sigmas[0] < sigmas[-1])

@@ -1,0 +1,227 @@
+"""Applies `model.memory` and `model.attention` to a pipeline, for every adapter alike: the libraries' own switches.
+
+before loading      check_available, quantization
+in the adapter      switch_on: checkpointing, VAE slicing and tiling, attention
+with its LoRA       cast_frozen
+on its device       place: group offload; one small attention, to see that the backend works and has a gradient
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowrl.core.errors import ModelError
+from flowrl.models.base import ModelConfig, torch_dtype
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PLAIN_ATTENTION = ("AttnProcessor", "AttnProcessor2_0", "JointAttnProcessor2_0")
+_INSTALL = {"flash": "flash-attn --no-build-isolation", "xformers": "'flowrl[xformers]'"}
+"""First word of a backend's name -> what pip installs."""
+
+
+def check_available(config: ModelConfig) -> None:
+    """Raise ModelError where an option needs what is not on this machine."""
+    if config.memory.quantize is not None:
+        package = "torchao" if config.memory.quantize == "int8" else "bitsandbytes"
+        if importlib.util.find_spec(package) is None:
+            raise ModelError(
+                f"model.memory.quantize={config.memory.quantize} needs {package}: pip install 'flowrl[quant]'"
+            )
+        if package == "bitsandbytes" and not torch.accelerator.is_available():
+            raise ModelError(
+                "model.memory.quantize=nf4 needs a GPU: diffusers loads bitsandbytes weights onto one; "
+                "use quantize=int8, which also works on the CPU"
+            )
+    if config.attention is not None:
+        _check_backend(config.attention)
+
+
+def _check_backend(name: str) -> None:
+    from diffusers.models.attention_dispatch import attention_backend
+
+    require_known(name)
+    try:
+        with attention_backend(name):
+            pass  # entering checks the packages
+    except RuntimeError as error:
+        package = _INSTALL.get(name.split("_")[0])
+        remedy = f"; pip install {package}" if package else ""
+        raise ModelError(f"model.attention={name!r} cannot be used: {error}{remedy}") from error
+
+
+def require_known(name: str) -> None:
+    """Raise ModelError unless diffusers has a backend of that name that can train and is no download."""
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    known = [backend.value for backend in AttentionBackendName]
+    offered = [n for n in known if not (n.endswith("_hub") or "sage" in n)]
+    if name not in known:
+        raise ModelError(f"model.attention={name!r} is no backend of diffusers; there are: {', '.join(offered)}")
+    if name.endswith("_hub"):
+        raise ModelError(
+            f"model.attention={name!r} would download and run a compiled kernel from the hub; install the kernel's "
+            f"package and use one of: {', '.join(offered)}"
+        )
+    if "sage" in name:
+        raise ModelError(
+            f"model.attention={name!r}: SageAttention has no backward pass, so nothing could be trained; "
+            f"use one of: {', '.join(offered)}"
+        )
+
+
+def quantization(pipeline_class: Any, path: str, config: ModelConfig) -> dict[str, Any]:
+    """Options of `from_pretrained` that load the denoisers' linear weights in few bits; none by default."""
+    if config.memory.quantize is None:
+        return {}
+    from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
+
+    if path.endswith(".safetensors"):
+        raise ModelError(
+            f"model.memory.quantize={config.memory.quantize} needs a pipeline folder or a hub id, not the single file "
+            f"{config.path!r}: diffusers quantises while it reads a folder"
+        )
+    index = pipeline_class.load_config(path, revision=config.revision)
+    if config.memory.quantize == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        kind = TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        dtype = torch_dtype(config.dtype)
+        kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    names = [name for name in ("transformer", "transformer_2", "unet") if (index.get(name) or [None])[0]]
+    return {"quantization_config": PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, kind))}
+
+
+def switch_on(pipeline: Any, networks: Iterable[nn.Module], config: ModelConfig) -> None:
+    """Set what is set once: in the denoisers checkpointing and attention, in the VAE slicing and tiling.
+
+    Raises:
+        ModelError: a part has not the switch.
+    """
+    for network in networks:
+        if config.gradient_checkpointing:
+            network.enable_gradient_checkpointing()
+        if config.attention is not None:
+            _set_attention(network, config.attention)
+    vae = getattr(pipeline, "vae", None)
+    for option, switch in (("vae_slicing", "enable_slicing"), ("vae_tiling", "enable_tiling")):
+        if getattr(config.memory, option):
+            try:
+                getattr(vae, switch)()
+            except (AttributeError, NotImplementedError):
+                raise ModelError(
+                    f"model.memory.{option}=true: {type(vae).__name__} has no {switch}(); leave it out"
+                ) from None
+
+
+def _set_attention(network: Any, name: str) -> None:
+    from diffusers.models.attention_dispatch import attention_backend
+
+    # diffusers makes the backend of one network that of all; a VAE in float32 could not follow.
+    with attention_backend("native"):
+        network.set_attention_backend(name)
+    processors = [p for m in network.modules() if (p := getattr(m, "processor", None)) is not None]
+    if any(hasattr(p, "_attention_backend") for p in processors):
+        return
+    kinds = {type(p).__name__ for p in processors}
+    if name != "xformers" or not kinds or not kinds <= set(_PLAIN_ATTENTION):
+        fits = "null or xformers" if kinds and kinds <= set(_PLAIN_ATTENTION) else "null"
+        raise ModelError(
+            f"model.attention={name!r}: the attention of {type(network).__name__} does not go through diffusers' "
+            f"backends, so this would change nothing; use {fits}"
+        )
+    try:
+        network.enable_xformers_memory_efficient_attention()
+    except (ValueError, RuntimeError, NotImplementedError, ModuleNotFoundError) as error:
+        raise ModelError(f"model.attention='xformers' cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def cast_frozen(networks: Iterable[Any], config: ModelConfig) -> None:
+    """Store frozen linear weights in 8 bits, after the adapters are there: those stay as they are, and so do norms.
+
+    Convolutions too: their backward pass keeps the weight itself, which has another type by then.
+    """
+    if config.memory.layerwise_casting is None:
+        return
+    for network in networks:
+        network.enable_layerwise_casting(
+            storage_dtype=getattr(torch, config.memory.layerwise_casting),
+            compute_dtype=torch_dtype(config.dtype),
+            skip_modules_classes=CONVOLUTIONS,
+        )
+
+
+def offloaded(pipeline: Any, config: ModelConfig) -> list[str]:
+    """Components that `memory.group_offload` keeps in host memory."""
+    wanted = config.memory.group_offload
+    parts = [name for name, part in pipeline.components.items() if isinstance(part, nn.Module)]
+    encoders = [name for name in parts if name.startswith("text_encoder")] if "text_encoders" in wanted else []
+    return encoders + [name for name in parts if name == "vae" and "vae" in wanted]
+
+
+def place(pipeline: Any, config: ModelConfig, device: torch.device) -> None:
+    """Move the pipeline to its device, but for the parts that visit it leaf by leaf.
+
+    Raises:
+        ModelError: there is no device to offload from, or the attention backend does not work on it.
+    """
+    visiting = offloaded(pipeline, config)
+    if visiting and device.type == "cpu":
+        raise ModelError(
+            f"model.memory.group_offload={config.memory.group_offload} moves weights between host memory and a GPU, "
+            "and this run is on the CPU; leave it out"
+        )
+    for name in visiting:
+        offload(getattr(pipeline, name), device)
+    if visiting:
+        for name, part in pipeline.components.items():
+            if isinstance(part, nn.Module) and name not in visiting:
+                part.to(device)
+    else:
+        pipeline.to(device)
+    if config.attention is not None:
+        probe_attention(config.attention, device, torch_dtype(config.dtype))
+
+
+def offload(part: nn.Module, device: torch.device) -> None:
+    """Keep a frozen part in host memory; each leaf comes to `device` for its own forward.
+
+    By leaf, since the hooks follow forward(): a VAE is entered through decode(), where larger groups would stay away.
+    """
+    from diffusers.hooks import apply_group_offloading
+
+    apply_group_offloading(part, onload_device=device, offload_device=torch.device("cpu"), offload_type="leaf_level")
+
+
+def probe_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ModelError unless the backend works here, has a gradient and agrees with torch's own attention."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    # float16 and bfloat16 are what the kernels are made for; a float32 run asks for float32.
+    drawn = torch.randn(3, 1, 16, 2, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    results = []
+    for backend in (name, "native"):
+        given = drawn.clone().requires_grad_()
+        try:
+            output = dispatch_attention_fn(*given, backend=backend)
+            (gradient,) = torch.autograd.grad(output.float().square().sum(), given)
+        except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise ModelError(
+                f"model.attention={name!r} does not work on {device} in {dtype} with gradients "
+                f"({type(error).__name__}: {reason}); use another backend, or null"
+            ) from error
+        results.append((output.detach().float(), gradient.float()))
+    limit = 1e-4 if dtype == torch.float32 else 3e-2
+    for mine, reference in zip(*results, strict=True):
+        error = float((mine - reference).abs().max() / reference.abs().max())
+        if not error <= limit:
+            raise ModelError(
+                f"model.attention={name!r} differs from torch's own attention by {error:.1e} on {device} "
+                f"(limit {limit:.0e}): it is approximate or broken; use another backend, or null"
+            )

@@ -1,0 +1,1 @@
+"""Memory, cost and parity before anything is downloaded."""

@@ -1,0 +1,385 @@
+"""Memory and compute of a run, before anything is downloaded: no weights, only a model's JSON files.
+
+Counts come from modules on the meta device. Peaks come from running the network, the VAE and the text
+encoders on fake tensors (shapes and dtypes, no values) and adding up the storages that are alive.
+
+    peak(phase) = resident(phase) + transient(phase)
+
+    resident  frozen denoiser + trained weights (4 bytes each) + VAE (float32) + snapshots and EMA (4 each)
+              + Adam's moments (8 each) + embeddings of the prompts at work (those of all prompts, where they
+              are cached, lie in host memory);
+              in `encode` the text encoders instead of moments, EMA and embeddings
+    transient encode      one batch of prompts through the largest text encoder
+              rollout     a forward without gradients at rollout.batch_size, doubled by CFG
+              decode      the VAE at rollout.batch_size; with pairs `pictures`, its encoder
+              evaluation  the larger of those two at eval.batch_size
+              update      forward, the reference's forward if there is a KL, and backward at optim.batch_size;
+                          at least the gradient with its three flat copies (16 bytes per trained weight)
+
+`model.memory` is followed: weights in few bits at what the libraries store and make of them (flowrl/planning/few_bits.py); parts
+of group_offload are not resident, their largest leaf is added where they work; slicing and tiling are the VAE's own.
+
+Not in it: reward models, the backbone of saliency maps, the CUDA context (about 0.5 GB), library workspaces
+and fragmentation. Attention is counted as a fused kernel, without its matrix of weights. Add 10 to 20 %.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowrl.config.resolved import Resolved
+from flowrl.config.schema import RunConfig
+from flowrl.core.types import SampleId
+from flowrl.diffusion.plan import StepPlan
+from flowrl.models.base import loading, torch_dtype
+from flowrl.models.classes import config_folder
+from flowrl.models.generic.outline import Unmeasurable
+from flowrl.models.savings import cast_frozen, offloaded, require_known
+from flowrl.models.weights import Weights, component_names
+from flowrl.planning import few_bits, forwards
+from flowrl.planning.meter import faked, measured
+from flowrl.planning.tree_work import tree_work
+from flowrl.rollout.learned_noise import LearnedNoise, NoiseWeights
+from flowrl.rollout.outputs import training_guidance
+from flowrl.training.world import shard
+
+_FLOAT, _HEADER_PER_TENSOR = 4, 140
+
+
+class UnknownModel(ValueError):
+    """Nothing can be said about a model before it is there."""
+
+
+def locate(path: str) -> Path:
+    """Folder with a model's JSON files: an embedded asset, a local folder, or what is embedded for a hub id.
+
+    Raises:
+        UnknownModel: the files are not on this machine.
+    """
+    folder = config_folder(path)
+    if folder is not None:
+        return folder
+    raise UnknownModel(
+        f"model.path={path!r}: its configuration is not embedded, so schedule and memory are not known before the "
+        "model is here; give a folder that holds it"
+    )
+
+
+def skeleton(resolved: Resolved) -> Any:
+    """The run's adapter on the meta device.
+
+    Raises:
+        UnknownModel: its JSON files are not here, or its family cannot be built without weights.
+    """
+    make = getattr(resolved.model.module, "skeleton", None)
+    if make is None:
+        raise UnknownModel(f"model.name={resolved.model.name!r} cannot be measured without its weights")
+    path = resolved.model.config.path
+    folder = locate(path)
+    if resolved.model.config.attention is not None:
+        require_known(resolved.model.config.attention)
+    # A plan asks for no kernels: attention is counted as a fused one.
+    config = dataclasses.replace(resolved.model.config, attention=None)
+    with loading("model.path", path):
+        return make(config, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes on the device while a phase runs."""
+
+    name: str
+    resident: int
+    transient: int | None
+    """None: not known without weights."""
+
+    @property
+    def peak(self) -> int | None:
+        return None if self.transient is None else self.resident + self.transient
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """All sizes in bytes; counts are of values. Per process."""
+
+    parameters: dict[str, int]
+    """Of every part of the pipeline, as published; without the adapter."""
+    stored: dict[str, int]
+    """Of the same parts, as this run stores them."""
+    offloaded: tuple[str, ...]
+    """Parts that stay in host memory."""
+    trained: int
+    lora_modules: int
+    """Modules the adapter binds to; 0 for full fine-tuning."""
+    saved: int
+    """File of the trained weights."""
+    prompt: int
+    """Embeddings of one prompt."""
+    embeddings: int
+    """Host memory: embeddings of all prompts, where they are cached."""
+    moments: int
+    ema: int
+    snapshots: int
+    latents: int
+    """Host memory: latents of a rollout that the update will need."""
+    pictures: int
+    """Host memory: decoded pictures of a rollout."""
+    phases: tuple[Phase, ...]
+    rollout_flop: float | None
+    """Floating-point operations of the network in a rollout; a multiply-add counts as 2."""
+    update_flop: float | None
+    unknown: dict[str, str]
+    """What is not known without weights -> why."""
+
+    def spared(self, processes: int, *, full: bool) -> int:
+        """Resident bytes that each process is spared where `model.shard` splits the denoiser over so many.
+
+        The frozen base, or with full weights these with their moments, EMA and snapshots. Blocks that are gathered at a
+        moment (about three) and the gradients of one come back on top.
+        """
+        split = self.stored["denoiser"] + (self.moments + self.ema + self.snapshots if full else 0)
+        return split - -(-split // processes)
+
+    @property
+    def peak(self) -> Phase | None:
+        """The largest phase, where all are known."""
+        return None if self.unknown else max(self.phases, key=lambda phase: phase.peak or 0)
+
+
+def count(module: nn.Module | None) -> int:
+    """Number of parameters; buffers such as position embeddings are not among them."""
+    return 0 if module is None else sum(p.numel() for p in module.parameters())
+
+
+def size(module: nn.Module) -> int:
+    """Bytes of parameters and buffers."""
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def nodes_per_sample(plan: StepPlan) -> int:
+    """Latents kept per sample of a chain: both ends of every trained step, shared where steps are neighbours.
+
+    >>> from flowrl.diffusion.plan import window
+    >>> from flowrl.diffusion.schedules import Schedule
+    >>> grid = Schedule(torch.linspace(1, 0, 9), torch.arange(8.0))
+    >>> nodes_per_sample(window(grid, 0.7, [0, 1, 2])), nodes_per_sample(window(grid, 0.7, [0, 3]))
+    (4, 4)
+    """
+    return len(plan.train) + sum(k - 1 not in plan.train for k in plan.train)
+
+
+def trained_share(resolved: Resolved, plan: StepPlan) -> float:
+    """Share of a rollout's edges that is trained where no group is dead: a method may select samples and steps."""
+    run, algorithm, size = resolved.run, resolved.algorithm.build(), resolved.group_size
+    samples = algorithm.taken(size) / size
+    if algorithm.needs != "edges":
+        return samples
+    if algorithm.transitions is not None:  # drawn from many iterations, as many as the method says
+        return algorithm.config.batch / (run.samples_per_iteration * len(plan.train))
+    kept = algorithm.kept_edges([SampleId(0, k) for k in range(size)], plan, 1, run.seed)
+    return samples if kept is None else samples * float(kept.float().mean())
+
+
+def terms_per_sample(resolved: Resolved, plan: StepPlan) -> int:
+    """Rows of one sample in a pass of the updates: its trained steps, its times where a method noises it again, or
+    none where the network is frozen.
+
+    Raises:
+        ValueError: the grid does not have the times.
+    """
+    algorithm = resolved.algorithm.build()
+    if algorithm.needs == "edges":
+        return len(plan.train)
+    if algorithm.needs == "noise":
+        return 0
+    return algorithm.config.terms(len(plan.schedule))
+
+
+def forward_rows(
+    run: RunConfig, plan: StepPlan, samples: int, slots: int, share: float = 1.0, terms: int | None = None
+) -> tuple[int, int]:
+    """Network evaluations of an iteration's rollout and updates, for `samples` samples of `slots` prompts,
+    where `share` of the edges is trained, or of `terms` for each sample.
+
+    Samples of one start share them up to the first stochastic step; CFG, a reference and dead groups apart. Trees:
+    `treework`.
+    """
+    steps, trained = len(plan), len(plan.train) if terms is None else terms
+    if not run.rollout.shared_noise or not any(plan.stochastic):
+        return samples * steps, round(samples * trained * share)
+    first, updates = plan.stochastic.index(True), run.optim.updates_per_iteration
+    at_start = updates * min(slots, math.ceil(samples / updates)) if first in plan.train else 0
+    behind = round(samples * (trained - (first in plan.train)) * share)
+    return slots * (first + 1) + samples * (steps - first - 1), at_start + behind
+
+
+def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, processes: int = 1) -> Estimate:
+    """Counts, bytes and operations of a run.
+
+    Args:
+        resolved: the run.
+        adapter: a fresh one from `skeleton`; it is used up.
+        plan: of an iteration; its trained steps decide how many latents are kept.
+        prompts: distinct texts whose embeddings are cached.
+        processes: over which the samples are spread; everything returned is of one of them.
+    """
+    run, config, pipeline = resolved.run, resolved.model.config, adapter.pipeline
+    dtype, algorithm = torch_dtype(config.dtype), resolved.algorithm.build()
+    encoders = {name: part for name, part in pipeline.components.items() if name.startswith("text_encoder") and part}
+    parts = {"denoiser": adapter.network, "vae": pipeline.vae} | encoders
+    parameters = {name: count(part) for name, part in parts.items()}
+    roles = [role for role in algorithm.roles if role != "reference" or config.lora is None]
+    weights = _weights(adapter, resolved, prompts)
+    trained, away, frozen = weights.count, offloaded(pipeline, config), isinstance(weights, NoiseWeights)
+    stored = {name: size(part) for name, part in parts.items()}
+    stored["denoiser"] -= _FLOAT * trained if config.lora else 0
+    own = shard(resolved.slots, resolved.group_size, 0, processes, plan.leaves)
+    here = {name: 0 if name in away else held for name, held in stored.items()}
+    texts = sum(here[name] for name in encoders)
+    prompt = sum(torch.Size(shape).numel() for shape in adapter.condition_shapes().values()) * dtype.itemsize
+    embeddings = prompt * prompts if run.data.caches_text else 0
+    ema, snapshots = (trained * _FLOAT if run.optim.ema else 0), trained * _FLOAT * len(roles)
+    base = size(adapter.network) + here["vae"]
+    at_work = max(resolved.slots, run.eval.batch_size // run.eval.samples_per_prompt)
+    loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
+    loaded += (0 if run.data.caches_text else texts) + (_FLOAT * trained if frozen else 0)
+    samples = len(own)
+    sampled, trained_on, kept = _work(resolved, plan, samples, len({slot for slot, _ in own}))
+    transient, unknown = _measure(adapter, encoders, resolved, reference=bool(algorithm.roles))
+    if transient["update"] is not None:
+        transient["update"] = max(transient["update"], 4 * _FLOAT * trained)
+    return Estimate(
+        parameters=parameters,
+        stored=stored,
+        offloaded=tuple(away),
+        trained=trained,
+        lora_modules=sum(".lora_A." in name for name in weights.parameters),
+        saved=trained * _FLOAT + _HEADER_PER_TENSOR * len(weights.parameters),
+        prompt=prompt,
+        embeddings=embeddings,
+        moments=2 * _FLOAT * trained,
+        ema=ema,
+        snapshots=snapshots,
+        latents=(kept + samples * (1 + frozen)) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
+        pictures=_pictures(resolved, adapter, samples),
+        phases=(
+            Phase("encode", base + texts, transient["encode"]),
+            *(Phase(name, loaded, transient[name]) for name in _phases(resolved)),
+        ),
+        rollout_flop=_times(transient["forward_flop"], sampled),
+        update_flop=_times(transient["edge_flop"], trained_on),
+        unknown=unknown,
+    )
+
+
+def _work(resolved: Resolved, plan: StepPlan, samples: int, slots: int) -> tuple[int, int, int]:
+    """(network evaluations of the rollout, of the updates, latents kept) for `samples` samples of `slots` prompts."""
+    if plan.tree is not None:
+        work = tree_work(resolved, plan)
+        return work.rollout_rows(samples), work.update_rows(samples), work.latents(samples)
+    terms = resolved.algorithm.build().passes * terms_per_sample(resolved, plan)
+    sampled, trained = forward_rows(resolved.run, plan, samples, slots, trained_share(resolved, plan), terms)
+    return sampled * resolved.drawn // resolved.group_size, trained, samples * nodes_per_sample(plan)
+
+
+def _phases(resolved: Resolved) -> tuple[str, ...]:
+    """What an iteration and the evaluations do on the device."""
+    drawn = ("rollout",) if resolved.drawn else ()
+    return (*drawn, "pictures" if resolved.members else "decode", "evaluation", "update")
+
+
+def _pictures(resolved: Resolved, adapter: Any, samples: int) -> int:
+    """Host memory of an iteration's pictures: given ones are opened a batch at a time."""
+    held = min(samples, resolved.run.rollout.batch_size) if resolved.members else samples
+    return held * 3 * getattr(adapter, "num_frames", 1) * adapter.height * adapter.width * _FLOAT
+
+
+def _weights(adapter: Any, resolved: Resolved, prompts: int) -> Weights:
+    """What is trained, with the frozen weights stored as the memory options say."""
+    config, algorithm = resolved.model.config, resolved.algorithm.build()
+    networks = component_names(adapter.network).values()
+    few_bits.quantise(networks, config)
+    with torch.device("meta"):
+        if algorithm.needs == "noise":
+            adapter.network.requires_grad_(False)
+            noise = LearnedNoise([(str(k), ()) for k in range(prompts)], adapter.latent_shape())
+            weights: Weights = NoiseWeights(noise, train_std=algorithm.train_std)
+        else:
+            weights = Weights(adapter.network, config.lora, adapter.lora_targets, seed=0)
+    cast_frozen(networks, config)
+    few_bits.imitate_casting(networks, config)
+    return weights
+
+
+def _times(one: float | None, count: float) -> float | None:
+    return None if one is None else one * count
+
+
+def _measure(
+    adapter: Any, encoders: dict[str, nn.Module], resolved: Resolved, *, reference: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(transient bytes of every phase, and operations per sample of a forward and of an update's edge; what of it
+    cannot be measured, and why)."""
+    run, config, vae = resolved.run, resolved.model.config, adapter.pipeline.vae
+    guidance = run.rollout.guidance_scale
+    eval_guidance = guidance if run.eval.guidance_scale is None else run.eval.guidance_scale
+    batch, edges, shown = run.rollout.batch_size, run.optim.batch_size, run.eval.batch_size
+    algorithm, in_training = resolved.algorithm.build(), guidance
+    if algorithm.needs == "samples":
+        in_training = training_guidance(adapter, guidance, algorithm.config.guidance_scale)
+    visiting, unknown = offloaded(adapter.pipeline, config), {}
+    leaf = {name: largest_leaf(part) if name in visiting else 0 for name, part in ({"vae": vae} | encoders).items()}
+
+    def attempt(what: str, work: Callable[[], Any], *, grad: bool = False) -> tuple[int | None, float | None]:
+        try:
+            return measured(work, grad=grad)
+        except Unmeasurable as error:
+            unknown[what] = str(error)
+            return None, None
+
+    with faked(adapter.network, vae, *encoders.values()):
+        forward = attempt("rollout", lambda: forwards.predict(adapter, batch, guidance))
+        held_out = forward
+        if eval_guidance != guidance:
+            held_out = attempt("rollout", lambda: forwards.predict(adapter, batch, eval_guidance))
+        decode, given = attempt("decode", lambda: forwards.decode(adapter, batch)), (0, 0.0)
+        if resolved.members:
+            given = attempt("pictures", lambda: forwards.latents(adapter, batch))
+        # One by one, a batch takes hardly more than a picture; otherwise bytes are proportional to it.
+        pictures = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
+        update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
+        if algorithm.needs != "noise":
+            update = attempt(
+                "update", lambda: forwards.loss(adapter, edges, in_training, reference).backward(), grad=True
+            )
+        texts = [
+            measured(lambda n=n, e=e: forwards.encode(n, e, adapter), grad=False)[0] + leaf[n]
+            for n, e in encoders.items()
+        ]
+    share, evaluation = shown / batch, None
+    if held_out[0] is not None and pictures[0] is not None:
+        largest = pictures[0] * (1 if config.memory.vae_slicing else share) + leaf["vae"]
+        evaluation = max(round(share * held_out[0]), round(largest))
+    return {
+        "encode": max(texts, default=0),
+        "rollout": forward[0],
+        "decode": None if decode[0] is None else decode[0] + leaf["vae"],
+        "pictures": None if given[0] is None else given[0] + leaf["vae"],
+        "evaluation": evaluation,
+        "update": update[0],
+        "forward_flop": _times(forward[1], 1 / batch),
+        "edge_flop": _times(update[1], 1 / edges),
+    }, unknown
+
+
+def largest_leaf(part: nn.Module) -> int:
+    """Bytes of the largest module of a part that visits the device leaf by leaf."""
+    return max(sum(t.numel() * t.element_size() for t in module.parameters(False)) for module in part.modules())

@@ -1,0 +1,152 @@
+"""A lack of memory as its user is told of it: the peak, what `flowrl plan` estimates, and the options that lower it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from flowrl.config.resolved import Resolved
+from flowrl.core.errors import OutOfMemory
+from flowrl.core.phases import lacking, out_of_memory
+from flowrl.core.units import size
+from flowrl.evaluation.held_out import run_prompts
+from flowrl.planning.memory import Estimate, estimate, skeleton
+from flowrl.training.world import World
+
+# Phase of a run -> that of the estimate.
+_ESTIMATED = {
+    "text": "encode",
+    "loading": "encode",
+    "explore": "rollout",
+    "rollout": "rollout",
+    "decode": "decode",
+    "pictures": "pictures",
+    "update": "update",
+    "evaluation": "evaluation",
+}
+
+
+def explained(error: BaseException, resolved: Resolved, world: World) -> BaseException:
+    """The same failure or, of a lack of memory, one that says what to do about it."""
+    if not isinstance(error, OutOfMemory):
+        if not out_of_memory(error):
+            return error
+        error = lacking(error, "run")
+    if not error.advice:
+        facts = [_peak(world.device), _estimated(error.phases, resolved, world)]
+        error.advice = f". {'; '.join(facts)}. {_remedy(error.phases, resolved, world)}"
+    return error
+
+
+@contextmanager
+def explaining(resolved: Resolved, world: World) -> Iterator[None]:
+    """`explained` for whatever fails inside the block."""
+    try:
+        yield
+    except Exception as error:
+        found = explained(error, resolved, world)
+        if found is error:
+            raise
+        raise found from error
+
+
+def _peak(device: torch.device) -> str:
+    if device.type != "cuda":
+        # Kilobytes on Linux, bytes on macOS, as the system has them.
+        unit = 1 if torch.backends.mps.is_built() else 1024
+        return f"Peak of this process: {size(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}"
+    total = torch.cuda.get_device_properties(device).total_memory
+    return f"Peak {size(torch.cuda.max_memory_allocated(device))} of {size(total)} on {device}"
+
+
+def _estimated(phases: Sequence[str], resolved: Resolved, world: World) -> str:
+    if phases[0].startswith("reward"):
+        return "flowrl plan leaves reward models out of its estimates"
+    try:
+        found = planned(resolved, world.size)
+    except Exception as error:  # the lack of memory is what is to be told, whatever its estimate meets
+        return f"flowrl plan has no estimate of it ({(str(error).splitlines() or [type(error).__name__])[0]})"
+    wanted = next((_ESTIMATED[name] for name in phases if name in _ESTIMATED), None)
+    peaks = {phase.name: phase.peak for phase in found.phases}
+    told = [f"{name} {size(peaks[name])}" for name in peaks if name == wanted]
+    if found.peak is not None and found.peak.name != wanted:
+        told.append(f"at most {size(found.peak.peak)} ({found.peak.name})")
+    text = ", ".join(told) or "not known"
+    return f"flowrl plan estimates: {text}, without reward models, the CUDA context and fragmentation (10 to 20 %)"
+
+
+def planned(resolved: Resolved, processes: int) -> Estimate:
+    """What `flowrl plan` estimates of a run.
+
+    Raises:
+        UnknownModel, ModelError, ValueError: it knows nothing of the model, or not of this plan.
+    """
+    run, adapter, algorithm = resolved.run, skeleton(resolved), resolved.algorithm.build()
+    plan = algorithm.plan(adapter.schedule(run.rollout.num_inference_steps), resolved.sampler.build(), 1, run.seed)
+    prompts = run_prompts(run, algorithm.needs)
+    texts = {(p.text, p.pictures) for p in (*prompts.train, *prompts.evaluated)}
+    return estimate(resolved, adapter, plan, prompts=len(texts), processes=processes)
+
+
+def _remedy(phases: Sequence[str], resolved: Resolved, world: World) -> str:
+    """The options that lower it, with the values that they have."""
+    inner, told = phases[0], list[str]()
+    for options in (_batches, _decoding, _training, _weights):
+        told += options(set(phases), resolved)
+    if inner.startswith("reward"):
+        told.insert(0, "the reward's own options (flowrl list rewards NAME), or serve it elsewhere (flowrl serve)")
+    if world.size > 1 and not resolved.model.config.shard:
+        told.append("model.shard=true")
+    if world.size == 1:
+        told.append("more processes with model.shard=true")
+    return (
+        f"What lowers it: {', '.join(told)}. Other batches, gradient_checkpointing, vae_slicing and group_offload go "
+        "on with --resume; other options need a new run"
+    )
+
+
+def _batches(phases: set[str], resolved: Resolved) -> list[str]:
+    run = resolved.run
+    found: dict[str, Any] = {}
+    if "evaluation" in phases:
+        found["eval.batch_size"] = run.eval.batch_size
+    elif "update" in phases:
+        found["optim.batch_size"] = run.optim.batch_size
+    elif "explore" in phases and run.rollout.exploration is not None:
+        found["rollout.exploration.batch_size"] = run.rollout.exploration.batch_size
+    elif phases & {"rollout", "decode", "pictures", "maps", "iteration"}:
+        found["rollout.batch_size"] = run.rollout.batch_size
+    return [f"a lower {key} (it is {value})" for key, value in found.items() if value is None or value > 1]
+
+
+def _decoding(phases: set[str], resolved: Resolved) -> list[str]:
+    memory = resolved.model.config.memory
+    if not phases & {"decode", "pictures", "evaluation"}:
+        return []
+    found = [] if memory.vae_slicing else ["model.memory.vae_slicing=true"]
+    found += [] if memory.vae_tiling else ["model.memory.vae_tiling=true"]
+    return found + ([] if "vae" in memory.group_offload else ["model.memory.group_offload=[vae]"])
+
+
+def _training(phases: set[str], resolved: Resolved) -> list[str]:
+    config = resolved.model.config
+    if "update" not in phases:
+        return []
+    found = [] if config.gradient_checkpointing else ["model.gradient_checkpointing=true"]
+    return found + (["model.lora (all weights are trained now)"] if config.lora is None else [])
+
+
+def _weights(phases: set[str], resolved: Resolved) -> list[str]:
+    """Smaller weights or pictures, which help in every phase."""
+    config, found = resolved.model.config, list[str]()
+    if phases & {"loading", "text"} and "text_encoders" not in config.memory.group_offload:
+        found.append("model.memory.group_offload=[text_encoders]")
+    if config.dtype == "float32":
+        found.append("model.dtype=bfloat16")
+    if config.lora is not None and config.memory.quantize is None and config.memory.layerwise_casting is None:
+        found.append("model.memory.quantize=nf4 or int8")
+    return [*found, "smaller model.height and model.width"]

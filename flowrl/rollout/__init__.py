@@ -1,0 +1,1 @@
+"""The only denoising loop, its policy, noise and records."""

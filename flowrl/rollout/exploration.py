@@ -1,0 +1,147 @@
+"""Two-stage exploration: look at many candidates cheaply, draw the chosen ones again in full, train on these alone.
+
+    1. N candidates per prompt, with fewer steps and / or a cheaper copy of the network; score them
+    2. choose G of them by those scores: the best and the worst, the most varied, or at random
+    3. draw the chosen ones again, from the same initial noise, with all steps and the network itself; score again
+    4. advantages from the second scores of the G alone
+
+Scores and samples of the first look are never trained on: the chosen extremes fall back when drawn again. A look pays
+only as long as it ranks candidates as the full draw does, which `fidelity` measures.
+
+Source: arXiv 2604.06916; NVlabs/Sana:train_scripts/sol_rl.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.core.rng import permutation
+from flowrl.credit.selection import SelectConfig, select
+from flowrl.rollout.preview import PreviewKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExplorationConfig:
+    pool: int
+    """Candidates per prompt (N); rollout.group_size of them are trained on."""
+    num_inference_steps: int | None = None
+    """Of the first look; null takes rollout's."""
+    network: PreviewKind = "policy"
+    """What draws the first look; see `flowrl/rollout/preview.py`."""
+    batch_size: int | None = None
+    """Samples per forward of the first look; null takes rollout's."""
+    select: Literal["best_worst", "variance", "random"] = "best_worst"
+    least_hit_rate: float = 0.8
+    """Share of the truly best and worst that the first look must find, where it is checked; below, the run goes on
+    without exploration and says so."""
+    check_prompts: int = 4
+    """Prompts of the first iteration whose whole pool is drawn in full for that check; 0 checks nothing."""
+
+    def __post_init__(self) -> None:
+        for name in ("pool", "num_inference_steps", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be positive")
+        if not 0 <= self.least_hit_rate <= 1:
+            raise ValueError(f"least_hit_rate={self.least_hit_rate} must lie in [0, 1]")
+        if self.check_prompts < 0:
+            raise ValueError(f"check_prompts={self.check_prompts} must not be negative")
+
+    def check_group(self, group_size: int) -> None:
+        """Refuse a pool that does not hold a group, and a rule that cannot give one."""
+        if self.pool < group_size:
+            raise ValueError(f"pool={self.pool} is less than rollout.group_size={group_size}")
+        if self.select == "best_worst":
+            SelectConfig(keep=group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """How well a first look ranks candidates; means over prompts."""
+
+    kendall: float
+    spearman: float
+    hit_rate: float
+    """Share of the true top and bottom halves of a group that are among the chosen top and bottom."""
+    top_rank: float
+    """Mean true rank, from 1, of the candidates chosen as best; (k + 1) / 2 is perfect."""
+    bottom_rank: float
+    """The same from the worst, counted from the bottom."""
+    prompts: int
+    """Prompts with any spread in both draws; the others say nothing."""
+
+    def __str__(self) -> str:
+        if not self.prompts:
+            return "no prompt of the check had two different scores, so it says nothing"
+        return (
+            f"the first look finds {self.hit_rate:.0%} of the best and worst (Kendall {self.kendall:.2f}, Spearman "
+            f"{self.spearman:.2f}; mean true rank of its best {self.top_rank:.1f}, of its worst {self.bottom_rank:.1f} "
+            f"from below; {self.prompts} prompts)"
+        )
+
+
+def choose(scores: Tensor, keep: int, rule: str, key: tuple[int, ...]) -> Tensor:
+    """The candidates of every prompt to be drawn in full, in rising order.
+
+    Args:
+        scores: of the first look, [P, N]; NaN marks a failure, chosen only where too few others are left.
+        keep: G.
+        rule: of `ExplorationConfig.select`.
+        key: (seed, iteration), for the random rule.
+
+    Returns:
+        [P, G] int64.
+    """
+    seed, *rest = key
+    rows = []
+    for slot, row in enumerate(scores):
+        valid = row.isfinite()
+        if rule == "random":
+            chosen = permutation(len(row), seed, "exploration", *rest, slot)[:keep]
+        else:
+            kept = select(row.nan_to_num(0.0)[None], valid[None], SelectConfig(name=rule, keep=keep))[0]  # type: ignore[arg-type]
+            chosen = kept.nonzero().squeeze(1)[:keep]
+            if len(chosen) < keep:
+                chosen = torch.cat([chosen, (~valid).nonzero().squeeze(1)[: keep - len(chosen)]])
+        rows.append(chosen.sort().values)
+    return torch.stack(rows)
+
+
+def fidelity(first: Tensor, second: Tensor, keep: int) -> Fidelity:
+    """Compare the scores of a first look with those of the same candidates drawn in full, both [P, N].
+
+    Ties of the full draw count as found: among equal candidates none is the better choice.
+    """
+    from scipy.stats import kendalltau, spearmanr
+
+    half, rows = max(keep // 2, 1), []
+    for look, truth in zip(first.double(), second.double(), strict=True):
+        both = look.isfinite() & truth.isfinite()
+        look, truth = look[both], truth[both]
+        if len(look) < 2 * half or look.unique().numel() < 2 or truth.unique().numel() < 2:
+            continue
+        order = look.argsort(stable=True)
+        low, high = order[:half], order[-half:]
+        ranked = truth.sort().values
+        hits = (truth[high] >= ranked[-half]).double().mean() + (truth[low] <= ranked[half - 1]).double().mean()
+        # Mean rank among equals.
+        above = (truth[None] > truth[high][:, None]).sum(1) + ((truth[None] == truth[high][:, None]).sum(1) + 1) / 2
+        below = (truth[None] < truth[low][:, None]).sum(1) + ((truth[None] == truth[low][:, None]).sum(1) + 1) / 2
+        rows.append(
+            (
+                float(kendalltau(look, truth).statistic),
+                float(spearmanr(look, truth).statistic),
+                float(hits) / 2,
+                float(above.mean()),
+                float(below.mean()),
+            )
+        )
+    if not rows:
+        nan = float("nan")
+        return Fidelity(nan, nan, nan, nan, nan, 0)
+    means = torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
+    return Fidelity(*means, prompts=len(rows))

@@ -1,0 +1,181 @@
+"""The learned law of the initial noise: a mean and a std for every latent value of every prompt, and their judge.
+
+A law is N(mean, std^2), at first N(0, 1). Each prompt's mean and std are parameters of their own, so that AdamW leaves
+those of other prompts alone. `learned_noise.safetensors` holds all laws as [P, ...] with the prompts in its metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.core.types import Gaussians, Identity
+from flowrl.credit.critic import ValueNetwork
+from flowrl.models.weights import Weights
+
+FILE = "learned_noise.safetensors"
+
+
+class UnknownPrompt(KeyError):
+    """No law was learned for a prompt."""
+
+
+class LearnedNoise(nn.Module):
+    """The laws of P prompts.
+
+    Args:
+        prompts: text and pictures of each; repeats count once.
+        shape: of one sample's latents.
+    """
+
+    def __init__(self, prompts: Sequence[Identity], shape: Sequence[int]) -> None:
+        super().__init__()
+        self.prompts = tuple(dict.fromkeys(prompts))
+        self.rows = {prompt: row for row, prompt in enumerate(self.prompts)}
+        self.mean = nn.ParameterList(nn.Parameter(torch.zeros(*shape)) for _ in self.prompts)
+        self.std = nn.ParameterList(nn.Parameter(torch.ones(*shape)) for _ in self.prompts)
+
+    def numbers(self, prompts: Sequence[Identity]) -> Tensor:
+        """Number of each prompt's law, [n] int64.
+
+        Raises:
+            UnknownPrompt: with the first prompt that has none.
+        """
+        for prompt in prompts:
+            if prompt not in self.rows:
+                raise UnknownPrompt(prompt[0])
+        return torch.tensor([self.rows[prompt] for prompt in prompts], dtype=torch.int64)
+
+    def laws(self, numbers: Tensor) -> Gaussians:
+        """Of `numbers` [M], with gradients, on the parameters' device."""
+        distinct, place = numbers.unique(return_inverse=True)
+        rows = distinct.tolist()
+        mean, std = (torch.stack([values[row] for row in rows]) for values in (self.mean, self.std))
+        return Gaussians(mean, std).at(place.to(mean.device))
+
+    @torch.no_grad()
+    def drawn_from(self, numbers: Tensor) -> Gaussians:
+        """The laws of `numbers` [M] to draw from, on the CPU, as they are now."""
+        found = self.laws(numbers)
+        return Gaussians(found.mean.float().cpu(), found.std.float().cpu())
+
+    def save(self, folder: Path) -> None:
+        """Write `learned_noise.safetensors`."""
+        from safetensors.torch import save_file
+
+        everything = self.drawn_from(torch.arange(len(self.prompts)))
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {"mean": everything.mean.contiguous(), "std": everything.std.contiguous()}
+        save_file(tensors, folder / FILE, metadata={"prompts": json.dumps(self.prompts)})
+
+    @staticmethod
+    def load(file: Path) -> LearnedNoise:
+        """Inverse of `save`, on the CPU."""
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as source:
+            mean, std = source.get_tensor("mean"), source.get_tensor("std")
+            prompts = [(text, tuple(pictures)) for text, pictures in json.loads(source.metadata()["prompts"])]
+        found = LearnedNoise(prompts, mean.shape[1:])
+        for own, rows in ((found.mean, mean), (found.std, std)):
+            for parameter, row in zip(own, rows, strict=True):
+                parameter.data = row
+        return found
+
+
+class Calibration:
+    """V(mean, std, text): the reward that a draw from a law may expect, fitted as the laws move.
+
+    Args:
+        text: features of each of the P prompts, [P, F].
+        values: of one sample's latents.
+        seed: of the initial weights.
+        learning_rate: of its own AdamW.
+    """
+
+    def __init__(self, text: Tensor, values: int, seed: int, learning_rate: float) -> None:
+        self.text = text
+        self.critic = ValueNetwork(2 * values + text.shape[1], seed, learning_rate, text.device)
+
+    def __call__(self, laws: Gaussians, numbers: Tensor) -> Tensor:
+        """Expected rewards, [P], of the laws of the prompts `numbers` [P]."""
+        text = self.text[numbers.to(self.text.device)]
+        return self.critic(torch.cat([laws.mean.flatten(1), laws.std.flatten(1), text], dim=1))
+
+    def fit(self, laws: Gaussians, numbers: Tensor, rewards: Tensor, steps: int) -> None:
+        """So many steps on the mean squared error to rewards [P, G], NaN left out."""
+        known = rewards.isfinite()
+        for _ in range(steps):
+            self.critic.descend((self(laws, numbers)[:, None] - rewards.nan_to_num())[known])
+
+
+_JUDGE = "value"
+_ROUNDING = 1e-5  # a law that was scaled before rests
+
+
+class NoiseWeights(Weights):
+    """The laws as what is trained, with the roles of any weights; the network stays as it is.
+
+    Args:
+        noise: the laws, on the device of the run.
+        train_std: False keeps every std at 1.
+    """
+
+    sparse = True
+    network: LearnedNoise
+
+    def __init__(self, noise: LearnedNoise, *, train_std: bool = True) -> None:
+        super().__init__(noise, None, (), 0)
+        self.calibration: Calibration | None = None
+        if not train_std:
+            noise.std.requires_grad_(False)
+            self.bind()
+
+    @property
+    def description(self) -> str:
+        return f"initial noise of {len(self.network.prompts)} prompts"
+
+    @torch.no_grad()
+    def bound_std(self, least: float) -> None:
+        """Raise every std to at least that, in every role."""
+        for values in (self.values, *self.copies.values()):
+            for name, value in values.items():
+                if name.startswith("std."):
+                    value.clamp_(min=least)
+
+    @torch.no_grad()
+    def keep_moment(self) -> None:
+        """Scale each law that has left it back to mean(mean^2 + std^2) = 1 over its values, the base's E z^2."""
+        noise = self.network
+        mean, std = (torch.stack([p.detach() for p in values]) for values in (noise.mean, noise.std))
+        moments = (mean.square() + std.square()).flatten(1).mean(dim=1).tolist()
+        for k, moment in enumerate(moments):
+            if abs(moment - 1) > _ROUNDING:
+                noise.mean[k].mul_(moment**-0.5)
+                noise.std[k].mul_(moment**-0.5)
+
+    def state(self) -> dict[str, Tensor]:
+        judge = {} if self.calibration is None else self.calibration.critic.state()
+        return super().state() | {f"{_JUDGE}/{name}": value for name, value in judge.items()}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        prefix = f"{_JUDGE}/"
+        judge = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        super().load_state({name: value for name, value in tensors.items() if not name.startswith(prefix)})
+        if self.calibration is not None:
+            self.calibration.critic.load_state(judge)
+
+    def save(self, folder: Path, pipeline_class: Any = None) -> None:
+        """`learned_noise.safetensors`, which `flowrl sample` draws with."""
+        self.network.save(folder)
+
+
+def learned(weights: Weights) -> NoiseWeights:
+    """The weights of a run whose method needs "noise"."""
+    assert isinstance(weights, NoiseWeights)
+    return weights

@@ -1,0 +1,49 @@
+"""Keyed noise of one rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.core.rng import normal
+from flowrl.core.types import Gaussians, SampleId
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Keyed noise of one rollout: the same whatever the batch, the order or the number of processes.
+
+    `iteration` None is evaluation. `shared_start` gives all samples of a prompt one initial noise. `chosen` [P, G] says
+    which of a pool's candidates each sample is, and so whose noise it has; None: sample k is candidate k. `laws` has a
+    Gaussian for each slot, which the initial noise of its samples is drawn from; None: the standard one.
+    """
+
+    seed: int
+    purpose: str
+    iteration: int | None
+    shape: tuple[int, ...]
+    shared_start: bool = False
+    chosen: Tensor | None = None
+    laws: Gaussians | None = None
+
+    def _key(self, sample: SampleId) -> tuple[int, ...]:
+        head = () if self.iteration is None else (self.iteration,)
+        candidate = sample.sample if self.chosen is None else int(self.chosen[sample.slot, sample.sample])
+        return (*head, sample.slot, candidate)
+
+    def initial(self, ids: Sequence[SampleId]) -> Tensor:
+        """Starting noise, [B, ...] float32."""
+        keys = [self._key(SampleId(i.slot, 0) if self.shared_start else i) for i in ids]
+        eps = normal(self.shape, self.seed, f"{self.purpose}/initial", keys)
+        return eps if self.laws is None else self.laws.at(torch.tensor([i.slot for i in ids])).sample(eps)
+
+    def step(self, ids: Sequence[SampleId], index: int) -> Tensor:
+        """Noise of step `index`, [B, ...] float32; a node of a tree has that of its first leaf."""
+        return normal(self.shape, self.seed, f"{self.purpose}/step", [(*self._key(i), index, 0) for i in ids])
+
+    def common(self, ids: Sequence[SampleId], index: int) -> Tensor:
+        """What children share of the noise of step `index`, [B, ...]; `ids` are the first leaves of their parents."""
+        return normal(self.shape, self.seed, f"{self.purpose}/step", [(*self._key(i), index, 1) for i in ids])

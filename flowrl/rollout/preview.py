@@ -1,0 +1,176 @@
+"""A cheaper copy of the denoiser for the first look at many samples: adapter merged, half precision, 8 bit, compiled.
+
+The copy follows the policy before every look, so its weights are base + scale B A as they then stand. Nothing is ever
+trained on what it draws.
+
+    merged     one matrix product less per adapted layer, full precision
+    bfloat16   merged, weights and activations in bfloat16
+    int8       merged, dynamic 8-bit integers, by torchao
+    float8     merged, dynamic 8-bit floats, by torchao; NVIDIA GPUs of compute capability 8.9 and later
+    compiled   merged, by torch.compile
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.core.errors import ModelError
+from flowrl.models.base import ModelAdapter
+from flowrl.models.weights import ADAPTER
+
+PreviewKind = Literal["policy", "merged", "bfloat16", "int8", "float8", "compiled"]
+
+
+class Preview:
+    """The copy, and the adapter that runs with it inside `using`.
+
+    Args:
+        adapter: a native one: it calls `adapter.network` itself.
+        kind: what the copy is; "policy" makes none.
+        watch: told of every network that is made, to count its work.
+
+    Raises:
+        ModelError: this adapter, machine or installation cannot do it.
+    """
+
+    def __init__(
+        self, adapter: ModelAdapter, kind: PreviewKind, watch: Callable[[nn.Module], None] = lambda network: None
+    ) -> None:
+        self.adapter, self.kind, self.watch = adapter, kind, watch
+        self.network: Any = None
+        if kind == "policy":
+            return
+        if hasattr(adapter, "reentry"):
+            raise ModelError(
+                f"rollout.exploration.network={kind!r}: the generic adapter enters the pipeline's own network; use the "
+                "family's native adapter, or network=policy"
+            )
+        if isinstance(adapter.network, nn.ModuleDict):
+            raise ModelError(
+                f"rollout.exploration.network={kind!r}: a model with several experts has no copy; use network=policy"
+            )
+        _require(kind)
+        self._plain = _without_adapter(adapter.network)
+        self._sources = _sources(adapter.network)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take over the weights that are in the network now."""
+        if self.kind == "policy":
+            return
+        # A layer that peft has wrapped keeps its place: names without the wrapper are those of the plain copy.
+        target = dict(self._plain.named_parameters())
+        for name, (parameter, layer) in self._sources.items():
+            value = parameter if layer is None else parameter + layer.get_delta_weight(ADAPTER).to(parameter.dtype)
+            target[name].copy_(value)
+        if self.network is None or self.kind in ("int8", "float8"):
+            self.network = self._made()
+            self.watch(self.network)
+        elif self.kind == "bfloat16":
+            for own, plain in zip(self.network.parameters(), self._plain.parameters(), strict=True):
+                own.copy_(plain)
+
+    def _made(self) -> Any:
+        if self.kind == "bfloat16":
+            return _Cast(copy.deepcopy(self._plain).bfloat16())
+        if self.kind == "compiled":
+            return torch.compile(self._plain)
+        if self.kind == "merged":
+            return self._plain
+        from torchao.quantization import (
+            Float8DynamicActivationFloat8WeightConfig,
+            Int8DynamicActivationInt8WeightConfig,
+            quantize_,
+        )
+
+        found = copy.deepcopy(self._plain)
+        int8 = self.kind == "int8"
+        quantize_(
+            found, Int8DynamicActivationInt8WeightConfig() if int8 else Float8DynamicActivationFloat8WeightConfig()
+        )
+        return found
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """The adapter with the copy in place of its network; the weights are those of the last `follow`."""
+        if self.kind == "policy":
+            yield
+            return
+        adapter: Any = self.adapter
+        kept = adapter.network
+        adapter.network = self.network
+        try:
+            yield
+        finally:
+            adapter.network = kept
+
+
+class _Cast(nn.Module):
+    """A network in bfloat16 that takes float32 inputs; everything but its inputs' precision is the network's own."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("network"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(_device(self.network).type, dtype=torch.bfloat16):
+            return self.network(*(_half(a) for a in args), **{k: _half(v) for k, v in kwargs.items()})
+
+
+def _half(value: Any) -> Any:
+    return value.bfloat16() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+
+def _device(network: nn.Module) -> torch.device:
+    return next(network.parameters()).device
+
+
+def _require(kind: PreviewKind) -> None:
+    if kind not in ("int8", "float8"):
+        return
+    try:
+        import torchao  # noqa: F401
+    except ImportError:
+        raise ModelError(
+            f"rollout.exploration.network={kind!r} needs torchao: pip install 'flowrl[quant]', or use bfloat16"
+        ) from None
+    if kind == "float8" and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
+        raise ModelError(
+            "rollout.exploration.network='float8' needs an NVIDIA GPU of compute capability 8.9; use int8 or bfloat16"
+        )
+
+
+def _without_adapter(network: nn.Module) -> nn.Module:
+    """A frozen copy of the network as it was before peft wrapped its layers."""
+    found: Any = copy.deepcopy(network)
+    found._forward_pre_hooks.clear()  # the run's own count of evaluations
+    for part in found.modules():
+        if hasattr(part, "unload_lora") and getattr(part, "peft_config", None):
+            part.unload_lora()
+    return found.requires_grad_(False).eval()
+
+
+def _sources(network: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
+    """Name in the plain copy -> (parameter of the network, its adapted layer if it is a weight that LoRA changes)."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = {name: part for name, part in network.named_modules() if isinstance(part, BaseTunerLayer)}
+    found: dict[str, tuple[nn.Parameter, Any]] = {}
+    for name, parameter in network.named_parameters():
+        if ".lora_" in name:
+            continue
+        place, _, kind = name.rpartition(".base_layer.")
+        found[name.replace(".base_layer.", ".")] = (parameter, layers.get(place) if kind == "weight" else None)
+    return found

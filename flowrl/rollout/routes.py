@@ -1,0 +1,88 @@
+"""Which samples of a batch are one row of the denoising loop, place by place: chains, common starts and trees alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.core.types import SampleId
+from flowrl.diffusion.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Children that the rows of a place have in common: the same end, all by the law or none."""
+
+    end: int
+    noisy: bool
+    leads: Tensor
+    """First sample of each child, [M] ascending."""
+    parent: Tensor
+    """Row that each child comes from, [M]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The way of B samples over the K + 1 places of a grid."""
+
+    node: Tensor
+    """First sample of the node that each sample is in, [K + 1, B] int64; -1 where it passes by."""
+    ends: Tensor
+    """Where its step from there ends, [K, B]; -1 where it passes by."""
+    noisy: Tensor
+    """Whether that step is by the law, [K, B]."""
+
+    @staticmethod
+    def of(plan: StepPlan, ids: Sequence[SampleId], *, shared_start: bool) -> Routes:
+        """Of a batch.
+
+        Raises:
+            ValueError: it does not hold whole trees.
+        """
+        if plan.tree is not None:
+            return Routes._of_trees(plan, ids)
+        steps, each = len(plan), torch.arange(len(ids))
+        node = each.repeat(steps + 1, 1)
+        if shared_start:
+            slots = [i.slot for i in ids]
+            parted = plan.stochastic.index(True) if any(plan.stochastic) else steps
+            node[: parted + 1] = torch.tensor([slots.index(slot) for slot in slots])
+        return Routes(
+            node=node,
+            ends=(1 + torch.arange(steps))[:, None].repeat(1, len(ids)),
+            noisy=torch.tensor(plan.stochastic)[:, None].repeat(1, len(ids)),
+        )
+
+    @staticmethod
+    def _of_trees(plan: StepPlan, ids: Sequence[SampleId]) -> Routes:
+        tree, size = plan.tree, plan.leaves
+        assert tree is not None
+        place = torch.tensor([i.sample % size for i in ids])
+        whole = [SampleId(i.slot, i.sample - i.sample % size + leaf) for i in ids[::size] for leaf in range(size)]
+        if list(ids) != whole:
+            raise ValueError(f"a batch must hold whole trees of {size} neighbouring samples")
+        first = torch.arange(len(ids)) - place
+        node = tree.node[:, place]
+        return Routes(
+            node=torch.where(node >= 0, first + node, -1),
+            ends=tree.ends[:, place],
+            noisy=tree.noisy[:, place],
+        )
+
+    def at(self, k: int) -> Tensor:
+        """First sample of each row at a place, [N] ascending."""
+        return self.node[k][self.node[k] >= 0].unique()
+
+    def moves(self, k: int, leads: Tensor) -> list[Move]:
+        """What becomes of the rows `leads` [N] of a place."""
+        here = (self.node[k] >= 0).nonzero().squeeze(1)
+        child = self.node[self.ends[k, here], here].unique()
+        ends, noisy, parent = self.ends[k, child], self.noisy[k, child], self.node[k, child]
+        found = []
+        for end, law in torch.stack([ends, noisy.long()], dim=1).unique(dim=0).tolist():
+            chosen = (ends == end) & (noisy == bool(law))
+            found.append(Move(end, bool(law), child[chosen], torch.searchsorted(leads, parent[chosen])))
+        return found

@@ -1,0 +1,85 @@
+"""Transitions of a run, kept over iterations, first in first out: what DPOK trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.core.types import Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """n transitions on the CPU."""
+
+    latents: Tensor
+    """Where each starts, [n, ...]."""
+    next_latents: Tensor
+    """Where it went, [n, ...]."""
+    step: Tensor
+    """Index into the plan, [n] int64."""
+    old_log_prob: Tensor
+    """Under the policy that drew it, [n] float32."""
+    reward: Tensor
+    """Of the finished picture, [n] float32."""
+    prompt: Tensor
+    """Number of its prompt, [n] int64."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def at(self, rows: Tensor | slice) -> Table:
+        """The transitions of `rows`."""
+        return Table(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+    @staticmethod
+    def join(parts: Sequence[Table]) -> Table:
+        """All of them, in order."""
+        return Table(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Table)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Transitions:
+    """The newest `capacity` transitions and the prompts that they belong to."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.table: Table | None = None
+        self.prompts: list[Identity] = []
+
+    def __len__(self) -> int:
+        return 0 if self.table is None else len(self.table)
+
+    def add(self, new: Table, prompts: Sequence[Identity]) -> None:
+        """Take in an iteration's transitions, whose `prompt` is a place in `prompts`; the oldest fall out."""
+        numbers = {prompt: k for k, prompt in enumerate(self.prompts)}
+        for prompt in prompts:
+            numbers.setdefault(prompt, len(numbers))
+        own = torch.tensor([numbers[prompt] for prompt in prompts], dtype=torch.int64)
+        renamed = Table(**(new.tensors() | {"prompt": own[new.prompt]}))
+        whole = renamed if self.table is None else Table.join([self.table, renamed])
+        kept = whole.at(slice(max(len(whole) - self.capacity, 0), None))
+        # Prompts that are left alone by their transitions go too.
+        used, place = kept.prompt.unique(return_inverse=True)
+        known = list(numbers)
+        self.prompts = [known[k] for k in used.tolist()]
+        self.table = Table(**(kept.tensors() | {"prompt": place}))
+
+    def state(self) -> list[list[Any]]:
+        """The prompts as plain data; `tensors` has the rest."""
+        return [[text, list(pictures)] for text, pictures in self.prompts]
+
+    def load_state(self, state: list[list[Any]]) -> None:
+        self.prompts = [(text, tuple(pictures)) for text, pictures in state]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.table is None else self.table.tensors()
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.table = Table(**tensors) if tensors else None

@@ -1,0 +1,1 @@
+"""A session, the trainer, checkpoints, the run folder, reports and exports."""

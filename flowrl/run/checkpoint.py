@@ -1,0 +1,201 @@
+"""Checkpoints: everything a bitwise resume needs, written atomically, verified when read.
+
+A checkpoint is a folder `iteration-000040` with `state.safetensors`, `state.json` and `manifest.json`
+(sizes and SHA-256 of the other two). It is written under a temporary name, fsynced, then renamed.
+Of tensors that are split over N processes there are N files, `state-00000.safetensors` and on; `state.json` then says
+which rows lie in which, so that any other number of processes can read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flowrl.core.errors import CheckpointError as CheckpointError
+from flowrl.core.errors import OutOfMemory, UnwritableCheckpoint
+from flowrl.core.files import fsync
+from flowrl.training.sharding import Rows
+from flowrl.training.world import ALONE, World
+
+FORMAT = 1
+STATE = "state.json"
+_TENSORS = re.compile(r"state(-\d{5})?\.safetensors")
+_TEMPORARY = re.compile(r"\..+\.tmp|\.tmp.*|\.writable.*")
+"""Ours, safetensors' (.tmp with random letters), and that of the test whether a folder is writable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Named tensors and plain data of the end of an iteration."""
+
+    iteration: int
+    tensors: dict[str, Tensor]
+    state: dict
+    rows: dict[str, Rows] = field(default_factory=dict)
+    """Of the tensors that are split over processes: which rows these are."""
+
+
+def path_of(folder: Path, iteration: int) -> Path:
+    return folder / f"iteration-{iteration:06d}"
+
+
+def available(folder: Path) -> list[int]:
+    """Iterations with a finished checkpoint, ascending."""
+    if not folder.is_dir():
+        return []
+    found = [re.fullmatch(r"iteration-(\d{6,})", entry.name) for entry in folder.iterdir()]
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) -> Path:
+    """Write a checkpoint and drop all but the newest `keep`.
+
+    Args:
+        folder: of all checkpoints; on a file system that the processes share.
+        checkpoint: the state; of a tensor named in its `rows`, these rows.
+        keep: how many.
+        world: the processes that have rows of the tensors; all of them call this, and each writes a file.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
+    """
+    target = path_of(folder, checkpoint.iteration)
+    temporary = folder / f".{target.name}.tmp"
+    try:
+        world.together(lambda: _make_empty(temporary) if world.main else None)
+        parts = world.together(lambda: _write_tensors(temporary, checkpoint, world))
+        world.together(lambda: _complete(temporary, target, checkpoint, parts) if world.main else None)
+    except (torch.OutOfMemoryError, OutOfMemory):  # no fault of the disk
+        raise
+    except Exception as error:  # safetensors reports a full disk with an error class of its own
+        if world.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        kept = available(folder)
+        safe = f"iteration {kept[-1]} is safe" if kept else "there is no earlier checkpoint"
+        raise UnwritableCheckpoint(
+            f"could not save {target}: {error}; {safe}. Free some space or mend the folder, then go on with --resume"
+        ) from error
+    if world.main:
+        for iteration in available(folder)[:-keep]:
+            shutil.rmtree(path_of(folder, iteration))
+    return target
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _write_tensors(folder: Path, checkpoint: Checkpoint, world: World) -> tuple[str, dict, dict[str, Rows]]:
+    """This process's file: its name, its fingerprint, the rows in it. The first process writes what is not split."""
+    from safetensors.torch import save_file
+
+    name = "state.safetensors" if world.size == 1 else f"state-{world.rank:05d}.safetensors"
+    rows = {key: (first, last) for key, (first, last) in checkpoint.rows.items() if first < last}
+    chosen = [key for key in checkpoint.tensors if key in rows or (world.main and key not in checkpoint.rows)]
+    save_file({key: checkpoint.tensors[key].detach().cpu().contiguous() for key in chosen}, folder / name)
+    fsync(folder / name)
+    return name, _fingerprint(folder / name), rows
+
+
+def _complete(temporary: Path, target: Path, checkpoint: Checkpoint, parts: list[tuple[str, dict, dict]]) -> None:
+    """Add the plain data and the manifest, then give the folder its name."""
+    plain = {"format": FORMAT, "iteration": checkpoint.iteration} | checkpoint.state
+    if checkpoint.rows:
+        plain["rows"] = {name: rows for name, _, rows in parts}
+    (temporary / STATE).write_text(json.dumps(plain, indent=1))
+    manifest = {name: fingerprint for name, fingerprint, _ in parts} | {STATE: _fingerprint(temporary / STATE)}
+    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    for name in (STATE, "manifest.json"):
+        fsync(temporary / name)
+    fsync(temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(temporary, target)
+    fsync(target.parent)
+
+
+def load(
+    folder: Path,
+    iteration: int,
+    wanted: Callable[[str], Rows | None] = lambda name: None,
+    verify: slice = slice(None),
+) -> Checkpoint:
+    """Read and verify a checkpoint.
+
+    Args:
+        folder: of all checkpoints.
+        iteration: which.
+        wanted: the rows to read of a tensor, which may lie in several files; None is all of it.
+        verify: which files of tensors to hash, where several processes share that work.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or changed.
+    """
+    source = path_of(folder, iteration)
+    others = [i for i in available(folder) if i < iteration]
+    remedy = f"delete {source} to go on from " + (f"iteration {others[-1]}" if others else "the start")
+    try:
+        manifest = json.loads((source / "manifest.json").read_text(encoding="utf-8"))
+        files = sorted(name for name in manifest if _TENSORS.fullmatch(name))
+        for name in (STATE, *files[verify]):
+            if _fingerprint(source / name) != manifest[name]:
+                raise CheckpointError(f"checkpoint {source / name} is truncated or was changed; {remedy}")
+        state = json.loads((source / STATE).read_text())
+        index = state.pop("rows", {})
+        if not files or index.keys() - set(files):
+            raise KeyError("the manifest leaves out a file of tensors")
+        if state.pop("format") != FORMAT:
+            raise CheckpointError(f"checkpoint {source} was written by another version of flowrl; {remedy}")
+        return Checkpoint(state.pop("iteration"), _read(source, files, index, wanted), state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {source} is damaged ({type(error).__name__}: {error}); {remedy}") from error
+
+
+def _read(
+    source: Path, files: list[str], index: dict[str, dict[str, Rows]], wanted: Callable[[str], Rows | None]
+) -> dict[str, Tensor]:
+    """The tensors of all files, of each the rows that are wanted."""
+    pieces: dict[str, list[Tensor]] = {}
+    for file in files:
+        with safe_open(source / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no dict
+                part = opened.get_slice(name)
+                shape, rows = part.get_shape(), wanted(name)
+                if rows is None or not shape:
+                    piece = opened.get_tensor(name)
+                else:
+                    first, last = index.get(file, {}).get(name, (0, shape[0]))
+                    low, high = (min(max(row, first), last) - first for row in rows)
+                    piece = part[low:high]
+                pieces.setdefault(name, []).append(piece)
+    return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in pieces.items()}
+
+
+def _fingerprint(file: Path) -> dict:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What a killed run has left half written in its folder: files and folders under the temporary names of writers."""
+    # Longest first: the folder of a checkpoint goes after what is in it.
+    for path in sorted(folder.rglob(".*"), reverse=True):
+        if not _TEMPORARY.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,370 @@
+"""The first half of an iteration: prompts, samples, pictures, scores, and a look at a larger pool where asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.core.console import Progress, log
+from flowrl.core.errors import Abandoned
+from flowrl.core.types import Condition, Edges, SampleId, Samples
+from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.credit.tree_credit import log_probs_on_ways
+from flowrl.data.prompts import Prompt, PromptSource, identity
+from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.schedules import Schedule
+from flowrl.models.base import decoded
+from flowrl.rollout.exploration import choose, fidelity
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.preview import Preview
+from flowrl.rollout.trajectories import Rollout
+from flowrl.run.assembly import Parts
+from flowrl.scoring.overlap import Ahead
+from flowrl.scoring.scorer import Scores
+from flowrl.training.dead_groups import DeadGroups
+from flowrl.training.divergence import Health
+from flowrl.training.metrics import Sums, Timer
+from flowrl.training.noise_batches import numbers_of
+from flowrl.training.signals import NEVER, Stop
+from flowrl.training.world import World, largest_shard, shard
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """This process's part of a group of samples for every prompt."""
+
+    ids: list[SampleId]
+    samples: Samples
+    edges: Edges
+    cond: Condition
+    rows: Tensor
+    """Row of `cond` of each sample, [B]."""
+    images: Tensor
+    scores: Scores
+
+
+class Collector:
+    """Makes the rollouts of a run.
+
+    Args:
+        parts: of the run.
+        stop: whether to leave off.
+        training: False leaves out what only rollouts need.
+
+    Raises:
+        ModelError: exploration wants a copy of the network that cannot be made.
+    """
+
+    def __init__(self, parts: Parts, stop: Stop = NEVER, *, training: bool = True) -> None:
+        self.parts, self.stop = parts, stop
+        self.config, self.world = parts.resolved.run, parts.world
+        self.evaluations = parts.learner.evaluations
+        assert parts.scorer is not None
+        assert isinstance(parts.source, PromptSource)
+        self.scorer, self.source = parts.scorer, parts.source
+        self.weights = torch.tensor([e.weight for e in self.scorer.entries])
+        self.dead_groups = DeadGroups(self.scorer.entries)
+        self.options = self.config.rollout.exploration
+        self.explores, self.fidelity = self.options is not None, None
+        if self.options is not None and training:
+            self.preview = Preview(parts.adapter, self.options.network, self.evaluations.watch)
+
+    def collect(self, iteration: int, timer: Timer, sums: Sums) -> Rollout:
+        """The rollout of an iteration; prompts that the method is done with are drawn no more.
+
+        Raises:
+            Abandoned, Diverged, RewardError: on all processes; what was drawn is lost.
+            Elsewhere: another process failed otherwise.
+        """
+        parts, config = self.parts, self.config
+        numbers = self.source.draw(iteration)
+        prompts = [self.source.prompts[k] for k in numbers]
+        plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
+        noise = self.noise(iteration)
+        maps, laws, before = None, None, self.evaluations.rows
+        looked: tuple[Tensor, Tensor] | None = None
+        with parts.weights.using(parts.algorithm.behaviour):
+            if parts.learned is not None:
+                laws = numbers_of(parts.learned, prompts)
+                noise = dataclasses.replace(noise, laws=parts.learned.drawn_from(laws))
+            if self.explores:
+                looked = self._explore(iteration, prompts, noise, timer)
+                noise = dataclasses.replace(noise, chosen=looked[0])
+                sums.add("nfe/explore", self.evaluations.rows - before, self._own(len(prompts)))
+                before = self.evaluations.rows
+            text = f"iteration {iteration}: sampling"
+            found = self._draw(text, prompts, config.rollout.group_size, plan, noise, timer, self._recorded())
+        if parts.maps is not None:
+            with timer.phase("maps"):
+                maps = parts.maps(found.images)
+        sums.add("nfe/rollout", self.evaluations.rows - before, len(found.rows))
+        rewards, raw = self._gather(found, len(prompts), config.rollout.group_size)
+        if looked is not None:
+            self._report(*looked, aggregate(rewards, self.weights), sums)
+        gone = parts.algorithm.retired(rewards, self.weights)
+        self.source.retire(iteration, [k for k, done in zip(numbers, gone.tolist(), strict=True) if done])
+        spread = _group_spread(found.images, found.rows)
+        initial = None if laws is None else noise.initial(found.ids)
+        drawn = (found.samples, found.edges, found.cond, found.rows)
+        known, paths = tuple(identity(p) for p in prompts), self._paths(found, plan, rewards)
+        return Rollout(plan, *drawn, rewards, raw, spread, maps, initial, laws, known, paths)
+
+    def _paths(self, found: Draw, plan: StepPlan, rewards: Tensor) -> Tensor | None:
+        """Everybody's log-probs along the ways of a tree, [P, G, K], where credit asks for them."""
+        if plan.tree is None or not self.parts.algorithm.weighs_paths:
+            return None
+        own = log_probs_on_ways(found.edges, found.ids, plan)
+        return by_identity(self.world, found.ids, own, *rewards.shape[1:]).permute(1, 2, 0)
+
+    def noise(self, iteration: int) -> Noise:
+        """Of an iteration's rollout."""
+        shape, rollout = self.parts.adapter.latent_shape(), self.config.rollout
+        return Noise(self.config.seed, "rollout", iteration, shape, rollout.shared_noise)
+
+    def _own(self, prompts: int) -> int:
+        return len(shard(prompts, self.config.rollout.group_size, self.world.rank, self.world.size))
+
+    def _recorded(self) -> dict[str, Any]:
+        """What a rollout keeps of its steps, for a method on them."""
+        algorithm: Any = self.parts.algorithm
+        if algorithm.needs != "edges":
+            return {}
+        return {"form": algorithm.log_prob_form(self.parts.sampler), "columns": algorithm.columns}
+
+    # ---- one draw
+
+    def _draw(
+        self,
+        text: str,
+        prompts: Sequence[Prompt],
+        group: int,
+        plan: StepPlan,
+        noise: Noise,
+        timer: Timer,
+        recorded: dict[str, Any],
+        batch_size: int | None = None,
+    ) -> Draw:
+        """`group` samples of each prompt, decoded and scored; this process's share of them.
+
+        Raises:
+            Abandoned, Diverged, RewardError: on all processes.
+            Elsewhere: another process failed otherwise.
+        """
+        parts, world, size = self.parts, self.world, batch_size or self.config.rollout.batch_size
+        own = [SampleId(*pair) for pair in shard(len(prompts), group, world.rank, world.size, plan.leaves)]
+        slots, rows = slots_and_rows(own)
+        bar, health = Progress(len(own), text, show=world.main), Health()
+        asked = [prompts[i.slot] for i in own]
+        ahead, pictures = Ahead(self.scorer, [p.text for p in asked], [p.metadata for p in asked]), list[Tensor]()
+
+        def decode(start: int, x0: Tensor) -> None:
+            with timer.phase("decode"):
+                made = decoded(parts.adapter, x0.to(world.device), cond, rows[start : start + len(x0)]).cpu()
+                pictures.append(health.seen(x0, made))
+            # Of a sharded network every forward needs all processes: what a reward raises must wait.
+            ahead.add(pictures[-1], early=not parts.sharded)
+
+        def sample() -> tuple[Samples, Edges]:
+            with timer.phase("rollout"):
+                # Without a reward that scores beside sampling, the VAE waits for the end.
+                further = recorded | ({"finished": decode} if ahead else {}) | {"stop": self.stop.in_step}
+                whole = (len(prompts), group)
+                return drawn_in_step(parts, plan, noise, own, cond, rows, bar.update, whole, size, **further)
+
+        def score(drawn: tuple[Samples, Edges] | None) -> Draw:
+            samples, edges = drawn or sample()
+            if not ahead:
+                for start in range(0, len(own), size):
+                    if self.stop.here():
+                        raise Abandoned
+                    decode(start, samples.x0[start : start + size])
+            self._require_finite(health, noise.iteration or 0)
+            with timer.phase("reward"):
+                images = torch.cat(pictures)
+                pictures.clear()  # a reward gets a copy: there are never three
+                return Draw(own, samples, edges, cond, rows, images, ahead.scores(images))
+
+        try:
+            with timer.phase("text"):
+                cond = parts.texts.lookup([prompts[slot] for slot in slots])
+            # The forwards of a network that is split are no work of one process alone.
+            drawn = sample() if parts.sharded else None
+            return world.in_step(partial(score, drawn))
+        finally:
+            ahead.close()
+            bar.close()
+
+    def _require_finite(self, health: Health, iteration: int) -> None:
+        """Raise Diverged where most samples are not finite; a few are told of, and have no score."""
+        if health.diverged:
+            why = self.parts.learner.remedy(trained=iteration > 1, in_decoder=health.in_decoder)
+            raise health.error(f"since iteration {iteration}", why)
+        if health.spoiled:
+            log.warning("%s; they have no score", health.told(f"in iteration {iteration}"))
+
+    def _gather(self, found: Draw, prompts: int, group: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Everybody's scores by identity: [R, P, G] and name -> [P, G]."""
+        names, count = list(found.scores.raw), len(found.scores.values)
+        values = torch.cat([found.scores.values, *(found.scores.raw[name][None] for name in names)])
+        table = by_identity(self.world, found.ids, values, prompts, group)
+        return table[:count], dict(zip(names, table[count:], strict=True))
+
+    def told(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
+        """What an iteration's row says of its samples."""
+        total = rollout.rewards.nan_to_num().mul(self.weights[:, None, None]).sum(0)
+        row: dict[str, Any] = {"reward/total_mean": float(total[credit.valid].mean())}
+        for name, table in rollout.raw.items():
+            scored = table[table.isfinite()]
+            row[f"reward/{name}_mean"] = float(scored.mean()) if len(scored) else math.nan
+        row["reward/group_std"] = float(total.std(dim=1, correction=0).mean())
+        row["reward/masked"] = int((~credit.valid).sum())
+        counted = self.world.gather(self.scorer.take_counts())
+        row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
+        row["advantage/dead_group_share"] = float(credit.dead.float().mean())
+        text = self.dead_groups.look(rollout, credit)
+        if text is not None and self.world.main:
+            log.warning("%s", text)
+        row["sample/group_spread"] = rollout.spread
+        return row
+
+    @property
+    def exhausted(self) -> bool:
+        """Every prompt is retired."""
+        return self.source.exhausted
+
+    # ---- exploration
+
+    def _explore(self, iteration: int, prompts: Sequence[Prompt], noise: Noise, timer: Timer) -> tuple[Tensor, Tensor]:
+        """(chosen candidates [P, G], scores of the first look [P, N])."""
+        options, group, seed = self.options, self.config.rollout.group_size, self.config.seed
+        assert options is not None
+        with timer.phase("explore"):
+            scores = self.look(iteration, prompts, noise)
+        if self.fidelity is None and options.check_prompts:
+            self._check(iteration, prompts[: options.check_prompts], noise, scores)
+        if not self.explores:  # the check has just ended it
+            return torch.arange(group).expand(len(prompts), group), scores
+        return choose(scores, group, options.select, (seed, iteration)), scores
+
+    def look(self, iteration: int, prompts: Sequence[Prompt], noise: Noise) -> Tensor:
+        """Scores of every candidate by the first look, [P, N]."""
+        options, parts = self.options, self.parts
+        assert options is not None
+        grid = parts.adapter.schedule(options.num_inference_steps or self.config.rollout.num_inference_steps)
+        self.preview.follow()
+        with self.preview.using():
+            return self._pool(grid, iteration, prompts, noise, options.batch_size)
+
+    def truth(self, iteration: int, prompts: Sequence[Prompt], noise: Noise) -> Tensor:
+        """Scores of every candidate drawn in full, [P, N]."""
+        return self._pool(self.parts.schedule, iteration, prompts, noise, None)
+
+    def _pool(
+        self, grid: Schedule, iteration: int, prompts: Sequence[Prompt], noise: Noise, batch_size: int | None
+    ) -> Tensor:
+        assert self.options is not None
+        plan = self.parts.algorithm.plan(grid, self.parts.sampler, iteration, self.config.seed)
+        pool, text = self.options.pool, f"iteration {iteration}: exploring"
+        found = self._draw(text, prompts, pool, plan, noise, Timer(), {}, batch_size)
+        return aggregate(self._gather(found, len(prompts), pool)[0], self.weights)
+
+    def _check(self, iteration: int, prompts: Sequence[Prompt], noise: Noise, scores: Tensor) -> None:
+        """Draw the whole pool of some prompts in full: does the first look rank it alike?"""
+        options = self.options
+        assert options is not None
+        truth = self.truth(iteration, prompts, noise)
+        found = fidelity(scores[: len(prompts)], truth, self.config.rollout.group_size)
+        self.fidelity = dataclasses.asdict(found)
+        log.info("exploration: %s", found)
+        if found.prompts and not found.hit_rate >= options.least_hit_rate:
+            self.explores = False
+            log.warning(
+                "exploration finds %.0f %% of the best and worst candidates, less than the %.0f %% of "
+                "rollout.exploration.least_hit_rate: the run goes on without it; give the first look more steps",
+                100 * found.hit_rate,
+                100 * options.least_hit_rate,
+            )
+
+    def _report(self, chosen: Tensor, looked: Tensor, drawn: Tensor, sums: Sums) -> None:
+        """How the scores of the chosen agree, which is less than over the pool: they are extremes."""
+        if not self.world.main:
+            return
+        found = fidelity(looked.gather(1, chosen), drawn, chosen.shape[1])
+        if found.prompts:
+            sums.add("exploration/rank_correlation", found.spearman)
+        sums.add("exploration/first_look", float(looked.nanmean()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"explores": self.explores, "fidelity": self.fidelity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.explores, self.fidelity = state["explores"] and self.options is not None, state["fidelity"]
+
+
+def _group_spread(images: Tensor, rows: Tensor) -> float:
+    """Mean over prompts of the std of pixels over the group's samples; near 0 means collapse."""
+    spreads = [images[rows == row].std(dim=0, correction=0).mean() for row in rows.unique()]
+    return float(torch.stack(spreads).mean())
+
+
+def slots_and_rows(ids: Sequence[SampleId]) -> tuple[list[int], Tensor]:
+    """(slots of B samples, ascending; row of its slot among them for each sample [B])."""
+    slots = sorted({i.slot for i in ids})
+    return slots, torch.tensor([slots.index(i.slot) for i in ids], dtype=torch.int64)
+
+
+def by_identity(world: World, ids: Sequence[SampleId], values: Tensor, prompts: int, group: int) -> Tensor:
+    """Everybody's numbers [K, B] of their own samples as one table [K, P, G]; NaN where nobody has the sample."""
+    table = torch.full((len(values), prompts, group), torch.nan)
+    for own, part in world.gather((list(ids), values)):
+        slot, sample = torch.tensor([[i.slot, i.sample] for i in own], dtype=torch.int64).reshape(-1, 2).T
+        table[:, slot, sample] = part
+    return table
+
+
+def drawn_in_step(
+    parts: Parts,
+    plan: StepPlan,
+    noise: Noise,
+    ids: Sequence[SampleId],
+    cond: Condition,
+    rows: Tensor,
+    watch: Callable[[int], None],
+    whole: tuple[int, int],
+    batch_size: int | None = None,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    **further: Any,
+) -> tuple[Samples, Edges]:
+    """`rollout.run`, and of a sharded network as many batches as the longest share of the processes has.
+
+    Args:
+        parts: of the run.
+        plan: the denoising steps.
+        noise: keyed noise.
+        ids: this process's samples.
+        cond: conditions of their prompts.
+        rows: row of `cond` of each of them.
+        watch: called with the number of samples just finished, after every batch.
+        whole: prompts and samples of each, over all processes.
+        batch_size: null takes the rollout's.
+        stop: asked before every forward.
+        further: options of `run`.
+    """
+    size, leaves = batch_size or parts.resolved.run.rollout.batch_size, plan.leaves
+    options = {"batch_size": size, "device": parts.world.device}
+    found = run(parts.policy, plan, noise, ids, cond, rows, progress=watch, **options, **further, stop=stop)
+    together = plan.drawn_together(size)
+    idle = math.ceil(largest_shard(*whole, parts.world.size, leaves) / together) - math.ceil(len(ids) / together)
+    for _ in range(idle if parts.sharded else 0):
+        with parts.learner.evaluations.uncounted():
+            run(parts.policy, plan, noise, ids[:leaves], cond, rows[:leaves], **options, stop=stop)
+    return found

@@ -1,0 +1,144 @@
+"""How a run ends before its end: what is saved, and what its folder and the terminal say of it."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from flowrl.core.console import journal, log
+from flowrl.core.errors import Abandoned, Fault, described, exited
+from flowrl.core.status import SUMMARY
+from flowrl.run.folder import RunFolder
+from flowrl.run.launch import ask_for_time, command_line
+from flowrl.run.state import Clock, Saver, is_split
+from flowrl.training.signals import Signals
+from flowrl.training.world import World
+
+
+def resuming() -> str:
+    """The command that goes on."""
+    command = command_line()
+    return command if "--resume" in command.split() else f"{command} --resume"
+
+
+class Ending:
+    """Leaves a run.
+
+    Args:
+        folder: of the run, which is open.
+        world: the processes.
+        signals: those that have come.
+        clock: of the run.
+        start: the iteration that it went on from; 0: the beginning.
+        planned: iterations.
+    """
+
+    def __init__(
+        self, folder: RunFolder, world: World, signals: Signals, clock: Clock, *, start: int, planned: int
+    ) -> None:
+        self.folder, self.world, self.signals, self.clock = folder, world, signals, clock
+        self.start, self.planned = start, planned
+        self.saver: Saver | None = None
+        """Of the session, as soon as there is one."""
+
+    @property
+    def iteration(self) -> int:
+        """The last finished one."""
+        return self.start if self.saver is None else max(self.start, self.saver.session.iteration)
+
+    def begin(self) -> None:
+        """A run that is killed before its first evaluation has a summary too."""
+        if self.world.main and not (self.folder.path / SUMMARY).is_file():
+            self.folder.write_json(SUMMARY, {"status": "running", "iterations": 0})
+
+    def leave(self, error: BaseException) -> BaseException:
+        """Save the last finished iteration, say in the folder how the run ended, and return what to leave with.
+
+        Args:
+            error: what ends it: `Abandoned` after a signal, or a failure on this process or on all of them.
+        """
+        if isinstance(error, Abandoned):
+            return self._stop()
+        last = exited(error) if isinstance(error, SystemExit) else error
+        try:
+            note = self._rescue(last, self._shared(error))
+        except Exception as second:  # the first failure is the one to tell
+            note = f"the end of iteration {self.iteration} could not be saved: {second}"
+        self._tell(last, note)
+        return last
+
+    def _stop(self) -> BaseException:
+        stopped = self.signals.stopped(self.world)
+        try:
+            note = self._rescue(stopped, agreed=True)
+        except Exception as error:  # what was to be saved is lost: no clean stop
+            self._tell(error, "")
+            return error
+        if self.world.main:
+            log.info("stopped after iteration %d; go on with the same command and --resume", self.iteration)
+            self._write("stopped", f"signal {stopped.number}", note)
+        return stopped
+
+    def _rescue(self, error: BaseException, agreed: bool) -> str:
+        """Save the last finished iteration if that is possible; what came of it.
+
+        `agreed`: every process does this now. Else the first one does what it can alone: its weights are everybody's
+        unless they are split.
+        """
+        done, saver = self.iteration, self.saver
+        if saver is None or done <= self.start or saver.attempted == done:
+            return ""
+        session = saver.session
+        if not session.between_updates:
+            return f"iteration {done + 1} failed in its update: the last checkpoint is the newest state"
+        diverged = isinstance(error, Fault) and error.status == "diverged"
+        values = session.weights.values.values()
+        if diverged and agreed and self.world.any(not all(bool(torch.isfinite(value).all()) for value in values)):
+            return f"the weights after iteration {done} are not finite and were not saved"
+        if agreed:
+            saver.save()
+        elif self.world.main and not is_split(session):
+            ask_for_time()
+            saver.save(alone=True)
+        else:
+            return ""
+        return f"iteration {done} is saved"
+
+    def _shared(self, error: BaseException) -> bool:
+        """Whether all processes leave with an error, or with what it explains."""
+        return any(each is not None and self.world.shares(each) for each in (error, error.__cause__))
+
+    def _tell(self, error: BaseException, note: str) -> None:
+        """The failure in train.log, in summary.json and, where nobody else tells it, on the screen."""
+        world, text = self.world, str(error) if isinstance(error, Fault) else described(error)
+        if world.main:
+            journal.error("%s", text)  # the command line prints what the first process leaves with
+        elif not self._shared(error) and not (isinstance(error, Fault) and error.of_one_process):
+            log.error("process %d: %s", world.rank, text)
+        journal.debug("the traceback of it", exc_info=error)
+        if not world.main:
+            return
+        if note:
+            log.info("%s", note)
+        status = error.status if isinstance(error, Fault) else Fault.status
+        if self.iteration:
+            planned = self.planned
+            log.info("%s after iteration %d of %d; go on with: %s", status, self.iteration, planned, resuming())
+        try:
+            self._write(status, text, note)
+        except OSError as full:
+            log.warning("%s cannot be written: %s", self.folder.path / SUMMARY, full)
+
+    def _write(self, status: str, reason: str, note: str) -> None:
+        """`summary.json`: what there is of it stays, with how the run ended, where, and how it goes on."""
+        try:
+            known = json.loads((self.folder.path / SUMMARY).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # there is none yet, or it is to be written anew
+            known = {}
+        known = known if isinstance(known, dict) else {}
+        if known.get("status") == "finished":
+            return  # whatever was to come after the end, it has not begun
+        ended = {"status": status, "reason": reason, "iterations": self.iteration, "command": resuming()}
+        ended |= {"saved": note} if note else {}
+        self.folder.write_json(SUMMARY, known | ended | {"seconds": round(self.clock.seconds, 1)})

@@ -1,0 +1,204 @@
+"""The run folder: who may write to it, what it was started with, where it stands."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowrl.config.locate import Origin, located
+from flowrl.config.resolved import Resolved
+from flowrl.config.retired import as_it_was
+from flowrl.config.schema import RunConfig
+from flowrl.core import contents
+from flowrl.core.contents import Input
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import damaged, of_evaluation, read_object, write_atomically
+from flowrl.core.strict import Options
+from flowrl.core.versions import versions
+from flowrl.evaluation.held_out import splits
+from flowrl.run import checkpoint, inputs
+from flowrl.run.metrics_file import MetricsFile
+
+# Other batches of the same samples, with the same noise: for a run that was short of memory.
+BATCHES = (
+    *("rollout.batch_size", "optim.batch_size", "eval.batch_size", "model.gradient_checkpointing"),
+    *("model.memory.vae_slicing", "model.memory.group_offload"),
+)
+# A resumed run may be longer, save more often, lie elsewhere or on other processes, or bear more broken pictures;
+# anything else would make it another run.
+_MAY_CHANGE = ("iterations", "checkpoint", "name", "output", "model.shard", "data.pair_options.max_broken", *BATCHES)
+
+
+class RunFolder:
+    """`<output>/<name>`; one writer at a time."""
+
+    def __init__(self, path: Path, key: str = "output") -> None:
+        self.path, self.key = path, key
+        self.metrics = MetricsFile(path / "metrics.jsonl")
+        self.checkpoints = path / "checkpoints"
+        self._lock: int | None = None
+
+    def lock(self, wait_s: float = 5.0) -> int:
+        """Hold the folder until every process that inherited the returned descriptor has ended.
+
+        Raises:
+            ConfigError: not writable, or another run is using it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            probe = self.path / ".writable"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.key}: the run folder {self.path} cannot be written ({error.strerror}); choose another place"
+            ) from None
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise ConfigError(
+                        f"the run folder {self.path} is in use by another process; wait for it, or choose another name"
+                    ) from None
+                time.sleep(0.1)
+        self._lock = descriptor
+        return descriptor
+
+    def try_lock(self) -> bool:
+        """Hold the folder if it can be written and nobody else holds it."""
+        try:
+            self.lock(0.0)
+        except ConfigError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def begin(self, resolved: Resolved, resume: bool, accept: bool = False) -> int:
+        """Make the folder ready and return the iteration to go on from (0: the start).
+
+        `accept` goes on where files of the user have other contents than the run was started with.
+
+        Raises:
+            ConfigError: it already holds a run, or one with another configuration or other contents of files.
+        """
+        tree, file = resolved.tree(), self.path / "config.yaml"
+        saved = checkpoint.available(self.checkpoints)
+        # An evaluation is a part of a run too: that of the base comes before the first row.
+        started = bool(saved or self.metrics.rows() or any((self.path / "eval").glob("*.json")))
+        now = inputs.collect(resolved)
+        record = contents.read(self.path) if started else None
+        if file.is_file() and started:
+            # Older run folders have paths relative to the working directory.
+            old = as_it_was(yaml.safe_load(file.read_text(encoding="utf-8")), file)
+            old, same = located(RunConfig, old, Origin(Path.cwd())), copy.deepcopy(tree)
+            # Where no prompts are split off, the share says nothing.
+            may_change = _MAY_CHANGE if splits(resolved) else (*_MAY_CHANGE, "data.eval_share")
+            inputs.alike(old, same, record, now)
+            changed = differences(old, same, may_change)
+            if changed:
+                raise ConfigError(
+                    f"the run folder {self.path} holds a run with another configuration: {'; '.join(changed)}. "
+                    "Choose another name, or use the old values to resume it"
+                )
+            if not resume:
+                raise ConfigError(
+                    f"the run folder {self.path} already holds this run; add --resume to go on, or choose another name"
+                )
+        start = saved[-1] if resume and saved else 0
+        if started and record is None:
+            contents.say("%s has no %s: what its files held before is not known", self.path, contents.FILE)
+        inputs.update(self.path, record, now, start, accept)
+        write_atomically(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+        return start
+
+    def agree_on_sets(self, found: Sequence[Input], start: int, accept: bool) -> None:
+        """The same for sets, whose contents are known when they have been scanned.
+
+        Raises:
+            ConfigError: another set than the run was started with.
+        """
+        inputs.update(self.path, contents.read(self.path), found, start, accept)
+
+    def forget_after(self, iteration: int) -> None:
+        """Drop metrics and evaluations past a checkpoint; they will be made again.
+
+        Raises:
+            ConfigError: one of the files is damaged.
+        """
+        self.metrics.truncate(iteration)
+        for file in (self.path / "eval").glob("*.json"):
+            found = read_object(file, of_evaluation(file)).get("iteration")
+            if not isinstance(found, int):
+                raise damaged(file, KeyError("iteration"), of_evaluation(file))
+            if found > iteration:
+                file.unlink()
+
+    def write_json(self, name: str, value: Any) -> None:
+        write_atomically(self.path / name, json.dumps(_plain(value), indent=1) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """NaN is not JSON."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, float) and value != value:
+        return None
+    return value
+
+
+def differences(old: Options, new: Options, may_change: Sequence[str] = _MAY_CHANGE, prefix: str = "") -> list[str]:
+    """ "key was 1, now 2" of every value of two trees that is not the same; of `may_change` nothing is said."""
+    found = []
+    for key in sorted(set(old) | set(new)):
+        place = f"{prefix}{key}"
+        a, b = old.get(key), new.get(key)
+        if a == b or place in may_change:
+            continue
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, may_change, f"{place}.")
+        else:
+            found.append(f"{place} was {a!r}, now {b!r}")
+    return found
+
+
+def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any]:
+    """Who, where and with what: for `provenance.json`."""
+    import torch
+
+    root = Path(__file__).resolve().parents[2]
+    git = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    dirty = subprocess.run(
+        ["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False
+    )
+    commit = git.stdout.strip() or "not a git checkout"
+    return versions() | {
+        "commit": commit + (" with uncommitted changes" if git.returncode == 0 and dirty.stdout.strip() else ""),
+        "command": " ".join(["flowrl", *sys.argv[1:]]),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
+        "processes": processes,
+        "threads_per_process": torch.get_num_threads(),
+        "seed": resolved.run.seed,
+        "rewards": ", ".join(f"{plan.label} x {plan.entry.weight}" for plan in resolved.rewards),
+        "levels": {"algorithm": getattr(resolved.algorithm.build(), "level", "experimental")},
+    }

@@ -1,0 +1,232 @@
+"""The first half of an iteration for methods on given pictures, and what the network prefers of held-out pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.core.console import Progress
+from flowrl.core.errors import Abandoned
+from flowrl.core.types import Condition, SampleId, Samples, no_edges
+from flowrl.credit.advantages import Advantages
+from flowrl.data.given_samples import PAIR, Given, Latents, Look, Slot, latents_of, slot_of
+from flowrl.data.labels import LabelledSource
+from flowrl.diffusion.plan import deterministic
+from flowrl.evaluation.evaluator import Agreement
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.trajectories import Rollout
+from flowrl.run.assembly import Parts
+from flowrl.run.collector import by_identity, drawn_in_step, slots_and_rows
+from flowrl.training.metrics import Sums, Timer
+from flowrl.training.sample_batches import Noising
+from flowrl.training.signals import NEVER, Stop
+from flowrl.training.world import shard
+
+_DRAWS = 4
+"""Noisings of a held-out pair whose margins are averaged: the sign of a single one is noisy."""
+_CHUNK = 64
+"""Held-out pairs whose conditions are in memory at once."""
+
+
+class PairCollector:
+    """Makes the rollouts of a run from given pictures; what a slot lacks the network draws.
+
+    Args:
+        parts: of the run.
+        stop: whether to leave off.
+    """
+
+    exhausted = False
+
+    def __init__(self, parts: Parts, stop: Stop = NEVER) -> None:
+        assert parts.given is not None
+        self.parts, self.given, self.stop = parts, parts.given, stop
+        self.config, self.world = parts.resolved.run, parts.world
+        self.weights = torch.ones(1)
+        self.evaluations = parts.learner.evaluations
+
+    def collect(self, iteration: int, timer: Timer, sums: Sums) -> Rollout:
+        """The rollout of an iteration.
+
+        Raises:
+            Abandoned: on all processes.
+            Elsewhere: another process failed.
+            TooManyLost: too many pictures cannot be read.
+        """
+        parts, config, given = self.parts, self.config, self.given
+        numbers, size = given.source.draw(iteration), len(given.members)
+        plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
+        own = [SampleId(*pair) for pair in shard(len(numbers), size, self.world.rank, self.world.size)]
+        slots, rows = slots_and_rows(own)
+        look = Look(config.data, config.seed, iteration)
+
+        def prepare() -> tuple[Latents, Condition]:
+            with timer.phase("pictures"):
+                read, size = partial(_read, given, numbers), config.rollout.batch_size
+                found = latents_of(read, own, parts.adapter, batch_size=size, look=look, stop=self.stop.here)
+            with timer.phase("text"):
+                return found, parts.texts.lookup([look.caption(slot, found.texts[slot]) for slot in slots])
+
+        found, cond = self.world.in_step(prepare)
+        x0 = found.x0
+        if "drawn" in given.members:
+            complete = partial(self._completed, plan, found, own, cond, rows, iteration, timer, sums)
+            x0 = complete() if parts.sharded else self.world.in_step(complete)
+        rewards = by_identity(self.world, own, found.rewards[None], len(numbers), size)
+        given.require_readable(int(rewards[0].isnan().any(dim=1).sum()), len(numbers))
+        samples = Samples(x0, tuple(own))
+        return Rollout(plan, samples, no_edges(samples), cond, rows, rewards, {}, math.nan)
+
+    def _completed(
+        self,
+        plan: Any,
+        found: Latents,
+        own: Sequence[SampleId],
+        cond: Condition,
+        rows: Tensor,
+        iteration: int,
+        timer: Timer,
+        sums: Sums,
+    ) -> Tensor:
+        """The latents with those that the method's behaviour network draws."""
+        parts, place = self.parts, self.given.members.index("drawn")
+        mine = torch.tensor([row for row, i in enumerate(own) if i.sample == place], dtype=torch.int64)
+        noise = Noise(self.config.seed, "rollout", iteration, parts.adapter.latent_shape())
+        bar = Progress(len(mine), f"iteration {iteration}: sampling", show=self.world.main)
+        before = self.evaluations.rows
+        try:
+            with timer.phase("rollout"), parts.weights.using(parts.algorithm.behaviour):
+                # A slot has one drawn sample: as many batches are made elsewhere as for groups of one.
+                ids, each = [own[row] for row in mine.tolist()], (self.parts.resolved.slots, 1)
+                drawn, _ = drawn_in_step(
+                    parts, plan, noise, ids, cond, rows[mine], bar.update, each, stop=self.stop.in_step
+                )
+        finally:
+            bar.close()
+        sums.add("nfe/rollout", self.evaluations.rows - before, len(mine))
+        return found.x0.index_copy(0, mine, drawn.x0)
+
+    def told(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
+        """What an iteration's row says of its data."""
+        return {"pairs/unreadable": int(credit.dead.sum())} | self._epochs()
+
+    def _epochs(self) -> dict[str, float]:
+        """Share of the set that an iteration draws; of labelled pictures each class has its own epochs."""
+        count, source = self.config.data.pairs_per_iteration, self.given.source
+        if not isinstance(source, LabelledSource):
+            return {"pairs/epochs_per_iteration": count / len(self.given.records)}
+        return {
+            f"pairs/{word}_epochs_per_iteration": count * share / len(source.classes[sign])
+            for word, sign, share in (("liked", 1, source.share), ("disliked", -1, 1 - source.share))
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+
+def _read(given: Given, numbers: Sequence[int], slot: int) -> Any:
+    return slot_of(given.records, numbers[slot], given.members)
+
+
+class HeldOutPairs:
+    """Whether the network prefers what the data prefer, on pairs that it does not learn from.
+
+    Times and noise are the same at every evaluation of a run: iterations of training count from 1, these below 0.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        assert parts.given is not None
+        self.parts, self.given, self.world = parts, parts.given, parts.world
+        run = parts.resolved.run
+        self.config = dataclasses.replace(run, optim=dataclasses.replace(run.optim, updates_per_iteration=1))
+        self.numbers = self.given.held_out_numbers
+        self.count = len(self.numbers)
+        low, high = (rank * self.count // self.world.size for rank in (self.world.rank, self.world.rank + 1))
+        self.own = range(low, high)
+        # A process without a pair shares in the forwards of a sharded network with one that it does not count.
+        self.slots = self.own or range(min(1, self.count))
+        self.latents: Latents | None = None
+
+    def __call__(self, stop: Stop = NEVER) -> Agreement:
+        """Of N pairs; with labels the mean of both pictures'.
+
+        Raises:
+            Abandoned: to be left off on some process; all of them raise.
+            Elsewhere: another process failed.
+        """
+        latents, ids = self.world.in_step(lambda: self._latents(stop)), self._ids(self.own)
+        rewards = by_identity(self.world, ids, latents.rewards[None, : len(ids)], self.count, len(PAIR))
+        credit = self.parts.algorithm.advantages(rewards, torch.ones(1))
+        starts = range(0, len(self.own), _CHUNK)
+        most = max(self.world.gather(len(starts)))
+
+        def judge() -> Tensor:
+            sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
+            for place in range(most if self.parts.sharded else len(starts)):
+                idle = place >= len(starts)
+                chunk = self.slots[:1] if idle else self.own[starts[place] : starts[place] + _CHUNK]
+                found = self._judged(chunk, latents, rewards, credit, stop)
+                sums += 0 if idle else found
+            return sums
+
+        sums = judge() if self.parts.sharded else self.world.in_step(judge)
+        total = torch.stack(self.world.gather(sums)).sum(dim=0).reshape(self.count, len(PAIR))
+        right = ((total > 0).double() + (total >= 0).double()).mean(dim=1) / 2
+        return Agreement(torch.where(credit.dead, torch.nan, right).numpy(), self._captions(latents))
+
+    def _captions(self, latents: Latents) -> np.ndarray:
+        """A number for each pair's caption, [N] int64."""
+        texts = {slot: text for part in self.world.gather(latents.texts) for slot, text in part.items()}
+        first: dict[str, int] = {}
+        return np.array([first.setdefault(texts[slot], slot) for slot in range(self.count)], dtype=np.int64)
+
+    def _ids(self, slots: Sequence[int]) -> list[SampleId]:
+        return [SampleId(slot, sample) for slot in slots for sample in range(len(PAIR))]
+
+    def _latents(self, stop: Stop) -> Latents:
+        """Of this process's pairs, encoded once."""
+        if self.latents is None:
+            records = self.given.held_out
+            assert records is not None
+            size = self.config.rollout.batch_size
+
+            def read(slot: int) -> Slot:
+                return slot_of(records, self.numbers[slot], PAIR)
+
+            ids = self._ids(self.slots)
+            self.latents = latents_of(read, ids, self.parts.adapter, batch_size=size, stop=stop.here)
+        return self.latents
+
+    @torch.no_grad()
+    def _judged(
+        self, slots: Sequence[int], latents: Latents, rewards: Tensor, credit: Advantages, stop: Stop
+    ) -> Tensor:
+        """Summed agreement of the samples of `slots`, by identity [2 N] float64."""
+        parts, algorithm = self.parts, self.parts.algorithm
+        ids, first = self._ids(slots), (slots[0] - self.slots[0]) * len(PAIR)
+        samples = Samples(latents.x0[first : first + len(ids)], tuple(ids))
+        cond = parts.texts.lookup([latents.texts[slot] for slot in slots])
+        rows, plan = slots_and_rows(ids)[1], deterministic(parts.schedule)
+        rollout = Rollout(plan, samples, no_edges(samples), cond, rows, rewards, {}, math.nan)
+        sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
+        learner = parts.learner
+        shared = (self.config, algorithm, learner.networks, self.world, learner.evaluations, rollout, credit)
+        for draw in range(1, _DRAWS + 1):
+            work = Noising(*shared, -draw, parts.schedule, sharded=parts.sharded)
+            for batch, counts in work.plain_batches(0):
+                if stop.in_step():
+                    raise Abandoned
+                found = algorithm.preferred(batch, learner.networks).cpu()
+                if counts:
+                    sums.index_add_(0, batch.sample.cpu(), found)
+        return sums

@@ -1,0 +1,79 @@
+"""`adapter/` of a run folder: the trained weights as a plain pipeline loads them, and of which iteration they are.
+
+It is written behind its checkpoint, so a kill or a full disk in between leaves an older one. `flowrl.json` beside the
+weights is written last and says which iteration they are of; where a checkpoint is newer, they are written anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flowrl.core.console import log
+from flowrl.core.files import write_atomically, writing
+from flowrl.core.strict import Options
+from flowrl.models.weights import Weights
+from flowrl.run import checkpoint
+from flowrl.run.folder import RunFolder
+
+FOLDER, STAMP = "adapter", "flowrl.json"
+
+
+def stamp(run: Path, iteration: int) -> None:
+    """Say of which iteration the weights are, which are whole."""
+    write_atomically(run / FOLDER / STAMP, json.dumps({"iteration": iteration}) + "\n")
+
+
+def outdated(run: Path) -> int | None:
+    """The newest checkpoint's iteration, if the weights are of an older one."""
+    saved = checkpoint.available(run / "checkpoints")
+    if not saved:
+        return None
+    try:
+        told = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))["iteration"]
+        current = told == saved[-1]
+    except (OSError, ValueError, KeyError, TypeError):  # none of an older run; a damaged one says nothing
+        current = _written(run / FOLDER) >= _written(checkpoint.path_of(run / "checkpoints", saved[-1]))
+    return None if current else saved[-1]
+
+
+def _written(folder: Path) -> float:
+    """When the last of its files was; 0 of no folder."""
+    return max((file.stat().st_mtime for file in folder.rglob("*") if file.is_file()), default=0.0)
+
+
+def tell(run: Path, iteration: int) -> None:
+    """Say what is about to be mended."""
+    log.warning("%s is older than the checkpoint of iteration %d; it is written anew", run / FOLDER, iteration)
+
+
+def renew(run: Path, iteration: int, tree: Options, adapter: Any, options: Any) -> None:
+    """Write the weights of a checkpoint.
+
+    Args:
+        run: the run folder.
+        iteration: of the checkpoint.
+        tree: the run's configuration.
+        adapter: its model, untouched; its network is changed.
+        options: of the model.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: the run is under way, or cannot be written.
+    """
+    tell(run, iteration)
+    found, folder = checkpoint.load(run / "checkpoints", iteration), RunFolder(run)
+    weights = Weights(adapter.network, options.lora, adapter.lora_targets, 0)
+    prefix = "weights/"
+    weights.load_state({k.removeprefix(prefix): v for k, v in found.tensors.items() if k.startswith(prefix)})
+    folder.lock()
+    try:
+        with (
+            weights.using("policy" if tree["optim"]["ema"] is None else "ema"),
+            writing(run / FOLDER, f"the checkpoint of iteration {iteration} is safe"),
+        ):
+            weights.save(run / FOLDER, type(adapter.pipeline))
+            stamp(run, iteration)
+    finally:
+        folder.unlock()

@@ -1,0 +1,220 @@
+"""Contents of the user's files are a part of a run: what they were, a copy of them, and what has changed since.
+
+A run folder's `inputs.json` names each file by the key of the configuration that led to it, with its SHA-256; code and
+lists of prompts lie beside it in `inputs/`. Of a preference set, which may be large, it has the scan's fingerprint with
+the names and sizes of its files. docs/files.md is what users see of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import shutil
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flowrl.config.resolved import Resolved
+from flowrl.core.assets import embedded_prompts
+from flowrl.core.contents import COPIES, FILE, Input, Kind, Record, file_of, fingerprint, require_same, say
+from flowrl.core.files import write_atomically
+from flowrl.core.paths import NAME_OR_PATH, PATH
+from flowrl.core.strict import Options
+from flowrl.data.prompts import Prompt
+
+LARGEST_COPY = 64 << 20
+LARGEST_TEXT = 1 << 20
+"""Bytes of an option's file (a rubric, a question) that is looked at; larger ones are weights."""
+
+# ---- what there is now
+
+
+def collect(resolved: Resolved) -> list[Input]:
+    """The files of a run whose contents can change its numbers, but for sets, which are scanned later.
+
+    Code of the user's own components with what it imports from beside it, prompts, and small files of rewards' options.
+    """
+    found = []
+    for key, module in _components(resolved):
+        found += [_input(key, "code", file) for file in code_files(module)]
+    for key in ("prompts", "eval_prompts"):
+        source = getattr(resolved.run.data, key)
+        file = None if source is None else embedded_prompts(source) or Path(source)
+        if file is not None and file.is_file():
+            found.append(_input(f"data.{key}", "prompts", file, source))
+    for key, plan in _rewards(resolved):
+        for option, value in _paths_in(plan.config):
+            file = Path(value)
+            if file.is_file() and file.stat().st_size <= LARGEST_TEXT:
+                found.append(_input(f"{key}.{option}", "text", file))
+    return found
+
+
+def _rewards(resolved: Resolved) -> Iterator[tuple[str, Any]]:
+    yield from ((f"rewards.{i}", plan) for i, plan in enumerate(resolved.rewards))
+    yield from ((f"eval.rewards.{i}", plan) for i, plan in enumerate(resolved.eval_rewards))
+
+
+def _components(resolved: Resolved) -> Iterator[tuple[str, ModuleType]]:
+    """(key, module) of the components that are not flowrl's own."""
+    found = [("model.name", resolved.model.module)]
+    for key, part in (("algorithm", resolved.algorithm), ("rollout.sampler", resolved.sampler)):
+        found += [(f"{key}.{named}", part.module) for named in part.reference]
+    for key, plan in _rewards(resolved):
+        found.append((f"{key}.{'name' if plan.entry.path is None else 'path'}", plan.module))
+    yield from ((key, module) for key, module in found if not f"{module.__name__}.".startswith("flowrl."))
+
+
+def _paths_in(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(option, value) of the files that a component's options name."""
+    if not is_dataclass(config):
+        return
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if isinstance(value, str) and {PATH, NAME_OR_PATH} & set(typing.get_args(hints[item.name])):
+            yield prefix + item.name, value
+        yield from _paths_in(value, f"{prefix}{item.name}.")
+
+
+def code_files(module: ModuleType) -> list[Path]:
+    """A module's file and those that it imports from its own folder or the working directory, the module's first."""
+    if module.__file__ is None:
+        return []
+    main = Path(module.__file__)
+    roots = {main.parent.resolve(), Path.cwd()}
+    found, waiting = [main], [main]
+    while waiting:
+        for name in _imported(waiting.pop()):
+            if name.split(".")[0] in ("flowrl", *sys.stdlib_module_names) or name not in sys.modules:
+                continue
+            origin = vars(sys.modules[name]).get("__file__")  # one that is built in, or a folder alone, has none
+            file = None if origin is None else Path(origin).resolve()
+            if file is None or file.suffix != ".py":
+                continue
+            installed = {"site-packages", "dist-packages"} & set(file.parts)
+            if file not in found and not installed and any(file.is_relative_to(root) for root in roots):
+                found.append(file)
+                waiting.append(file)
+    return found
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Names of the modules that a file imports; `from a import b` may mean a or a.b."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _input(key: str, kind: Kind, file: Path, told: str | None = None) -> Input:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return Input(key, kind, told or str(file), digest, file.stat().st_size)
+
+
+# ---- in the run folder
+
+
+def write(run: Path, record: Record) -> Record:
+    """Keep a record, and copies of the files that have none yet."""
+    kept = []
+    for one in record.inputs:
+        source = file_of(one)
+        if one.copy is None and one.kind != "set" and one.bytes <= LARGEST_COPY and source.is_file():
+            copy = Path(COPIES) / one.sha256[:8] / source.name
+            if not (run / copy).is_file():
+                (run / copy).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, run / copy)
+            one = Input(**asdict(one) | {"copy": str(copy)})
+        kept.append(one)
+    record = Record(tuple(kept), record.changes)
+    plain = {"inputs": [asdict(one) for one in record.inputs], "changes": list(record.changes)}
+    write_atomically(run / FILE, json.dumps(plain, indent=1) + "\n")
+    return record
+
+
+def alike(then: Options, now: Options, record: Record | None, inputs: Sequence[Input]) -> None:
+    """Where a file was moved, give both configurations one value: whether it is the same one, its contents say."""
+    known = {} if record is None else {one.key: one for one in reversed(record.inputs)}
+    for one in reversed(inputs):
+        old = known.get(one.key)
+        if old is not None and (old.sha256 == one.sha256 or old.name == one.name):
+            _put(then, one.key, one.path)
+            _put(now, one.key, one.path)
+    for key in (key for key, old in known.items() if old.kind == "set"):  # judged when they are scanned
+        if _get(then, key) and _get(now, key):
+            _put(then, key, _get(now, key))
+
+
+def _get(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree[int(part)] if isinstance(tree, list) else (tree or {}).get(part)
+    return tree
+
+
+def _put(tree: Any, key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    node = _get(tree, ".".join(path)) if path else tree
+    if isinstance(node, dict) and isinstance(node.get(last), str):
+        node[last] = value
+
+
+def update(run: Path, record: Record | None, now: Sequence[Input], iteration: int, accept: bool) -> None:
+    """Bring the run folder's record up to date: new inputs, moved ones, and those whose change is accepted.
+
+    Raises:
+        ConfigError: something differs and is not accepted.
+    """
+    if record is None:
+        write(run, Record(tuple(now)))
+        return
+    changed = require_same(run, record, now, accept=accept)
+    for line in changed:
+        say("accepted after iteration %d: %s", iteration, line)
+    fresh = {one.place: one for one in now}
+    kept = []
+    for old in record.inputs:
+        new = fresh.pop(old.place, old)
+        kept.append(replace(old, path=new.path) if new.sha256 == old.sha256 else new)
+    told = ({"iteration": iteration, "what": changed},) if changed else ()
+    write(run, Record((*kept, *fresh.values()), (*record.changes, *told)))
+
+
+def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[Sequence[str]]) -> dict[str, str]:
+    """What an evaluation's numbers depend on beside its steps, guidance and seeds: name -> fingerprint.
+
+    Args:
+        resolved: the run.
+        prompts: of its evaluations.
+        outputs: of each of its rewards, the ones that are only looked at last.
+
+    Returns:
+        `model`, `prompts`, and `score NAME` of each output. Where files lie does not matter.
+    """
+    model = {k: v for k, v in asdict(resolved.model.config).items() if k not in ("shard", "gradient_checkpointing")}
+    found = {"model": fingerprint([resolved.model.name, _portable(model)])}
+    found["prompts"] = fingerprint([[p.text, _portable(p.metadata)] for p in prompts])
+    files = collect(resolved)
+    for (key, plan), names in zip(_rewards(resolved), outputs, strict=True):
+        own = [(one.kind, one.name, one.sha256) for one in files if one.key.startswith(f"{key}.")]
+        options = None if plan.config is None else _portable(asdict(plan.config))
+        for name in names:
+            found.setdefault(f"score {name}", fingerprint([plan.name, options, own]))
+    return found
+
+
+def _portable(value: Any) -> Any:
+    """Plain data with the names of files instead of whole paths."""
+    if isinstance(value, dict):
+        return {key: _portable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(inner) for inner in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value

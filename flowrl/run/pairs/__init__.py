@@ -1,0 +1,1 @@
+"""Drawing preference pairs from a model and its rewards."""

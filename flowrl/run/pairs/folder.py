@@ -1,0 +1,121 @@
+"""The folder that `flowrl pairs` fills: pairs.json, pairs.jsonl and pictures, and how far it is.
+
+A step writes its pictures to the disk, then its lines, then pairs.json, which says how many bytes of the lines count. A
+call that was killed in between leaves at most lines behind that do not count, and pictures that the next call writes
+again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import write_atomically, writing
+from flowrl.run.folder import differences
+
+FORMAT = "flowrl-pairs-1"
+HEADER, LINES, PICTURES = "pairs.json", "pairs.jsonl", "pictures"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How far a folder is."""
+
+    groups: int = 0
+    """Prompts that are done with, over all rounds; the next one follows in the order."""
+    pairs: int = 0
+    ties: int = 0
+    """Prompts whose best was not far enough above their worst."""
+    unscored: int = 0
+    """Prompts with fewer than two samples that have a score."""
+    masked_samples: int = 0
+    last_pair: int = 0
+    """Prompts that were done with when the last pair was found."""
+    nbytes: int = 0
+    """Of pairs.jsonl."""
+
+    def __str__(self) -> str:
+        text = f"{self.pairs} pairs, {self.ties} ties skipped"
+        if self.unscored:
+            text += f", {self.unscored} prompts skipped for want of scores"
+        return text + (f", {self.masked_samples} samples not scored" if self.masked_samples else "")
+
+
+class PairFolder:
+    """One set of pairs in the making.
+
+    Args:
+        path: of the folder.
+        made_with: what decides which pairs come out.
+        facts: of this call, for pairs.json.
+    """
+
+    def __init__(self, path: Path, made_with: dict[str, Any], facts: dict[str, Any]) -> None:
+        self.path, self.made_with, self.facts = path, json.loads(json.dumps(made_with)), facts
+        self.done = Done()
+
+    def begin(self) -> Done:
+        """Make the folder ready and say how far it is. Whoever calls this holds its lock.
+
+        Raises:
+            ConfigError: it holds something else, pairs made otherwise, or has lost lines.
+        """
+        file, lines = self.path / HEADER, self.path / LINES
+        if not file.is_file():
+            own = (".lock", f".{HEADER}.tmp")
+            other = sorted(entry.name for entry in self.path.iterdir() if entry.name not in own)
+            if other:
+                raise ConfigError(
+                    f"--out {self.path}: it holds something else ({', '.join(other[:3])}); choose a new folder"
+                )
+            self._tell()  # first: a call that is killed behind it goes on below
+        record = self._read(file)
+        changed = differences(record["made_with"], self.made_with, ())
+        if changed:
+            raise ConfigError(
+                f"--out {self.path}: it holds pairs that were made otherwise: {'; '.join(changed)}. Choose another "
+                "folder, or the old values to go on"
+            )
+        self.done = Done(**record["done"])
+        size = lines.stat().st_size if lines.is_file() else 0
+        if size < self.done.nbytes:
+            raise ConfigError(
+                f"--out {self.path}: {LINES} has lost lines ({size} bytes of {self.done.nbytes}); choose a new folder"
+            )
+        lines.touch()
+        os.truncate(lines, self.done.nbytes)
+        (self.path / PICTURES).mkdir(exist_ok=True)
+        return self.done
+
+    def append(self, records: Sequence[dict[str, Any]], tally: dict[str, int]) -> None:
+        """Lines of new pairs, whose pictures are written, and what all groups of this step came to."""
+        text = "".join(json.dumps(record) + "\n" for record in records).encode()
+        with writing(self.path / LINES), (self.path / LINES).open("ab") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        done = dataclasses.asdict(self.done)
+        last = self.done.groups + tally["last_pair"] if tally["last_pair"] else self.done.last_pair
+        added = {name: done[name] + value for name, value in tally.items()}
+        self.done = Done(**added | {"last_pair": last, "nbytes": self.done.nbytes + len(text)})
+        self._tell()
+
+    def _tell(self) -> None:
+        record = {"format": FORMAT, "made_with": self.made_with, "done": dataclasses.asdict(self.done), **self.facts}
+        write_atomically(self.path / HEADER, json.dumps(record, indent=1) + "\n")
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+            good = record["format"] == FORMAT and set(record["done"]) == {f.name for f in dataclasses.fields(Done)}
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise ConfigError(f"--out {self.path}: its {HEADER} is not of this command; choose a new folder")
+        return record

@@ -1,0 +1,129 @@
+"""What a set of pairs is made with, read and checked before anything is loaded; flowrl/run/pairs/drawing.py makes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.config.resolved import Resolved
+from flowrl.config.schema import to_tree
+from flowrl.core.errors import ConfigError
+from flowrl.data.prompt_sources import Columns, load_prompts
+from flowrl.data.prompts import Prompt
+from flowrl.diffusion.plan import StepPlan, deterministic, window
+from flowrl.diffusion.schedules import Schedule
+from flowrl.models.weights import lora_file
+from flowrl.scoring.entries import RewardPlan
+
+OWN = ("prompt", "chosen", "rejected", "margin", "chosen_scores", "rejected_scores", "drawn")
+"""Keys of a line; a prompt's metadata may have none of these names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the command line asks for."""
+
+    per_prompt: int
+    """Samples of a prompt and round, G."""
+    margin: float
+    """A best that is not more than this above the worst is a tie."""
+    count: int | None
+    """Pairs; None: what one round gives."""
+
+
+def rollout_plan(resolved: Resolved, schedule: Schedule) -> StepPlan:
+    """Steps of the samples: the law of `rollout.sampler` at all but the last, or the plain ODE where none is set.
+
+    The method's own window of steps is for training, and is not looked at.
+    """
+    if resolved.run.rollout.sampler is None:
+        return deterministic(schedule)
+    level = resolved.sampler.build().default_noise_level()
+    return window(schedule, level) if level > 0 and len(schedule) > 1 else deterministic(schedule)
+
+
+def training_prompts(resolved: Resolved) -> list[Prompt]:
+    """
+    Raises:
+        ConfigError: they cannot be read, or their metadata has names of a line's own.
+    """
+    data = resolved.run.data
+    columns = Columns(data.prompt_column, data.image_column, data.subset)
+    assert data.prompts is not None  # only a method that learns from pairs has none
+    prompts = load_prompts(data.prompts, "data.prompts", columns, data.max_prompts)
+    for number, prompt in enumerate(prompts, 1):
+        taken = [name for name in prompt.metadata if name in OWN]
+        if taken:
+            raise ConfigError(
+                f"data.prompts: prompt {number}, {prompt.text[:60]!r}, has {taken[0]!r}, a key of the pairs that are "
+                "written; rename it"
+            )
+        try:
+            json.dumps(prompt.metadata)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"data.prompts: prompt {number}, {prompt.text[:60]!r}: its metadata cannot be written as JSON ({error})"
+            ) from None
+    return prompts
+
+
+def check(resolved: Resolved, wanted: Wanted) -> None:
+    """Refuse what cannot give pairs, before anything is loaded.
+
+    Raises:
+        ConfigError: naming the key, the value and the remedy.
+    """
+    rollout = resolved.run.rollout
+    if resolved.members:
+        raise ConfigError(
+            f"algorithm.name={resolved.algorithm.name}: it learns from pairs, and `flowrl pairs` draws them for "
+            "data.prompts by rewards; give the configuration of a method that draws samples, such as flow_grpo"
+        )
+    if wanted.per_prompt < 2:
+        raise ConfigError(f"--per-prompt {wanted.per_prompt}: a pair needs at least 2 samples of a prompt")
+    if not (math.isfinite(wanted.margin) and wanted.margin >= 0):
+        raise ConfigError(f"--margin {wanted.margin}: give a number from 0")
+    if rollout.exploration is not None:
+        raise ConfigError("rollout.exploration: pairs are drawn in full; add rollout.exploration=null")
+    if rollout.shared_noise and (rollout.sampler is None or resolved.sampler.build().default_noise_level() == 0):
+        raise ConfigError(
+            "rollout.shared_noise=true without a stochastic rollout.sampler: all samples of a prompt would be the "
+            "same; set it to false, or set rollout.sampler"
+        )
+    if resolved.model.config.shard:
+        raise ConfigError("model.shard=true: `flowrl pairs` keeps the network whole; add model.shard=false")
+
+
+def made_with(resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted) -> dict[str, Any]:
+    """Everything that decides which pairs come out; a folder holds those of one such record."""
+    config, model = resolved.run, resolved.model
+    texts = hashlib.sha256(repr([(p.text, p.pictures, p.metadata) for p in prompts]).encode()).hexdigest()
+    found = {
+        "seed": config.seed,
+        "model": {"name": model.name} | to_tree(model.config),
+        "prompts": {"source": config.data.prompts, "count": len(prompts), "sha256": texts},
+        "sampler": None if config.rollout.sampler is None else resolved.sampler.reference,
+        "num_inference_steps": config.rollout.num_inference_steps,
+        "guidance_scale": config.rollout.guidance_scale,
+        "shared_noise": config.rollout.shared_noise,
+        "rewards": {str(place): _reward(plan, config.rewards[place]) for place, plan in enumerate(resolved.rewards)},
+        "per_prompt": wanted.per_prompt,
+        "margin": wanted.margin,
+    }
+    if found["sampler"] is not None:
+        found["sampler"] |= to_tree(resolved.sampler.config)
+    if model.config.init_lora is not None and lora_file(Path(model.config.init_lora)).is_file():
+        content = lora_file(Path(model.config.init_lora)).read_bytes()
+        found["init_lora_sha256"] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+def _reward(plan: RewardPlan, options: dict[str, Any]) -> dict[str, Any]:
+    """Its options and, of a file of the user's, which may change under the same name, the hash."""
+    source = plan.entry.path
+    return dict(options) | ({} if source is None else {"sha256": hashlib.sha256(Path(source).read_bytes()).hexdigest()})

@@ -1,0 +1,221 @@
+"""Before and after: the base evaluation, the final one, `summary.json`, the gallery, and the line of an iteration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flowrl.core.console import log
+from flowrl.evaluation.evaluator import Evaluation
+from flowrl.evaluation.held_out import RunPrompts
+from flowrl.evaluation.statistics import difference, summary, win_rate
+from flowrl.gallery import build as build_gallery
+from flowrl.run.folder import RunFolder
+from flowrl.run.session import Session
+from flowrl.run.state import Clock
+from flowrl.scoring.weighted import WeightedReward
+
+# Prompts on which the candidates for the base's best CFG are compared; the winner is then evaluated in full.
+_GUIDANCE_PROMPTS = 128
+
+Before = tuple[Evaluation, Evaluation | None]
+"""The untouched model at the evaluation's guidance, and at its best one where that is another."""
+
+
+class Report:
+    """Compares a run's result with the untouched model.
+
+    Args:
+        session: of the run.
+        folder: where its evaluations lie, and its summary is written.
+        clock: of the run.
+    """
+
+    def __init__(self, session: Session, folder: RunFolder, clock: Clock) -> None:
+        self.session, self.folder, self.clock = session, folder, clock
+        self.prompts, self.watched = session.parts.prompts, session.parts.watched
+
+    def _heaviest(self) -> WeightedReward | None:
+        """The reward that is trained on most, else the heaviest of those that are looked at; None without any."""
+        scorer = self.session.rewards or self.watched
+        return None if scorer is None else max(scorer.entries, key=lambda e: abs(e.weight))
+
+    @property
+    def metric(self) -> str | None:
+        """The output that is trained on most: the first of the heaviest reward's shares; None without a reward."""
+        entry = self._heaviest()
+        return None if entry is None else next(iter(entry.shares()))
+
+    def _saved(self, tag: str, guidance_scale: float) -> Evaluation | None:
+        """An evaluation that is there and was made as it would be now."""
+        session, evaluator = self.session, self.session.parts.evaluator
+        file = self.folder.path / "eval" / f"{tag}.json"
+        if not file.is_file():
+            return None
+        found, prompts = Evaluation.load(file), tuple(prompt.text for prompt in evaluator.prompts)
+        settings = (tag, session.iteration, guidance_scale, session.eval_steps, prompts, evaluator.samples_per_prompt)
+        unlike = Evaluation(*settings, {}, made_with=dict(evaluator.made_with)).unlike(found)
+        if unlike:
+            log.warning("%s was made with other values of: %s; it is made anew", file, ", ".join(unlike))
+        return None if unlike else found
+
+    def before(self, *, resumed: bool) -> Before:
+        """Evaluate the untouched model; called before a checkpoint is put back.
+
+        What the run folder has is taken if it was made as it would be now.
+        """
+        base = self._saved("base", self.session.eval_guidance)
+        kept = base is not None
+        if base is None:
+            base = self._of_base("base", self.session.eval_guidance)
+            if self.metric is not None and base.prompts:
+                on = self.prompts.counted(len(base.prompts))
+                log.info("base: %s %s on %s", self.metric, _format(summary(base)[self.metric]), on)
+        wanted = self.session.config.eval.best_guidance
+        return base, (self._best_guidance(base, wanted, sought=resumed and kept) if wanted else None)
+
+    def _of_base(self, tag: str, guidance_scale: float, **options: Any) -> Evaluation:
+        # The base is its own reference: it prefers nothing.
+        return self.session.evaluate(tag, iteration=0, guidance_scale=guidance_scale, judge=False, **options)
+
+    def _best_guidance(self, base: Evaluation, wanted: Sequence[float], *, sought: bool) -> Evaluation | None:
+        """The base at the best of the `wanted` scales; `sought`: an earlier call of the program has looked for it."""
+        entry, folder, world = self._heaviest(), self.folder.path / "eval", self.session.world
+        assert entry is not None  # flowrl/config/checks.py
+        metric = next(iter(entry.shares()))
+        stale = sorted(folder.glob("base-guidance-*.json"))
+        for file in stale:
+            found = self._saved(file.stem, Evaluation.load(file).guidance_scale)
+            if found is not None:
+                return found
+        if sought and not stale:  # the search found that the base's own scale is its best
+            return None
+        world.barrier()  # everybody has read them
+        for file in stale if world.main else ():
+            file.unlink()
+        means = {base.guidance_scale: float(base.scores[metric][:_GUIDANCE_PROMPTS].mean())}
+        for scale in wanted:
+            if scale not in means:
+                trial = self._of_base("trial", scale, limit=_GUIDANCE_PROMPTS, save=False, tree=False)
+                means[scale] = float(trial.scores[metric].mean())
+        better = entry.reward.card.higher_is_better
+        scale = (max if better else min)(means, key=lambda s: means[s])
+        log.info("base by CFG%s: %s", self.prompts.on, ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
+        if scale == base.guidance_scale:
+            return None
+        # Trees have the guidance of training: the base's is drawn already.
+        return self._of_base(f"base-guidance-{scale:g}", scale, tree=False)
+
+    def announce(self, before: Before) -> None:
+        """The summary of a run under way."""
+        self._write("running", *before, None)
+
+    def finish(self, before: Before) -> dict[str, Any]:
+        """Evaluate the result, write the summary and the gallery, and say what came out."""
+        session, tuned = self.session, self._saved("tuned", self.session.eval_guidance)
+        if tuned is None or tuned.iteration != session.iteration:
+            tuned = session.evaluate("tuned")
+        result = self._write("finished", *before, tuned)
+        if session.world.main:
+            started = time.monotonic()
+            page = build_gallery([self.folder.path])
+            _tell(self.metric, result, before[1], self.prompts)
+            log.info("report: %s (%.1f s)", page, time.monotonic() - started)
+        session.world.barrier()
+        return result
+
+    def _write(
+        self, status: str, base: Evaluation, best: Evaluation | None, tuned: Evaluation | None
+    ) -> dict[str, Any]:
+        watched = () if self.watched is None else self.watched.distinct
+        lower = [e.reward.card.outputs for e in watched if not e.reward.card.higher_is_better]
+        result: dict[str, Any] = {
+            "status": status,
+            "iterations": self.session.iteration,
+            "seconds": round(self.clock.seconds, 1),
+            **self.prompts.facts(),
+            "primary": self.metric,
+            "lower_is_better": [name for outputs in lower for name in outputs],
+            "base": summary(base),
+        }
+        rival = best or base
+        result["base_best_guidance"] = summary(rival) | {"guidance_scale": rival.guidance_scale}
+        if tuned is not None:
+            result |= {"tuned": summary(tuned), "difference": difference(base, tuned)}
+            result["win_rate"] = {
+                name: win_rate(base, tuned, name, higher_is_better=name not in result["lower_is_better"])
+                for name in result["difference"]
+            }
+            if tuned.agreement is not None:
+                result["implicit_accuracy"] = tuned.agreement.interval()
+        if self.session.world.main:
+            self.folder.write_json("summary.json", result)
+        return result
+
+
+def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
+    """The row of an iteration in one line, for the terminal.
+
+    Args:
+        row: as `Session.step` returns it, with the means of an evaluation if one followed.
+        iterations: of the run.
+        prompts: of the run.
+    """
+    parts = [f"iteration {row['iteration']}/{iterations}"]
+    shown = {"reward/total_mean": "reward", "policy/implicit_accuracy": "agreement", "policy/loss": "loss"}
+    # Without rewards or pairs there is still a loss, but for an iteration without a readable image.
+    parts += [f"{word} {row[name]:.3f}" for name, word in shown.items() if name in row][:1]
+    parts += [told_mean(prompts, name, row[name]) for name in row if name.startswith("eval/")][:1]
+    if "policy/clip_fraction" in row:
+        parts.append(f"clip {row['policy/clip_fraction']:.2f}")
+    if "advantage/dead_group_share" in row:
+        parts.append(f"dead groups {row['advantage/dead_group_share']:.2f}")
+    parts.append(f"{row['time/iteration_s']:.2f} s")
+    for name, text in (("reward/masked", "samples masked"), ("pairs/unreadable", "pairs unreadable")):
+        if row.get(name):
+            parts.append(f"{row[name]} {text}")
+    return "  ".join(parts)
+
+
+def _tell(metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts) -> None:
+    if metric is not None and metric in result["difference"]:
+        on = prompts.on
+        log.info("base%s  %s %s", on, metric, _format(result["base"][metric]))
+        if best is not None:
+            rival = _format(result["base_best_guidance"][metric])
+            log.info("base with its best CFG %g%s  %s %s", best.guidance_scale, on, metric, rival)
+        log.info("tuned%s %s %s", on, metric, _format(result["tuned"][metric]))
+        log.info("paired difference%s %s", on, _format(result["difference"][metric], signed=True))
+        log.info("%s", told_win_rate(metric, result["win_rate"][metric], on))
+        if prompts.name == "training prompts":
+            log.info("%s", prompts.remark)
+    if "implicit_accuracy" in result:
+        log.info("%s", told_accuracy(result["implicit_accuracy"]))
+
+
+def told_accuracy(found: dict[str, float]) -> str:
+    """What the network prefers of held-out pairs, in a sentence."""
+    return f"implicit accuracy on held-out pairs {_format(found)}"
+
+
+def told_mean(prompts: RunPrompts, key: str, value: float) -> str:
+    """An evaluation's mean, as a row has it: of held-out pairs, or of the evaluated prompts."""
+    what = "" if key == "eval/implicit_accuracy" else prompts.on
+    return f"{key.removeprefix('eval/')}{what} {value:.3f}" if what else f"held-out {key[5:]} {value:.3f}"
+
+
+def told_win_rate(metric: str, found: dict[str, float], on: str = "") -> str:
+    """A win rate in a sentence; `on` is what it is of, where that are no held-out prompts."""
+    if not found["n"]:
+        return f"win rate{on} by {metric}: no picture of the {found['ties']} differs from the base's"
+    return (
+        f"win rate{on} by {metric}: {found['rate']:.1%} of {found['n']} pictures that are not tied (95 % interval "
+        f"{found['low']:.1%} to {found['high']:.1%}); {found['ties']} ties, {found['tie_rate']:.1%}"
+    )
+
+
+def _format(value: dict[str, float], *, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    mean, low, high = (format(value[name], f"{sign}.4f") for name in ("mean", "low", "high"))
+    return f"{mean} (95 % interval {low} to {high}, n = {value['n']})"

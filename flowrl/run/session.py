@@ -1,0 +1,306 @@
+"""A session: the parts of a run and its steps, without a run folder, a lock or signals.
+
+    with flowrl.Session("quickstart", "iterations=3") as session:
+        rollout = session.roll_out(1)
+        credit = session.credit(rollout)
+        row = session.update(rollout, credit)
+        row = session.step(2)
+        scores = session.evaluate().scores
+
+A trainer is a session with a folder, signals and a loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms.base import Method
+from flowrl.config.load import load_config, resolve
+from flowrl.config.resolved import Resolved
+from flowrl.config.schema import RunConfig
+from flowrl.core.console import Progress
+from flowrl.core.phases import phase
+from flowrl.credit.advantages import Advantages
+from flowrl.evaluation.evaluation_tree import EvalTree
+from flowrl.evaluation.evaluator import Evaluation
+from flowrl.models.base import ModelAdapter, decoded
+from flowrl.models.weights import Weights
+from flowrl.rollout.trajectories import Rollout
+from flowrl.run.assembly import assemble
+from flowrl.run.collector import Collector
+from flowrl.run.given_collector import HeldOutPairs, PairCollector
+from flowrl.scoring.scorer import Scorer
+from flowrl.training.metrics import Sums, Timer
+from flowrl.training.signals import Signals
+from flowrl.training.world import World, join
+
+
+class Session:
+    """The parts of a run, loaded and ready to work, and the steps of an iteration.
+
+    Args:
+        config: a recipe (its file, its name, or a run folder), or a configuration that is read already.
+        overrides: `a.b=c` words for a recipe.
+        world: the processes; None joins the group of this process, and `close` leaves it.
+        folder: evaluations write their scores, images and trees below it; None: nothing is written.
+        signals: asked whether to leave off.
+        training: False leaves out what no evaluation needs.
+
+    Raises:
+        ConfigError, ModelError, RewardError: something the user can mend.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig | Resolved | str | Path,
+        *overrides: str,
+        world: World | None = None,
+        folder: Path | None = None,
+        signals: Signals | None = None,
+        training: bool = True,
+    ) -> None:
+        self.resolved = resolved(config, *overrides)
+        self.config, self.folder = self.resolved.run, folder
+        self._joined, self.world = world is None, world or join()
+        if self.config.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        with phase("loading"):
+            self.parts = parts = assemble(self.resolved, self.world, folder or Path(), training=training)
+        self.stop = (signals or Signals()).stop(self.world, sharded=parts.sharded)
+        for scorer in (parts.scorer, parts.watched):
+            if scorer is not None:
+                scorer.stop = self.stop.here
+        self.collector: Collector | PairCollector
+        self.held_out: HeldOutPairs | None = None
+        if parts.given is None:
+            self.collector = Collector(parts, self.stop, training=training)
+        else:
+            self.collector = PairCollector(parts, self.stop)
+            self.held_out = HeldOutPairs(parts) if parts.given.held_out_numbers else None
+        self.iteration = 0
+        """The last finished one."""
+        self.between_updates = True
+        """The weights are those of the end of an iteration."""
+        self.remembered = self._memory()
+        """Plain data that method, data and collector remember at the end of that."""
+        self._under_way, self._timer, self._sums = 0, Timer(), Sums()
+        self._gated = False
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group of processes, if the session joined it."""
+        if self._joined:
+            self.world.close()
+
+    @property
+    def model(self) -> ModelAdapter:
+        return self.parts.adapter
+
+    @property
+    def weights(self) -> Weights:
+        return self.parts.weights
+
+    @property
+    def method(self) -> Method:
+        return self.parts.algorithm
+
+    @property
+    def rewards(self) -> Scorer | None:
+        """Those that are trained on; None for a method that learns from given images."""
+        return self.parts.scorer
+
+    # ---- an iteration
+
+    def roll_out(self, iteration: int) -> Rollout:
+        """Draw and score the samples of an iteration, or read its given images; this process's share of them.
+
+        Args:
+            iteration: counted from 1; keys prompts, noise and the order of the updates.
+
+        Raises:
+            Abandoned, Diverged, RewardError: on all processes; what was drawn is lost.
+            Elsewhere: another process failed otherwise.
+        """
+        self._under_way, self._timer, self._sums = iteration, Timer(), Sums()
+        with self._timer.phase("iteration"):
+            return self.collector.collect(iteration, self._timer, self._sums)
+
+    def credit(self, rollout: Rollout) -> Advantages:
+        """Advantages of all samples of the rollout, [P, G], on every process."""
+        with self._timer.phase("iteration"):
+            return self.world.in_step(lambda: self._credit(rollout))
+
+    def _credit(self, rollout: Rollout) -> Advantages:
+        method, weights = self.parts.algorithm, self.collector.weights
+        credit = method.advantages(rollout.rewards, weights, rollout.prompts)
+        if rollout.plan.tree is None:
+            return credit
+        return method.on_tree(credit, rollout, weights, self._under_way)
+
+    def update(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
+        """The optimizer steps of the iteration that was rolled out last, which they finish; its row of metrics.
+
+        Raises:
+            Diverged, ParityError: the weights are then those of an unfinished iteration.
+        """
+        # The parity gate is passed once, before the first update.
+        gate, self._gated = None if self._gated else self.parts.dtype, True
+        with self._timer.phase("iteration"), self._timer.phase("update"):
+            self.between_updates = False
+            self.parts.learner.update(self._under_way, rollout, credit, self._sums, gate=gate)
+        row = {"iteration": self._under_way} | self.collector.told(rollout, credit)
+        row |= self._sums.merge(self.world.gather(self._sums)).means()
+        row |= {f"time/{name}_s": round(value, 4) for name, value in self._timer.seconds.items()}
+        self.iteration, self.remembered, self.between_updates = self._under_way, self._memory(), True
+        return row
+
+    def step(self, iteration: int) -> dict[str, Any]:
+        """A whole iteration; its row of metrics."""
+        rollout = self.roll_out(iteration)
+        return self.update(rollout, self.credit(rollout))
+
+    @property
+    def exhausted(self) -> bool:
+        """There is nothing left to train on: every prompt is retired."""
+        return self.collector.exhausted
+
+    # ---- looking at it
+
+    @torch.no_grad()
+    def images(self, rollout: Rollout) -> Tensor:
+        """Images of this process's samples in [0, 1], [B, 3, H, W], or videos [B, F, 3, H, W]; decoded once more."""
+        x0, size = rollout.samples.x0, self.config.rollout.batch_size
+        made = [
+            decoded(self.parts.adapter, x0[b].to(self.world.device), rollout.cond, rollout.rows[b]).cpu()
+            for b in torch.arange(len(x0)).split(size)
+        ]
+        return torch.cat(made)
+
+    @property
+    def eval_steps(self) -> int:
+        """Denoising steps of evaluations."""
+        return self.config.eval.num_inference_steps or self.config.rollout.num_inference_steps
+
+    @property
+    def eval_guidance(self) -> float:
+        """Guidance scale of evaluations, in the pipeline's units."""
+        given = self.config.eval.guidance_scale
+        return self.config.rollout.guidance_scale if given is None else given
+
+    def evaluate(
+        self,
+        tag: str = "evaluation",
+        *,
+        limit: int | None = None,
+        iteration: int | None = None,
+        guidance_scale: float | None = None,
+        save: bool = True,
+        judge: bool = True,
+        tree: bool = True,
+    ) -> Evaluation:
+        """Scores of the evaluated prompts at fixed seeds, with the weights that count (EMA if there is one).
+
+        Args:
+            tag: names what is written, if the session has a folder.
+            limit: of the prompts; None: all of them.
+            iteration: the one that it follows; None: the last.
+            guidance_scale: None: the configuration's.
+            save: write scores and images.
+            judge: whether a method that prefers images is asked what it prefers of held-out pairs.
+            tree: whether a method on trees draws one.
+
+        Raises:
+            Abandoned, Diverged, RewardError: on all processes; no scores are written.
+            Elsewhere: another process failed otherwise.
+        """
+        config, iteration = self.config, self.iteration if iteration is None else iteration
+        evaluator = self.parts.evaluator
+        total = len(evaluator.prompts[:limit]) * config.eval.samples_per_prompt // self.world.size
+        with phase("evaluation"), self.weights.using(self.parts.optimizer.role):
+            if tree and self.folder is not None:
+                # Before the scores: an evaluation that is there has its tree, whenever a signal came.
+                EvalTree(self.parts)(tag, iteration, self.stop)
+            bar = Progress(total, f"evaluating {tag}", show=self.world.main)
+            try:
+                return evaluator(
+                    tag,
+                    iteration,
+                    guidance_scale=self.eval_guidance if guidance_scale is None else guidance_scale,
+                    num_inference_steps=self.eval_steps,
+                    limit=limit,
+                    save=save and self.folder is not None,
+                    progress=bar.update,
+                    stop=self.stop,
+                    agreement=self.held_out if judge else None,
+                )
+            finally:
+                bar.close()
+
+    # ---- its state
+
+    def _memory(self) -> dict[str, Any]:
+        parts = {"algorithm": self.parts.algorithm, "source": self.parts.source, "collector": self.collector}
+        return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, plain data) of the end of the last finished iteration.
+
+        Tensors are named weights/ROLE/PARAMETER, optim/PARAMETER/MOMENT and algorithm/NAME.
+        """
+        moments, counters = self.parts.optimizer.state()
+        sections = {"weights": self.weights.state(), "optim": moments, "algorithm": self.method.tensors()}
+        tensors = {f"{section}/{k}": v for section, values in sections.items() for k, v in values.items()}
+        return tensors, {"optimizer": counters, **self.remembered}
+
+    def load_state(
+        self, iteration: int, tensors: dict[str, Tensor], plain: dict[str, Any], *, other_data: bool = False
+    ) -> None:
+        """Put `state` of the end of an iteration back.
+
+        Args:
+            iteration: the finished one.
+            tensors: by name.
+            plain: plain data.
+            other_data: the given images are another set than then.
+
+        Raises:
+            ModelError: it is of another model.
+        """
+        split: dict[str, dict[str, Any]] = {"weights": {}, "optim": {}, "algorithm": {}}
+        for name, value in tensors.items():
+            section, _, rest = name.partition("/")
+            split[section][rest] = value
+        self.weights.load_state(split["weights"])
+        self.parts.optimizer.load_state(split["optim"], plain["optimizer"])
+        self.method.load_state_dict(plain["algorithm"])
+        if split["algorithm"]:
+            self.method.load_tensors(split["algorithm"])
+        if not other_data:
+            self.parts.source.load_state_dict(plain["source"])  # of given images it only says which set they are
+        self.collector.load_state_dict(plain["collector"])
+        self.iteration, self.remembered = iteration, self._memory()
+
+
+def resolved(config: RunConfig | Resolved | str | Path, *overrides: str) -> Resolved:
+    """A configuration with every component found, whatever it is named by.
+
+    Raises:
+        ConfigError, ModelError: something the user can mend.
+    """
+    if isinstance(config, Resolved | RunConfig) and overrides:
+        raise TypeError(f"overrides {list(overrides)} are for a recipe, and this configuration is read already")
+    if isinstance(config, Resolved):
+        return config
+    return resolve(config if isinstance(config, RunConfig) else load_config(config, list(overrides)))

@@ -1,0 +1,202 @@
+"""A run's checkpoints: the state of its session, and beside it the weights as a plain pipeline loads them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flowrl.core.console import log
+from flowrl.core.errors import ConfigError, Elsewhere, UnwritableCheckpoint
+from flowrl.core.files import fsync_all, writing
+from flowrl.core.versions import versions
+from flowrl.run import checkpoint, handover
+from flowrl.run.checkpoint import Checkpoint
+from flowrl.run.folder import BATCHES, RunFolder, differences
+from flowrl.run.session import Session
+from flowrl.training.sharding import Rows, rows
+
+_ALGORITHM = "algorithm/"
+
+
+class Clock:
+    """Seconds that a run has taken, those before it was resumed among them."""
+
+    def __init__(self) -> None:
+        self.before, self.started = 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.monotonic() - self.started
+
+
+class Saver:
+    """Saves a session into the folder of its run, and goes on from there.
+
+    Args:
+        session: of the run.
+        folder: where its checkpoints and its adapter lie.
+        clock: of the run.
+    """
+
+    def __init__(self, session: Session, folder: RunFolder, clock: Clock) -> None:
+        self.session, self.folder, self.clock = session, folder, clock
+        self.saved = self.attempted = -1
+        """The last iteration of which there is a checkpoint, and the last one of which there was to be one."""
+        self.due: dict[str, Any] | None = None
+        """Row of the last finished iteration, while it and the evaluation that belongs to it are to be written."""
+
+    def save(self, *, alone: bool = False) -> None:
+        """Checkpoint the end of the last finished iteration, with the weights as a plain pipeline loads them.
+
+        Args:
+            alone: the other processes have no part in it, as they may be gone.
+
+        Raises:
+            UnwritableCheckpoint: on every process, if it could not be written on one.
+            WriteError: the checkpoint is there, and its adapter could not be written.
+        """
+        session, iteration = self.session, self.session.iteration
+        if self.saved == iteration:
+            return
+        self.attempted = iteration
+        tensors, plain = session.state()
+        plain |= {
+            "due": self.due,
+            "seconds": self.clock.seconds,
+            "processes": session.world.size,
+            "versions": versions(),
+            "config": session.resolved.tree(),
+        }
+        own = rows(session.weights)
+        split = [name for name, value in tensors.items() if own and value.ndim and not name.startswith(_ALGORITHM)]
+        places = {name: own[_parameter(name)] for name in split}
+        saved, keep = Checkpoint(iteration, tensors, plain, places), session.config.checkpoint.keep
+        try:
+            if own and not alone:
+                checkpoint.save(self.folder.checkpoints, saved, keep, session.world)
+            else:
+                _first(session, lambda: checkpoint.save(self.folder.checkpoints, saved, keep), alone=alone)
+            write_adapter(session, self.folder.path, alone=alone)
+        except Elsewhere as error:
+            raise UnwritableCheckpoint(str(error)) from error
+        self.saved = iteration
+
+    def restore(self, iteration: int, accept_changes: bool = False) -> None:
+        """Go on from the run's own checkpoint."""
+        session, folder = self.session, self.folder
+        state, world = load(session, folder.checkpoints, iteration, accept_changes), session.world
+        self.clock.before, self.saved = state["seconds"], iteration
+        self.due = state.get("due")
+        if world.main:
+            # Its row may stand there already, if the call that made its evaluation was killed at once.
+            folder.forget_after(iteration if self.due is None else iteration - 1)
+        world.barrier()
+        log.info("resumed after iteration %d", iteration)
+        mend_adapter(session, folder.path)
+        for text in _unlike(state, session):
+            log.warning("%s", text)
+
+
+def _unlike(state: dict[str, Any], session: Session) -> list[str]:
+    """Whatever may let the numbers differ from those without an interruption."""
+    found, size = [], session.world.size
+    if state["processes"] != size:
+        found.append(f"{state['processes']} processes before, {size} now: the result is right but not bitwise the same")
+    other = [text for text in differences(state["config"], session.resolved.tree(), ()) if text.startswith(BATCHES)]
+    if other:
+        found.append(f"{'; '.join(other)}: the result is right but not bitwise the same")
+    changed = {k: v for k, v in state["versions"].items() if versions().get(k) != v}
+    if changed:
+        found.append(f"other versions than before ({changed}): the result may differ in the last digits")
+    return found
+
+
+def is_split(session: Session) -> bool:
+    """Whether no process has all of the trained weights."""
+    return bool(rows(session.weights))
+
+
+def _first(session: Session, work: Callable[[], Any], *, alone: bool) -> None:
+    """Do something on the first process, while the others wait for what came of it unless it is `alone`."""
+    if alone:
+        work()
+    else:
+        session.world.together(lambda: work() if session.world.main else None)
+
+
+def write_adapter(session: Session, run: Path, *, alone: bool = False) -> None:
+    """The trained weights as a plain pipeline loads them, then of which iteration they are; see `Saver.save`."""
+    weights, folder, iteration = session.weights, run / handover.FOLDER, session.iteration
+
+    def write(work: Callable[[], Any]) -> None:
+        with writing(folder, f"the checkpoint of iteration {iteration} is safe"):
+            _first(session, work, alone=alone)
+
+    with weights.using(session.parts.optimizer.role):
+        if rows(weights):  # the folders of the denoisers, as `Weights.save` writes them, from the rows of all
+            for name in weights.components:
+                network = weights.whole(name, keep=session.world.main)
+                write(lambda n=network, name=name: n.save_pretrained(folder / name))
+        else:
+            write(lambda: weights.save(folder, type(session.model.pipeline)))
+    write(lambda: fsync_all(folder))
+    write(lambda: handover.stamp(run, iteration))
+
+
+def mend_adapter(session: Session, run: Path) -> None:
+    """Write the weights, which are those of the newest checkpoint, where the run folder has older ones."""
+    iteration = session.world.gather(handover.outdated(run))[0]
+    if iteration is not None:
+        handover.tell(run, iteration)
+        write_adapter(session, run)
+
+
+def load(session: Session, folder: Path, iteration: int, accept_changes: bool = False) -> dict[str, Any]:
+    """Put a checkpoint back, whatever number of processes wrote it; its plain data.
+
+    `accept_changes` takes another set of given images than the checkpoint's.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or changed.
+        ModelError: it is of another model.
+    """
+    own, world = rows(session.weights), session.world
+
+    def wanted(name: str) -> Rows | None:
+        return None if name.startswith(_ALGORITHM) else own.get(_parameter(name))
+
+    # Every process reads the rows it needs; the hashes of large files are shared out.
+    part = slice(world.rank, None, world.size) if own else slice(None)
+    found: list[Checkpoint] = []
+    world.agree(lambda: found.append(checkpoint.load(folder, iteration, wanted, part)))
+    other_data = accept_changes and session.config.data.pairs is not None
+    session.load_state(iteration, found[0].tensors, found[0].state, other_data=other_data)
+    return found[0].state
+
+
+def load_newest(session: Session, run: Path, accept_changes: bool = False) -> None:
+    """Put the newest checkpoint of a run folder into a session that is not that run's.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    saved = checkpoint.available(run / "checkpoints")
+    if not saved:
+        raise ConfigError(f"{run} holds no checkpoint to evaluate")
+    load(session, run / "checkpoints", saved[-1], accept_changes)
+    owner = RunFolder(run)  # a run under way writes its adapter itself
+    if session.world.gather(session.world.main and owner.try_lock())[0]:
+        mend_adapter(session, run)
+    owner.unlock()
+
+
+def _parameter(name: str) -> str:
+    """That a tensor belongs to: weights/ROLE/PARAMETER or optim/PARAMETER/MOMENT.
+
+    >>> _parameter("weights/ema/proj.weight"), _parameter("optim/proj.weight/exp_avg")
+    ('proj.weight', 'proj.weight')
+    """
+    section, first, second = name.split("/")
+    return second if section == "weights" else first

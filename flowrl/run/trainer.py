@@ -1,0 +1,156 @@
+"""A run: a session with a folder, signals and a loop of iterations, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.config.load import load_config
+from flowrl.config.resolved import Resolved
+from flowrl.config.schema import RunConfig
+from flowrl.core.console import log, set_up_logging
+from flowrl.core.contents import require_unedited
+from flowrl.evaluation.evaluator import Evaluation
+from flowrl.evaluation.held_out import require_same_split
+from flowrl.planning.out_of_memory import explaining
+from flowrl.run import checkpoint
+from flowrl.run.ending import Ending
+from flowrl.run.folder import RunFolder, provenance
+from flowrl.run.report import Before, Report, row_line
+from flowrl.run.session import Session, resolved
+from flowrl.run.state import Clock, Saver, load_newest
+from flowrl.training.signals import Signals
+from flowrl.training.world import join
+
+
+class Trainer:
+    """A run from its configuration. `fit()` trains, evaluates, saves and returns the summary."""
+
+    def __init__(self, config: RunConfig | Resolved) -> None:
+        self.resolved = resolved(config)
+        self.config = self.resolved.run
+        self.signals, self.clock = Signals(), Clock()
+
+    # ---- set-up
+
+    def fit(self, resume: bool = False, accept_changes: bool = False) -> dict[str, Any]:
+        """Train to the last iteration.
+
+        `accept_changes` goes on with other contents of the user's files than the run was started with.
+
+        Raises:
+            ConfigError: something the user can mend; nothing was trained, or what was is saved.
+            Stopped: a signal came; the last finished iteration is saved.
+            Exited: code of the run called `sys.exit`.
+            Exception: any other failure; the last finished iteration is saved, unless it was the update that failed.
+        """
+        self.world = join()
+        self.folder = RunFolder(self.config.folder)
+        try:
+            start = self.world.agree(lambda: self._open_folder(resume, accept_changes))[0]
+            set_up_logging(self.folder.path / "train.log", main=self.world.main, rank=self.world.rank)
+            if resume and not start:
+                log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
+            with self.signals.heard():
+                return self._train(start, accept_changes)
+        finally:
+            self.folder.unlock()
+            self.world.close()
+
+    def _open_folder(self, resume: bool, accept: bool) -> int:
+        """The iteration to go on from, on the first process, which alone touches the folder."""
+        if not self.world.main:
+            return 0
+        if "FLOWRL_LOCKED" not in os.environ:
+            self.folder.lock()
+        checkpoint.remove_leftovers(self.folder.path)
+        start = self.folder.begin(self.resolved, resume, accept)
+        if not start:
+            # A run that was killed before its first checkpoint may have left rows behind.
+            self.folder.forget_after(0)
+        return start
+
+    def _train(self, start: int, accept: bool) -> dict[str, Any]:
+        planned = self.config.iterations
+        ending = Ending(self.folder, self.world, self.signals, self.clock, start=start, planned=planned)
+        try:
+            ending.begin()
+            with explaining(self.resolved, self.world):
+                self.world.agree(lambda: self._open_session(start, accept))
+                self.saver = ending.saver = Saver(self.session, self.folder, self.clock)
+                self.report = Report(self.session, self.folder, self.clock)
+                # Before a checkpoint is put back: these are the untouched weights.
+                before = self.report.before(resumed=start > 0)
+                if start:
+                    self.saver.restore(start, accept)
+                return self._loop(start, before)
+        except BaseException as error:  # whatever ends a run, its folder says so
+            last = ending.leave(error)
+            if last is error:
+                raise
+            raise last from error
+
+    def _open_session(self, start: int, accept: bool, *, training: bool = True) -> None:
+        """Load the parts, and write down what they are."""
+        self.session = Session(
+            self.resolved, world=self.world, folder=self.folder.path, signals=self.signals, training=training
+        )
+        parts = self.session.parts
+        if self.world.main:
+            facts = provenance(self.resolved, str(self.world.device), self.world.size)
+            if parts.given is not None:
+                facts["data"] = parts.given.facts()
+            self.folder.write_json("provenance.json", facts)
+            if training:
+                self.folder.agree_on_sets(parts.sets(), start, accept)
+            log.info("%s", parts.introduction())
+
+    def evaluate_only(self, run: Path | None, out: Path, accept_changes: bool = False) -> Evaluation:
+        """Evaluate the untouched model, or the newest checkpoint of a run folder, into `out`."""
+        self.world, self.folder = join(), RunFolder(out)
+        set_up_logging(None, main=self.world.main)
+        with explaining(self.resolved, self.world):
+            self._open_session(0, accept_changes, training=False)
+            if run is not None:
+                parts = self.session.parts
+                require_same_split(load_config(run / "config.yaml"), self.config, parts.prompts)
+                require_unedited(run, parts.sets(), accept=accept_changes)
+                load_newest(self.session, run, accept_changes)
+            return self.session.evaluate(judge=run is not None, tree=False)
+
+    # ---- the loop
+
+    def _loop(self, start: int, before: Before) -> dict[str, Any]:
+        config, session, saver = self.config, self.session, self.saver
+        self.signals.honour(self.world)
+        self.report.announce(before)
+        if saver.due is not None:
+            self._record(saver.due)
+            saver.saved = -1
+            saver.save()  # now as it would be without an interruption
+        for iteration in range(start + 1, config.iterations + 1):
+            if session.exhausted:
+                log.info("every prompt is retired: training ends after iteration %d", session.iteration)
+                break
+            self._record(session.step(iteration))
+            if iteration == config.iterations or session.exhausted or iteration % config.checkpoint.every == 0:
+                saver.save()
+            self.signals.honour(self.world)
+        return self.report.finish(before)
+
+    def _record(self, row: dict[str, Any]) -> None:
+        """Evaluate where that is due, and write the row of the iteration that is finished."""
+        config, iteration, saver = self.config, self.session.iteration, self.saver
+        saver.due = row  # a checkpoint from here on says that this is still to be done
+        if config.eval.every and iteration % config.eval.every == 0 and iteration < config.iterations:
+            result = self.session.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
+            row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
+            if result.agreement is not None:
+                row["eval/implicit_accuracy"] = result.agreement.mean()
+        if self.world.main:
+            self.folder.metrics.append(row)
+            log.info("%s", row_line(row, config.iterations, self.session.parts.prompts))
+        saver.due = None

@@ -1,0 +1,1 @@
+"""Rewards at work: batches, attempts, cache, overlap, limits."""

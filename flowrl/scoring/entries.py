@@ -1,0 +1,295 @@
+"""The entries of `rewards`: options that all have, the reward that one names, and what does not go together."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import torch
+
+from flowrl.core import registry
+from flowrl.core.errors import ConfigError, Fault, described
+from flowrl.core.paths import CACHE, PATH
+from flowrl.core.strict import Options, config_class, validate
+from flowrl.reward import Card, Reward, RewardError
+from flowrl.scoring.cache import Folder, Memory, ScoreCache
+from flowrl.scoring.scorer import doubled_output
+from flowrl.scoring.surroundings import MEND, Conduct, kept
+from flowrl.scoring.time_limits import TimeLimit
+from flowrl.scoring.weighted import Gate, WeightedReward
+
+log = logging.getLogger("flowrl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardEntry:
+    """Options every reward entry has; the others are the reward's own."""
+
+    name: str | None = None
+    """A built-in reward, one that an installed package brings, or a dotted module path."""
+    path: Annotated[str | None, PATH] = None
+    """Your own file with `score(images, prompts, metadata)`."""
+    prefix: str | None = None
+    """Before the name of every output, as in h14_clip_cos; so the same reward may stand there with other options."""
+    weight: float = 1.0
+    """Share in the training value; 0 only looks at it."""
+    outputs: dict[str, float] = field(default_factory=dict)
+    """Of a reward with several values: value -> share; empty: its first."""
+    scale: float | None = None
+    """The training value is clip(scale * raw + offset); raw is what is logged. Both null: the transform of the card."""
+    offset: float | None = None
+    clip: list[float] | None = None
+    gate: Gate | None = None
+    """Count the training value only where an output is good enough: {output, at_least or at_most, floor}."""
+    cache: Annotated[str | None, CACHE] = None
+    """Keep scores by picture, prompt and version: `memory`, or a folder that runs and processes may share."""
+    retries: int | None = None
+    """Further tries after an exception; null: 2."""
+    isolate: bool = True
+    """Search a batch that fails to the last for the samples that make it fail; false masks the whole of it."""
+    max_failed_share: float | None = None
+    """Above this share of samples without a value of this entry the run stops; null: half, all rewards together."""
+    timeout: float | None = None
+    """Seconds after which a call of a reward in this process has failed, though it goes on; null: none."""
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.path is None):
+            raise ValueError("give either name or path")
+        if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
+            raise ValueError(f"clip={self.clip} must be [low, high]")
+        if self.retries is not None and self.retries < 0:
+            raise ValueError(f"retries={self.retries} must not be negative")
+        if self.max_failed_share is not None and not 0 <= self.max_failed_share <= 1:
+            raise ValueError(f"max_failed_share={self.max_failed_share} must lie in [0, 1]")
+        if self.cache == "":
+            raise ValueError("cache='' is no folder; give a path, or memory")
+        if self.prefix is not None and not re.fullmatch("[A-Za-z0-9_]+", self.prefix):
+            raise ValueError(f"prefix={self.prefix!r} must be letters, digits and _")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout} must be above 0; null sets none")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPlan:
+    """A reward entry with its module; `build` loads its weights, if it has any."""
+
+    entry: RewardEntry
+    module: ModuleType
+    config: Any
+
+    @property
+    def name(self) -> str:
+        return self.entry.name or Path(str(self.entry.path)).stem
+
+    @property
+    def label(self) -> str:
+        """The name with the prefix, for messages."""
+        return self.name if self.entry.prefix is None else f"{self.entry.prefix}_{self.name}"
+
+    @property
+    def card(self) -> Card | None:
+        """What is declared for these options before anything is loaded, if anything is; without the prefix.
+
+        That of the built reward may say more, but has the same outputs.
+        """
+        if hasattr(self.module, "card_of"):
+            return self.module.card_of(self.config)
+        return getattr(self.module, "CARD", None)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of its values, with the prefix; none where only the built reward knows them."""
+        bare = () if hasattr(self.module, "build") else (self.name,)
+        known = bare if self.card is None else self.card.outputs
+        return tuple(known if self.entry.prefix is None else (f"{self.entry.prefix}_{name}" for name in known))
+
+    def same_component(self, other: RewardPlan) -> bool:
+        """Whether both entries name one component with the same options of its own: it is then built and run once."""
+        # By name and plain values: a user's file is a new module, with a new Config class, each time it is loaded.
+        if self.module.__name__ != other.module.__name__:
+            return False
+        mine, theirs = (p.config and dataclasses.asdict(p.config) for p in (self, other))
+        return mine == theirs
+
+    def build(self, sibling: WeightedReward | None = None) -> WeightedReward:
+        """The entry with its component, or with that of `sibling`, an entry of the same component.
+
+        Raises:
+            ConfigError: a cache for a reward whose scores depend on the rest of the batch.
+        """
+        entry, cache = self.entry, None
+        reward = self._reward() if sibling is None else sibling.reward
+        if entry.cache is not None:
+            if reward.card.needs_groups:
+                raise ConfigError(
+                    f"reward {self.name!r}: cache={entry.cache!r}: its score depends on the other samples of the "
+                    "prompt, so it cannot be kept; leave cache out"
+                )
+            cache = self._cache(reward.card)
+            if sibling is not None and sibling.cache is not None and sibling.cache.place == entry.cache:
+                cache = sibling.cache
+        return WeightedReward(
+            name=self.label,
+            reward=reward,
+            weight=entry.weight,
+            outputs=dict(entry.outputs),
+            scale=entry.scale,
+            offset=entry.offset,
+            clip=(entry.clip[0], entry.clip[1]) if entry.clip is not None else None,
+            gate=entry.gate,
+            retries=entry.retries,
+            isolate=entry.isolate,
+            max_failed_share=entry.max_failed_share,
+            cache=cache,
+        )
+
+    def _reward(self) -> Reward:
+        """The component, named and timed as the entry says.
+
+        Raises:
+            RewardError: its outputs are not those that were declared.
+        """
+        reward = self._component()
+        declared = () if self.card is None else self.card.outputs
+        if declared and reward.card.outputs != declared:
+            raise RewardError(
+                f"reward {self.name!r} has the outputs {list(reward.card.outputs)}, but declared {list(declared)}; "
+                "where options change them, define card_of(config) beside CARD, so that they are known beforehand"
+            )
+        if self.entry.timeout is not None:
+            reward = Reward(TimeLimit(reward.score, self.entry.timeout), reward.card)
+        return reward if self.entry.prefix is None else reward.prefixed(self.entry.prefix)
+
+    def _component(self) -> Reward:
+        if hasattr(self.module, "build"):
+            return self._built()
+        # Nothing is known of a bare function, so nothing is refused for it.
+        bare = Card(outputs=(self.name,), modality="any", source=str(self.entry.path or self.entry.name))
+        return Reward(score=self.module.score, card=self.card or bare)
+
+    def _built(self) -> Reward:
+        conduct = Conduct()
+        try:
+            with kept(conduct, numbers=False):
+                reward = self.module.build(self.config)
+        except (Fault, MemoryError, torch.OutOfMemoryError):  # these say what to do, or somebody else does
+            raise
+        except (Exception, SystemExit) as error:  # somebody's build may raise anything
+            log.debug("reward %r cannot be built", self.name, exc_info=error)
+            raise RewardError(f"reward {self.name!r} cannot be built: {described(error)}") from error
+        _require_kept(conduct, f"reward {self.name!r}: its build(config)", self.module)
+        return reward
+
+    def _cache(self, card: Card) -> ScoreCache:
+        place = str(self.entry.cache)
+        store = Memory() if place == "memory" else Folder(Path(place).expanduser())
+        return ScoreCache(
+            store, self.fingerprint(card), place=place, pictures=card.modality == "edit", prefix=self.entry.prefix
+        )
+
+    def fingerprint(self, card: Card) -> str:
+        """Tells this scorer, its version and options from every other: SHA-256, in hexadecimal.
+
+        Of a reward that is not built in the source file is part of it: people change theirs without raising a version.
+        """
+        name, source = self.module.__name__.removeprefix("flowrl."), ""
+        if not name.startswith("rewards.") and self.module.__file__:
+            name, source = self.name, hashlib.sha256(Path(self.module.__file__).read_bytes()).hexdigest()
+        options = self.config and dataclasses.asdict(self.config)
+        start = 0 if self.entry.prefix is None else len(f"{self.entry.prefix}_")
+        outputs = [output[start:] for output in card.outputs]
+        told = json.dumps([name, source, card.version, outputs, options], sort_keys=True, default=str)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+
+def reward_plan(options: Options, where: str) -> RewardPlan:
+    """Resolve and validate one entry of `rewards`.
+
+    Raises:
+        ConfigError: no such reward, a file without `score`, a bad option.
+    """
+    common = {f.name for f in dataclasses.fields(RewardEntry)}
+    if options.get("name") is None and options.get("path") is None:
+        known = ", ".join(registry.names("rewards"))
+        raise ConfigError(f"{where}: give either name or path (your own .py file); names: {known}")
+    entry = validate(RewardEntry, {k: v for k, v in options.items() if k in common}, where)
+    own = {k: v for k, v in options.items() if k not in common}
+    name = str(entry.name if entry.path is None else entry.path)
+    if entry.path is not None and not entry.path.endswith(".py"):
+        raise ConfigError(f"{where}: path={entry.path!r} must be a .py file; use name for a module")
+    module = imported("rewards", name, where)
+    clash = registry.collision("rewards", name)
+    if clash is not None:
+        log.warning("%s: %s", where, clash)
+    if hasattr(module, "build"):
+        return RewardPlan(entry, module, validate(config_class(module, where, name), own, where))
+    if not callable(getattr(module, "score", None)):
+        raise ConfigError(f"{where}: {name} defines neither score(images, prompts, metadata) nor build(config)")
+    if own:
+        close = registry.suggest(next(iter(own)), sorted(common))
+        raise ConfigError(
+            f"{where}.{next(iter(own))}: unknown key; {close}a one-file reward without Config takes: "
+            f"{', '.join(sorted(common))}"
+        )
+    return RewardPlan(entry, module, None)
+
+
+def imported(kind: str, name: str, where: str) -> ModuleType:
+    """The module of a component, which may be somebody else's.
+
+    Raises:
+        ConfigError: there is none, it raises, or it leaves the process changed.
+    """
+    conduct = Conduct()
+    try:
+        with kept(conduct, numbers=False):
+            module = registry.load(kind, name)
+    except registry.UnknownName as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is run
+        log.debug("%s: %s cannot be imported", where, name, exc_info=error)
+        raise ConfigError(f"{where}: {name} cannot be imported: {described(error)}") from error
+    _require_kept(conduct, f"{where}: {name}, when it is imported,", module)
+    return module
+
+
+def _require_kept(conduct: Conduct, what: str, module: ModuleType) -> None:
+    """Refuse somebody's code that leaves the process changed; it is put back already, and may count on it.
+
+    What a library does under a component of ours is put back alone.
+    """
+    if conduct.settings and not module.__name__.startswith("flowrl."):
+        raise ConfigError(f"{what} changes {' and '.join(conduct.settings)} for the whole process; {MEND}")
+
+
+def check_plans(plans: Sequence[tuple[str, RewardPlan]]) -> None:
+    """Refuse (key, entry)s that cannot stand side by side, before any of them is built.
+
+    Raises:
+        ConfigError: an output of two rewards, or two entries of one reward that name or time it differently.
+    """
+    distinct: list[tuple[str, RewardPlan]] = []
+    for key, plan in plans:
+        earlier = next(((where, other) for where, other in distinct if plan.same_component(other)), None)
+        if earlier is None:
+            distinct.append((key, plan))
+            continue
+        where, other = earlier
+        for option in ("prefix", "timeout"):
+            mine, theirs = getattr(plan.entry, option), getattr(other.entry, option)
+            if mine != theirs:
+                raise ConfigError(
+                    f"{key}.{option}={mine}: it is the reward of {where} ({plan.name}) with the same options, which "
+                    f"is built and run once, and there it is {theirs}; set it alike in both"
+                )
+    clash = doubled_output([(f"{key} ({plan.label})", plan.outputs) for key, plan in distinct])
+    if clash is not None:
+        raise ConfigError(clash)

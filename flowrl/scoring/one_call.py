@@ -1,0 +1,97 @@
+"""One call of a reward: its batch handed out, its surroundings kept, what it returns checked against its card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flowrl.core.errors import RewardError
+from flowrl.reward import REASONS, unscored
+from flowrl.scoring.surroundings import Conduct, Handed, kept
+
+if TYPE_CHECKING:
+    from flowrl.scoring.weighted import WeightedReward
+
+
+def called(
+    entry: WeightedReward,
+    images: Any,
+    prompts: Sequence[str],
+    metadata: Sequence[dict],
+    conduct: Conduct | None = None,
+) -> dict[str, Any]:
+    """What a reward returns by output, unchecked; it gets a copy of its batch, and what it changes is put back.
+
+    Args:
+        entry: the reward.
+        images: of its batch.
+        prompts: of its batch.
+        metadata: of its batch.
+        conduct: is told what the call did to its surroundings; None: nobody wants to know.
+    """
+    given, found = Handed(images, prompts, metadata), Conduct() if conduct is None else conduct
+    token = REASONS.set(found.reasons)
+    try:
+        # A score is not to depend on the autocast of whoever asks for it; a reward that wants one enters its own.
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), kept(found):
+            result = entry.reward.score(given.images, given.prompts, given.metadata)
+    finally:
+        REASONS.reset(token)
+    if found.looks_at_inputs:
+        found.note(inputs=given.changed())
+    if conduct is None:
+        for text in found.reasons:
+            unscored(f"reward {entry.name!r}: {text}")
+    return dict(result) if isinstance(result, Mapping) else {entry.reward.card.outputs[0]: result}
+
+
+def score_once(
+    entry: WeightedReward,
+    images: Any,
+    prompts: Sequence[str],
+    metadata: Sequence[dict],
+    conduct: Conduct | None = None,
+) -> dict[str, Tensor]:
+    """Raw outputs of one reward, checked against its card; as `called` otherwise.
+
+    Raises:
+        RewardError: no numbers, a wrong shape, other outputs than declared, a finite value outside the range.
+    """
+    card, count = entry.reward.card, len(prompts)
+    named = called(entry, images, prompts, metadata, conduct)
+    if set(named) != set(card.outputs):
+        raise RewardError(
+            f"reward {entry.name!r} declares the outputs {list(card.outputs)} but returned {list(named)}; "
+            f"name them all in the Card of its build(config)"
+        )
+    checked: dict[str, Tensor] = {}
+    for name in card.outputs:
+        try:
+            tensor = torch.as_tensor(named[name], dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RewardError(
+                f"reward {entry.name!r} returned a {type(named[name]).__name__} for {name!r} that is not one number "
+                f"a sample ({error}); a sample that could not be scored is NaN"
+            ) from error
+        tensor = tensor.detach().cpu()
+        if tensor.shape != (count,):
+            raise RewardError(
+                f"reward {entry.name!r} returned shape {tuple(tensor.shape)} for {name!r}; "
+                f"it was given {count} samples and must return one number for each, shape ({count},)"
+            )
+        finite, infinite = tensor[tensor.isfinite()], int(tensor.isinf().sum())
+        if infinite and conduct is not None:
+            conduct.reasons.append(f"{infinite} of {count} values of {name!r} are inf, which is no score")
+        # Ranges are declared with float literals: allow for their rounding.
+        slack = 1e-4 * max(1.0, abs(card.high) if math.isfinite(card.high) else 1.0)
+        if finite.numel() and (finite.min() < card.low - slack or finite.max() > card.high + slack):
+            raise RewardError(
+                f"reward {entry.name!r} returned {finite.min():.4g}..{finite.max():.4g} for {name!r}, "
+                f"outside its declared range {card.low}..{card.high}"
+            )
+        checked[name] = torch.where(tensor.isfinite(), tensor, torch.nan)
+    return checked

@@ -1,0 +1,189 @@
+"""Scoring beside other work: some rewards score what is there while the next pictures are sampled or read.
+
+Only rewards whose cards say `overlap` take part, each in one thread of its own, which has its batches in their order.
+Each sample meets the reward as it would without, tries and masks are the Scorer's, and the batches do not depend on
+timing, so that the scores are the same. `Ahead` has the samples of a rollout, whose batches are parts of one whole;
+`Beside` has batches that are complete in themselves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.core.errors import Abandoned
+from flowrl.scoring.scorer import Scorer, Scores
+from flowrl.scoring.surroundings import BESIDE, OF_THE_PROCESS, Settings
+from flowrl.scoring.time_limits import Ambient
+from flowrl.scoring.weighted import WeightedReward
+
+Outputs = dict[str, Tensor]
+_ASK_S = 0.2
+"""How often it is asked whether to leave off while a slow reward is waited for."""
+
+
+class Lanes:
+    """A thread for each of some rewards, in the surroundings of the one that makes this."""
+
+    def __init__(self, scorer: Scorer, entries: Sequence[WeightedReward]) -> None:
+        self.scorer, self.ambient, self.before = scorer, Ambient(), Settings(OF_THE_PROCESS)
+        self.pools = [(entry, ThreadPoolExecutor(1, "flowrl-reward")) for entry in entries]
+
+    def __bool__(self) -> bool:
+        return bool(self.pools)
+
+    def submit(self, *batch: Any) -> dict[int, Future[Outputs]]:
+        """`Scorer.raw` on a batch, by the identity of the entry."""
+        return {id(e): pool.submit(self.ambient.run, self._beside, e, *batch) for e, pool in self.pools}
+
+    def _beside(self, *batch: Any) -> Outputs:
+        BESIDE.set(True)  # in the copy of the context that this call has
+        return self.scorer.raw(*batch)
+
+    def settle(self) -> None:
+        """No thread is at work: put back, and tell of, what their rewards changed of the process."""
+        changed = self.before.put_back() if self.pools else []
+        self.scorer.tell_changed(" or ".join(entry.name for entry, _ in self.pools), changed)
+
+    def close(self) -> None:
+        """What waits is not scored; what is under way ends by itself, so that a slow server holds up no one's end."""
+        for _, pool in self.pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def result(self, future: Future[Outputs]) -> Outputs:
+        """What a thread has found.
+
+        Raises:
+            Abandoned: to be left off while it is waited for.
+        """
+        while not wait((future,), timeout=_ASK_S).done:
+            if self.scorer.stop():
+                raise Abandoned
+        return future.result()
+
+    def others(self, *batch: Any) -> dict[int, Outputs]:
+        """The rewards without a thread score a batch now."""
+        own = {id(entry) for entry, _ in self.pools}
+        return {id(e): self.scorer.raw(e, *batch) for e in self.scorer.distinct if id(e) not in own}
+
+    def combine(self, found: Mapping[int, Outputs], errors: Sequence[str]) -> Scores:
+        """The scores from every reward's outputs, in the order of the rewards."""
+        joined: Outputs = {}
+        for entry in self.scorer.distinct:
+            joined |= found[id(entry)]
+        return self.scorer.combine(joined, errors)
+
+
+class Ahead:
+    """Scores of B samples whose pictures come batch by batch. Rewards of whole groups wait for the groups.
+
+    Args:
+        scorer: of the run.
+        prompts, metadata: of all B samples, in the order in which the pictures will come.
+    """
+
+    def __init__(self, scorer: Scorer, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
+        self.scorer, self.prompts, self.metadata = scorer, prompts, metadata
+        self.done = 0
+        self.errors: list[str] = []
+        cards = [(entry, entry.reward.card) for entry in scorer.distinct]
+        self.lanes = Lanes(scorer, [entry for entry, card in cards if card.overlap and not card.needs_groups])
+        self._found: list[dict[int, Future[Outputs]]] = []
+
+    def __bool__(self) -> bool:
+        """Whether any reward takes part."""
+        return bool(self.lanes)
+
+    def close(self) -> None:
+        self.lanes.close()
+
+    def add(self, images: Tensor, *, early: bool = True) -> None:
+        """The next pictures, [b, ...].
+
+        Args:
+            images: of the samples that come next.
+            early: False keeps what a reward raised for `scores`: this process must go on with the others.
+
+        Raises:
+            RewardError: a reward has broken its contract on earlier ones.
+        """
+        part = slice(self.done, self.done + len(images))
+        self.done = part.stop
+        for earlier in self._found if early else ():
+            for future in earlier.values():
+                if future.done():
+                    future.result()
+        # Laid out as a part of the whole would be: a sum over other strides may differ in its last bit.
+        batch = images.contiguous(), self.prompts[part], self.metadata[part], self.errors
+        self._found.append(self.lanes.submit(*batch))
+
+    def scores(self, images: Tensor) -> Scores:
+        """The scores, when all pictures [B, ...] are there; the other rewards score them now.
+
+        Raises:
+            RewardError: as `Scorer.score`.
+        """
+        if not self.lanes:
+            return self.scorer.score(images, self.prompts, self.metadata)
+        assert self.done == len(self.prompts), "pictures are missing"
+        found = self.lanes.others(images, self.prompts, self.metadata, self.errors)
+        for entry, _ in self.lanes.pools:
+            parts = [self.lanes.result(futures[id(entry)]) for futures in self._found]
+            found[id(entry)] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        self.lanes.settle()
+        return self.lanes.combine(found, self.errors)
+
+
+class Beside:
+    """Scores of one batch after another, each as `Scorer.score` gives them; used as a context.
+
+    Where a reward overlaps, a batch's scores come back when the next batch is added, or with the rest; so no more than
+    two batches of pictures are held, however slow the reward is. Without a scorer nothing is ever due.
+    """
+
+    def __init__(self, scorer: Scorer | None) -> None:
+        self.lanes = None
+        if scorer is not None:
+            self.lanes = Lanes(scorer, [entry for entry in scorer.distinct if entry.reward.card.overlap])
+        self._waiting: deque[tuple[Any, dict[int, Outputs], dict[int, Future[Outputs]], list[str]]] = deque()
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.lanes is not None:
+            self.lanes.close()
+
+    def add(self, key: Any, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[tuple[Any, Scores]]:
+        """Begin with a batch, and (key, scores) of what is due: the batch before, or this one where none overlaps.
+
+        Raises:
+            RewardError: as `Scorer.score`, perhaps for the batch before.
+        """
+        if self.lanes is None:
+            return []
+        errors: list[str] = []
+        batch = images, prompts, metadata, errors
+        begun = self.lanes.submit(*batch)
+        self._waiting.append((key, self.lanes.others(*batch), begun, errors))
+        return self._take(1 if self.lanes else 0)
+
+    def rest(self) -> list[tuple[Any, Scores]]:
+        """What has not come back yet."""
+        due = self._take(0)
+        if self.lanes is not None:
+            self.lanes.settle()
+        return due
+
+    def _take(self, left: int) -> list[tuple[Any, Scores]]:
+        due = []
+        while self.lanes is not None and len(self._waiting) > left:
+            key, now, begun, errors = self._waiting.popleft()
+            later = {place: self.lanes.result(future) for place, future in begun.items()}
+            due.append((key, self.lanes.combine(now | later, errors)))
+        return due

@@ -1,0 +1,243 @@
+"""Several rewards on one batch: retried, masked, summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.core.errors import Abandoned, RewardError, RewardFailure
+from flowrl.scoring.attempts import Attempts, Batch, Counts
+from flowrl.scoring.one_call import score_once
+from flowrl.scoring.surroundings import MEND, Conduct
+from flowrl.scoring.weighted import WeightedReward
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Result of scoring B samples."""
+
+    raw: dict[str, Tensor]
+    """Output name -> [B] float32, raw scale."""
+    values: Tensor
+    """Training values per reward, [R, B]; NaN marks a sample to be masked."""
+    weights: Tensor
+    """[R]."""
+    failures: int = 0
+    """Samples that some reward could not score."""
+
+    @property
+    def total(self) -> Tensor:
+        """Weighted sum, [B]; NaN where a reward that counts has failed."""
+        live = self.weights != 0
+        return (self.values[live] * self.weights[live, None]).sum(dim=0)
+
+
+def doubled_output(rewards: Sequence[tuple[str, Sequence[str]]]) -> str | None:
+    """What is wrong, and the remedy, where two of different rewards (who, outputs) share an output; None: nothing."""
+    owner: dict[str, str] = {}
+    for who, outputs in rewards:
+        for name in outputs:
+            if name in owner:
+                return (
+                    f"the output {name!r} is produced by {owner[name]} and by {who}, which are not one reward with the "
+                    f"same options; give one of them a prefix (prefix: a makes it a_{name}), make their own options "
+                    "equal, or drop one"
+                )
+            owner[name] = who
+    return None
+
+
+def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[WeightedReward]) -> None:
+    """Refuse entries that do not go together; `distinct` are the first of each reward.
+
+    Raises:
+        ValueError: an output of two rewards, a share or gate of an output that there is not, other tries or cache than
+            an earlier entry of the same reward.
+    """
+    outputs = [name for entry in distinct for name in entry.reward.card.outputs]
+    clash = doubled_output([(repr(entry.name), entry.reward.card.outputs) for entry in distinct])
+    if clash is not None:
+        raise ValueError(f"rewards: {clash}")
+    first = {id(entry.reward): entry for entry in distinct}
+    for entry in entries:
+        own = list(entry.reward.card.outputs)
+        unknown = sorted(set(entry.outputs) - set(own))
+        if unknown:
+            raise ValueError(f"rewards: {entry.name!r} has no output {unknown[0]!r}; it has {own}")
+        if entry.gate is not None and entry.gate.output not in outputs:
+            raise ValueError(
+                f"rewards: the gate of {entry.name!r} names the output {entry.gate.output!r}; there are {outputs}"
+            )
+        other = first[id(entry.reward)]
+        for option in ("retries", "isolate", "cache"):
+            if getattr(entry, option) is not getattr(other, option) and getattr(entry, option) != getattr(
+                other, option
+            ):
+                raise ValueError(
+                    f"rewards: two entries of {entry.name!r} are scored in one pass and cannot differ in {option}; "
+                    "set it alike in both"
+                )
+
+
+class Scorer:
+    """Runs several rewards on a batch: retry, then mask, then abort.
+
+    Entries that hold the same `Reward` object share its one pass over a batch; each makes its own training value.
+
+    Args:
+        entries: the rewards with their weights.
+        batch_size: samples handed to a reward at once.
+        retries: further tries after an exception, where an entry does not say.
+        max_failed_share: above this share of masked samples in one call the run stops, where an entry does not say.
+        on_error: is told of every exception, and of every sample that is masked by one.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[WeightedReward],
+        *,
+        batch_size: int = 64,
+        retries: int = 2,
+        max_failed_share: float = 0.5,
+        on_error: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if not entries:
+            raise ValueError("rewards: at least one reward is needed")
+        first: dict[int, WeightedReward] = {}
+        for entry in entries:
+            first.setdefault(id(entry.reward), entry)
+        self.distinct = tuple(first.values())
+        """The first entry of each reward: what is run."""
+        self.entries = tuple(entries)
+        check_entries(self.entries, self.distinct)
+        self.batch_size, self.retries, self.max_failed_share = batch_size, retries, max_failed_share
+        self.on_error = on_error
+        self.stop: Callable[[], bool] = lambda: False
+        """Asked before every call of a reward whether to leave off, which raises `Abandoned`."""
+        self.counts = [Counts() for _ in self.distinct]
+        self._changed: set[tuple[str, str]] = set()
+        """(reward, setting) that was told of."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(name for entry in self.distinct for name in entry.reward.card.outputs)
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since the last time this was asked, by metric: "<first output of the reward>_calls", ..."""
+        found = {
+            f"{entry.reward.card.outputs[0]}_{what}": value
+            for entry, counts in zip(self.distinct, self.counts, strict=True)
+            for what, value in asdict(counts).items()
+            if what != "cached" or entry.cache is not None
+        }
+        self.counts = [Counts() for _ in self.distinct]
+        return found
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
+        """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
+
+        A reward that needs whole groups gets the batch in one piece.
+
+        Raises:
+            RewardFailure: a broken contract, or more than `max_failed_share` of the samples failed.
+        """
+        errors: list[str] = []
+        joined: dict[str, Tensor] = {}
+        for entry in self.distinct:
+            joined |= self.raw(entry, images, prompts, metadata, errors)
+        return self.combine(joined, errors)
+
+    def raw(
+        self,
+        entry: WeightedReward,
+        images: Any,
+        prompts: Sequence[str],
+        metadata: Sequence[dict],
+        errors: list[str],
+    ) -> dict[str, Tensor]:
+        """Outputs of one reward, each [B], NaN where it failed; what it raised is appended to `errors`.
+
+        Raises:
+            RewardFailure: a broken contract.
+        """
+        count, counts = len(prompts), self.counts[self.distinct.index(entry)]
+        chunk = max(count, 1) if entry.reward.card.needs_groups else self.batch_size
+        attempts = self._attempts(entry, counts, errors)
+        try:
+            batch = Batch(images, prompts, metadata)
+            parts = [attempts(batch.part(start, start + chunk)) for start in range(0, count, chunk)]
+        except RewardError as error:  # before training it would have been the user's to mend
+            raise RewardFailure(str(error)) from error
+        outputs = entry.reward.card.outputs
+        joined = {name: torch.cat([part[name] for part in parts]) if parts else torch.empty(0) for name in outputs}
+        counts.masked += int(torch.stack([value.isnan() for value in joined.values()]).any(dim=0).sum())
+        return joined
+
+    def combine(self, joined: dict[str, Tensor], errors: Sequence[str]) -> Scores:
+        """The scores of B samples from the outputs of all rewards.
+
+        Raises:
+            RewardFailure: more than `max_failed_share` of the samples failed.
+        """
+        values = torch.stack([entry.training_value(joined) for entry in self.entries])
+        weights = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float32)
+        self._abort(values, weights, errors)
+        return Scores(raw=joined, values=values, weights=weights, failures=int(values.isnan().any(dim=0).sum()))
+
+    def _attempts(self, entry: WeightedReward, counts: Counts, errors: list[str]) -> Attempts:
+        def tell(text: str) -> None:
+            errors.append(text)
+            self.on_error(text)
+
+        def once(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+            if self.stop():
+                raise Abandoned
+            conduct = Conduct()
+            found = score_once(entry, images, prompts, metadata, conduct)
+            for reason in conduct.reasons:
+                tell(f"reward {entry.name!r}: {reason}")
+            self.tell_changed(entry.name, conduct.settings)
+            return found
+
+        return Attempts(
+            name=entry.name,
+            once=once,
+            outputs=entry.reward.card.outputs,
+            stops=RewardError,
+            retries=self.retries if entry.retries is None else entry.retries,
+            isolate=entry.isolate and not entry.reward.card.needs_groups,
+            cache=None if entry.reward.card.needs_groups else entry.cache,
+            counts=counts,
+            tell=tell,
+        )
+
+    def tell_changed(self, name: str, settings: Sequence[str]) -> None:
+        """That a reward has left settings of the process changed; once for each."""
+        new = [setting for setting in settings if (name, setting) not in self._changed]
+        self._changed.update((name, setting) for setting in new)
+        if new:
+            self.on_error(f"reward {name!r} changed {' and '.join(new)}, which is put back now and every time; {MEND}")
+
+    def _abort(self, values: Tensor, weights: Tensor, errors: Sequence[str]) -> None:
+        """Stop where too much is lost. A reward that is only looked at (weight 0) ends nothing by failing."""
+        live = weights != 0 if bool((weights != 0).any()) else torch.ones_like(weights, dtype=torch.bool)
+        count, why = values.shape[1], errors[-1] if errors else "the rewards returned NaN for them"
+        for entry, row, counted in zip(self.entries, values.isnan(), live, strict=True):
+            share, lost = entry.max_failed_share, int(row.sum())
+            if counted and share is not None and lost > share * count:
+                raise RewardFailure(
+                    f"{lost} of {count} samples have no value of reward {entry.name!r}, more than its "
+                    f"max_failed_share={share} allows; {why}"
+                )
+        # An entry with a limit of its own has been judged by that.
+        rest = live & torch.tensor([entry.max_failed_share is None for entry in self.entries])
+        lost = int(values[rest].isnan().any(dim=0).sum()) if bool(rest.any()) else 0
+        if lost > self.max_failed_share * count:
+            raise RewardFailure(
+                f"{lost} of {count} samples could not be scored, more than the allowed share "
+                f"{self.max_failed_share}; {why}"
+            )

@@ -1,0 +1,86 @@
+"""A reward as a run uses it: its share of the training value, its transform, its gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flowrl.reward import Reward
+from flowrl.scoring.cache import ScoreCache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """An entry's training value counts only where an output, of whatever entry, is good enough.
+
+    Source: arXiv 2601.05242, conditioned rewards.
+    """
+
+    output: str
+    """Its raw value opens the gate. NaN there is NaN here: nobody knows whether the gate is open."""
+    at_least: float | None = None
+    at_most: float | None = None
+    """For an output of which less is better; give one of the two."""
+    floor: float = 0.0
+    """The training value (before the weight) where the gate is shut."""
+
+    def __post_init__(self) -> None:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("give either at_least or at_most")
+
+    def apply(self, values: Tensor, raw: Mapping[str, Tensor]) -> Tensor:
+        """[B] from the entry's values [B]; where the gate is shut they do not matter, and neither does their NaN."""
+        judged = raw[self.output]
+        open_ = judged >= self.at_least if self.at_least is not None else judged <= self.at_most
+        return torch.where(judged.isnan(), torch.nan, torch.where(open_, values, self.floor))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedReward:
+    """A reward as the configuration uses it; several may hold the same `reward`, each for a value of its own.
+
+    The training value is weight * gate(sum over outputs of share * clip(scale * raw + offset)), with -raw for a reward
+    of which less is better.
+    """
+
+    name: str
+    reward: Reward
+    weight: float = 1.0
+    outputs: dict[str, float] = field(default_factory=dict)
+    """Output -> share; empty: the card's first output alone."""
+    scale: float | None = None
+    offset: float | None = None
+    """Where neither is given: the card's transform; else 1 and 0 for the one that is not."""
+    clip: tuple[float, float] | None = None
+    gate: Gate | None = None
+    retries: int | None = None
+    """Further tries after an exception; none: the Scorer's. This, `isolate` and `cache` belong to the reward."""
+    isolate: bool = True
+    """Whether a batch that fails to the last is searched for the samples that make it fail."""
+    max_failed_share: float | None = None
+    """Above this share of samples that this entry could not score the run stops; none: the Scorer's."""
+    cache: ScoreCache | None = None
+
+    def shares(self) -> dict[str, float]:
+        return self.outputs or {self.reward.card.outputs[0]: 1.0}
+
+    def transform(self) -> tuple[float, float]:
+        """(scale, offset)."""
+        if self.scale is None and self.offset is None:
+            return self.reward.card.transform
+        return 1.0 if self.scale is None else self.scale, 0.0 if self.offset is None else self.offset
+
+    def training_value(self, raw: Mapping[str, Tensor]) -> Tensor:
+        """[B] from the raw outputs of all rewards; NaN where a used output is NaN, or the gate's."""
+        sign = 1.0 if self.reward.card.higher_is_better else -1.0
+        scale, offset = self.transform()
+        total = torch.zeros(())
+        for output, share in self.shares().items():
+            value = sign * raw[output] * scale + offset
+            if self.clip is not None:
+                value = value.clamp(*self.clip)
+            total = total + share * value
+        return total if self.gate is None else self.gate.apply(total, raw)

@@ -1,0 +1,1 @@
+"""Microbatches, learner, optimizer, processes and sharding."""

@@ -1,0 +1,99 @@
+"""From edges to training forwards: shuffled microbatches, moved to the device one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flowrl.core.rng import permutation
+from flowrl.core.types import Condition, Edges
+from flowrl.diffusion.plan import StepPlan
+from flowrl.losses.batches import Microbatch
+from flowrl.models.base import ModelAdapter
+
+
+def update_chunks(samples: Tensor, updates: int, seed: int, iteration: int) -> list[Tensor]:
+    """Split global sample numbers [n] at random into `updates` disjoint sets, equal but for the remainder.
+
+    The same on every rank and for every number of ranks.
+    """
+    order = permutation(len(samples), seed, "updates", iteration)
+    return list(samples[order].tensor_split(updates))
+
+
+def microbatches(
+    edges: Edges,
+    advantage: Tensor,
+    plan: StepPlan,
+    adapter: ModelAdapter,
+    cond: Condition,
+    rows: Tensor,
+    *,
+    batch_size: int,
+    order: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[Microbatch]:
+    """Forwards of at most `batch_size` latents, never mixing batch keys; the last of a key may be partial.
+
+    Edges that start from the same latents share their forward.
+
+    Args:
+        edges: E edges of a rollout.
+        advantage: [E, R, *pos].
+        plan: the rollout's plan; gives each edge its step.
+        adapter: says which steps may share a forward.
+        cond: conditions of the prompts.
+        rows: row of `cond` of each sample, [B].
+        batch_size: latents per forward.
+        order: which edges, in which order; None takes all as they come.
+        device: where the forward runs.
+    """
+    order = torch.arange(len(edges)) if order is None else order
+    keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
+    for key in keys.unique():
+        members = (keys == key).nonzero().squeeze(1)
+        number = _by_appearance(edges.parent[order[members]])
+        for start in range(0, int(number.max()) + 1, batch_size):
+            here = (number >= start) & (number < start + batch_size)
+            place, parent = members[here], number[here] - start
+            chosen = order[place]
+            part = edges.select(chosen)
+            first = _first_of_each(parent)
+            yield Microbatch(
+                latents=part.nodes[part.parent[first]].to(device),
+                start=plan.steps(part.step[first], adapter.process, device),
+                cond=cond.index(rows[part.sample[first]]),
+                parent=parent.to(device),
+                next_latents=part.nodes[part.child].to(device),
+                step=plan.steps(part.step, adapter.process, device),
+                old_log_prob=part.old_log_prob.to(device),
+                advantage=advantage[chosen].to(device),
+                place=place,
+                plan=plan,
+                columns={name: value.to(device) for name, value in part.columns.items()},
+            )
+
+
+def forwards(edges: Edges, adapter: ModelAdapter, order: Tensor, batch_size: int) -> dict[int, int]:
+    """How many microbatches `order` makes, by batch key."""
+    keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
+    parents = edges.parent[order]
+    return {int(key): -(-len(parents[keys == key].unique()) // batch_size) for key in keys.unique()}
+
+
+def _first_of_each(number: Tensor) -> Tensor:
+    """Place of the first of each value 0..N - 1 in `number` [E], [N]."""
+    first = torch.full((int(number.max()) + 1,), len(number))
+    return first.scatter_reduce(0, number, torch.arange(len(number)), "amin")
+
+
+def _by_appearance(values: Tensor) -> Tensor:
+    """Values [E] numbered from 0 in the order in which they first appear.
+
+    >>> _by_appearance(torch.tensor([7, 3, 7, 5])).tolist()
+    [0, 1, 0, 2]
+    """
+    number = values.unique(return_inverse=True)[1]
+    return _first_of_each(number).argsort().argsort()[number]

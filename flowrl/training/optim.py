@@ -1,0 +1,206 @@
+"""The optimizer step and its options: AdamW, learning-rate schedule, gradient clipping, loss scaling, EMA."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.core.strict import require_positive
+from flowrl.models.weights import Weights
+from flowrl.training.world import ALONE, World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmaConfig:
+    decay: float = 0.9
+    """Weight of the old average at each update of it, in [0, 1)."""
+    every: int = 1
+    """Optimizer steps between updates."""
+    warmup: bool = True
+    """Cap the decay at (1 + n) / (10 + n) after n optimizer steps."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay} must lie in [0, 1)")
+        require_positive(every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    learning_rate: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after the warm-up, falling to 0 at the last update."""
+    max_grad_norm: float | None = 1.0
+    """Gradient norm is clipped to this; null for never."""
+    updates_per_iteration: int = 2
+    """Optimizer steps per rollout; each uses an equal share of its samples."""
+    batch_size: int = 8
+    """Edges per training forward and process."""
+    ema: EmaConfig | None = None
+    """Averaged weights, used for evaluation and the saved result; null for none."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            learning_rate=self.learning_rate,
+            eps=self.eps,
+            max_grad_norm=self.max_grad_norm,
+            updates_per_iteration=self.updates_per_iteration,
+            batch_size=self.batch_size,
+        )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
+        if self.weight_decay < 0 or self.warmup_updates < 0:
+            raise ValueError("weight_decay and warmup_updates must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What an update did. `skipped`: the gradient was not finite and nothing moved."""
+
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+
+
+class Optimizer:
+    """AdamW over the trainable weights.
+
+    Args:
+        weights: what is trained; its "ema" role is kept here if asked for.
+        total_updates: of the whole run, for the learning-rate schedule.
+        loss_scaling: float16 training; the scale starts at 2^16 and follows overflows as usual.
+        world: the processes that weights are split over, where they are: each steps its own rows.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        config: OptimConfig,
+        total_updates: int,
+        *,
+        loss_scaling: bool = False,
+        world: World = ALONE,
+    ) -> None:
+        self.weights, self.config, self.total_updates = weights, config, max(total_updates, 1)
+        self.world = world
+        self.updates = 0
+        self.skipped = 0
+        self.scale = 2.0**16 if loss_scaling else 1.0
+        self.dynamic_scale = loss_scaling
+        self._good_steps = 0
+        self.parameters = list(weights.values.values())
+        self.adam = torch.optim.AdamW(
+            self.parameters,
+            lr=config.learning_rate,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        if config.ema is not None and "ema" not in weights.copies:
+            weights.snapshot("ema")
+
+    @property
+    def role(self) -> str:
+        """Weights that evaluation and the saved result use."""
+        return "ema" if self.config.ema is not None else "policy"
+
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        base, warmup = self.config.learning_rate, self.config.warmup_updates
+        if self.updates < warmup:
+            return base * (self.updates + 1) / warmup
+        progress = min((self.updates - warmup) / max(self.total_updates - warmup, 1), 1.0)
+        if self.config.schedule == "linear":
+            return base * (1 - progress)
+        if self.config.schedule == "cosine":
+            return base * 0.5 * (1 + math.cos(math.pi * progress))
+        return base
+
+    def zero_grad(self) -> None:
+        for p in (*self.parameters, *self.weights.parameters.values()):
+            p.grad = None
+
+    def flat_gradient(self) -> Tensor:
+        """All gradients as one vector, of split weights this process's rows; one that is missing counts as zeros."""
+        pairs = zip(self.weights.gradients(), self.parameters, strict=True)
+        return torch.cat([(torch.zeros_like(p) if grad is None else grad).flatten() for grad, p in pairs])
+
+    def _norm(self, gradient: Tensor) -> float:
+        """Of the whole gradient, the same number on every process."""
+        norm = torch.linalg.vector_norm(gradient)
+        return float(self.world.all_reduce_sum(norm.square()).sqrt() if self.weights.split else norm)
+
+    def step(self, gradient: Tensor) -> StepReport:
+        """Clip the (unscaled) flat gradient, move the weights, move the average."""
+        rate = self.learning_rate()
+        norm = self._norm(gradient)
+        if not math.isfinite(norm):
+            self.skipped += 1
+            self._grow(False)
+            self.zero_grad()
+            return StepReport(grad_norm=norm, learning_rate=rate, skipped=True)
+        if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
+            gradient = gradient * (self.config.max_grad_norm / norm)
+        self._give(gradient)
+        self.adam.param_groups[0]["lr"] = rate
+        self.adam.step()
+        self.zero_grad()
+        self.updates += 1
+        self._grow(True)
+        self._average()
+        return StepReport(grad_norm=norm, learning_rate=rate, skipped=False)
+
+    def _give(self, gradient: Tensor) -> None:
+        """Each parameter its piece; of sparse weights those whose piece is 0 get none, which AdamW leaves alone."""
+        pieces = gradient.split([p.numel() for p in self.parameters])
+        given = torch.stack([piece.any() for piece in pieces]).tolist() if self.weights.sparse else [True] * len(pieces)
+        for p, piece, moves in zip(self.parameters, pieces, given, strict=True):
+            p.grad = piece.view_as(p) if moves else None
+
+    def _grow(self, finite: bool) -> None:
+        """Dynamic loss scale: halve on overflow, double after 2000 good steps."""
+        if not self.dynamic_scale:
+            return
+        if not finite:
+            self.scale, self._good_steps = max(self.scale / 2, 1.0), 0
+        else:
+            self._good_steps += 1
+            if self._good_steps % 2000 == 0:
+                self.scale = min(self.scale * 2, 2.0**24)
+
+    def _average(self) -> None:
+        ema = self.config.ema
+        if ema is None or self.updates % ema.every:
+            return
+        decay = min(ema.decay, (1 + self.updates) / (10 + self.updates)) if ema.warmup else ema.decay
+        self.weights.follow("ema", decay)
+
+    def state(self) -> tuple[dict[str, Tensor], dict]:
+        """(moments as flat names, counters)."""
+        tensors: dict[str, Tensor] = {}
+        for name, p in self.weights.values.items():
+            for key, value in self.adam.state.get(p, {}).items():
+                tensors[f"{name}/{key}"] = torch.as_tensor(value)
+        counters = {"updates": self.updates, "skipped": self.skipped, "scale": self.scale, "good": self._good_steps}
+        return tensors, counters
+
+    def load_state(self, tensors: dict[str, Tensor], counters: dict) -> None:
+        """Inverse of `state`."""
+        self.adam.state.clear()
+        for flat, value in tensors.items():
+            name, _, key = flat.rpartition("/")
+            p = self.weights.values.get(name)
+            if p is not None:
+                # Adam keeps its step counter on the CPU, the moments beside the parameter.
+                self.adam.state[p][key] = value.clone() if key == "step" else value.to(p.device).clone()
+        self.updates, self.skipped = counters["updates"], counters["skipped"]
+        self.scale, self._good_steps = counters["scale"], counters["good"]

@@ -1,0 +1,231 @@
+"""Processes: joining the group, the few collectives the loop needs, and the launcher; accelerate is used here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flowrl.core.errors import (
+    Abandoned,
+    CheckpointError,
+    ConfigError,
+    Elsewhere,
+    Fault,
+    LaunchError,
+    LostProcess,
+    RewardError,
+    described,
+)
+
+T = TypeVar("T")
+
+BACKEND = "FLOWRL_BACKEND"
+"""How processes talk, in a worker's environment; without it nccl between GPUs and gloo between CPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+    shared: list[BaseException] = field(default_factory=list, init=False, compare=False, repr=False)
+    """Failures that every process has met at the same place."""
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over processes, in place."""
+        if self.size > 1:
+            with _lost_told():
+                dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, by rank, on all of them."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with _lost_told():
+            dist.all_gather_object(values, value)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set anywhere; the same answer on every process."""
+        if self.size == 1:
+            return flag
+        tensor = torch.tensor([float(flag)], device=self.device)
+        return bool(self.all_reduce_sum(tensor) > 0)
+
+    def barrier(self) -> None:
+        self.any(False)
+
+    def together(self, work: Callable[[], T], errors: tuple[type[Exception], ...] = (Exception,)) -> list[T]:
+        """Do something on every process; everyone's result, by rank. `work` itself must not wait for others.
+
+        Raises:
+            Exception: what `work` raised here.
+            Elsewhere: it raised one of `errors` on another process, and not here.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except errors as caught:
+            error = caught
+        everyone = self.gather((result, _told(error, str)))
+        failed = next((told for _, told in everyone if told is not None), None)
+        if failed is not None:
+            raise self.sharing(error or Elsewhere(*failed))
+        return [value for value, _ in everyone]
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """`together` for what a user can mend: if it fails anywhere with such an error, all stop with it.
+
+        Raises:
+            ConfigError, ValueError, RewardError, CheckpointError: what `work` raised here.
+            ConfigError: it raised one of them on another process.
+        """
+        try:
+            return self.together(work, (ValueError, RewardError, CheckpointError))
+        except Elsewhere as error:
+            raise self.sharing(ConfigError(str(error))) from None
+
+    def in_step(self, work: Callable[[], T]) -> T:
+        """Do something on every process that waits for no other; where it fails on one, it fails on all of them.
+
+        Raises:
+            Exception: what `work` raised here, `SystemExit` among it; a `Fault` is raised on all processes, and
+                `Diverged` rather than another.
+            Elsewhere: another process failed otherwise, and this one did not.
+            Abandoned: on some process, and no other failed.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except (Exception, SystemExit, Abandoned) as caught:
+            error = caught
+        left = isinstance(error, Abandoned)
+        ours = isinstance(error, Fault) and not error.of_one_process and not isinstance(error, Elsewhere)
+        kind = type(error) if ours else None
+        everyone = self.gather((left, kind, None if left else _told(error, described)))
+        failed = [(kind, told) for _, kind, told in everyone if told is not None]
+        if failed:
+            kind, told = min(failed, key=lambda each: each[1][2] == Fault.status)
+            own = error is not None and not left and (kind is None or type(error) is kind)
+            raise self.sharing(error if own else Elsewhere(*told) if kind is None else kind(told[0]))
+        if any(left for left, _, _ in everyone):
+            raise Abandoned
+        return result  # type: ignore[return-value]  # there is one where nothing failed
+
+    def sharing(self, error: BaseException) -> BaseException:
+        """The same error, known to be raised on every process."""
+        if self.size > 1:
+            self.shared.append(error)
+        return error
+
+    def shares(self, error: BaseException) -> bool:
+        """Whether all processes leave with an error, or there is no other."""
+        return self.size == 1 or any(error is known for known in self.shared)
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+ALONE = World(0, 1, torch.device("cpu"))
+"""No other process to share anything with."""
+
+
+def _told(error: BaseException | None, words: Callable[[BaseException], str]) -> tuple[str, int, str] | None:
+    """What the other processes are told of a failure: text, exit code, status."""
+    if error is None:
+        return None
+    if isinstance(error, Fault):
+        return str(error), error.exit_code, error.status
+    return words(error), Fault.exit_code, Fault.status
+
+
+@contextmanager
+def _lost_told() -> Iterator[None]:
+    """A collective that breaks off because another process is gone says so."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo has no class of its own
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise LostProcess(
+            f"another process of this run has ended ({str(error).splitlines()[0]}); its own message says why"
+        ) from error
+
+
+def require_devices(processes: int) -> str | None:
+    """Refuse more processes on this machine than it has GPUs; the backend that the environment chooses, if it does.
+
+    Raises:
+        ConfigError: there are too few, or the backend cannot work.
+    """
+    backend = os.environ.get(BACKEND)
+    if backend not in (None, "gloo", "nccl"):
+        raise ConfigError(f"the backend {backend!r} (--backend, {BACKEND}) is unknown; there are gloo and nccl")
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "nccl" and not cards:
+        raise ConfigError("the backend nccl needs GPUs, and torch sees none; leave --backend out, or choose gloo")
+    if cards and processes > cards and backend != "gloo":
+        raise ConfigError(
+            f"{processes} processes on {cards} GPU{'s' if cards > 1 else ''}: nccl wants one for each process; start "
+            f"at most {cards}, or let them share through gloo, which is slower: --backend gloo, or {BACKEND}=gloo"
+        )
+    return backend
+
+
+def join() -> World:
+    """Join the group that torchrun, accelerate or `--processes` set up; alone otherwise.
+
+    Raises:
+        ConfigError: more processes on this machine than GPUs.
+        LaunchError: WORLD_SIZE and what accelerate made of it differ (some launchers silently run one process).
+    """
+    from accelerate import PartialState
+
+    expected, options = int(os.environ.get("WORLD_SIZE", "1")), {}
+    if expected > 1:
+        backend = require_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        options = {} if backend is None else {"backend": backend}
+    state = PartialState(cpu=not torch.cuda.is_available(), **options)
+    if state.num_processes != expected:
+        raise LaunchError(
+            f"WORLD_SIZE={expected}, but accelerate sees {state.num_processes} process(es); "
+            "start with torchrun, or with flowrl train CONFIG --processes N"
+        )
+    return World(state.process_index, state.num_processes, state.device)
+
+
+def shard(num_prompts: int, group_size: int, rank: int, size: int, leaves: int = 1) -> list[tuple[int, int]]:
+    """The (slot, sample) pairs of a rank: whole groups while there are prompts enough, else split by sample.
+
+    Neighbouring `leaves` samples, those of a tree, stay together.
+
+    >>> shard(2, 2, 1, 2), shard(1, 4, 1, 2), shard(1, 6, 1, 2, leaves=3)
+    ([(1, 0), (1, 1)], [(0, 2), (0, 3)], [(0, 3), (0, 4), (0, 5)])
+    """
+    if num_prompts >= size:
+        low, high = rank * num_prompts // size, (rank + 1) * num_prompts // size
+        return [(slot, sample) for slot in range(low, high) for sample in range(group_size)]
+    trees = [(slot, first) for slot in range(num_prompts) for first in range(0, group_size, leaves)]
+    own = trees[rank * len(trees) // size : (rank + 1) * len(trees) // size]
+    return [(slot, first + leaf) for slot, first in own for leaf in range(leaves)]
+
+
+def largest_shard(num_prompts: int, group_size: int, size: int, leaves: int = 1) -> int:
+    """Samples of the rank that has most."""
+    return max(len(shard(num_prompts, group_size, rank, size, leaves)) for rank in range(size))

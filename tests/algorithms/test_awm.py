@@ -1,0 +1,156 @@
+"""AWM: ratio, gradient, stabilisers (forward_process 1.2, 1.8), and what the rule of its advantages is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.algorithms import awm, rwr
+from flowrl.algorithms._matching import AnchorConfig, LagConfig
+from flowrl.credit.advantages import AdvantageConfig, advantages
+from flowrl.losses.matching import elbo_weight, matching_log_prob, mean_square
+from tests.toys import loss_of, outputs_of
+
+M, OFF = 6, AnchorConfig(coef=0.0)
+SIGMA = torch.tensor([0.9, 0.5, 0.2, 0.9, 0.5, 0.2])
+SAMPLE = torch.tensor([0, 0, 0, 1, 1, 1])
+ADVANTAGE = torch.tensor([0.8, 0.8, 0.8, -0.3, -0.3, -0.3])
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(M, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+CLEAN, EPS = draw(1), draw(2)
+TARGET = EPS - CLEAN
+
+
+def found(config: awm.Config, *, old: Tensor | None = None, v: Tensor | None = None, **options: Tensor):
+    """(loss, metrics, gradient on v) with the average and the reference nearby."""
+    v = (draw(3) if v is None else v).clone().requires_grad_(True)
+    roles = {"policy": v, "reference": v.detach() + 0.1, "anchor": v.detach() - 0.2}
+    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": ADVANTAGE, "sample": SAMPLE}
+    output = loss_of(awm.build(config), outputs_of(roles, **(scene | options), old=old))
+    (gradient,) = torch.autograd.grad(output.loss, v)
+    return float(output.loss.detach()), {k: float(x) for k, x in output.metrics.items()}, gradient
+
+
+def plain(**options) -> awm.Config:
+    return awm.Config(kl=OFF, ema_kl=OFF, **options)
+
+
+@pytest.mark.parametrize("ratio", ["term", "sample"])
+@pytest.mark.parametrize("weighting", ["uniform", "sigma", "sigma2", "huber", "ghuber"])
+def test_on_policy_the_ratio_is_1_and_the_gradient_that_of_the_weighted_error(ratio, weighting):
+    """1.8.1, 1.8.2, I3: whether times are averaged before or after the exponential."""
+    loss, metrics, gradient = found(plain(ratio=ratio, weighting=weighting))
+    assert loss == pytest.approx(-float(ADVANTAGE.sum()))
+    assert metrics["policy/ratio_mean"] == M
+    assert metrics["policy/clip_fraction"] == 0
+    v = draw(3).requires_grad_(True)
+    error = matching_log_prob(mean_square(v, TARGET), SIGMA, weighting)
+    (expected,) = torch.autograd.grad(-(ADVANTAGE * error).sum(), v)
+    assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_off_policy_the_two_ratios_differ_and_the_clip_acts_in_their_own_units():
+    v = draw(3)
+    now = matching_log_prob(mean_square(v, TARGET), SIGMA, "ghuber")
+    shift = torch.tensor([0.02, -0.01, 0.05, 0.01, 0.03, -0.02], dtype=torch.float64)  # log ratios
+    _, term, _ = found(plain(), old=now - shift)
+    _, sample, _ = found(plain(ratio="sample"), old=now - shift)
+    assert term["policy/ratio_mean"] == pytest.approx(float(shift.exp().sum()))
+    assert sample["policy/ratio_mean"] == pytest.approx(3 * float(shift.reshape(2, 3).mean(dim=1).exp().sum()))
+    _, clipped, gradient = found(plain(clip_range=0.015), old=now - shift)
+    gone = ((ADVANTAGE > 0) & (shift.exp() > 1.015)) | ((ADVANTAGE < 0) & (shift.exp() < 0.985))
+    assert clipped["policy/clip_fraction"] == float(gone.sum()) == 3
+    assert torch.equal(gradient.abs().amax(dim=1) == 0, gone)
+
+
+def test_without_advantage_and_pulls_there_is_no_gradient():
+    """1.8.5."""
+    assert float(found(plain(), advantage=torch.zeros(M))[2].abs().max()) == 0
+
+
+def test_equal_advantages_at_the_reference_are_supervised_training_times_the_advantage():
+    """1.8.5: the pulls have no gradient where all networks agree."""
+    v = draw(3).requires_grad_(True)
+    roles = dict.fromkeys(("reference", "anchor"), v.detach())
+    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": torch.full((M,), 0.7)}
+    output = loss_of(awm.build(awm.Config(weighting="uniform")), outputs_of({"policy": v} | roles, **scene))
+    (gradient,) = torch.autograd.grad(output.loss, v)
+    assert_close(gradient, 0.7 * 2 * (v.detach() - TARGET) / 8, rtol=1e-6, atol=1e-9)
+
+
+def test_the_pulls_are_added_with_their_coefficients_and_weights():
+    """1.2.7 and 1.2.8: the reference is 0.1 away, the average 0.2."""
+    base = found(plain())[0]
+    both = found(awm.Config(kl=AnchorConfig(coef=2.0), ema_kl=AnchorConfig(coef=3.0)))[0]
+    assert both - base == pytest.approx(M * (2 * 0.01 + 3 * 0.04), rel=1e-6)
+    elbo = found(awm.Config(kl=AnchorConfig(coef=2.0, weight="elbo"), ema_kl=OFF))[0]
+    assert elbo - base == pytest.approx(2 * 0.01 * float(elbo_weight(SIGMA).sum()), rel=1e-5)
+
+
+def test_advantages_are_rescaled_to_their_bound_not_clipped_at_it():
+    """1.2.2: clip to 5, over 5, times advantage_max."""
+    rewards = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))
+    own = awm.build(awm.Config(advantage_max=2.0)).advantages(rewards, torch.ones(1))
+    plain_rule = advantages(rewards, torch.ones(1), AdvantageConfig())
+    assert_close(own.values, plain_rule.values * 0.4)
+    spike = torch.zeros(1, 1, 64)
+    spike[0, 0, 0] = 1.0
+    assert float(awm.build(awm.Config()).advantages(spike, torch.ones(1)).values.max()) == 1.0
+
+
+def test_awm_with_advantages_that_are_not_negative_is_weighted_imitation():
+    """8, tests: uniform weighting, the weights of RWR as advantages."""
+    weight = torch.tensor([0.0, 2.0, 0.5, 1.0, 0.0, 3.0])
+    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": weight}
+    v = draw(3).requires_grad_(True)
+    (imitated,) = torch.autograd.grad(loss_of(rwr.build(rwr.Config()), outputs_of({"policy": v}, **scene)).loss, v)
+    assert_close(found(plain(weighting="uniform"), advantage=weight)[2], imitated, rtol=1e-9, atol=1e-12)
+
+
+def test_the_average_follows_as_published():
+    """1.2.10: min(0.3, 0.001 steps)."""
+    lag = awm.Config().ema
+    assert [lag.decay(step) for step in (0, 100, 300, 5000)] == pytest.approx([0.0, 0.1, 0.3, 0.3])
+
+
+def test_roles_are_those_that_are_used():
+    assert awm.build(plain()).roles == ()
+    assert awm.build(plain(off_policy=True)).roles == ("anchor",)
+    assert awm.build(plain(off_policy=True)).behaviour == "anchor"
+    assert awm.build(awm.Config()).roles == ("reference", "anchor")
+    assert awm.build(awm.Config()).behaviour == "policy"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"power": 0.0}, "power=0.0 must lie in"),
+        ({"clip_range": 0.0}, "must be positive"),
+        ({"advantages": AdvantageConfig(clip=None)}, "advantages.clip=null"),
+        ({"advantages": AdvantageConfig(name="separate", std="group")}, "advantages.name=separate"),
+        ({"passes": 0}, "passes=0"),
+        ({"solver_noise": 0.4}, "only the solver 'sa' adds noise"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        awm.Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"start": 0.6}, "start=0.6 is above limit=0.5"),
+        ({"limit": 1.5}, "limit=1.5 must lie in"),
+        ({"slope": -1.0}, "must not be negative"),
+    ],
+)
+def test_a_lag_that_is_none_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        LagConfig(**options)

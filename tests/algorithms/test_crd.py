@@ -1,0 +1,130 @@
+"""CRD: centring within a prompt, pools, the pull by reward (forward_process 6.2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.algorithms._matching import AnchorConfig
+from flowrl.algorithms.crd import Config, build, fit, pool_weights
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.losses.matching import implicit_reward, optimality
+from tests.toys import loss_of, outputs_of
+
+M, OFF = 6, AnchorConfig(coef=0.0)
+SIGMA = torch.tensor([0.9, 0.9, 0.9, 0.4, 0.4, 0.4])
+GROUP = torch.tensor([5, 5, 5, 1, 1, 1])
+ADVANTAGE = torch.tensor([1.5, -0.5, -1.0, 5.0, 2.5, -5.0])
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(M, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+CLEAN, EPS, V, OLD = draw(1), draw(2), draw(3), draw(4)
+TARGET = EPS - CLEAN
+
+
+def found(config: Config, v: Tensor = V, old: Tensor = OLD, rows: slice = slice(None), **roles: Tensor):
+    v = v[rows].clone().requires_grad_(True)
+    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": ADVANTAGE, "group": GROUP}
+    scene = {name: value[rows] for name, value in scene.items()}
+    networks = {"policy": v, "old": old[rows]} | {name: value[rows] for name, value in roles.items()}
+    output = loss_of(build(config), outputs_of(networks, **scene))
+    (gradient,) = torch.autograd.grad(output.loss, v)
+    return replace(output, loss=output.loss.detach()), gradient
+
+
+@pytest.mark.parametrize("options", [{}, {"pools": 0.0}, {"pools": 0.3}, {"fit": "bce"}, {"adaptive": False}])
+def test_prompts_are_never_mixed(options):
+    """The deviation that the sheet warns of: two prompts together are the two alone."""
+    config = Config(kl=OFF, **options)
+    whole, gradient = found(config)
+    parts = [found(config, rows=rows) for rows in (slice(0, 3), slice(3, 6))]
+    assert float(whole.loss) == pytest.approx(sum(float(part.loss) for part, _ in parts), rel=1e-9)
+    assert_close(gradient, torch.cat([g for _, g in parts]), rtol=1e-9, atol=1e-12)
+
+
+def test_at_the_old_policy_the_implied_reward_is_0_and_the_gradient_lowers_errors_of_good_samples():
+    """Gradient proportional to -Rc grad R: 5 / beta * 2 beta * (0 - Rc) * grad R."""
+    output, gradient = found(Config(kl=OFF, beta=0.5), OLD, OLD)
+    assert float(output.metrics["policy/implicit_reward"]) == 0
+    given = optimality(ADVANTAGE, 5.0).double()
+    centre = given - given.reshape(2, 3).mean(dim=1).repeat_interleave(3)
+    v = OLD.clone().requires_grad_(True)
+    (slope,) = torch.autograd.grad(implicit_reward(v, OLD, TARGET).sum(), v)
+    assert_close(gradient, -10 * centre[:, None] * slope, rtol=1e-6, atol=1e-9)
+    assert float(output.loss) == pytest.approx(10 * float(centre.square().sum()))
+
+
+def test_the_value_is_that_of_centred_rewards_away_from_the_old_policy():
+    beta = 2.0
+    implied, given = beta * implicit_reward(V, OLD, TARGET), optimality(ADVANTAGE, 5.0).double()
+    apart = (implied - given).reshape(2, 3)
+    expected = 5 / beta * (apart - apart.mean(dim=1, keepdim=True)).square().sum()
+    assert float(found(Config(kl=OFF, beta=beta))[0].loss) == pytest.approx(float(expected))
+
+
+def test_cross_entropy_is_least_where_both_rewards_agree():
+    given = torch.tensor([-0.4, 0.0, 0.7], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(fit(given, given.detach(), "bce").sum(), given)
+    assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
+    assert fit(torch.tensor([2.0]), torch.tensor([0.5]), "mse").tolist() == [2.25]
+
+
+def test_two_pools_are_the_good_and_the_bad_by_their_advantage():
+    """The sheet's second defect: A, not r, decides; an empty pool is the whole group."""
+    given = optimality(ADVANTAGE, 5.0).double()
+    good, bad = pool_weights(given, ADVANTAGE, GROUP, 0.0)
+    assert good.tolist() == [1.0, 0.0, 0.0, 0.5, 0.5, 0.0]
+    assert bad.tolist() == [0.0, 0.5, 0.5, 0.0, 0.0, 1.0]
+    none, everyone = pool_weights(given[:3], torch.zeros(3), GROUP[:3], 0.0)
+    assert none.tolist() == everyone.tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_softmax_pools_lean_to_the_best_and_to_the_worst():
+    given = optimality(ADVANTAGE, 5.0).double()
+    good, bad = pool_weights(given, ADVANTAGE, GROUP, 0.2)
+    for rows in (slice(0, 3), slice(3, 6)):
+        assert_close(good[rows], (given[rows] / 0.2).softmax(dim=0))
+        assert_close(bad[rows], (-given[rows] / 0.2).softmax(dim=0))
+    (flat,) = pool_weights(given, ADVANTAGE, GROUP, None)
+    assert_close(flat, torch.full((M,), 1 / 3, dtype=torch.float64))
+
+
+def test_the_pull_is_kappa_times_m_without_reward_and_kappa_with_all_of_it():
+    """6.2.5: 1e-4 at r = 0, 0.1 at r = 1; rows 3 (A = 5) and 5 (A = -5)."""
+    config = Config()
+    share = config.kl.coef * (config.least_pull + (1 - config.least_pull) * optimality(ADVANTAGE, 5.0).double())
+    assert float(share[5]) == pytest.approx(1e-4)
+    assert float(share[3]) == pytest.approx(0.1)
+    with_pull = found(config, reference=V + 0.2)[0]
+    assert float(with_pull.loss - found(Config(kl=OFF))[0].loss) == pytest.approx(0.04 * float(share.sum()))
+    alike = found(Config(least_pull=1.0), reference=V + 0.2)[0]
+    assert float(alike.loss - found(Config(kl=OFF))[0].loss) == pytest.approx(0.04 * 0.1 * M)
+
+
+def test_the_published_schedules():
+    """'0-0.25-0.005-0.999' and '75-0.0-0.0075-0.999'."""
+    lags = build(Config()).lags
+    assert [lags["old"].decay(step) for step in (0, 100, 149, 1000)] == pytest.approx([0.25, 0.75, 0.995, 0.999])
+    assert [lags["sampling"].decay(step) for step in (74, 75, 175, 1000)] == pytest.approx([0.0, 0.0, 0.75, 0.999])
+    assert build(Config()).behaviour == "sampling"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"beta": 0.0}, "beta=0.0"),
+        ({"least_pull": 1.5}, "least_pull=1.5"),
+        ({"advantages": AdvantageConfig(clip=None)}, "advantages.clip=null"),
+        ({"pools": -0.1}, "pools=-0.1"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Config(**options)

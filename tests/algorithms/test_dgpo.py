@@ -1,0 +1,137 @@
+"""DGPO: the group's weight, the mask, its networks (forward_process 6.1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.algorithms import crd
+from flowrl.algorithms._matching import AnchorConfig
+from flowrl.algorithms.base import Networks
+from flowrl.algorithms.dgpo import Config, build, overshot
+from flowrl.rollout.policy import Policy
+from flowrl.samplers.ode import Ode
+from tests.toys import ToyAdapter, loss_of, outputs_of
+
+M, OFF = 6, AnchorConfig(coef=0.0)
+SIGMA = torch.tensor([0.9, 0.9, 0.9, 0.4, 0.4, 0.4])
+GROUP = torch.tensor([5, 5, 5, 1, 1, 1])
+ADVANTAGE = torch.tensor([1.2, -0.2, -1.0, 0.5, 0.5, -1.0])
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(M, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+CLEAN, EPS, V = draw(1), draw(2), draw(3)
+TARGET = EPS - CLEAN
+
+
+def found(config: Config, reference: Tensor, average: Tensor, **options: Tensor):
+    v = V.clone().requires_grad_(True)
+    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": ADVANTAGE, "group": GROUP} | options
+    output = loss_of(build(config), outputs_of({"policy": v, "reference": reference, "average": average}, **scene))
+    (gradient,) = torch.autograd.grad(output.loss, v)
+    return replace(output, loss=output.loss.detach()), gradient
+
+
+def preference(reference: Tensor, beta: float) -> Tensor:
+    """Gradient of -log sigmoid(-beta / G sum A (l - l_ref)) of both groups, over beta / G."""
+    v = V.clone().requires_grad_(True)
+    margin = ADVANTAGE * ((v - TARGET).square().mean(dim=1) - (reference - TARGET).square().mean(dim=1))
+    loss = -torch.nn.functional.logsigmoid(-beta * margin.reshape(2, 3).mean(dim=1)).sum()
+    return torch.autograd.grad(loss, v)[0] * 3 / beta
+
+
+@pytest.mark.parametrize("beta", [1.0, 30.0])
+@pytest.mark.parametrize("against_average", [False, True])
+def test_its_gradient_is_that_of_the_group_preference_over_beta_by_g(beta, against_average):
+    """I4, at the method; the mask does not act, since the average is the policy itself."""
+    config = Config(beta=beta, kl=OFF, against_average=against_average)
+    near, far = V + 0.1 * draw(4), V + 0.3 * draw(5)
+    _, gradient = found(config, near, V)
+    if against_average:  # a margin of 0 at V itself
+        assert_close(gradient, preference(V, beta), rtol=1e-5, atol=1e-8)
+        _, gradient = found(Config(beta=beta, kl=OFF, against_average=True, clip_range=1e9), near, far)
+        assert_close(gradient, preference(far, beta), rtol=1e-5, atol=1e-8)
+    else:
+        assert_close(gradient, preference(near, beta), rtol=1e-5, atol=1e-8)
+
+
+def test_at_the_reference_every_group_weighs_one_half():
+    output, gradient = found(Config(kl=OFF), V, V)
+    assert float(output.metrics["policy/group_weight"]) == M / 2
+    assert_close(gradient, 0.5 * ADVANTAGE[:, None] * 2 * (V - TARGET) / 8, rtol=1e-6, atol=1e-9)
+
+
+def test_the_mask_holds_what_has_left_the_range_to_the_side_it_wants():
+    """6.1.6: A = 0 falls into the second branch."""
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
+    log_ratio = torch.tensor([0.02, -0.02, 0.02, -0.02, -0.02])
+    held = overshot(torch.zeros(5), log_ratio, advantage, 0.01)
+    assert held.tolist() == [True, False, False, True, True]
+
+
+def test_masked_terms_have_no_gradient_and_the_others_theirs():
+    # The average's error is larger by far for rows 0 and 3: their ratio is above 1 + c.
+    average = V.clone()
+    average[[0, 3]] += 3 * torch.sign(V - TARGET)[[0, 3]]
+    output, gradient = found(Config(kl=OFF), V, average)
+    assert (gradient.abs().amax(dim=1) == 0).tolist() == [True, False, False, True, False, False]
+    assert float(output.metrics["policy/clip_fraction"]) == 2
+    assert float(output.loss) == pytest.approx(float(found(Config(kl=OFF), V, V)[0].loss))
+
+
+def test_the_pull_is_added_and_has_its_gradient_where_the_mask_acts():
+    average = V + 3 * torch.sign(V - TARGET)
+    output, gradient = found(Config(kl=AnchorConfig(coef=2.0)), V + 0.1, average, advantage=torch.ones(M))
+    assert_close(gradient, torch.full_like(gradient, 2 * 2.0 * -0.1 / 8), rtol=1e-6, atol=1e-9)
+    assert float(output.metrics["matching/to_reference"]) == pytest.approx(M * 0.01)
+
+
+def test_the_average_draws_the_samples_from_its_step_on_and_a_checkpoint_keeps_that():
+    class NoWeights:
+        def follow(self, role: str, decay: float) -> None:
+            assert role == "average"
+
+    method = build(Config(sample_average_from=200))
+    for updates, expected in ((199, "policy"), (200, "average"), (201, "average")):
+        method.after_iteration(updates, NoWeights())
+        assert method.behaviour == expected
+    other = build(Config())
+    other.load_state_dict(method.state_dict())
+    assert other.behaviour == "average"
+    never = build(Config(sample_average_from=None))
+    never.after_iteration(10_000, NoWeights())
+    assert never.behaviour == "policy"
+    with pytest.raises(ValueError, match="behaviour"):
+        other.load_state_dict({"behaviour": "reference"})
+
+
+class Embedded(ToyAdapter):
+    """Takes guidance as an input."""
+
+    def branches(self, guidance_scale: float) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("module", [build, crd.build], ids=["dgpo", "crd"])
+def test_the_reference_has_guidance_of_its_own_only_where_guidance_is_cfg(module):
+    """9.5: with CFG the trained forwards go without; an embedded value is the same for all networks."""
+    config = Config(reference_guidance=4.0) if module is build else crd.Config(reference_guidance=4.0)
+    cfg, embedded = (
+        module(config).guidance(Networks(Policy(adapter, Ode(), 3.5), None)) for adapter in (ToyAdapter(), Embedded())
+    )
+    assert cfg.pop("reference") == 4.0
+    assert set(cfg.values()) == {1.0}
+    assert set(embedded.values()) == {3.5}
+    assert "sampling" not in cfg
+
+
+def test_the_untouched_network_is_left_out_where_nothing_asks_for_it():
+    assert build(Config(kl=OFF, against_average=True)).roles == ("average",)
+    assert build(Config(kl=OFF)).roles == ("reference", "average")

@@ -1,0 +1,162 @@
+"""DiffusionNFT as a method: its gradient on a flow and on a noise process, schedules, modes, the filter of Edit-R1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.algorithms import diffusion_nft
+from flowrl.algorithms._matching import AnchorConfig
+from flowrl.algorithms.diffusion_nft import Config, FilterConfig, build, by_mode
+from flowrl.credit.advantages import AdvantageConfig, advantages
+from flowrl.diffusion.process import expand
+from tests.toys import ToyAdapter, loss_of, outputs_of, roll_out
+
+M = 5
+SIGMA = torch.tensor([0.1, 0.3, 0.6, 0.9, 0.97])
+ADVANTAGE = torch.tensor([2.0, -5.0, 0.5, 7.0, -1.0])
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(M, 8, generator=torch.Generator().manual_seed(seed))
+
+
+CLEAN, EPS = draw(1), draw(2)
+
+
+def gradient(config: Config, out: Tensor, old: Tensor, *, vp: bool = False) -> tuple[float, Tensor]:
+    out = out.clone().requires_grad_(True)
+    roles = {"policy": out, "old": old, "reference": old}
+    output = loss_of(build(config), outputs_of(roles, clean=CLEAN, eps=EPS, sigma=SIGMA, advantage=ADVANTAGE, vp=vp))
+    (found,) = torch.autograd.grad(output.loss, out)
+    return float(output.loss.detach()), found
+
+
+@pytest.mark.parametrize("vp", [False, True], ids=["flow", "vp"])
+@pytest.mark.parametrize("mix", [0.1, 1.0])
+def test_at_the_old_policy_the_gradient_is_the_clipped_advantage_times_that_of_the_weighted_error(vp, mix):
+    """I1, 2.7.1. On VP x0_hat = (x - sigma eps_hat) / alpha, so the error of x0 is (sigma / alpha)^2 that of eps."""
+    old = draw(3)
+    scale = SIGMA / (1 - SIGMA.square()).sqrt() if vp else SIGMA
+    target = EPS if vp else EPS - CLEAN
+    weight = scale * (old - target).abs().mean(dim=1)
+    v = old.clone().requires_grad_(True)
+    error = (v - target).square().mean(dim=1)
+    (expected,) = torch.autograd.grad((ADVANTAGE.clamp(-5, 5) * scale.square() * error / weight).sum(), v)
+    _, found = gradient(Config(mix=mix), old, old, vp=vp)
+    assert_close(found, expected, rtol=2e-3, atol=1e-5)  # x0_hat is a difference of float32 numbers over alpha
+
+
+@pytest.mark.parametrize("vp", [False, True], ids=["flow", "vp"])
+def test_the_mirror_images_are_taken_around_the_old_networks_clean_prediction(vp):
+    """2.2.6 with plain tensors, away from the old policy, both branches and their weights."""
+    out, old, mix = draw(3), draw(4), 0.5
+
+    def clean(output: Tensor) -> Tensor:
+        x_alpha = (1 - SIGMA.square()).sqrt() if vp else 1 - SIGMA
+        x = expand(x_alpha, CLEAN) * CLEAN + expand(SIGMA, CLEAN) * EPS
+        x0 = x - expand(SIGMA, x) * output
+        return x0 / expand(x_alpha, x) if vp else x0
+
+    good = (ADVANTAGE / 10 + 0.5).clamp(0, 1)
+    plus, minus = mix * clean(out) + (1 - mix) * clean(old), (1 + mix) * clean(old) - mix * clean(out)
+    parts = [((b - CLEAN).square().mean(dim=1) / (b - CLEAN).abs().mean(dim=1)) for b in (plus, minus)]
+    policy = 5 / mix * (good * parts[0] + (1 - good) * parts[1])
+    pulled = 2.0 * (out - old).square().mean(dim=1)
+    loss, _ = gradient(Config(mix=mix, kl=AnchorConfig(coef=2.0)), out, old, vp=vp)
+    assert loss == pytest.approx(float((policy + pulled).sum()), rel=1e-4)
+
+
+def test_the_published_schedules_of_the_old_network():
+    """2.7.4."""
+    ramp, late, none = (Config(old=name).lag for name in ("ramp", "late", "none"))
+    assert ramp.decay(600) == 0.5
+    assert ramp.decay(120) == pytest.approx(0.12)
+    assert [late.decay(step) for step in (74, 75, 208, 209)] == pytest.approx([0.0, 0.0, 0.9975, 0.999])
+    assert {none.decay(step) for step in (0, 1, 1000)} == {0.0}
+    assert build(Config(old="late")).lags["old"] == late
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("all", [-2.0, 0.0, 3.0]),
+        ("positive_only", [0.0, 0.0, 3.0]),
+        ("negative_only", [-2.0, 0.0, 0.0]),
+        ("one_only", [0.0, 0.0, 1.0]),
+        ("binary", [-1.0, 0.0, 1.0]),
+    ],
+)
+def test_modes_leave_of_the_advantages_what_they_say(mode, expected):
+    """2.2.2."""
+    assert by_mode(torch.tensor([-2.0, 0.0, 3.0]), mode).tolist() == expected
+    rewards = torch.rand(1, 2, 6, generator=torch.Generator().manual_seed(0))
+    own = build(Config(mode=mode)).advantages(rewards, torch.ones(1))
+    assert torch.equal(own.values, by_mode(advantages(rewards, torch.ones(1), AdvantageConfig()).values, mode))
+
+
+# ---- Edit-R1's filter
+
+
+GROUPS = {
+    "varied": [0.2, 0.8, 0.5, 0.1],
+    "flat": [0.50, 0.52, 0.5, 0.51],
+    "solved and flat": [0.99, 0.98, 1.0, 0.99],
+    "solved and varied": [1.0, 1.0, 1.0, 0.7],
+}
+REWARDS = torch.tensor([list(GROUPS.values())])
+
+
+def test_groups_without_spread_or_nearly_solved_are_left_out_and_the_std_is_that_of_all():
+    """2.5: the global std is taken before the filter."""
+    own = build(Config(filter=FilterConfig())).advantages(REWARDS, torch.ones(1))
+    assert own.kept.any(dim=1).tolist() == [True, False, False, False]
+    assert torch.equal(own.values, build(Config()).advantages(REWARDS, torch.ones(1)).values)
+    assert build(Config()).advantages(REWARDS, torch.ones(1)).kept.all()
+
+
+def test_only_prompts_that_are_both_are_retired_and_only_where_asked():
+    retiring = build(Config(filter=FilterConfig(retire=True)))
+    assert retiring.retired(REWARDS, torch.ones(1)).tolist() == [False, False, True, False]
+    assert not build(Config(filter=FilterConfig())).retired(REWARDS, torch.ones(1)).any()
+    failed = REWARDS.clone()
+    failed[0, 2, 1:] = torch.nan
+    assert not retiring.retired(failed, torch.ones(1)).any(), "one sample alone has no spread"
+
+
+def test_moments_are_of_the_weighted_rewards_of_scored_samples():
+    rewards = torch.tensor([[[0.0, 1.0, float("nan"), 0.5]], [[1.0, 1.0, 1.0, 4.0]]])
+    std, mean = diffusion_nft.group_moments(rewards, torch.tensor([2.0, 0.5]))
+    total = torch.tensor([0.5, 2.5, 3.0], dtype=torch.float64)
+    assert float(mean) == pytest.approx(float(total.mean()))
+    assert float(std) == pytest.approx(float(total.std(correction=0)))
+
+
+# ---- its rollout
+
+
+def test_two_steps_of_its_solver_are_ddim_twice():
+    """2.7.5: the first and the last step are of order 1."""
+    found = [
+        roll_out(ToyAdapter(), algorithm=build(Config(solver=solver)), num_steps=2).samples.x0
+        for solver in ("dpm2_midpoint", "dpm1", "ode")
+    ]
+    assert_close(found[0], found[1], rtol=0, atol=0)
+    assert_close(found[0], found[2], rtol=1e-5, atol=1e-5)
+
+
+def test_samples_are_drawn_by_the_lagging_network():
+    assert build(Config()).behaviour == "old"
+    assert build(Config()).roles == ("reference", "old")
+    assert build(Config(kl=AnchorConfig(coef=0.0))).roles == ("old",)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"mix": 0.0}, "mix=0.0"), ({"advantages": AdvantageConfig(clip=None)}, "advantages.clip=null")],
+)
+def test_options_without_a_meaning_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Config(**options)

@@ -1,0 +1,344 @@
+"""Flow-GRPO: the first ratio, the gradient, the KL to the reference."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.algorithms import flow_dppo, grpo_guard, sage_grpo
+from flowrl.algorithms._grpo import KLConfig
+from flowrl.algorithms.flow_grpo import Config, build
+from flowrl.contracts.grids import flow_schedule
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.schedules import Schedule
+from flowrl.samplers import flow_sde, ode
+from tests.toys import Session, ToyAdapter, assert_same_gradient, bitwise, draw_advantages, nudge, off_policy, roll_out
+
+LEVEL = 0.7
+GUIDANCE = [1.0, 3.0]
+
+
+def official_mean(session: Session, network: torch.nn.Module, guidance_scale: float = 1.0) -> tuple[Tensor, ...]:
+    """(mean, std, g, x') of every edge, with grad, by the expression of the official code and a plain CFG."""
+    edges, schedule = session.edges, session.plan.schedule
+    sigma, after = schedule.sigmas[edges.step], schedule.sigmas[edges.step + 1]
+    bound = torch.where(sigma == 1, schedule.sigmas[1], sigma)
+    g, dt = LEVEL * (sigma / (1 - bound)).sqrt(), after - sigma
+    x, prompt = edges.nodes[edges.parent], session.cond.index(session.rows[edges.sample])["prompt"]
+    v = network(x, 1000 * sigma, prompt)
+    if guidance_scale > 1:
+        u = network(x, 1000 * sigma, torch.zeros_like(prompt))
+        v = u + guidance_scale * (v - u)
+    s, d, g4 = (t[:, None, None, None] for t in (sigma, dt, g))
+    mean = x * (1 + g4**2 / (2 * s) * d) + v * (1 + g4**2 * (1 - s) / (2 * s)) * d
+    return mean, g4 * (-d).sqrt(), g, edges.nodes[edges.child]
+
+
+def official_log_prob(session: Session, network: torch.nn.Module, guidance_scale: float = 1.0) -> Tensor:
+    mean, std, _, after = official_mean(session, network, guidance_scale)
+    return torch.distributions.Normal(mean, std).log_prob(after).flatten(1).mean(1)
+
+
+def gradients(value: Tensor, network: torch.nn.Module) -> dict[str, Tensor]:
+    names = [name for name, _ in network.named_parameters()]
+    return dict(zip(names, torch.autograd.grad(value, list(network.parameters())), strict=True))
+
+
+def assert_gradients_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-4) -> None:
+    """Within rtol of each tensor's largest entry: single entries are sums that nearly cancel."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float(value.abs().max()) > 0, f"{name} has no gradient: the comparison would be empty"
+        assert_close(found[name], value, rtol=rtol, atol=rtol * float(value.abs().max()))
+
+
+# ---- the ratio
+
+
+def test_edges_that_share_a_start_have_the_gradient_of_edges_forwarded_one_by_one():
+    """One forward per place, log-probs per edge: trees sheet section 0."""
+    session = roll_out(ToyAdapter(), Config(sde_steps=[0]), batch_size=6, shared_start=True)
+    nudge(session.adapter.network)
+    advantage, network = draw_advantages(len(session.edges)), session.adapter.network
+
+    def gradient(batches) -> dict[str, Tensor]:
+        return gradients(sum(session.algorithm.loss(batch, session.networks).loss for batch in batches), network)
+
+    together = session.batches(advantage)
+    assert [(len(batch.latents), len(batch)) for batch in together] == [(2, 6)]
+    apart = [session.batches(advantage, order=torch.tensor([e]))[0] for e in range(6)]
+    assert_gradients_close(gradient(together), gradient(apart))
+
+
+@pytest.mark.parametrize("guidance_scale", GUIDANCE)
+@pytest.mark.parametrize("batch_size", [1, 3, 6])
+def test_the_ratio_is_bitwise_one_before_the_first_update_at_every_trained_step(batch_size, guidance_scale):
+    """grpo_family 1.5.2: at the rollout's batch composition, through the real microbatches and loss."""
+    session = roll_out(ToyAdapter(key_per_step=True), batch_size=batch_size, guidance_scale=guidance_scale)
+    seen = []
+    for batch in session.batches(draw_advantages(len(session.edges))):
+        assert len(batch) == batch_size
+        output = session.algorithm.loss(batch, session.networks)
+        assert output.per_step["policy/ratio"].tolist() == [1.0] * batch_size
+        assert output.per_step["policy/clip_fraction"].tolist() == [0.0] * batch_size
+        seen += batch.step.index.tolist()
+    assert sorted(set(seen)) == list(session.plan.train)
+    assert len(seen) == len(session.edges)
+
+
+def test_in_another_batch_composition_the_ratio_is_one_within_the_gate():
+    """DESIGN section 7: a tenth of the clip range, at most 1e-5 in float32."""
+    session = roll_out(ToyAdapter(), batch_size=6)
+    tolerance = session.algorithm.parity_tolerance(session.policy.sampler, torch.float32)
+    for batch in session.batches(draw_advantages(len(session.edges)), batch_size=7):
+        ratio = session.algorithm.loss(batch, session.networks).per_step["policy/ratio"]
+        assert float(ratio.log().abs().max()) < tolerance
+
+
+def test_after_an_update_the_ratio_moves_away_from_one():
+    session = roll_out(ToyAdapter(key_per_step=True))
+    nudge(session.adapter.network)
+    output = session.algorithm.loss(session.batches(draw_advantages(len(session.edges)))[0], session.networks)
+    assert bool((output.per_step["policy/ratio"] != 1).all())
+
+
+@pytest.mark.parametrize(("clip", "single", "half"), [(1e-4, 1e-5, 1e-5), (1e-2, 1e-5, 1e-3), (0.5, 1e-5, 2e-3)])
+def test_the_parity_tolerance_is_a_tenth_of_the_clip_range_and_capped(clip, single, half):
+    """DESIGN section 7."""
+    algorithm, sampler = build(Config(clip_range=clip)), flow_sde.build(flow_sde.Config())
+    assert algorithm.parity_tolerance(sampler, torch.float32) == pytest.approx(single)
+    assert algorithm.parity_tolerance(sampler, torch.bfloat16) == pytest.approx(half)
+
+
+# ---- the gradient
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 30])
+@pytest.mark.parametrize("guidance_scale", GUIDANCE)
+def test_the_first_gradient_is_minus_the_mean_of_advantage_times_grad_log_prob(guidance_scale, batch_size):
+    """grpo_family 1.5.2, against the log-prob written by hand; both CFG branches carry gradient."""
+    session = roll_out(ToyAdapter(), guidance_scale=guidance_scale)
+    advantage, network = draw_advantages(len(session.edges)), session.adapter.network
+    found = session.gradient(advantage, batch_size=batch_size)
+    objective = -(advantage * official_log_prob(session, network, guidance_scale)).mean()
+    assert_gradients_close(found, gradients(objective, network))
+
+
+@pytest.mark.parametrize("key_per_step", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_the_gradient_of_an_update_does_not_depend_on_the_batch_split(batch_size, key_per_step):
+    """DESIGN section 4: to rtol 1e-5, here after an update, where ratios differ from 1."""
+    found = []
+    for size, apart in ((30, False), (batch_size, key_per_step)):
+        session = roll_out(ToyAdapter(key_per_step=apart), Config(clip_range=0.5, kl=KLConfig(coef=0.1)))
+        nudge(session.adapter.network)
+        found.append(session.gradient(draw_advantages(len(session.edges)), batch_size=size))
+    assert_same_gradient(found[1], found[0])
+
+
+def test_off_policy_the_gradient_is_that_of_the_clipped_ratio_written_by_hand():
+    """grpo_family 0.2: per sample max(-A r, -A clamp(r, 1 - c, 1 + c))."""
+    session = roll_out(ToyAdapter(), Config(clip_range=0.02))
+    advantage, network = draw_advantages(len(session.edges)), session.adapter.network
+    nudge(network, 0.05)
+    found = session.gradient(advantage, batch_size=30)
+    ratio = (official_log_prob(session, network) - session.edges.old_log_prob).exp()
+    gone = torch.where(advantage > 0, ratio > 1.02, ratio < 0.98)
+    assert 0 < int(gone.sum()) < len(gone)
+    kept = torch.where(gone, 0.0, advantage)
+    assert_gradients_close(found, gradients(-(kept * ratio).mean(), network))
+    output = session.algorithm.loss(session.batches(advantage, batch_size=30)[0], session.networks)
+    assert output.per_step["policy/clip_fraction"].bool().tolist() == gone.tolist()
+    assert float(output.metrics["policy/clip_fraction"]) == int(gone.sum())
+    assert float(output.metrics["policy/ratio_mean"]) == pytest.approx(float(ratio.detach().sum()), rel=1e-4)
+
+
+def test_the_loss_is_a_sum_so_that_microbatches_add_up():
+    session = roll_out(ToyAdapter())
+    advantage = draw_advantages(len(session.edges))
+    nudge(session.adapter.network)
+    totals = []
+    for size in (30, 4):
+        outputs = [session.algorithm.loss(b, session.networks) for b in session.batches(advantage, batch_size=size)]
+        totals.append(torch.stack([o.loss.detach() for o in outputs]).sum())
+        metrics = {name: sum(float(o.metrics[name]) for o in outputs) for name in outputs[0].metrics}
+        assert metrics["policy/loss"] == pytest.approx(float(totals[-1]), rel=1e-5)
+    assert_close(totals[1], totals[0], rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_carry_no_gradient():
+    session = roll_out(ToyAdapter(), Config(kl=KLConfig(coef=0.1)))
+    output = session.algorithm.loss(session.batches(draw_advantages(len(session.edges)))[0], session.networks)
+    values = [*output.metrics.values(), *output.per_step.values()]
+    assert output.loss.requires_grad
+    assert not any(value.requires_grad for value in values)
+
+
+def test_separate_rewards_are_refused_by_the_merged_loss():
+    """One merged reward, [E, 1]: nothing is broadcast over two."""
+    session = roll_out(ToyAdapter())
+    batch = session.batches(draw_advantages(len(session.edges)))[0]
+    with pytest.raises(ValueError, match="must agree"):
+        session.algorithm.loss(dataclasses.replace(batch, advantage=batch.advantage.expand(-1, 2)), session.networks)
+
+
+# ---- the KL
+
+
+@pytest.mark.parametrize("divisor", ["flow_grpo", "variance", "none"])
+def test_at_the_reference_the_kl_and_its_gradient_are_zero(divisor):
+    session = roll_out(ToyAdapter(), Config(kl=KLConfig(coef=0.5, divisor=divisor)))
+    zeros = torch.zeros(len(session.edges))
+    for batch in session.batches(zeros):
+        assert float(session.algorithm.loss(batch, session.networks).metrics["policy/kl_reference"]) == 0.0
+    assert all(float(g.abs().max()) == 0 for g in session.gradient(zeros).values())
+
+
+@pytest.mark.parametrize("divisor", ["flow_grpo", "variance", "none"])
+def test_the_kl_gradient_is_that_of_the_squared_mean_difference(divisor):
+    """grpo_family 1.1.6; the reference is the network as it was, without gradient."""
+    session = roll_out(ToyAdapter(), Config(kl=KLConfig(coef=0.5, divisor=divisor)))
+    network, reference = session.adapter.network, copy.deepcopy(session.adapter.network)
+    nudge(network)
+    found = session.gradient(torch.zeros(len(session.edges)))
+    mean, std, g, _ = official_mean(session, network)
+    with torch.no_grad():
+        anchor = official_mean(session, reference)[0]
+    square = (mean - anchor).square().flatten(1).mean(1)
+    scale = {"flow_grpo": 2 * g**2, "variance": 2 * std.flatten() ** 2, "none": torch.ones_like(g)}[divisor]
+    assert_gradients_close(found, gradients(0.5 * (square / scale).mean(), network), rtol=1e-3)
+
+
+def test_the_official_kl_is_the_gaussian_one_times_the_step_length():
+    """grpo_family 1.1.6: it lacks the factor 1 / |dt|."""
+    values = {}
+    for divisor in ("flow_grpo", "variance"):
+        session = roll_out(ToyAdapter(key_per_step=True), Config(kl=KLConfig(coef=1.0, divisor=divisor)), batch_size=6)
+        nudge(session.adapter.network)
+        batches = session.batches(torch.zeros(len(session.edges)))
+        values[divisor] = torch.stack(
+            [session.algorithm.loss(b, session.networks).metrics["policy/kl_reference"] for b in batches]
+        )
+    lengths = -session.plan.schedule.sigmas.diff()[list(session.plan.train)]
+    assert_close(values["flow_grpo"], values["variance"] * lengths, rtol=1e-5, atol=0)
+
+
+def test_the_kl_is_added_with_its_weight_to_the_policy_loss():
+    plain = roll_out(ToyAdapter())
+    anchored = roll_out(ToyAdapter(), Config(kl=KLConfig(coef=0.25)))
+    advantage = draw_advantages(len(plain.edges))
+    for session in (plain, anchored):
+        nudge(session.adapter.network)
+    without, with_kl = (s.algorithm.loss(s.batches(advantage)[0], s.networks) for s in (plain, anchored))
+    kl = with_kl.metrics["policy/kl_reference"]
+    assert float(kl) > 0
+    assert_close(with_kl.loss, without.loss + 0.25 * kl, rtol=1e-5, atol=1e-7)
+
+
+def test_reading_the_reference_leaves_the_policy_as_it_is():
+    session = roll_out(ToyAdapter(), Config(kl=KLConfig(coef=0.5)))
+    nudge(session.adapter.network)
+    before = {name: p.detach().clone() for name, p in session.adapter.network.named_parameters()}
+    session.gradient(torch.zeros(len(session.edges)))
+    assert all(torch.equal(p, before[name]) for name, p in session.adapter.network.named_parameters())
+
+
+def test_without_a_kl_no_reference_is_kept():
+    assert build(Config()).roles == ()
+    assert build(Config(kl=KLConfig(coef=0.01))).roles == ("reference",)
+
+
+# ---- reductions
+
+
+OTHER_METHODS = {
+    "RatioNorm": grpo_guard.Config(clip_range=0.02, reweight="none"),
+    "weights of GRPO-Guard": grpo_guard.Config(clip_range=0.02, ratio_norm=False),
+    "equaliser": sage_grpo.Config(clip_range=0.02, trust=sage_grpo.TrustConfig(coef=0.0)),
+    "trust region": sage_grpo.Config(
+        clip_range=0.02, equalise=False, trust=sage_grpo.TrustConfig(coef=1.0, adaptive=False)
+    ),
+    "one step less": Config(clip_range=0.02, sde_steps=[0, 1, 2, 3]),
+    "clip range": Config(clip_range=0.01),
+    "KL": Config(clip_range=0.02, kl=KLConfig(coef=0.1)),
+    "Flow-DPPO": flow_dppo.Config(threshold=0.0),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_METHODS)
+def test_what_the_reductions_compare_tells_every_switch_from_flow_grpo(name):
+    """grpo_family 2.4.1, 5.6.1, 6.6.5, 7.7 and trees 3.2, 3.3: their bitwise comparison is not empty."""
+    config = OTHER_METHODS[name]
+    module = importlib.import_module(type(config).__module__)
+    assert not bitwise(off_policy(module.build(config)), off_policy(build(Config(clip_range=0.02))))
+
+
+# ---- what it declares
+
+
+def test_the_plan_trains_all_steps_but_the_last_at_the_samplers_level():
+    """grpo_family 1.1.5: T_train = int(T * 0.99)."""
+    plan = build(Config()).plan(flow_schedule(10), flow_sde.build(flow_sde.Config(noise_level=0.9)), 1, 0)
+    assert plan.train == tuple(range(9))
+    assert plan.noise_level == (0.9,) * 9 + (0.0,)
+
+
+def test_the_plan_takes_the_configured_window_in_every_iteration():
+    algorithm = build(Config(sde_steps=[0, 2]))
+    plans = [algorithm.plan(flow_schedule(6), flow_sde.build(flow_sde.Config()), k, 0) for k in (1, 7)]
+    assert [plan.train for plan in plans] == [(0, 2), (0, 2)]
+
+
+def test_a_deterministic_sampler_gives_no_plan():
+    with pytest.raises(ValueError, match="deterministic"):
+        build(Config()).plan(flow_schedule(6), ode.build(ode.Config()), 1, 0)
+
+
+def test_a_grid_of_one_step_gives_no_plan():
+    one = Schedule(sigmas=torch.tensor([1.0, 0.0]), timesteps=torch.tensor([1000.0]))
+    with pytest.raises(ValueError, match="at least 2"):
+        build(Config()).plan(one, flow_sde.build(flow_sde.Config()), 1, 0)
+
+
+def test_rewards_are_merged_raw_and_then_normalised():
+    """grpo_family 0.5: weighted sum of raw rewards, one group normalisation with the configured rule."""
+    rewards = torch.tensor([[[0.0, 1.0], [0.0, 3.0]], [[0.0, 10.0], [0.0, 0.0]]])
+    algorithm = build(Config(advantages=AdvantageConfig(std="none", clip=2.0)))
+    found = algorithm.advantages(rewards, torch.tensor([1.0, 0.1]))
+    assert_close(found.values, torch.tensor([[-1.0, 1.0], [-1.5, 1.5]])[:, :, None])
+    assert float(
+        build(Config(advantages=AdvantageConfig(std="none", clip=1.2)))
+        .advantages(rewards, torch.tensor([1.0, 0.1]))
+        .values.max()
+    ) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_range": 0.0}, r"clip_range=0\.0"),
+        ({"advantages": AdvantageConfig(name="separate")}, "one loss for all rewards"),
+        ({"kl": {"coef": -1.0}}, r"kl\.coef=-1\.0"),
+        ({"sde_steps": []}, "at least one step"),
+        ({"sde_steps": [-1]}, "counted from 0"),
+        ({"sde_steps": [2, 0, 2]}, r"names a step twice; use \[0, 2\]"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    if "kl" in options:
+        options = {"kl": KLConfig(**options["kl"])}
+    with pytest.raises(ValueError, match=message):
+        Config(**options)
+
+
+def test_it_keeps_no_state_and_refuses_a_foreign_one():
+    algorithm = build(Config())
+    algorithm.load_state_dict(algorithm.state_dict())
+    with pytest.raises(ValueError, match="window"):
+        algorithm.load_state_dict({"window": 3})

@@ -1,0 +1,170 @@
+"""Flow-GRPO-Fast: the window that moves, the published clip ranges, CPS."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from flowrl.algorithms import flow_grpo
+from flowrl.algorithms._grpo import clip_preset
+from flowrl.algorithms.flow_grpo_fast import Config, build
+from flowrl.contracts.grids import flow_schedule
+from flowrl.diffusion.process import euler_mean
+from flowrl.rollout.loop import run
+from flowrl.rollout.policy import Evaluations
+from flowrl.samplers import cps, flow_sde, memoryless, wan_sde
+from tests.toys import ToyAdapter, bitwise, draw_advantages, nudge, off_policy, roll_out
+
+SDE = flow_sde.build(flow_sde.Config())
+CPS = cps.build(cps.Config())
+
+
+def windows(config: Config, count: int, seed: int = 0, steps: int = 10) -> list[tuple[int, ...]]:
+    algorithm, grid = build(config), flow_schedule(steps)
+    return [algorithm.plan(grid, SDE, iteration, seed).train for iteration in range(1, count + 1)]
+
+
+# ---- the window
+
+
+def test_a_window_of_size_zero_is_flow_grpo_bitwise():
+    """grpo_family 2.4.1."""
+    expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=0.02)))
+    assert bitwise(off_policy(build(Config(window_size=0, clip_range=0.02))), expected)
+
+
+def test_a_full_window_is_flow_grpo_bitwise():
+    """grpo_family 2.4.1."""
+    expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=0.02)))
+    assert bitwise(off_policy(build(Config(window_size=5, high=5, clip_range=0.02))), expected)
+
+
+def test_the_latents_at_the_window_are_an_ode_run_from_the_same_noise():
+    """grpo_family 2.4.2."""
+    session = roll_out(ToyAdapter(), algorithm=build(Config(window_size=2, low=2, high=4)))
+    assert session.plan.train == (2, 3)
+    x, cond = session.noise.initial(session.ids), session.cond.index(session.rows)
+    with torch.no_grad():
+        for k in range(2):
+            step = session.plan.steps(torch.full((6,), k), session.adapter.process)
+            x = euler_mean(session.adapter.process, session.policy.predict(x, step, cond), step)
+    entry = session.edges.nodes[session.edges.parent[session.edges.step == 2]]
+    torch.testing.assert_close(entry, x, rtol=1e-6, atol=1e-6)
+
+
+def test_the_start_is_uniform_and_differs_between_iterations_and_seeds():
+    """grpo_family 2.4.3: hi - lo - w + 1 = 4 places; 2000 draws, 5 standard deviations are 97."""
+    found = windows(Config(window_size=2, high=5), 2000)
+    counts = Counter(window[0] for window in found)
+    assert sorted(counts) == [0, 1, 2, 3]
+    assert all(abs(count - 500) < 100 for count in counts.values())
+    assert all(window[1] == window[0] + 1 for window in found)
+    assert found[:50] != windows(Config(window_size=2, high=5), 50, seed=1)
+
+
+def test_members_of_a_bundle_with_one_start_are_bitwise_equal_at_the_window():
+    """grpo_family 2.4.4."""
+    session = roll_out(
+        ToyAdapter(), algorithm=build(Config(window_size=2, low=2, high=4)), shared_start=True, batch_size=6
+    )
+    entry = session.edges.nodes[session.edges.parent[session.edges.step == 2]].reshape(2, 3, -1)
+    assert torch.equal(entry, entry[:, :1].expand_as(entry))
+
+
+def test_an_update_costs_as_many_forwards_as_the_window_has_steps():
+    """grpo_family 2.4.5."""
+    adapter = ToyAdapter()
+    counter = Evaluations(adapter.network)
+    session = roll_out(adapter, algorithm=build(Config(window_size=2)))
+    before = counter.rows
+    session.gradient(draw_advantages(len(session.edges)))
+    assert counter.rows - before == 2 * len(session.ids)
+
+
+def test_by_default_the_window_lies_in_the_noisier_half():
+    assert {k for window in windows(Config(), 200) for k in window} == {0, 1, 2, 3, 4}
+
+
+# ---- the clip range
+
+
+@pytest.mark.parametrize(
+    ("sampler", "plain", "fast"),
+    [(SDE, 1e-4, 1e-5), (CPS, 1e-5, 1e-5), (wan_sde.build(wan_sde.Config()), 1e-3, 1e-5)],
+)
+def test_the_default_clip_range_is_the_published_one_of_law_form_and_ratio(sampler, plain, fast):
+    """grpo_family 8.1."""
+    assert flow_grpo.Config().clip(sampler) == plain
+    assert Config().clip(sampler) == fast
+
+
+def test_a_given_clip_range_is_used_as_it_is():
+    assert Config(clip_range=0.3).clip(CPS) == 0.3
+    assert flow_grpo.Config(clip_range=0.3).clip(memoryless.build(memoryless.Config())) == 0.3
+
+
+def test_a_law_without_a_published_clip_range_asks_for_one():
+    with pytest.raises(ValueError, match=r"memoryless.*algorithm\.clip_range"):
+        clip_preset(memoryless.build(memoryless.Config()), "plain")
+
+
+# ---- CPS
+
+
+def test_with_cps_the_stored_log_probs_and_the_ratio_are_unscaled():
+    """grpo_family 3: log p = -mean (x' - mean)^2, in rollout and loss alike."""
+    session = roll_out(ToyAdapter(key_per_step=True), algorithm=build(Config()), sampler=CPS)
+    for batch in session.batches(draw_advantages(len(session.edges))):
+        mean = session.networks.transition(batch).mean
+        expected = -(batch.next_latents - mean).square().flatten(1).mean(1)
+        assert torch.equal(batch.old_log_prob, expected)
+        ratio = session.algorithm.loss(batch, session.networks).per_step["policy/ratio"]
+        assert ratio.tolist() == [1.0] * len(batch)
+
+
+def test_with_cps_the_gradient_is_that_of_the_unscaled_log_prob():
+    """grpo_family 3, property 4, through the loss."""
+    session = roll_out(ToyAdapter(), algorithm=build(Config()), sampler=CPS)
+    advantage = draw_advantages(len(session.edges))
+    found = session.gradient(advantage)
+    session.adapter.network.zero_grad()
+    for batch in session.batches(advantage):
+        square = (batch.next_latents - session.networks.transition(batch).mean).square().flatten(1).mean(1)
+        ((batch.advantage[:, 0] * square).sum() / len(session.edges)).backward()
+    for name, p in session.adapter.network.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-7)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window_size": -1}, "window_size=-1"),
+        ({"low": -1}, "low=-1"),
+        ({"window_size": 3, "low": 2, "high": 4}, "does not fit"),
+        ({"clip_range": 0.0}, "clip_range=0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**options)
+
+
+def test_a_window_that_could_hold_the_last_step_is_refused_before_a_model_is_loaded():
+    """grpo_family 2.1: hi = T trains the sharp last step."""
+    with pytest.raises(ValueError, match="last of 10 steps"):
+        Config(high=10).check(SDE, 10)
+
+
+def test_rollout_and_update_do_not_depend_on_when_the_plan_was_made():
+    session = roll_out(ToyAdapter(), algorithm=build(Config()), iteration=4)
+    again = roll_out(ToyAdapter(), algorithm=build(Config()), iteration=4)
+    nudge(session.adapter.network)
+    assert session.plan.train == again.plan.train
+    form = session.algorithm.log_prob_form(SDE)
+    data = (again.policy, again.plan, again.noise, again.ids, again.cond, again.rows)
+    assert torch.equal(run(*data, batch_size=4, form=form)[0].x0, again.samples.x0)

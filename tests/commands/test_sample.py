@@ -1,0 +1,262 @@
+"""`flowrl sample`: runs draw as they were evaluated; pictures beside the prompt; clips."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.testing import assert_close
+
+from flowrl.commands._drawn import origin, stem
+from flowrl.core import media
+from flowrl.core.errors import ModelError
+from flowrl.models.generic.adapter import Config, Generic
+from tests import native, tiny_sd3
+from tests import tiny_pipelines as tiny
+from tests.e2e.test_bad_input import command
+
+SIZE = (16, 16)
+# family, tiny pipeline, options of the adapter: each of them shows in the pipeline's own call.
+RUNS: list[tuple[str, str, dict[str, Any]]] = [
+    ("flux", "flux", {}),
+    ("flux", "flux", {"shift": 2.0, "true_cfg_scale": 2.0, "negative_prompt": "blue"}),
+    ("qwen_image", "qwen_image", {"shift": 2.0, "negative_prompt": "blue"}),
+    ("wan", "wan", {"num_frames": 5, "shift": 5.0, "negative_prompt": "blue"}),
+    ("wan", "wan_2_2", {"num_frames": 5, "guidance_scale_2": 2.0}),
+]
+
+
+def same_pictures(model: Any, guidance_scale: float) -> None:
+    """The pipeline's own call with the arguments that the adapter gives draws what an evaluation draws."""
+    noise, x0 = native.drawn(model, 1, guidance_scale, 3)
+    expected = model.decode(x0)
+    call = model.own_call(3, guidance_scale) | {"latents": noise, "output_type": "pt", "return_dict": False}
+    pictures = model.pipeline(prompt=native.PROMPTS[0], **call)[0]
+    assert_close(pictures.reshape(expected.shape), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "case", "options"), RUNS)
+def test_a_native_run_is_drawn_as_it_was_evaluated(family, case, options):
+    same_pictures(native.adapter(family, tiny.make(case), SIZE, **options), 3.0)
+
+
+def test_an_sd3_run_is_drawn_as_it_was_evaluated():
+    same_pictures(tiny_sd3.adapter(tiny_sd3.pipeline(shift=3.0)), 3.0)
+
+
+def test_a_generic_run_is_drawn_as_it_was_evaluated():
+    call = {"max_sequence_length": tiny.TOKENS}
+    same_pictures(Generic(tiny.make("qwen_image"), Config(path="tiny", height=16, width=16, call=call)), 3.0)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+    """`flowrl sample` of a tiny pipeline saved as `model`: (exit code, what it printed)."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (20, 12), (200, 30, 30)).save("red.png")
+    Image.new("RGB", (20, 12), (30, 30, 200)).save("blue.png")
+
+    def run(case: str, *words: str, tokens: int = tiny.TOKENS) -> tuple[int, str]:
+        if not Path("model").is_dir():
+            tiny.make(case).save_pretrained("model")
+        small = ("height=16", "width=16", f"max_sequence_length={tokens}")
+        settings = [word for setting in small for word in ("--set", setting)]
+        return command(monkeypatch, capsys, "sample", "model", "--steps", "2", *settings, *words)
+
+    return run
+
+
+def drawn(number: str, suffix: str = "png", folder: str = "samples") -> Path:
+    """The one file of a prompt and a sample."""
+    (file,) = Path(folder).glob(f"{number}-*.{suffix}")
+    return file
+
+
+def test_a_text_file_and_a_prompt_are_drawn_as_pictures(draw):
+    Path("prompts.txt").write_text("a red circle\ntwo blue squares\n")
+    code, printed = draw("flux", "prompts.txt", "a circle", "--count", "2")
+    assert code == 0, printed
+    assert len(list(Path("samples").glob("*.png"))) == 6
+    assert media.read(drawn("00002-1")).shape == (3, 16, 16)
+
+
+def test_words_of_sample_are_prompts_or_files_of_any_form(tmp_path, monkeypatch):
+    from flowrl.commands.sample import _records
+
+    monkeypatch.chdir(tmp_path)
+    Path("p.csv").write_text("prompt,tag\na cat,1\n")
+    Path("p.json").write_text('["a dog"]')
+    long = "no. 5 of " * 60
+    found = _records(["p.csv", "p.json", "2.5 cats", long], [])
+    assert [record.text for record in found] == ["a cat", "a dog", "2.5 cats", long]
+
+
+def test_a_record_of_prompts_gives_each_its_picture(draw):
+    lines = [{"prompt": "a", "image": "red.png"}, {"prompt": "a", "images": ["blue.png"]}]
+    Path("edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, printed = draw("flux_kontext", "edits.jsonl", "--set", "_auto_resize=false", "--set", "max_area=256")
+    assert code == 0, printed
+    red, blue = (media.read(drawn(f"0000{k}-0")) for k in (0, 1))
+    assert not torch.allclose(red, blue)
+
+
+def test_a_clip_begins_with_the_picture_of_the_option(draw):
+    code, printed = draw("wan_image", "a", "--image", "red.png", "--set", "num_frames=5", tokens=512)
+    assert code == 0, printed
+    assert media.read(drawn("00000-0", "webp")).shape == (5, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "reason"),
+    [
+        ("qwen_image_edit", ["a"], "QwenImageEditPipeline needs 1 picture(s) with each prompt"),
+        ("flux", ["a", "--image", "red.png"], "1 picture(s) with a prompt, but FluxPipeline takes none"),
+        ("flux", ["a", "--image", "gone.png"], "--image 'gone.png' cannot be read as a picture"),
+        ("flux", ["gone.jsonl"], "prompts='gone.jsonl': there is no such file"),
+        ("flux", ["set.xlsx"], "prompts='set.xlsx': prompts are not read from a .xlsx file; give a .txt"),
+        ("flux", ["gone.yaml"], "prompts='gone.yaml': there is no such file"),
+        ("flux", ["a", "--image", "cut.png"], "--image 'cut.png' cannot be read as a picture"),
+        ("flux", ["a", "--steps", "0"], "--steps"),
+        ("flux", ["a", "--set", "num_inference_steps=0"], "--set num_inference_steps=0: at least 1"),
+        ("flux", ["a", "--guidance", "inf"], "--guidance inf: must be a finite number"),
+        (
+            "flux",
+            ["a", "--set", "heigth=8"],
+            "--set heigth: FluxPipeline takes no such argument; did you mean 'height'?",
+        ),
+        ("flux", ["a", "--set", "prompt=b"], "--set prompt: the command line decides it"),
+        ("wan", ["a", "--set", "width=20"], "WanPipeline: `height` and `width` have to be divisible by 16"),
+        ("flux_kontext", ["own.jsonl", "--image", "red.png"], "whose records name their own pictures"),
+    ],
+)
+def test_pictures_that_do_not_fit_are_refused_with_the_reason(draw, case, words, reason):
+    Path("set.xlsx").write_text("a prompt\n")
+    Path("cut.png").write_bytes(Path("red.png").read_bytes()[:60])
+    Path("own.jsonl").write_text(json.dumps({"prompt": "a", "image": "blue.png"}))
+    code, printed = draw(case, *words)
+    assert code == 2, printed
+    assert reason in printed
+    assert not list(Path("samples").glob("*"))
+
+
+def test_a_folder_used_again_keeps_what_another_call_drew_and_the_same_call_draws_the_same_file(draw):
+    for words in (["a red circle"], ["a red circle"], ["a red circle!"]):
+        assert draw("flux", *words)[0] == 0
+    assert [media.told(file)["prompt"] for file in sorted(Path("samples").iterdir(), key=os.path.getmtime)] == [
+        "a red circle",
+        "a red circle!",
+    ]
+
+
+CALL = {"num_inference_steps": 4, "height": 8}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"prompt": "b"},
+        {"call": CALL | {"num_inference_steps": 5}},
+        {"call": CALL | {"height": 16}},
+        {"guidance": 2.0},
+        {"model": "other"},
+        {"weights": "other bytes"},
+        {"picture": "blue.png"},
+    ],
+)
+def test_whatever_decides_a_picture_is_in_its_name(tmp_path, monkeypatch, change):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "other"):
+        Path(name).mkdir()
+        Path(name, "model_index.json").write_text("{}")
+    for name, colour in (("red.png", "red"), ("blue.png", "blue")):
+        Image.new("RGB", (2, 2), colour).save(name)
+
+    def name(*, prompt="a", seed=0, call=CALL, guidance=None, model="model", weights="bytes", picture="red.png"):
+        (Path(model) / "weights.safetensors").write_text(weights)
+        told = origin(model, SimpleNamespace(), call, guidance).told(prompt, [picture], seed)
+        return stem(0, 0, told)
+
+    assert name() != name(**change)
+
+
+def test_other_weights_of_a_run_have_another_name(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "config.yaml").write_text("model: {name: sd3, path: tiny-sd3}\n")
+    names = []
+    for weights in ("one", "one", "two"):
+        (tmp_path / "adapter" / "pytorch_lora_weights.safetensors").write_text(weights)
+        made = origin(str(tmp_path), SimpleNamespace(), {}, None)
+        names.append(stem(0, 0, made.told("a", [], 0)))
+    assert names[0] == names[1] != names[2]
+    assert (made.model, made.run) == ("tiny-sd3", str(tmp_path))
+
+
+def test_a_picture_says_how_it_was_drawn_and_is_scored_by_its_prompt(draw, monkeypatch, capsys):
+    Path("words.py").write_text("def score(images, prompts, metadata):\n    return [float(len(p)) for p in prompts]\n")
+    assert draw("flux", "a red circle \u2013 one", "--seed", "5", "--guidance", "2.5")[0] == 0
+    told = media.told(drawn("00000-0"))
+    assert (told["prompt"], told["seed"], told["model"]) == ("a red circle \u2013 one", 5, "model")
+    assert (told["steps"], told["guidance"], told["adapter"], told["run"]) == (2, 2.5, None, None)
+    assert told["arguments"]["height"] == 16
+    code, printed = command(monkeypatch, capsys, "score", "samples", "--reward", "words.py")
+    assert code == 0, printed
+    assert json.loads(printed.splitlines()[0])["words"] == 18
+
+
+def test_without_memory_the_command_says_so(draw, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("flowrl.commands.sample._draw", fail)
+    code, printed = draw("flux", "a red circle")
+    assert code == 1
+    assert (
+        "flowrl: out of memory in the phase sampling: CUDA out of memory. Tried to allocate 2.00 GiB; smal" in printed
+    )
+
+
+def test_a_clip_has_the_same_beside_it(draw):
+    assert draw("wan_image", "a", "--image", "red.png", "--set", "num_frames=5", tokens=512)[0] == 0
+    clip = drawn("00000-0", "webp")
+    assert clip.with_suffix(".json").is_file()
+    told = media.told(clip)
+    assert (told["prompt"], told["seed"], told["images"][0]["file"]) == ("a", 0, "red.png")
+
+
+@pytest.mark.parametrize("content", [b"", b"no picture", b"\x89PNG\r\n\x1a\n"])
+def test_of_a_foreign_or_broken_file_nothing_is_told(tmp_path, content):
+    file = tmp_path / "a.png"
+    file.write_bytes(content)
+    assert media.told(file) == {}
+    file.with_suffix(".webp").write_bytes(content)
+    file.with_suffix(".json").write_text("[1]")
+    assert media.told(file.with_suffix(".webp")) == {}
+
+
+def test_guidance_is_set_in_the_pipelines_own_units():
+    from flowrl.models.generic.options import guidance_arguments
+
+    scales = {name: guidance_arguments(tiny.make(name), 2.0, {}) for name in ("sd3", "flux", "qwen_image")}
+    assert scales["sd3"] == scales["flux"] == {"guidance_scale": 2.0}
+    assert scales["qwen_image"] == {"true_cfg_scale": 2.0, "negative_prompt": ""}
+    guider = tiny.make("hunyuan_video_1_5")
+    assert guidance_arguments(guider, 2.0, {}) == {}
+    assert guider.guider.guidance_scale == 2.0
+
+
+def test_a_pipeline_without_guidance_says_so(monkeypatch):
+    from flowrl.models.generic import options
+
+    monkeypatch.setattr(options, "guidance_of", lambda *_: "none")
+    with pytest.raises(ModelError, match="FluxPipeline takes no guidance scale; leave --guidance out"):
+        options.guidance_arguments(tiny.make("flux"), 2.0, {})

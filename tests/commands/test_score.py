@@ -1,0 +1,297 @@
+"""`flowrl score` on files, and the contract it tries on a reward."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowrl.commands import score
+from flowrl.core import media
+from flowrl.core.errors import ConfigError
+from flowrl.reward import Card, Reward, RewardError
+from flowrl.scoring.contract_check import Trials, material
+
+MINE = "def score(images, prompts, metadata):\n    return [float(image.mean()) for image in images]\n"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Three grey pictures, 0.2, 0.4 and 0.6, the last of another size."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number, side in enumerate((8, 8, 6), 1):
+        media.write(torch.full((3, side, 8), number / 5), pictures / f"{number}")
+    return pictures
+
+
+def run(capsys, *words: object, code: int = 0, **options) -> tuple[list[dict], str]:
+    """Lines and the error stream of a call."""
+    with pytest.raises(SystemExit) as left:
+        score.command(*words, **({"batch_size": 16} | options))
+    shown = capsys.readouterr()
+    assert left.value.code == code, shown.err
+    return [json.loads(line) for line in shown.out.splitlines()], shown.err
+
+
+def mine(tmp_path: Path, text: str = MINE, name: str = "mine.py") -> str:
+    (tmp_path / name).write_text(text)
+    return str(tmp_path / name)
+
+
+def test_several_rewards_score_every_picture_in_one_line_each(capsys, tmp_path, folder):
+    lines, told = run(capsys, folder, [mine(tmp_path), "jpeg"], options=["jpeg.quality=50"], batch_size=2)
+    assert [line["image"] for line in lines] == ["1.png", "2.png", "3.png"]
+    assert [line["mine"] for line in lines] == pytest.approx([0.2, 0.4, 0.6])
+    assert all(0 < line["jpeg_kb"] < 1 for line in lines)
+    assert "mine: mean 0.4 over 3, 0 failed" in told
+
+
+def test_one_reward_twice_with_other_options_by_a_prefix(capsys, tmp_path, folder):
+    words = ["jpeg", "low=jpeg"]
+    lines, told = run(capsys, folder, words, options=["low.quality=10"], batch_size=2)
+    assert all(line["jpeg_kb"] >= line["low_jpeg_kb"] > 0 for line in lines)
+    assert "low_jpeg_kb: mean" in told
+    single, _ = run(capsys, folder, ["jpeg"], options=["quality=10"], batch_size=2)
+    assert [line["low_jpeg_kb"] for line in lines] == [line["jpeg_kb"] for line in single]
+
+
+def test_records_are_matched_by_file_name_and_lines_by_order(capsys, tmp_path, folder):
+    text = "def score(images, prompts, metadata):\n    return [r.get('want', -1) for r in metadata]\n"
+    records = [{"prompt": f"p{n}", "image": f"elsewhere/{n}.png", "want": n} for n in (3, 1, 2)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    lines, _ = run(capsys, folder, [mine(tmp_path, text)], prompts=str(file))
+    assert [(line["prompt"], line["mine"]) for line in lines] == [("p1", 1), ("p2", 2), ("p3", 3)]
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("a\nb\nc\n")
+    lines, _ = run(capsys, folder, [mine(tmp_path, text)], prompts=str(plain))
+    assert [line["prompt"] for line in lines] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.csv", "image,prompt,want\n2.png,b,x\n1.png,a,x\n3.png,c,x\n"),
+        ("p.json", json.dumps([{"image": f"{n}.png", "prompt": "abc"[n - 1], "want": "x"} for n in (3, 1, 2)])),
+    ],
+)
+def test_prompts_of_tables_and_lists_are_matched_by_file_name(capsys, tmp_path, folder, name, content):
+    (tmp_path / name).write_text(content)
+    text = "def score(images, prompts, metadata):\n    return [float(r['want'] == 'x') for r in metadata]\n"
+    lines, _ = run(capsys, folder, [mine(tmp_path, text)], prompts=str(tmp_path / name))
+    assert [(line["prompt"], line["mine"]) for line in lines] == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_a_bomb_and_a_cut_picture_are_null_with_the_reason(capsys, tmp_path, folder, monkeypatch):
+    Image.new("RGB", (64, 64)).save(folder / "4.png")
+    (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:-30])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)  # twice the limit is an error of Pillow
+    lines, told = run(capsys, folder, [mine(tmp_path)])
+    assert [line["mine"] is None for line in lines] == [False, True, False, True]
+    assert "2.png cannot be read" in told
+    assert "4.png cannot be read: it has more pixels" in told
+
+
+def test_what_cannot_be_read_or_scored_is_null_and_never_a_number(capsys, tmp_path, folder):
+    (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:40])
+    body = "if len(i) > 1 or float(i[0].mean()) > 0.5:\n        raise ValueError\n    return [1.0]"
+    text = f"def score(i, p, m):\n    {body}\n"
+    lines, told = run(capsys, folder, [mine(tmp_path, text)])
+    assert [line["mine"] for line in lines] == [1.0, None, None]
+    assert "2.png cannot be read" in told
+    assert "mine: mean 1 over 1, 2 failed" in told
+    lines, told = run(capsys, folder, [mine(tmp_path, "def score(i, p, m):\n    1 / 0\n")], code=1)
+    assert {line["mine"] for line in lines} == {None}
+    assert "no sample scored, 3 failed" in told
+
+
+def test_the_lines_go_into_a_folder_where_one_is_named(capsys, tmp_path, folder):
+    lines, _ = run(capsys, folder, ["jpeg"], out=tmp_path / "scores")
+    assert lines == []
+    assert len((tmp_path / "scores" / "scores.jsonl").read_text().splitlines()) == 3
+
+
+def test_clips_are_scored_by_a_reward_that_takes_them_and_refused_by_one_that_does_not(capsys, tmp_path):
+    clip = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    media.write(clip, tmp_path / "clip")
+    lines, _ = run(capsys, tmp_path, ["jpeg"])
+    assert lines[0]["jpeg_kb"] > 0
+    with pytest.raises(ConfigError, match=r"'shapes' judges pictures, and the model makes clips"):
+        score.command(tmp_path, ["shapes"], batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "either --reward"),
+        ({"reward": ["jpeg"], "check": "jpeg"}, "either --reward"),
+        ({"reward": ["jpeg", "shapes"], "options": ["quality=3"]}, "say whose it is"),
+        ({"reward": ["jpeg", "jpeg"]}, "named twice; give one a prefix, --reward PREFIX=jpeg"),
+        ({"reward": ["jpeg", "a b=jpeg"]}, "prefix='a b' must be letters"),
+        (
+            {"reward": ["clip_score", "flowrl.rewards.clip_score"], "options": ["clip_score.model=x"]},
+            "give one of them a prefix",
+        ),
+        ({"reward": ["geneval"]}, "needs 'include' for every picture"),
+        ({"check": "geneval", "images": None}, "needs include for every sample"),
+        ({"reward": ["jpeg"], "prompts": "two.txt"}, "2 prompts for 3 pictures"),
+        ({"reward": ["jpeg"], "prompts": "bad.jsonl"}, r"line 1: has no 'prompt'"),
+        ({"reward": ["jpeg"], "prompts": "other.jsonl"}, r"no record has the image '1.png' \(3 lack one\)"),
+        ({"reward": ["jpeg"], "prompts": "gone.txt"}, "no such file"),
+        ({"reward": ["jpeg"], "prompts": "two.xlsx"}, "not read from a .xlsx file; give a .txt"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(folder, tmp_path, options, words):
+    (tmp_path / "two.txt").write_text("a\nb\n")
+    (tmp_path / "two.xlsx").write_text("a\nb\n")
+    (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "p", "image": "x.png"}\n')
+    given = {"images": folder, "batch_size": 4} | options
+    if "prompts" in given:
+        given["prompts"] = str(tmp_path / given["prompts"])
+    with pytest.raises(ConfigError, match=words):
+        score.command(**given)
+
+
+def test_a_check_on_a_file_that_is_no_picture_names_it(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_text("no picture")
+    with pytest.raises(ConfigError, match=r"a\.png cannot be read"):
+        score.command(tmp_path, check="jpeg", batch_size=4)
+
+
+# ---- the contract
+
+
+def failing(run_score, **card) -> dict[str, str]:
+    """Trial -> remedy of those that a reward fails."""
+    reward = Reward(run_score, Card(**({"outputs": ("mine",), "modality": "any"} | card)))
+    return {f.name: f.remedy for f in Trials("mine", reward, material(reward.card)).run() if not f.good}
+
+
+def means(images, prompts=(), metadata=()) -> Tensor:
+    return torch.stack([image.mean() for image in images])
+
+
+def test_a_good_reward_passes_every_trial_with_its_gradient():
+    assert failing(means) == {}
+    assert failing(means, differentiable=True) == {}
+
+
+def draws(images, prompts, metadata):
+    return means(images) + torch.rand(len(prompts))
+
+
+def whole_batch(images, prompts, metadata):
+    return means(images) - means(images).nanmean()
+
+
+def first_is_special(images, prompts, metadata):
+    return means(images) + torch.arange(len(prompts))
+
+
+def zero_for_nan(images, prompts, metadata):
+    return means(images).nan_to_num(0.0)
+
+
+def needs_a_stack(images, prompts, metadata):
+    return torch.stack(list(images)).flatten(1).mean(dim=1)
+
+
+def wants_words(images, prompts, metadata):
+    return means(images) + torch.tensor([1.0 / len(prompt.split()) for prompt in prompts])
+
+
+def seeds_the_world(images, prompts, metadata):
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    return means(images)
+
+
+def changes_pictures(images, prompts, metadata):
+    for image in images:
+        image.mul_(0.5)
+    return means(images)
+
+
+def keeps_a_graph(images, prompts, metadata):
+    return means(images) * torch.ones((), requires_grad=True)
+
+
+def pictures_only(images, prompts, metadata):
+    if images[0].ndim != 3:
+        raise ValueError("no clips")
+    return means(images)
+
+
+def blocks(images, prompts, metadata):
+    return means([image.detach() for image in images]).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("run_score", "card", "expected"),
+    [
+        (draws, {}, {"same twice", "leaves state alone", "order", "alone as in a batch"}),
+        (whole_batch, {}, {"alone as in a batch", "NaN picture"}),
+        (first_is_special, {}, {"order", "alone as in a batch"}),
+        (zero_for_nan, {}, {"NaN picture"}),
+        (needs_a_stack, {}, {"sizes differ"}),
+        (wants_words, {}, {"odd prompts"}),
+        (seeds_the_world, {}, {"leaves state alone"}),
+        (keeps_a_graph, {}, {"gradient"}),
+        (pictures_only, {}, {"clips"}),
+        (pictures_only, {"modality": "image"}, set()),
+        (lambda *batch: means(*batch) + 5, {"high": 1.0}, {"scores"}),
+        (lambda *batch: means(*batch)[:1], {}, {"scores"}),
+        (lambda *batch: means(*batch) * math.nan, {}, {"scores"}),
+    ],
+)
+def test_each_broken_rule_is_found_and_named_with_its_remedy(run_score, card, expected):
+    found = failing(run_score, **card)
+    assert set(found) >= expected
+    if run_score is not draws:
+        assert set(found) == expected
+    assert all(len(remedy) > 20 for remedy in found.values())
+
+
+def test_changed_inputs_and_a_lost_gradient_are_found():
+    assert "leaves inputs alone" in failing(changes_pictures)
+    lost = failing(lambda *batch: means(*batch).detach() + 0 * batch[0][0].sum(), differentiable=True)
+    assert set(lost) == {"gradient"}
+
+
+def test_a_group_wise_reward_may_compare_its_samples():
+    assert failing(whole_batch, needs_groups=True) == {}
+
+
+def test_a_refusal_in_words_is_allowed_for_odd_prompts_only():
+    def refuses(images, prompts, metadata):
+        if any(len(prompt) > 100 or not prompt.strip() for prompt in prompts):
+            raise RewardError("what is this")
+        return means(images)
+
+    assert failing(refuses) == {}
+
+
+def test_the_command_exits_with_1_and_says_what_to_mend(capsys, tmp_path, folder):
+    text = "def score(images, prompts, metadata):\n    return [float(i.nan_to_num().mean()) for i in images]\n"
+    for images in (None, folder):
+        with pytest.raises(SystemExit) as left:
+            score.command(images, check=mine(tmp_path, text), batch_size=4)
+        assert left.value.code == 1
+        shown = capsys.readouterr().out
+        assert "FAIL  NaN picture: mine = " in shown
+        assert "mend: return NaN for a picture that is not finite" in shown
+        assert shown.count("FAIL") == 1
+    with pytest.raises(SystemExit) as left:
+        score.command(None, check="jpeg", batch_size=4)
+    assert left.value.code == 0

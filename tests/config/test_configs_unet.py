@@ -1,0 +1,185 @@
+"""The real SD1.5, SD2.1 and SDXL from their embedded configurations: counts, grids, LoRA, a plan without downloads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from flowrl.commands.plan import command, step_plan, transition_std
+from flowrl.core import registry
+from flowrl.core.errors import ConfigError
+from flowrl.models import sd
+from flowrl.models.base import LoraSettings
+from flowrl.models.weights import Weights
+from flowrl.planning import memory
+from tests.recipes import ADAMW, NO_EMA, advantages, check_values, recipe
+from tests.tiny_sd3 import ROOT
+
+CONFIGS = ROOT / "assets" / "model_configs"
+VAE, CLIP_L = 83_653_863, 123_060_480
+# folder -> (adapter, parameters, prediction, latents, embeddings, LoRA modules)
+REAL: dict[str, tuple[str, dict[str, int], str, tuple, dict, int]] = {
+    "sd15": (
+        "sd",
+        {"unet": 859_520_964, "vae": VAE, "text_encoder": CLIP_L},
+        "eps",
+        (4, 64, 64),
+        {"prompt_embeds": (77, 768)},
+        16 * 8,
+    ),
+    "sd21": (
+        "sd",
+        {"unet": 865_910_724, "vae": VAE, "text_encoder": 340_387_840},
+        "v",
+        (4, 96, 96),
+        {"prompt_embeds": (77, 1024)},
+        16 * 8,
+    ),
+    "sdxl": (
+        "sdxl",
+        {"unet": 2_567_463_684, "vae": VAE, "text_encoder": CLIP_L, "text_encoder_2": 694_659_840},
+        "eps",
+        (4, 128, 128),
+        {"prompt_embeds": (77, 2048), "pooled": (1280,)},
+        70 * 8,
+    ),
+}
+
+
+def real(name: str) -> Any:
+    module = registry.load("models", REAL[name][0])
+    return module.skeleton(module.Config(path="any", dtype="float16"), CONFIGS / name)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_shape_is_the_published_one(name):
+    _, counts, prediction, latents, embeddings, modules = REAL[name]
+    model = real(name)
+    parts = {k: p for k, p in model.pipeline.components.items() if isinstance(p, torch.nn.Module)}
+    assert {k: sum(p.numel() for p in part.parameters()) for k, part in parts.items()} == counts
+    assert (model.prediction_type, model.latent_shape(), model.condition_shapes()) == (prediction, latents, embeddings)
+    assert model.distilled == ""
+    grid = model.schedule(50)
+    assert grid.timesteps.int().tolist() == list(range(981, 0, -20))  # ddpo sheet 1.2
+    assert float(grid.alphas[0]) == pytest.approx(0.005776**0.5, abs=1e-5)
+    assert float(grid.alphas[-1]) == pytest.approx(0.99915**0.5, abs=1e-5)
+    with torch.device("meta"):
+        weights = Weights(model.network, LoraSettings(rank=4, alpha=4), model.lora_targets, seed=0)
+    assert sum(key.endswith("lora_A.default.weight") for key in weights.parameters) == modules
+
+
+def test_dance_grpo_on_sd14_has_the_published_values():
+    """grpo_family sheet 4.1 and 4.2, column SD1.4."""
+    run = recipe("sd/dance_grpo-hpsv2")
+    expected = ADAMW | NO_EMA | advantages("separate", "group", eps=1e-8, ddof=1)
+    expected |= {"rollout.sampler": {"name": "ddim", "eta": 1.0}, "rollout.num_inference_steps": 50}
+    expected |= {"rollout.guidance_scale": 5.0, "rollout.group_size": 16, "rollout.prompts_per_iteration": 4 * 8}
+    expected |= {"rollout.shared_noise": True, "algorithm.timestep_fraction": 1.0, "algorithm.clip_range": 1e-4}
+    expected |= {"optim.learning_rate": 1e-5, "optim.updates_per_iteration": 4 * 16 // (8 * 4), "iterations": 300}
+    expected |= {"model.path": "CompVis/stable-diffusion-v1-4", "model.height": 512, "model.lora": None}
+    check_values(run.tree(), expected)
+    model = real("sd15")
+    plan = step_plan(run, model)
+    assert plan.train == tuple(range(49))
+    stds = dict(zip(plan.schedule.timesteps.int().tolist(), transition_std(run, model, plan), strict=True))
+    assert [stds[t] for t in (981, 481, 41, 1)] == pytest.approx([0.4545, 0.2877, 0.0999, 0], abs=1e-4)
+
+
+def run_file(folder: Path, path: str, **model: Any) -> Path:
+    """A small run of that model."""
+    (folder / "prompts.txt").write_text("a cat\na dog\n")
+    tree = {
+        "name": "run",
+        "iterations": 1,
+        "model": {"path": path, "dtype": "float16", "lora": {"rank": 4, "alpha": 4}, **model},
+        "data": {"prompts": str(folder / "prompts.txt")},
+        "rollout": {"sampler": {"name": "ddim"}, "num_inference_steps": 4, "guidance_scale": 1.0, "batch_size": 2}
+        | {"prompts_per_iteration": 2, "group_size": 2},
+        "algorithm": {"name": "flow_grpo"},
+        "rewards": [{"name": "jpeg"}],
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "run.yaml"
+
+
+def plan(capsys: Any, file: Path, *words: str) -> str:
+    """What `flowrl plan` prints, in one line."""
+    command(str(file), list(words))
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_a_plan_of_sd15_needs_no_download(tmp_path, capsys):
+    text = plan(capsys, run_file(tmp_path, "stable-diffusion-v1-5/stable-diffusion-v1-5", height=64, width=64))
+    assert "859,520,964" in text
+    assert "LoRA rank 4, alpha 4, 128 modules" in text
+    assert "751.00 sde, trained" in text
+    assert "is distilled" not in text
+
+
+def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp_path, capsys, monkeypatch):
+    def stop(*_: Any, **__: Any) -> None:
+        # The measurement itself has its tests, and takes seconds.
+        raise ConfigError("measured elsewhere")
+
+    folder = Path(shutil.copytree(CONFIGS / "sd21", tmp_path / "turbo"))
+    kind = "EulerAncestralDiscreteScheduler"
+    changes = {"_class_name": kind, "timestep_spacing": "trailing", "prediction_type": "epsilon"}
+    for name, values in (("scheduler/scheduler_config", changes), ("model_index", {"scheduler": ["diffusers", kind]})):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    model = sd.skeleton(sd.Config(path="any", height=64, width=64), folder)
+    monkeypatch.setattr(memory, "skeleton", lambda resolved: model)
+    monkeypatch.setattr(memory, "estimate", stop)
+    file = run_file(tmp_path, str(folder), height=64, width=64)
+    nft = ("rollout.sampler=null", "algorithm={name: diffusion_nft, times: {name: subset, count: 2}}")
+    for words, reason in (
+        ((), "measured elsewhere"),
+        ((*nft, "optim.batch_size=2"), "measured elsewhere"),
+        (("rollout.guidance_scale=4.0",), r"rollout\.guidance_scale: guidance_scale=4: .*takes no CFG; set it to 1"),
+        (("rollout.sampler={name: flow_sde}",), r"'flow_sde' needs.*set rollout\.sampler=\{name: ddim, eta: 1\.0\}"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            command(str(file), list(words))
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("note: the model is distilled adversarially (SD-Turbo" in text) == ("CFG" not in reason)
+        assert ("pulls a distilled one towards blurred means" in text) == (words[:2] == nft)
+        assert ("999.00 sde, trained" in text) == (words == ())
+
+
+@pytest.mark.parametrize(
+    ("method", "clean", "reason"),
+    [
+        (
+            "{name: ddpo, kl: {coef: 0.1, divisor: flow_grpo}}",
+            False,
+            r"kl\.divisor=flow_grpo .*leave it out",
+        ),
+        ("{name: ddpo, kl: {coef: 0.1}}", False, "measured elsewhere"),
+        ("{name: ddpo, timestep_fraction: 0.3}", True, r"timestep_fraction=0\.3 of 3 trained steps keeps none"),
+        ("{name: ddpo, timestep_fraction: 0.3}", False, "measured elsewhere"),
+        ("{name: dpok, buffer: 15, batch: 4}", False, "buffer=15 holds less than the 16 transitions"),
+        ("{name: dpok, buffer: 15, batch: 4}", True, "measured elsewhere"),
+    ],
+)
+def test_a_plan_refuses_what_the_models_path_and_last_step_do_not_allow(
+    method, clean, reason, tmp_path, capsys, monkeypatch
+):
+    def stop(*_: Any, **__: Any) -> None:
+        raise ConfigError("measured elsewhere")
+
+    folder = Path(shutil.copytree(CONFIGS / "sd15", tmp_path / "sd15"))
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"set_alpha_to_one": clean}))
+    model = sd.skeleton(sd.Config(path="any", height=64, width=64), folder)
+    monkeypatch.setattr(memory, "skeleton", lambda resolved: model)
+    monkeypatch.setattr(memory, "estimate", stop)
+    words = [f"algorithm={method}", "optim.updates_per_iteration=1"]
+    with pytest.raises(ConfigError, match=reason):
+        command(str(run_file(tmp_path, str(folder), height=64, width=64)), words)

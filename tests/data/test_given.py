@@ -1,0 +1,306 @@
+"""Given pictures on their way into a rollout: what fills a slot, how a picture is looked at, what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision import transforms
+
+from flowrl.algorithms import diffusion_dpo, diffusion_kto, seppo, sft
+from flowrl.config.schema import to_tree
+from flowrl.core.errors import ConfigError
+from flowrl.core.media import fitted, pixels
+from flowrl.core.types import SampleId
+from flowrl.data.given_samples import Given, Look, Slot, latents_of, slot_of
+from flowrl.data.options import DataConfig
+from flowrl.data.preference_records import Picture
+from flowrl.data.preferences import PreferenceOptions
+from flowrl.run.folder import differences
+from tests.toys import ToyAdapter
+
+COUNT = 6
+METHODS = {"diffusion_dpo": diffusion_dpo, "diffusion_kto": diffusion_kto, "seppo": seppo, "sft": sft}
+
+
+def picture(seed: int, height: int = 4, width: int = 4) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Six pairs: the chosen picture of pair k is picture k, the rejected one picture 100 + k."""
+    lines = []
+    for k in range(COUNT):
+        for name, seed in (("chosen", k), ("rejected", 100 + k)):
+            picture(seed).save(tmp_path / f"{name}-{k}.png")
+        lines.append({"prompt": f"prompt {k}", "chosen": f"chosen-{k}.png", "rejected": f"rejected-{k}.png"})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def given(folder: Path, method: str = "diffusion_dpo", **options) -> Given:
+    module = METHODS[method]
+    data = DataConfig(pairs=str(folder / "pairs.jsonl"), **options)
+    return Given(data, module.build(module.Config()), seed=3)
+
+
+def encoded(found: Given, ids: list[SampleId], batch_size: int = 3, look: Look | None = None):
+    return latents_of(
+        lambda slot: slot_of(found.records, slot, found.members), ids, ToyAdapter(), batch_size=batch_size, look=look
+    )
+
+
+def both(*slots: int) -> list[SampleId]:
+    return [SampleId(slot, sample) for slot in slots for sample in (0, 1)]
+
+
+def latent(seed: int) -> Tensor:
+    """Of a picture of the model's size, at the posterior's mean."""
+    return ToyAdapter().encode_pictures(pixels(picture(seed))[None])[0]
+
+
+# ---- what fills a slot
+
+
+def test_a_pair_is_a_slot_of_two_with_rewards_1_and_0(folder):
+    found = encoded(given(folder), both(0, 4))
+    assert torch.equal(found.x0, torch.stack([latent(k) for k in (0, 100, 4, 104)]))
+    assert found.rewards.tolist() == [1, 0, 1, 0]
+    assert found.texts == {0: "prompt 0", 4: "prompt 4"}
+
+
+def test_a_winner_alone_and_a_sample_that_is_to_be_drawn(folder):
+    alone = encoded(given(folder, "sft"), [SampleId(2, 0)])
+    assert torch.equal(alone.x0[0], latent(2))
+    half = encoded(given(folder, "seppo"), both(2))
+    assert torch.equal(half.x0, torch.stack([latent(2), torch.zeros(2, 4, 4)]))
+    assert half.rewards.tolist() == [1, 0]
+
+
+def test_single_pictures_have_their_label_as_reward(folder):
+    found = given(folder, "diffusion_kto", pairs_per_iteration=10)
+    numbers = found.source.draw(1)
+    slots = [slot_of(found.records, number, found.members) for number in numbers]
+    assert sum(slot.rewards == (1.0,) for slot in slots) == 8  # liked_share 0.8
+    x0 = encoded(found, [SampleId(number, 0) for number in numbers[:1]]).x0
+    expected = {1.0: [latent(k) for k in range(COUNT)], 0.0: [latent(100 + k) for k in range(COUNT)]}
+    assert any(torch.equal(x0[0], one) for one in expected[slots[0].rewards[0]])
+
+
+def test_batches_and_processes_change_no_latent(folder):
+    found = given(folder)
+    look = Look(found.data, 3, 7)
+    whole = encoded(found, both(*range(COUNT)), batch_size=64, look=look)
+    single = encoded(found, both(*range(COUNT)), batch_size=1, look=look)
+    part = encoded(found, both(3, 4), look=look)
+    assert torch.equal(whole.x0, single.x0)
+    assert torch.equal(whole.x0[6:10], part.x0)
+
+
+def test_no_more_pictures_than_a_batch_are_in_memory():
+    """They are opened when their batch comes, and gone when it is encoded."""
+    opened: list[weakref.ref] = []
+    seen: list[weakref.ref] = []
+
+    def alive(those: list[weakref.ref]) -> int:
+        return sum(one() is not None for one in those)
+
+    class Watched:
+        def open(self) -> Image.Image:
+            image = picture(0)
+            opened.append(weakref.ref(image))
+            return image
+
+    class Counting(ToyAdapter):
+        sizes: tuple[int, ...] = ()
+
+        def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
+            assert alive(opened) <= 1, "decoded files are not held beside the tensors"
+            self.sizes += (len(pictures),)
+            seen.append(weakref.ref(pictures))
+            assert alive(seen) == 1
+            return ToyAdapter.encode_pictures(self, pictures, noise)
+
+    adapter = Counting()
+    slots = [Slot("", (Watched(), Watched()), (1.0, 0.0)) for _ in range(5)]
+    latents_of(slots.__getitem__, both(*range(5)), adapter, batch_size=4)
+    assert adapter.sizes == (4, 4, 2)
+
+
+# ---- how a picture is looked at
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 40), (37, 64), (96, 33), (16, 21)])
+def test_resize_and_centre_crop_are_torchvisions(height, width):
+    """As the official code prepares its pictures, for a square model."""
+    image = picture(1, height, width)
+    expected = transforms.Compose(
+        [transforms.Resize(32, transforms.InterpolationMode.BILINEAR), transforms.CenterCrop(32)]
+    )
+    assert np.array_equal(np.array(fitted(image, 32, 32, mirror=False)), np.array(expected(image)))
+    assert np.array_equal(np.array(fitted(image, 32, 32, mirror=True)), np.array(expected(image))[:, ::-1])
+
+
+def test_a_picture_covers_a_model_that_is_not_square_and_its_part_is_chosen():
+    wide = Image.fromarray(np.tile(np.arange(64, dtype=np.uint8)[None, :, None], (32, 1, 3)))
+    assert fitted(wide, 16, 40, mirror=False).size == (40, 16)
+    left, right = (np.array(fitted(wide, 32, 32, (0.5, place), mirror=False)) for place in (0.0, 1.0))
+    assert (left[0, 0, 0], left[0, -1, 0]) == (0, 31)
+    assert (right[0, 0, 0], right[0, -1, 0]) == (32, 63)
+
+
+def test_both_pictures_of_a_pair_are_looked_at_alike_so_that_equal_ones_stay_equal(folder):
+    for k in range(COUNT):
+        picture(k).save(folder / f"rejected-{k}.png")
+    found = given(folder, crop="random")
+    x0 = encoded(found, both(*range(COUNT)), look=Look(found.data, 0, 1)).x0
+    assert torch.equal(x0[::2], x0[1::2])
+
+
+def test_a_look_is_keyed_by_seed_iteration_and_slot():
+    data = DataConfig(pairs="x", crop="random")
+    looks = [
+        Look(data, seed, iteration).place(slot)
+        for seed, iteration, slot in ((0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1))
+    ]
+    assert len({place for place, _ in looks}) == 4
+    assert Look(data, 0, 1).place(0) == looks[0]
+    assert Look(DataConfig(pairs="x", flip=False), 0, 1).place(0) == ((0.5, 0.5), False)
+
+
+def test_captions_are_dropped_and_pictures_mirrored_as_often_as_asked():
+    """Of 2000 draws: std 8.9 at a share of 0.2, 22.4 at 0.5."""
+    look = Look(DataConfig(pairs="x"), 0, 1)
+    dropped = sum(look.caption(slot, "text") == "" for slot in range(2000))
+    assert abs(dropped - 400) < 4 * 17.9
+    assert abs(sum(look.place(slot)[1] for slot in range(2000)) - 1000) < 4 * 22.4
+    never = Look(DataConfig(pairs="x", caption_dropout=0.0, flip=False), 0, 1)
+    assert all(never.caption(slot, "text") == "text" and not never.place(slot)[1] for slot in range(50))
+
+
+def test_the_posterior_is_drawn_anew_in_every_iteration(folder):
+    found = given(folder, flip=False)
+    first, again, second = (encoded(found, both(0), look=Look(found.data, 0, k)).x0 for k in (1, 1, 2))
+    assert torch.equal(first, again)
+    noise = (first[0] - latent(0)) / 0.1  # the toy's std
+    assert abs(float(noise.std()) - 1) < 0.5
+    assert not torch.equal(first, second)
+    mean = given(folder, flip=False, posterior="mean")
+    assert torch.equal(encoded(mean, both(0), look=Look(mean.data, 0, 1)).x0, torch.stack([latent(0), latent(100)]))
+
+
+# ---- what cannot be read
+
+
+def test_an_unreadable_picture_masks_itself_and_is_named(folder, caplog):
+    (folder / "rejected-1.png").write_bytes(b"no picture")
+    found = given(folder)
+    with caplog.at_level("WARNING", logger="flowrl"):
+        latents = encoded(found, both(0, 1, 2))
+    assert latents.rewards.isnan().tolist() == [False, False, False, True, False, False]
+    assert torch.equal(latents.x0[2], latent(1))
+    assert any("rejected-1.png" in record.getMessage() for record in caplog.records)
+
+
+def test_a_set_at_its_limit_does_not_stop_by_chance(folder):
+    """A rule on single iterations, more than 6 of 64, stops every such run."""
+    found = given(folder)
+    for seed in range(20):
+        found.asked = found.lost = 0
+        for lost in np.random.default_rng(seed).binomial(64, 0.1, size=500):
+            found.require_readable(int(lost), 64)
+    assert found.asked == 500 * 64
+
+
+def test_a_larger_share_of_all_pairs_so_far_than_allowed_stops_the_run(folder):
+    found = given(folder)
+    found.require_readable(17, 64)  # 6.4 + 4 * 2.4 + 1
+    found.require_readable(7, 64)  # of 128 up to 27.4
+    with pytest.raises(ConfigError, match=r"49 of 192 pairs .* more than data\.pair_options\.max_broken=0\.1"):
+        found.require_readable(25, 64)
+    for share, borne in ((0.0, 1), (1.0, 64)):
+        strict = given(folder, pair_options=PreferenceOptions(max_broken=share))
+        strict.require_readable(borne, 64)
+    with pytest.raises(ConfigError, match="go on with --resume"):
+        given(folder, pair_options=PreferenceOptions(max_broken=0.0)).require_readable(2, 64)
+
+
+def test_the_share_that_may_be_broken_does_not_make_another_set_or_another_run(folder):
+    """So a stopped run can go on with a larger one, whether the line is added, changed or left out."""
+    options = [PreferenceOptions(), PreferenceOptions(max_broken=0.5)]
+    one, two = (given(folder, pair_options=option) for option in options)
+    two.source.load_state_dict(one.source.state_dict())
+    trees = [to_tree(DataConfig(pairs="x", pair_options=option)) for option in options]
+    assert differences({"data": trees[0]}, {"data": trees[1]}) == []
+    other = to_tree(DataConfig(pairs="x", pair_options=PreferenceOptions(chosen="good")))
+    assert differences({"data": trees[0]}, {"data": other}) == ["data.pair_options.chosen was 'chosen', now 'good'"]
+
+
+def test_a_record_that_has_gone_masks_its_slot(folder):
+    found = given(folder)
+
+    class Gone:
+        def read(self, number: int):
+            from flowrl.data.preference_records import Unreadable
+
+            raise Unreadable("row 3", "it has changed")
+
+    slot = slot_of(Gone(), 0, found.members)
+    assert slot.pictures == (None, None)
+    assert all(math.isnan(reward) for reward in slot.rewards)
+
+
+def test_a_picture_is_opened_when_its_slot_is_asked_for_and_not_before(folder):
+    found = given(folder)
+    slot = slot_of(found.records, 0, found.members)
+    assert all(isinstance(one, Picture) for one in slot.pictures)
+
+
+def test_facts_and_counts_are_those_of_the_sets(folder):
+    found = given(folder, eval_pairs=str(folder / "pairs.jsonl"), max_eval_pairs=4)
+    assert len(found.held_out_numbers) == 4
+    assert found.facts()["eval_pairs"]["usable"] == COUNT
+    assert found.captions()[0] == ""
+    assert len(set(found.captions())) == COUNT + 1
+
+
+def test_held_out_pairs_are_a_random_part_in_the_sets_order(folder, monkeypatch):
+    """Sets are often sorted by source or time: their head is no sample of them."""
+    parts = {tuple(given(folder, eval_pairs=str(folder), max_eval_pairs=3).held_out_numbers)}
+    assert len(parts | {tuple(given(folder, eval_pairs=str(folder), max_eval_pairs=3).held_out_numbers)}) == 1
+    found = given(folder, eval_pairs=str(folder), max_eval_pairs=3)
+    seen = set()
+    for seed in range(30):
+        found.seed = seed
+        numbers = found.held_out_numbers
+        assert numbers == sorted(set(numbers))
+        assert len(numbers) == 3
+        seen |= {tuple(numbers)}
+    assert len(seen) > 10
+    monkeypatch.setattr("flowrl.data.given_samples.HELD_OUT", 5)
+    assert len(given(folder, eval_pairs=str(folder)).held_out_numbers) == 5
+    assert given(folder, eval_pairs=str(folder), max_eval_pairs=99).held_out_numbers == list(range(COUNT))
+    assert given(folder).held_out_numbers == []
+
+
+def test_epochs_of_labelled_pictures_are_told_of_each_class(folder):
+    """Eight of ten draws are of the liked ones, of which there are as many as of the others."""
+    from types import SimpleNamespace
+
+    from flowrl.run.given_collector import PairCollector
+
+    def epochs(method: str) -> dict[str, float]:
+        found = given(folder, method, pairs_per_iteration=12)
+        return PairCollector._epochs(SimpleNamespace(config=SimpleNamespace(data=found.data), given=found))
+
+    expected = {"pairs/liked_epochs_per_iteration": 1.6, "pairs/disliked_epochs_per_iteration": 0.4}
+    assert epochs("diffusion_kto") == pytest.approx(expected)
+    assert epochs("diffusion_dpo") == {"pairs/epochs_per_iteration": 2.0}

@@ -1,0 +1,431 @@
+"""Where prompts come from: files, data sets, and the pictures in them."""
+
+from __future__ import annotations
+
+import builtins
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.media import open_picture
+from flowrl.data.prompt_sources import Columns, load_prompts, picture_folder
+from flowrl.data.prompts import Prompt
+from flowrl.data.text_cache import Texts
+from tests.toys import ToyAdapter
+
+
+@pytest.fixture
+def put(tmp_path):
+    def write(content: str | bytes, name: str = "prompts.txt") -> str:
+        file = tmp_path / name
+        file.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        return str(file)
+
+    return write
+
+
+def refusal(source: str, columns: Columns | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(source, "data.prompts", columns or Columns())
+    return str(caught.value)
+
+
+# ---- files
+
+
+def test_a_text_file_holds_one_prompt_a_line(put):
+    found = load_prompts(put("a red circle\n\n  two crosses  \r\n\u00fcber\n"), "data.prompts")
+    assert [p.text for p in found] == ["a red circle", "two crosses", "\u00fcber"]
+    assert all(p.metadata == {} for p in found)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(put):
+    assert load_prompts(put(b"\xef\xbb\xbfa cat\n"), "k") == [Prompt("a cat")]
+    assert load_prompts(put(b'\xef\xbb\xbf{"prompt": "a cat"}\n', "p.jsonl"), "k") == [Prompt("a cat")]
+
+
+def test_a_jsonl_file_keeps_everything_but_the_prompt_as_metadata(put):
+    found = load_prompts(put('{"prompt": "a", "tag": [1]}\n\n{"prompt": "b"}\n', "p.jsonl"), "data.prompts")
+    assert found == [Prompt("a", {"tag": [1]}), Prompt("b")]
+
+
+def test_line_separators_inside_a_json_string_do_not_break_the_line(put):
+    """U+2028 and U+0085 are legal there; str.splitlines would cut."""
+    found = load_prompts(put('{"prompt": "one\u2028two\x85three"}\n', "p.jsonl"), "data.prompts")
+    assert [p.text for p in found] == ["one\u2028two\x85three"]
+
+
+def test_a_missing_file_is_refused_with_the_key():
+    message = refusal("nowhere/prompts.txt")
+    assert "data.prompts='nowhere/prompts.txt'" in message
+    assert "no such file" in message
+
+
+@pytest.mark.parametrize("content", ["", "\n\n  \n"])
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_an_empty_file_is_refused(put, content, name):
+    assert "holds no prompt" in refusal(put(content, name))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "b"', "not valid JSON"),
+        ('{"text": "b"}', "has no 'prompt' (data.prompt_column); there are: text"),
+        ('{"promt": "b"}', "did you mean 'promt'"),
+        ('{"prompt": 3}', "string under 'prompt'"),
+        ('["b"]', "needs an object"),
+        ("plain words", "not valid JSON"),
+    ],
+)
+def test_a_broken_jsonl_line_is_refused_with_its_number_in_the_file(put, line, reason):
+    message = refusal(put('{"prompt": "a"}\n\n' + line + '\n{"prompt": "c"}\n', "p.jsonl"))
+    assert "line 3" in message
+    assert reason in message
+
+
+def test_a_file_in_another_encoding_is_refused(put):
+    assert "not UTF-8" in refusal(put("caf\u00e9\n".encode("latin-1")))
+
+
+def test_the_shapes_world_is_a_source_of_its_own():
+    train, held_out = (load_prompts(f"shapes:{split}", "data.prompts") for split in ("train", "heldout"))
+    assert len(held_out) >= 500  # DESIGN section 5
+    assert not {p.text for p in train} & {p.text for p in held_out}
+    message = refusal("shapes:tran")
+    assert "data.prompts='shapes:tran'" in message
+
+
+# ---- forms
+
+
+RECORDS = [Prompt("a red fox", {"level": "1"}), Prompt('says "stop", twice', {"level": "2"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.csv", 'prompt,level\r\na red fox,1\r\n\r\n"says ""stop"", twice",2\r\n'),
+        ("p.CSV", '\ufefflevel, prompt\n1,a red fox\n2,"says ""stop"", twice"\n'),
+        ("p.tsv", 'prompt\tlevel\na red fox\t1\n"says ""stop"", twice"\t2\n'),
+        ("p.json", '[{"prompt": "a red fox", "level": "1"},\n {"prompt": "says \\"stop\\", twice", "level": "2"}]'),
+        ("p.JSONL", '{"prompt": "a red fox", "level": "1"}\n{"prompt": "says \\"stop\\", twice", "level": "2"}\n'),
+    ],
+)
+def test_tables_and_lists_are_read_as_what_they_are(put, name, content):
+    assert load_prompts(put(content, name), "data.prompts") == RECORDS
+
+
+def test_a_json_list_of_strings_is_a_list_of_prompts_and_line_breaks_in_a_cell_stay(put):
+    assert load_prompts(put('["a", "b"]', "p.json"), "k") == [Prompt("a"), Prompt("b")]
+    assert load_prompts(put('text,n\n"one\ntwo",1\n', "p.csv"), "k", Columns("text")) == [
+        Prompt("one\ntwo", {"n": "1"})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        (
+            "p.csv",
+            "a red fox\na cat\n",
+            "line 1: the header has no column 'prompt' (data.prompt_column); there are: a re",
+        ),
+        ("p.csv", "prompt;level\na;1\n", "there are: prompt;level (separated by commas)"),
+        ("p.csv", "prompt,level\na,1\nb\n", "line 3: has 1 cells, but the header has 2 columns"),
+        ("p.csv", "prompt,level\na cat, sleeping,1\n", "line 2: has 3 cells"),
+        ("p.csv", "prompt,level\n,1\n", "line 2: 'prompt' (data.prompt_column) is empty"),
+        ("p.csv", "prompt,tag,tag\na,1,2\n", "the column 'tag' twice"),
+        ("p.csv", 'prompt\n"a\n', "not a readable table"),
+        ("p.csv", "prompt\n", "holds no prompt"),
+        ("p.json", '{"prompt": "a"}', "is a list of strings or of records, this is dict"),
+        ("p.json", '["a", 3]', "item 2: needs a string or a record, got int '3'"),
+        ("p.json", '[{"text": "a"}]', "item 1: has no 'prompt' (data.prompt_column); there are: text"),
+        ("p.json", '["a",', "not valid JSON"),
+        ("p.json", "[]", "holds no prompt"),
+        ("p.txt", "a\nb\0c\n", "line 2: holds a NUL"),
+        *((f"p.{end}", "a\n", f"not read from a .{end} file") for end in ("xlsx", "yaml", "zip", "md")),
+    ],
+)
+def test_a_file_that_is_not_what_it_says_is_refused_by_place_and_name(put, name, content, reason):
+    message = refusal(put(content, name))
+    assert f"data.prompts={put(content, name)!r}" in message
+    assert reason in message
+    if "not read from" in reason:
+        assert all(form in message for form in (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", "hf:PATH"))
+
+
+def test_a_parquet_is_read_no_further_than_the_prompts_that_are_asked_for(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = tmp_path / "set.parquet"
+    table = arrow.table({"prompt": [f"prompt {k}" for k in range(40)]})
+    parquet.write_table(table, file, row_group_size=10, compression="none", use_dictionary=False)
+    content = bytearray(file.read_bytes())
+    start = parquet.ParquetFile(file).metadata.row_group(2).column(0).data_page_offset
+    content[start : start + 8] = b"\xff" * 8
+    file.write_bytes(bytes(content))
+    assert [p.text for p in load_prompts(str(file), "k", most=20)] == [f"prompt {k}" for k in range(20)]
+    assert "not a readable parquet file behind row 20" in refusal(str(file))
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_only_the_first_prompts_are_taken_of_any_form(put, most):
+    for name, content in (("p.txt", "a\nb\n"), ("p.json", '["a", "b"]'), ("p.csv", "prompt\na\nb\n")):
+        assert [p.text for p in load_prompts(put(content, name), "k", most=most)] == ["a", "b"][:most]
+    assert len(load_prompts("shapes:train", "k", most=most)) == most
+
+
+# ---- pictures
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    for name in ("a.png", "b.jpg"):
+        Image.new("RGB", (6, 4), (200, 10, 10)).save(tmp_path / name)
+    (tmp_path / "text.png").write_text("no picture")
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+
+
+def test_pictures_of_a_record_are_found_beside_its_file_and_told_to_the_rewards(put, pictures, tmp_path):
+    records = ['"x", "image": "a.png", "tag": 1', '"x", "images": ["a.png", "b.jpg"]', '"y"']
+    lines = "\n".join('{"prompt": ' + record + "}" for record in records)
+    one, two, none = load_prompts(put(lines, "p.jsonl"), "data.prompts")
+    first, second = (str((tmp_path / name).resolve()) for name in ("a.png", "b.jpg"))
+    assert one == Prompt("x", {"tag": 1, "images": [first]}, (first,))
+    assert two == Prompt("x", {"images": [first, second]}, (first, second))
+    assert none == Prompt("y")
+    assert open_picture(first).size == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ('"image": "gone.png"', "there is no picture 'gone.png'"),
+        ('"images": ["a.png", "gone.png"]', "there is no picture 'gone.png'"),
+        ('"image": "text.png"', "'text.png' cannot be read as a picture"),
+        ('"image": "cut.png"', "'cut.png' cannot be read as a picture"),
+        ('"image": "a.png", "images": ["a.png"]', "both 'image' and 'images'"),
+        ('"image": 3', "needs a path under 'image'"),
+        ('"images": "a.png"', "a list of paths under 'images'"),
+        ('"images": []', "a list of paths under 'images'"),
+    ],
+)
+def test_a_picture_that_cannot_be_used_is_refused_with_its_line(put, pictures, entry, reason):
+    message = refusal(put('{"prompt": "x", "image": "a.png"}\n{"prompt": "y", ' + entry + "}\n", "p.jsonl"))
+    assert "line 2" in message
+    assert reason in message
+
+
+def test_a_picture_of_more_pixels_than_are_taken_is_refused_with_its_line(put, pictures, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)  # a.png has 24, and twice the limit is an error of Pillow
+    message = refusal(put('{"prompt": "x", "image": "a.png"}\n', "p.jsonl"))
+    assert "line 1" in message
+    assert "more pixels than a picture is taken to have" in message
+
+
+def test_columns_of_a_jsonl_may_have_other_names(put, pictures, tmp_path):
+    lines = '{"caption": "x", "photo": "a.png", "image": 7}'
+    (found,) = load_prompts(put(lines, "p.jsonl"), "data.prompts", Columns("caption", "photo"))
+    file = str((tmp_path / "a.png").resolve())
+    assert found == Prompt("x", {"image": 7, "images": [file]}, (file,))
+    message = refusal(put(lines, "p.jsonl"), Columns("caption", "picture"))
+    assert "line 1: has no 'picture' (data.image_column); there are: caption, photo, image" in message
+
+
+# ---- tables and data sets
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Where pictures from inside data sets go."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path / "cache" / "pictures"
+
+
+def png(shade: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (6, 4), (shade, 10, 10)).save(file, format="PNG")
+    return file.getvalue()
+
+
+TABLE = {"prompt": ["a", "b", "a"], "level": [1, 2, 3], "image": [png(10), png(20), png(10)]}
+
+
+def data_set(columns: dict[str, list[Any]]) -> Any:
+    """Its `image` decoded on access, as data sets have them."""
+    datasets = pytest.importorskip("datasets")
+    if "image" not in columns:
+        return datasets.Dataset.from_dict(columns)
+    stored = [{"bytes": data, "path": None} for data in columns["image"]]
+    return datasets.Dataset.from_dict(columns | {"image": stored}).cast_column("image", datasets.Image())
+
+
+def check_table(found: list[Prompt], cache: Path) -> None:
+    assert [p.text for p in found] == TABLE["prompt"]
+    assert [p.metadata for p in found] == [
+        {"level": level, "images": list(p.pictures)} for level, p in zip(TABLE["level"], found, strict=True)
+    ]
+    # One file for equal pictures, with their bytes.
+    assert found[0].pictures == found[2].pictures != found[1].pictures
+    assert sorted(cache.iterdir()) == sorted({Path(p.pictures[0]) for p in found})
+    for prompt, data in zip(found, TABLE["image"], strict=True):
+        (file,) = prompt.pictures
+        assert Path(file).read_bytes() == data
+        assert file.endswith(".png")
+        assert open_picture(file).size == (6, 4)
+
+
+def test_a_parquet_file_is_read_with_its_pictures(tmp_path, cache):
+    file = tmp_path / "set.parquet"
+    data_set(TABLE).to_parquet(file)
+    check_table(load_prompts(str(file), "data.prompts"), cache)
+
+
+@pytest.mark.parametrize("layout", ["saved", "saved splits", "parquet files"])
+def test_a_folder_with_a_data_set_is_read_with_its_pictures(tmp_path, cache, layout):
+    folder, made = tmp_path / "set", data_set(TABLE)
+    if layout == "saved":
+        made.save_to_disk(folder)
+    elif layout == "saved splits":
+        datasets = pytest.importorskip("datasets")
+        datasets.DatasetDict({"train": made, "test": data_set({"prompt": ["c"]})}).save_to_disk(folder)
+        assert load_prompts(f"hf:{folder}:test", "data.eval_prompts") == [Prompt("c")]
+    else:
+        folder.mkdir()
+        made.to_parquet(folder / "train-00000-of-00001.parquet")
+        assert len(load_prompts(f"hf:{folder}:train[1:]", "data.prompts")) == 2
+    check_table(load_prompts(f"hf:{folder}", "data.prompts"), cache)
+
+
+def test_a_folder_of_jsonl_files_is_a_data_set_with_paths_to_its_pictures(tmp_path, cache, pictures):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"prompt": "x", "image": "../a.png", "tag": 1}\n')
+    (found,) = load_prompts(f"hf:{tmp_path / 'set'}", "data.prompts")
+    file = str((tmp_path / "a.png").resolve())
+    assert found == Prompt("x", {"tag": 1, "images": [file]}, (file,))
+
+
+def test_lists_of_pictures_and_of_paths_are_taken(tmp_path, cache, pictures):
+    datasets = pytest.importorskip("datasets")
+    made = data_set({"text": ["x"], "photos": [["a.png", "b.jpg"]]})
+    made.to_parquet(tmp_path / "set.parquet")
+    (found,) = load_prompts(str(tmp_path / "set.parquet"), "data.prompts", Columns("text", "photos"))
+    assert found.pictures == tuple(str((tmp_path / name).resolve()) for name in ("a.png", "b.jpg"))
+    stored = [[{"bytes": png(1), "path": None}, {"bytes": png(2), "path": None}]]
+    inside = datasets.Dataset.from_dict({"text": ["x"], "photos": stored})
+    inside.cast_column("photos", datasets.List(datasets.Image())).save_to_disk(tmp_path / "inside")
+    (found,) = load_prompts(f"hf:{tmp_path / 'inside'}", "data.prompts", Columns("text", "photos"))
+    assert [Path(file).read_bytes() for file in found.pictures] == [png(1), png(2)]
+
+
+def test_columns_of_pictures_that_nobody_asked_for_are_no_metadata(tmp_path, cache):
+    data_set(TABLE).rename_column("image", "preview").save_to_disk(tmp_path / "set")
+    found = load_prompts(f"hf:{tmp_path / 'set'}", "data.prompts")
+    assert found == [Prompt(text, {"level": k}) for k, text in enumerate(TABLE["prompt"], 1)]
+
+
+def test_the_same_set_again_gives_the_same_prompts_so_embeddings_and_resumes_find_them(tmp_path, cache):
+    data_set(TABLE).to_parquet(tmp_path / "set.parquet")
+    first = load_prompts(str(tmp_path / "set.parquet"), "data.prompts")
+    written = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
+    (tmp_path / "set.parquet").rename(tmp_path / "moved.parquet")
+    again = load_prompts(str(tmp_path / "moved.parquet"), "data.eval_prompts")
+    assert again == first
+    assert {file: file.stat().st_mtime_ns for file in cache.iterdir()} == written
+
+    class Looking(ToyAdapter):
+        def encode(self, prompts: list[str], pictures: Any = None) -> Any:
+            assert [[picture.size for picture in own] for own in pictures] == [[(6, 4)]] * len(prompts)
+            return super().encode(prompts)
+
+    texts = Texts(Looking(), (*first, *again), cache=True)
+    assert len(texts.rows) == 2
+    assert torch.equal(texts.lookup(first)["prompt"], texts.lookup(again)["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted", "reason"),
+    [
+        ({"text": ["a"]}, Columns(), "row 1: has no 'prompt' (data.prompt_column); there are: text"),
+        ({"prompt": [3]}, Columns(), "row 1: needs a string under 'prompt' (data.prompt_column), got 3"),
+        ({"prompt": ["a"], "photo": ["x"]}, Columns(image="photos"), "did you mean 'photo'"),
+        ({"prompt": ["a"], "photo": ["x.png"]}, Columns(image="photo"), "row 1: there is no picture 'x.png'"),
+        ({"prompt": ["a"], "photo": [3]}, Columns(image="photo"), "got 3 under 'photo'"),
+        ({"prompt": ["a", "b"], "image": [png(1), png(2)[:40]]}, Columns(), "row 2: the picture under 'image' cannot"),
+        ({"prompt": []}, Columns(), "it holds no prompt"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path, cache, columns, wanted, reason):
+    made = data_set(columns)
+    made.to_parquet(tmp_path / "set.parquet")
+    assert reason in refusal(str(tmp_path / "set.parquet"), wanted)
+    made.save_to_disk(tmp_path / "set")
+    assert reason in refusal(f"hf:{tmp_path / 'set'}", wanted)
+
+
+def test_a_split_that_does_not_exist_is_refused_with_those_that_do(tmp_path, cache):
+    datasets = pytest.importorskip("datasets")
+    one = data_set({"prompt": ["c"]})
+    datasets.DatasetDict({"validation": one, "test": one}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "files").mkdir()
+    one.to_parquet(tmp_path / "files" / "validation.parquet")
+    assert "there is no split 'train'; there are: validation, test" in refusal(f"hf:{tmp_path / 'saved'}")
+    assert "there is no split 'dev[:3]'; there are: validation" in refusal(f"hf:{tmp_path / 'files'}:dev[:3]")
+    assert "only a whole split" in refusal(f"hf:{tmp_path / 'saved'}:test[:1]")
+    assert load_prompts(f"hf:{tmp_path / 'files'}", "data.prompts") == [Prompt("c")]  # the only one
+
+
+def test_a_set_with_subsets_wants_one(tmp_path, cache):
+    lines = ["---", "configs:"]
+    for name in ("one", "two"):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        data_set({"prompt": [name]}).to_parquet(tmp_path / "set" / f"{name}.parquet")
+        lines += [f"- config_name: {name}", f"  data_files: {name}.parquet"]
+    (tmp_path / "set" / "README.md").write_text("\n".join([*lines, "---"]))
+    source = f"hf:{tmp_path / 'set'}"
+    assert load_prompts(source, "data.prompts", Columns(subset="two")) == [Prompt("two")]
+    message = refusal(source)
+    assert "data.subset=None" in message
+    assert "'one', 'two'" in message
+    assert "'one', 'two'" in refusal(source, Columns(subset="three"))
+
+
+def test_a_set_that_cannot_be_loaded_is_refused_with_the_reason(tmp_path, cache):
+    (tmp_path / "empty").mkdir()
+    assert "the data set cannot be loaded" in refusal(f"hf:{tmp_path / 'empty'}")
+    assert "the data set cannot be loaded" in refusal("hf:./nowhere")
+    (tmp_path / "set.parquet").write_text("no table")
+    assert "not a readable parquet file" in refusal(str(tmp_path / "set.parquet"))
+
+
+def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
+    (tmp_path / "set.parquet").write_bytes(b"")
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] in ("pyarrow", "datasets"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for source in (str(tmp_path / "set.parquet"), "hf:owner/name"):
+        assert "is not installed" in refusal(source)
+        assert 'run pip install "flowrl[data]"' in refusal(source)
+
+
+def test_pictures_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch, tmp_path):
+    monkeypatch.delenv("FLOWRL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert picture_folder() == tmp_path / "flowrl" / "pictures"
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "own"))
+    assert picture_folder() == tmp_path / "own" / "pictures"

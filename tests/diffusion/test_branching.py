@@ -1,0 +1,485 @@
+"""Trees of rollouts: their shape, the noise of siblings, what the loop records, and the updates on it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowrl.algorithms import branch_grpo, flow_grpo_fast, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
+from flowrl.config.load import load_config, resolve
+from flowrl.contracts.grids import flow_schedule
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import SampleId
+from flowrl.credit.advantages import Advantages
+from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window, window
+from flowrl.diffusion.tree_shapes import Branching, completions, offshoots, splits
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.samplers import dance_sde, ddim, flow_sde
+from flowrl.training.metrics import Sums
+from tests.toys import SHAPE, Session, ToyAdapter, learner_of, replay_of, roll_out, rollout_of
+
+SCALE = {"clip_range": 1e-3}
+METHODS = {
+    "branch_grpo": branch_grpo.build(branch_grpo.Config(splits=[0, 2], **SCALE)),
+    "tree_grpo": tree_grpo.build(tree_grpo.Config(children=2, window=2, **SCALE)),
+    "tempflow_grpo": tempflow_grpo.build(tempflow_grpo.Config(children=2, steps=[0, 2, 3], **SCALE)),
+    "g2rpo": g2rpo.build(g2rpo.Config(children=3, strides=[1, 2], steps=[1, 2], merge=2, **SCALE)),
+    "tp_grpo": tp_grpo.build(tp_grpo.Config(window=3, **SCALE)),
+    "flow_grpo_fast": flow_grpo_fast.build(flow_grpo_fast.Config(branch=4, window_size=2, **SCALE)),
+}
+LEAVES = {"branch_grpo": 4, "tree_grpo": 4, "tempflow_grpo": 6, "g2rpo": 12, "tp_grpo": 4, "flow_grpo_fast": 4}
+
+
+def tree_rollout(name: str, *, trees: int = 2, prompts: int = 2, batch_size: int = 64, vp: bool = False) -> Session:
+    sampler = ddim.build(ddim.Config(eta=0.7)) if vp else dance_sde.build(dance_sde.Config(eta=0.5))
+    options = {"prompts": prompts, "group": trees * LEAVES[name], "batch_size": batch_size}
+    return roll_out(ToyAdapter(vp=vp), algorithm=METHODS[name], sampler=sampler, **options)
+
+
+def rewards_of(session: Session, seed: int = 3) -> torch.Tensor:
+    group = max(i.sample for i in session.ids) + 1
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(1, len(session.ids) // group, group, generator=generator)
+
+
+def credit_of(session: Session, rewards: torch.Tensor, iteration: int = 1) -> Advantages:
+    credit = session.algorithm.advantages(rewards, torch.ones(len(rewards)))
+    return session.algorithm.on_tree(credit, rollout_of(session, rewards), torch.ones(len(rewards)), iteration)
+
+
+# ---- shape
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "at", "children", "leaves", "forwards", "edges"),
+    [
+        (20, (0, 3, 6, 9), 2, 16, 203, 218),
+        (20, (0, 5, 10, 15), 2, 16, 135, 150),
+        (20, (), 2, 1, 20, 20),
+        (6, (0,), 5, 5, 26, 30),
+    ],
+)
+def test_counts_of_a_tree(num_steps, at, children, leaves, forwards, edges):
+    tree = splits(num_steps, dict.fromkeys(at, children), range(num_steps))
+    assert (tree.leaves, tree.forwards, tree.edges) == (leaves, forwards, edges)
+
+
+def test_a_dense_tree_costs_at_most_65_percent_of_chains():
+    tree = splits(20, dict.fromkeys((0, 3, 6, 9), 2), range(20))
+    assert tree.forwards / (20 * tree.leaves) == pytest.approx(0.634, abs=1e-3)
+
+
+@pytest.mark.parametrize(("num_steps", "children"), [(10, 6), (5, 2)])
+def test_offshoots_at_every_step_cost_what_tempflow_says(num_steps, children):
+    tree = offshoots(num_steps, range(num_steps - 1), children)
+    assert tree.forwards == (num_steps - 1) + children * num_steps * (num_steps - 1) // 2
+    assert tree.leaves == children * (num_steps - 1)
+
+
+def test_strides_and_a_merged_step_by_hand():
+    tree = offshoots(8, [1], 2, strides=(1, 3), merge=2)
+    assert tree.ends[1].tolist() == [3] * 4
+    assert tree.node[2].tolist() == [-1] * 4, "the merged step passes by"
+    assert tree.node[3].tolist() == [0, 0, 2, 2]
+    assert tree.ends[3].tolist() == [4, 6, 4, 6]
+    assert tree.ends[6].tolist() == [7, 8, 7, 8], "the last stride ends with the grid"
+    assert tree.stochastic == (False, True) + (False,) * 6
+    assert tree.splits == (False, True) + (False,) * 6
+
+
+def test_completions_by_hand():
+    tree = completions(5, [1, 2])
+    assert tree.node.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert tree.noisy[1:3].tolist() == [[False, True, True], [False, False, True]]
+    assert not any(tree.splits), "no node has two noisy children"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: splits(5, {1: 2}, [0]), "splits at step 1, which is deterministic"),
+        (lambda: splits(5, {5: 2}, range(5)), "splits at step 5"),
+        (lambda: splits(5, {1: 0}, range(5)), "at least one child"),
+        (lambda: offshoots(5, [4], 2, merge=2), "cannot leave at steps"),
+        (lambda: offshoots(5, [3], 2, strides=(1, 2)), "would take the same way"),
+        (lambda: completions(5, [1, 3]), "neighbouring steps"),
+        (
+            lambda: Branching(torch.zeros(3, 2).long(), torch.ones(2, 2).long(), torch.ones(2, 2).bool()),
+            "each leaf alone",
+        ),
+    ],
+)
+def test_impossible_trees_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tree": splits(5, {0: 2}, range(5))}, "the tree has 5 steps, the plan 6"),
+        ({"tree": splits(6, {0: 2}, range(3))}, "step 3 without a law"),
+        ({"tree": splits(6, {0: 2}, range(5)), "solver": ("dpm1",) * 6}, "by `ode`"),
+        ({"tree": splits(6, {0: 2}, range(5)), "spread": -1.0}, "spread=-1.0"),
+        ({"tree": splits(6, {0: 2}, range(5)), "inflation": 0.0}, "inflation=0.0"),
+    ],
+)
+def test_a_plan_that_does_not_fit_its_tree_is_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        replace(window(flow_schedule(6), 0.5), **change)
+
+
+def test_a_merged_step_that_ends_at_clean_data_is_not_trained():
+    tree = offshoots(6, [3], 2, merge=3)
+    with pytest.raises(ValueError, match="ends at clean data"):
+        StepPlan(flow_schedule(6), (0.0,) * 3 + (0.5,) + (0.0,) * 2, (3,), tree=tree)
+
+
+# ---- the loop
+
+
+def by_hand(session: Session, leaf: int) -> torch.Tensor:
+    """A leaf's own way through its tree, step by step and alone."""
+    plan, tree, adapter = session.plan, session.plan.tree, session.adapter
+    first = leaf - leaf % tree.leaves
+    sample, cond = session.ids[first], session.cond.index(session.rows[[leaf]])
+    x, k = session.noise.initial([sample]), 0
+    with torch.no_grad():
+        while k < len(plan):
+            place = leaf - first
+            end, child = int(tree.ends[k, place]), int(tree.child(k)[place])
+            step = plan.steps(torch.tensor([k]), adapter.process, ends=torch.tensor([end]))
+            prediction = session.policy.predict(x, step, cond)
+            if not tree.noisy[k, place]:
+                x = step.alpha_next * prediction.x0_hat + step.sigma_next * prediction.eps_hat
+            else:
+                law, lead = session.policy.distribution(prediction, x, step), session.ids[first + child]
+                xi = session.noise.step([lead], k)
+                if plan.spread is not None and tree.splits[k]:
+                    common = session.noise.common([session.ids[first + int(tree.node[k, place])]], k)
+                    xi = (common + plan.spread * xi) / math.sqrt(1 + plan.spread**2)
+                x = law.mean + law.std * xi
+            k = end
+    return x[0]
+
+
+@pytest.mark.parametrize("vp", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_leaf_is_its_own_way_walked_alone(name, vp):
+    session = tree_rollout(name, vp=vp)
+    for leaf in range(len(session.ids)):
+        assert_close(session.samples.x0[leaf], by_hand(session, leaf), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_rollout_evaluates_each_node_once_and_an_edge_is_recorded_once(name):
+    session = tree_rollout(name)
+    counter = Evaluations(session.adapter.network)
+    data = (session.policy, session.plan, session.noise, session.ids, session.cond, session.rows)
+    run(*data, batch_size=64)
+    tree, trees = session.plan.tree, 4
+    assert counter.rows == trees * tree.forwards
+    assert len(session.edges) == trees * sum(len(tree.noisy_children(k)) for k in session.plan.train)
+    edges = session.edges
+    assert (edges.sample * 100 + edges.step).diff().gt(0).all(), "in the order (sample, step)"
+    assert len(edges.nodes.flatten(1).unique(dim=0)) == len(edges.nodes), "no latent twice"
+    starts = edges.nodes[edges.parent]
+    step = session.plan.steps(edges.step, session.adapter.process)
+    with torch.no_grad():
+        law = session.policy.transition(starts, step, session.cond.index(session.rows[edges.sample]))
+    assert_close(law.log_prob(edges.nodes[edges.child]), edges.old_log_prob, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("batch_size", [1, 13])
+def test_batches_hold_whole_trees_and_change_nothing(name, batch_size):
+    whole, parts = tree_rollout(name), tree_rollout(name, batch_size=batch_size)
+    assert_close(parts.samples.x0, whole.samples.x0, rtol=1e-4, atol=1e-5)
+    for column in ("step", "sample"):
+        assert torch.equal(getattr(parts.edges, column), getattr(whole.edges, column))
+    assert_close(parts.edges.old_log_prob, whole.edges.old_log_prob, rtol=1e-4, atol=1e-4)
+    assert_close(parts.edges.nodes[parts.edges.child], whole.edges.nodes[whole.edges.child], rtol=1e-4, atol=1e-5)
+
+
+def test_half_a_tree_is_refused():
+    session = tree_rollout("branch_grpo")
+    data = (session.policy, session.plan, session.noise, session.ids[:6], session.cond, session.rows[:6])
+    with pytest.raises(ValueError, match="whole trees of 4"):
+        run(*data, batch_size=64)
+
+
+def rolled(plan: StepPlan, group: int, *, shared_start: bool = False) -> tuple:
+    adapter = ToyAdapter()
+    policy = Policy(adapter, dance_sde.build(dance_sde.Config(eta=0.5)), 1.0)
+    ids = [SampleId(0, k) for k in range(group)]
+    noise, cond = Noise(0, "rollout", 1, SHAPE, shared_start), adapter.encode(["prompt"])
+    return run(policy, plan, noise, ids, cond, torch.zeros(group, dtype=torch.int64), batch_size=16)
+
+
+def test_without_common_noise_a_split_at_step_0_is_plain_grpo_with_a_shared_start():
+    """K = group size and s without end: bitwise the chains of `rollout.shared_noise`."""
+    plain = window(flow_schedule(6), 0.5)
+    tree = replace(plain, tree=splits(6, {0: 5}, range(5)))
+    (chains, edges), (leaves, branches) = rolled(plain, 5, shared_start=True), rolled(tree, 5)
+    assert torch.equal(leaves.x0, chains.x0)
+    assert torch.equal(branches.old_log_prob, edges.old_log_prob)
+    assert torch.equal(branches.nodes[branches.parent], edges.nodes[edges.parent])
+
+
+def test_trees_of_one_leaf_are_chains():
+    plain = window(flow_schedule(6), 0.5)
+    tree = replace(plain, tree=splits(6, {}, range(5)), spread=4.0)
+    (chains, edges), (leaves, branches) = rolled(plain, 3), rolled(tree, 3)
+    assert torch.equal(leaves.x0, chains.x0)
+    assert torch.equal(branches.old_log_prob, edges.old_log_prob)
+
+
+# ---- the noise of siblings
+
+
+def siblings(spread: float | None, inflation: float = 1.0, count: int = 400) -> tuple[torch.Tensor, Session]:
+    """Standardised noise of the two children of the root, [trees, 2, dims]."""
+    config = branch_grpo.Config(splits=[0], spread=spread, split_inflation=inflation, **SCALE)
+    sampler = dance_sde.build(dance_sde.Config(eta=0.5))
+    options = {"prompts": 1, "group": 2 * count, "batch_size": 2 * count, "columns": ("mean_old",), "num_steps": 3}
+    session = roll_out(ToyAdapter(), algorithm=branch_grpo.build(config), sampler=sampler, **options)
+    edges = session.edges.select((session.edges.step == 0).nonzero().squeeze(1))
+    std = sampler.transition  # the plain law's std at step 0
+    step = session.plan.steps(torch.zeros(1, dtype=torch.int64), session.adapter.process)
+    zeros = torch.zeros(1, *SHAPE)
+    plain = std(session.adapter.process, session.policy.predict(zeros, step, session.cond), zeros, step).std
+    xi = (edges.nodes[edges.child] - edges.columns["mean_old"]) / plain
+    return xi.flatten(1).unflatten(0, (-1, 2)), session
+
+
+@pytest.mark.parametrize("spread", [0.5, 4.0, None])
+def test_siblings_correlate_by_1_over_1_plus_s_squared_and_each_is_standard_normal(spread):
+    xi, _ = siblings(spread)
+    count = xi[:, 0].numel()
+    expected = 0.0 if spread is None else 1 / (1 + spread**2)
+    assert float((xi[:, 0] * xi[:, 1]).mean()) == pytest.approx(expected, abs=4 / math.sqrt(count))
+    for child in (0, 1):
+        assert float(xi[:, child].mean()) == pytest.approx(0, abs=4 / math.sqrt(count))
+        assert float(xi[:, child].square().mean()) == pytest.approx(1, abs=6 / math.sqrt(count))
+
+
+def test_with_spread_0_siblings_are_the_same():
+    xi, _ = siblings(0.0, count=4)
+    assert torch.equal(xi[:, 0], xi[:, 1])
+
+
+def test_inflated_splits_are_wider_and_scored_so():
+    """Compatibility with the released code: its draw, and the density of that draw."""
+    xi, session = siblings(None, inflation=4.0)
+    assert float(xi.square().mean()) == pytest.approx(16, rel=0.05)
+    edges = session.edges
+    step = session.plan.steps(edges.step, session.adapter.process)
+    law = session.policy.transition(edges.nodes[edges.parent], step, session.cond.index(session.rows[edges.sample]))
+    assert_close(law.log_prob(edges.nodes[edges.child]), edges.old_log_prob, rtol=1e-4, atol=1e-4)
+    scale = step.std_scale
+    assert scale is not None
+    assert scale.unique().tolist() == [1.0, 4.0]
+
+
+# ---- updates
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_ratio_is_1_for_every_edge_before_the_first_update(name):
+    session = tree_rollout(name)
+    for batch in session.batches(torch.ones(len(session.edges)), batch_size=64):
+        with torch.no_grad():
+            ratio = session.algorithm.log_ratio(session.networks.transition(batch), batch, session.policy.sampler)
+        assert float(ratio.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["branch_grpo", "tree_grpo"])
+def test_the_log_ratio_is_bitwise_0_at_the_rollouts_own_batches(name):
+    session = tree_rollout(name, trees=1, prompts=1, batch_size=4)
+    adapter = ToyAdapter(key_per_step=True)
+    for batch in replace(session, adapter=adapter).batches(torch.ones(len(session.edges))):
+        ratio = session.algorithm.log_ratio(session.networks.transition(batch), batch, session.policy.sampler)
+        assert ratio.tolist() == [0.0] * len(batch)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_grouped_and_single_edges_have_the_same_gradient(name):
+    """One forward for all children of a node, or one for each edge."""
+    session = tree_rollout(name)
+    advantage = torch.randn(len(session.edges), generator=torch.Generator().manual_seed(5))
+    counter = Evaluations(session.adapter.network)
+    grouped, rows = session.gradient(advantage, batch_size=64), counter.rows
+    session.adapter.network.zero_grad()
+    for k in range(len(session.edges)):
+        for batch in session.batches(advantage, order=torch.tensor([k])):
+            (session.algorithm.loss(batch, session.networks).loss / len(session.edges)).backward()
+    assert rows == len(session.edges.parent.unique()) <= len(session.edges)
+    largest = max(float(value.abs().max()) for value in grouped.values())
+    for key, parameter in session.adapter.network.named_parameters():
+        assert parameter.grad is not None
+        assert_close(parameter.grad, grouped[key], rtol=0, atol=1e-6 * max(largest, 1))
+
+
+def test_the_gradient_of_a_node_is_one_vector_jacobian_product():
+    """At the old policy: -sum_i A_i xi_i / (std D) . d mean / d theta (sheet 7.4)."""
+    session = roll_out(
+        ToyAdapter(),
+        algorithm=tempflow_grpo.build(tempflow_grpo.Config(children=4, steps=[1], noise_weight="none", **SCALE)),
+        sampler=flow_sde.build(flow_sde.Config(noise_level=0.7)),
+        prompts=1,
+        group=4,
+    )
+    advantage = torch.tensor([1.0, -0.5, 0.25, -0.75])
+    found = session.gradient(advantage)
+    session.adapter.network.zero_grad()
+    (batch,) = session.batches(advantage)
+    law = session.networks.transition(batch)
+    xi = (batch.next_latents - law.mean.detach()) / law.std[:, None, None, None]
+    vector = (advantage[:, None, None, None] * xi / law.std[:, None, None, None]).sum(0) / xi[0].numel()
+    mean = session.policy.transition(batch.latents, batch.start, batch.cond).mean
+    (-(mean[0] * vector).sum() / 4).backward()
+    for name, parameter in session.adapter.network.named_parameters():
+        assert_close(parameter.grad, found[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_shares_hold_whole_trees_and_every_credited_edge_once(name, updates):
+    session = tree_rollout(name)
+    rewards = rewards_of(session)
+    credit = credit_of(session, rewards)
+    replay = replay_of(session, rewards, credit, updates=updates, batch_size=64)
+    everything = torch.cat(replay.shares)
+    place = (session.edges.sample, session.edges.step)
+    trained = ~credit.pruned.flatten(0, 1)[place]
+    assert everything.sort().values.tolist() == trained.nonzero().squeeze(1).tolist()
+    owners = [set((session.edges.sample[share] // LEAVES[name]).tolist()) for share in replay.shares]
+    assert sum(map(len, owners)) == len(set().union(*owners))
+    assert torch.equal(replay.advantage[trained, 0], credit.steps.flatten(0, 1)[place][trained])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_update_passes_the_gate_and_moves_the_weights(name):
+    session = tree_rollout(name)
+    rewards = rewards_of(session)
+    before = {k: v.clone() for k, v in session.adapter.network.state_dict().items()}
+    sums = Sums()
+    learner_of(session, batch_size=64).update(
+        1, rollout_of(session, rewards), credit_of(session, rewards), sums, gate=torch.float32
+    )
+    assert any(not torch.equal(before[k], v) for k, v in session.adapter.network.state_dict().items())
+
+
+def test_edges_outside_the_window_get_no_credit_and_no_gradient():
+    session = tree_rollout("tree_grpo")
+    credit = credit_of(session, rewards_of(session))
+    outside = [k for k in range(len(session.plan)) if k not in session.plan.train]
+    assert credit.pruned[..., outside].all()
+    assert credit.steps[..., outside].isnan().all()
+    assert set(session.edges.step.tolist()) == set(session.plan.train)
+
+
+# ---- configuration
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ("branch_grpo, splits: [5]", "of 6 steps 0..4 can split"),
+        ("branch_grpo, splits: [0, 1, 2, 3]", "group_size=24: .*16 here; use a multiple of 16"),
+        ("branch_grpo, splits: [0, 0]", "none twice"),
+        ("branch_grpo, splits: [0, 1], prune: extremes", "keep=4 best and worst of 4 leaves"),
+        ("branch_grpo, splits: [0], sde_steps: [0]", "sde_steps"),
+        ("branch_grpo, splits: [0], advantages: {name: median}", "compares nodes by its scale"),
+        ("branch_grpo, splits: [0], depth: {start: 5}", r"depth\.start=5: of 6 steps 0\.\.4 are trained"),
+        ("branch_grpo, splits: [0], depth: {stop: -1}", r"depth\.stop=-1"),
+        (
+            "branch_grpo, splits: [0, 2], depth: {start: 3, stop: 1}",
+            "ends before it begins: give depth.stop at least 3",
+        ),
+        (
+            "branch_grpo, splits: [0, 2], depth: {direction: earlier}",
+            "from step 2 to step 2 does not move: give depth.stop",
+        ),
+        ("branch_grpo, splits: [0, 2], depth: {direction: earlier, start: 1}", "from step 1 to step 2 does not move"),
+        ("branch_grpo, splits: [0], spread: .inf", "spread=inf must be a number of at least 0, or null"),
+        ("branch_grpo, splits: [0], advantages: {ddof: 1}", r"advantages\.ddof=1.*set algorithm\.scale"),
+        ("branch_grpo, splits: [0], advantages: {std: group}", r"advantages\.std=group.*set algorithm\.scale"),
+        ("g2rpo, steps: [0], strides: [1, 2], advantages: {eps: 0.1}", r"advantages\.eps=0\.1"),
+        (
+            "branch_grpo, splits: [0, 2], prune: parent_top1, mix: {strategy: frozen, size: 3}",
+            "prune=parent_top1: behind the last split, step 2, no step is trained in any iteration",
+        ),
+        ("branch_grpo, splits: [0, 4], prune: extremes, keep: 1", "behind the last split, step 4"),
+        ("tempflow_grpo, steps: [0], path_weight: 1", "path_weight=1.*: no stochastic step follows"),
+        ("g2rpo, steps: [0], strides: [1, 2], path_weight: 1", "path_weight=1.*: no stochastic step follows"),
+        ("tp_grpo, turning: .inf", "turning=inf"),
+        ("tree_grpo, window: 6", "window=6 of 6 steps"),
+        ("tree_grpo, decay: 0", "decay=0"),
+        ("tempflow_grpo, steps: [5]", "can branch whose stochastic step ends"),
+        ("g2rpo, strides: [1, 1]", "none twice"),
+        ("g2rpo, steps: [4], strides: [1, 2]", "would take the same way"),
+        ("tp_grpo, window: 6", "window=6 of 6 steps"),
+        ("flow_grpo_fast, branch: 5", "multiple of 5"),
+        ("flow_grpo_fast, branch: 1", "at least 2"),
+        ("flow_grpo_fast, branch: 4, spatial: {}", "branch=4 with spatial"),
+        (
+            "flow_grpo_fast, branch: 4, advantages: {name: group, select: {name: best_worst, keep: 2}}",
+            "branch=4 with advantages.select",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(algorithm, words):
+    changes = [f"algorithm={{name: {algorithm}, clip_range: 1e-3}}", "rollout.group_size=24"]
+    with pytest.raises(ConfigError, match=words):
+        resolve(load_config("configs/lab/flow_grpo.yaml", changes))
+
+
+def test_a_pruning_whose_mix_reaches_behind_the_last_split_some_day_is_taken():
+    for mix in ("{size: 2}", "{strategy: random, size: 1}", "{strategy: frozen, size: 4}"):
+        words = f"algorithm={{name: branch_grpo, splits: [0, 2], prune: parent_top1, clip_range: 1e-3, mix: {mix}}}"
+        resolve(load_config("configs/lab/flow_grpo.yaml", [words, "rollout.group_size=24"]))
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "random"}, {"strategy": "frozen"}, {"shift": 0}, {"shift": 3}])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_the_last_step_of_a_moving_window_is_the_last_it_ever_holds(options, size, roll_back):
+    config = MixWindow(interval=1, size=size, roll_back=roll_back, **options)
+    for num_steps in (3, 6, 9, 11):
+        held = set().union(*(mix_window(config, num_steps, 0, iteration) for iteration in range(1, 100)))
+        assert config.last(num_steps) == max(held)
+
+
+def test_wider_splits_without_a_std_in_the_density_are_refused():
+    words = ["algorithm={name: branch_grpo, splits: [0, 1], split_inflation: 4.0, clip_range: 1e-3}"]
+    resolve(load_config("configs/lab/flow_grpo.yaml", words))
+    with pytest.raises(ConfigError, match=r"split_inflation=4\.0.*set it to 1, or use dance_sde"):
+        resolve(load_config("configs/lab/flow_grpo.yaml", [*words, "rollout.sampler={name: cps}"]))
+
+
+def test_the_clip_range_of_branch_grpo_is_its_own_with_its_law_and_the_familys_elsewhere():
+    config = branch_grpo.Config()
+    assert config.clip(dance_sde.build(dance_sde.Config())) == 1e-3
+    assert config.clip(flow_sde.build(flow_sde.Config())) == 1e-4
+    assert branch_grpo.Config(clip_range=0.5).clip(dance_sde.build(dance_sde.Config())) == 0.5
+
+
+def test_chains_that_have_none_to_be_compared_with_are_refused():
+    changes = ["algorithm={name: tp_grpo, window: 5, clip_range: 1e-3}", "rollout.group_size=6"]
+    with pytest.raises(ConfigError, match="raise it to at least 12"):
+        resolve(load_config("configs/lab/flow_grpo.yaml", changes))
+
+
+def test_updates_that_cannot_have_as_many_trees_each_are_refused():
+    """8 prompts x 24 samples in trees of 12: 16 trees; an update without a tree would be none."""
+    changes = ["algorithm={name: flow_grpo_fast, branch: 12}", "rollout.group_size=24"]
+    resolve(load_config("configs/lab/flow_grpo.yaml", [*changes, "optim.updates_per_iteration=16"]))
+    with pytest.raises(ConfigError, match=r"does not divide the 16 trees .* values that do: 4, 8, 16"):
+        resolve(load_config("configs/lab/flow_grpo.yaml", [*changes, "optim.updates_per_iteration=12"]))

@@ -1,0 +1,102 @@
+"""Sigma grids against the sheet's numbers and against diffusers' own scheduler."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from flowrl.contracts.grids import flow_schedule
+from flowrl.core.types import Prediction
+from flowrl.diffusion.process import FlowProcess
+from flowrl.diffusion.schedules import Schedule, dynamic_shift, flow_match_euler, shift_sigmas, shifted_linspace
+from flowrl.samplers.flow_sde import Config, build
+
+SD35_10_STEPS = [1, 0.96013, 0.91335, 0.85769, 0.79037, 0.70728, 0.60215, 0.46488, 0.27805, 0.00893, 0]
+FLOW_SDE_STDS = [0.700, 0.743, 0.536, 0.446, 0.392, 0.353, 0.319, 0.282, 0.225, 0.0063]
+FLUX_512_6_STEPS = [1, 0.90374, 0.7897, 0.65249, 0.48422, 0.273, 0]
+
+
+def test_sd35_grid_of_ten_steps_is_the_published_one():
+    """grpo_family 0.3; the sheet prints five decimals."""
+    assert_close(flow_match_euler(10, 3.0), torch.tensor(SD35_10_STEPS), rtol=0, atol=5.1e-6)
+
+
+def test_flow_sde_stds_on_the_sd35_grid_are_the_published_ones():
+    """grpo_family 0.3, a = 0.7; the sheet prints three decimals, four for the last."""
+    from flowrl.diffusion.plan import StepPlan
+
+    steps = StepPlan(flow_schedule(10), (0.7,) * 10, ()).steps(torch.arange(10), FlowProcess())
+    x = torch.zeros(10, 1)
+    found = build(Config()).transition(FlowProcess(), Prediction(x, x, x), x, steps).std
+    assert_close(found[:9], torch.tensor(FLOW_SDE_STDS[:9]), rtol=0, atol=5.1e-4)
+    assert_close(found[9], torch.tensor(FLOW_SDE_STDS[9]), rtol=0, atol=5.1e-5)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 10, 28, 40])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_static_grids_are_those_of_diffusers(num_steps, shift):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(num_steps)
+    # diffusers computes in float32, flowrl in float64: a few units of 2^-24.
+    assert_close(flow_match_euler(num_steps, shift), scheduler.sigmas, rtol=0, atol=5e-7)
+
+
+def test_flux_grid_at_512_pixels_is_the_published_one_and_that_of_diffusers():
+    """grpo_family 0.3: 1024 tokens, mu 0.63, six steps from linspace(1, 1/6, 6)."""
+    import numpy as np
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    grid = torch.cat([shift_sigmas(torch.linspace(1, 1 / 6, 6), dynamic_shift(1024)), torch.zeros(1)])
+    assert_close(grid, torch.tensor(FLUX_512_6_STEPS), rtol=0, atol=5.1e-6)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / 6, 6), mu=math.log(dynamic_shift(1024)))
+    assert_close(grid, scheduler.sigmas, rtol=0, atol=5e-7)
+
+
+@pytest.mark.parametrize(("tokens", "mu"), [(256, 0.5), (1024, 0.63), (4096, 1.15)])
+def test_dynamic_shift_is_linear_in_the_number_of_tokens(tokens, mu):
+    assert math.log(dynamic_shift(tokens)) == pytest.approx(mu, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sigma=st.floats(0, 1), first=st.floats(0.1, 10), second=st.floats(0.1, 10))
+def test_shifts_compose_and_are_undone_by_their_inverse(sigma, first, second):
+    at = torch.tensor([sigma], dtype=torch.float64)
+    assert_close(shift_sigmas(shift_sigmas(at, first), second), shift_sigmas(at, first * second))
+    assert_close(shift_sigmas(shift_sigmas(at, first), 1 / first), at)
+
+
+@pytest.mark.parametrize("grid", [flow_match_euler, shifted_linspace])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_grids_run_from_noise_to_exactly_clean_without_standing_still(grid, shift):
+    for num_steps in (2, 3, 10, 40, 1000):
+        sigmas = grid(num_steps, shift)
+        assert sigmas.shape == (num_steps + 1,)
+        assert sigmas.dtype == torch.float32
+        assert sigmas[0] == 1
+        assert sigmas[-1] == 0
+        assert bool((sigmas.diff() < 0).all())
+
+
+def test_dance_grid_is_the_shifted_line():
+    """grpo_family 0.3: t = linspace(1, 0, S + 1), sigma = shift t / (1 + (shift - 1) t)."""
+    expected = [3 * t / (1 + 2 * t) for t in (1, 0.75, 0.5, 0.25, 0)]
+    assert_close(shifted_linspace(4, 3.0), torch.tensor(expected), rtol=0, atol=1e-7)
+
+
+def test_a_schedule_refuses_a_timestep_too_many():
+    with pytest.raises(ValueError, match="3 timesteps need 4 sigmas, got 3"):
+        Schedule(sigmas=torch.tensor([1.0, 0.5, 0.0]), timesteps=torch.zeros(3))
+
+
+@pytest.mark.parametrize("sigmas", [[1.0, 1.0, 0.0], [1.0, 0.5, 0.6], [1.0, float("nan"), 0.0]])
+def test_a_schedule_refuses_sigmas_that_do_not_fall(sigmas):
+    with pytest.raises(ValueError, match="fall strictly"):
+        Schedule(sigmas=torch.tensor(sigmas), timesteps=torch.zeros(2))

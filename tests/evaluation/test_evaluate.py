@@ -1,0 +1,397 @@
+"""Fixed-seed evaluation and its statistics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.core.errors import Abandoned
+from flowrl.data.prompts import Prompt, distinct_numbers, identity
+from flowrl.data.text_cache import Texts
+from flowrl.evaluation import statistics
+from flowrl.evaluation.evaluator import Agreement, Evaluation, Evaluator
+from flowrl.evaluation.statistics import difference, interval, summary, win_rate
+from flowrl.reward import Card, Reward
+from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.weighted import WeightedReward
+from flowrl.training.signals import Stop
+from flowrl.training.world import World
+from tests.toys import OneOf, ToyAdapter, nudge
+
+NAN = float("nan")
+CPU = torch.device("cpu")
+
+
+# ---- intervals
+
+
+def coverage(draw, truth: float, size: int, runs: int = 300) -> float:
+    """Share of simulated experiments whose interval holds the true mean."""
+    rng = np.random.default_rng(7)
+    hits = 0
+    for _ in range(runs):
+        found = interval(draw(rng, size))
+        hits += found["low"] <= truth <= found["high"]
+    return hits / runs
+
+
+@pytest.mark.parametrize(
+    ("draw", "truth"),
+    [(lambda rng, n: rng.normal(2.0, 3.0, n), 2.0), (lambda rng, n: (rng.random(n) < 0.3).astype(float), 0.3)],
+    ids=["normal", "success rate"],
+)
+def test_the_interval_covers_the_true_mean_as_often_as_it_says(monkeypatch, draw, truth):
+    # A percentile bootstrap of 100 values covers 94 to 95 %; 300 runs scatter by 1.3 % (3 standard errors: 3.8 %).
+    monkeypatch.setattr(statistics, "BOOTSTRAP", 1000)
+    assert 0.905 <= coverage(draw, truth, 100) <= 0.985
+
+
+def test_the_interval_narrows_with_the_square_root_of_the_prompts():
+    rng = np.random.default_rng(0)
+    widths = []
+    for size in (100, 1600):
+        found = interval(rng.normal(size=size))
+        widths.append(found["high"] - found["low"])
+    # 2 * 1.96 / sqrt(n), the sample's own std within 10 %.
+    assert widths[0] == pytest.approx(0.392, rel=0.2)
+    assert widths[0] / widths[1] == pytest.approx(4.0, rel=0.2)
+
+
+def test_the_interval_is_deterministic_and_its_seed_matters_little():
+    values = np.random.default_rng(0).normal(size=50)
+    assert interval(values) == interval(values)
+    assert interval(values) != interval(values, seed=1)
+    assert interval(values)["low"] == pytest.approx(interval(values, seed=1)["low"], abs=0.02)
+
+
+def test_nan_prompts_are_left_out_and_counted_out():
+    values = np.random.default_rng(0).normal(size=20)
+    holed = np.insert(values, [0, 7, 20], NAN)
+    assert interval(holed) == interval(values)
+    assert interval(holed)["n"] == 20
+    empty = interval(np.asarray([NAN, NAN]))
+    assert empty["n"] == 0
+    assert np.isnan([empty["mean"], empty["low"], empty["high"]]).all()
+
+
+def test_one_prompt_has_an_interval_of_no_width():
+    assert interval(np.asarray([0.25])) == {"mean": 0.25, "low": 0.25, "high": 0.25, "n": 1}
+
+
+# ---- evaluations
+
+
+def record(tag: str, **scores) -> Evaluation:
+    tables = {name: np.asarray(table, dtype=np.float64) for name, table in scores.items()}
+    count = len(next(iter(tables.values())))
+    seeds = next(iter(tables.values())).shape[1]
+    return Evaluation(tag, 0, 1.0, 10, tuple(f"prompt {k}" for k in range(count)), seeds, tables)
+
+
+def test_a_summary_averages_seeds_first_and_prompts_then():
+    """A prompt with one scored seed counts as much as one with two."""
+    found = summary(record("base", a=[[0.0, 1.0], [NAN, 2.0], [NAN, NAN]]))["a"]
+    assert found["mean"] == pytest.approx((0.5 + 2.0) / 2)
+    assert found["n"] == 2
+
+
+def test_the_paired_difference_of_identical_evaluations_is_exactly_zero():
+    table = np.random.default_rng(0).normal(size=(30, 2))
+    assert difference(record("base", a=table), record("tuned", a=table)) == {
+        "a": {"mean": 0.0, "low": 0.0, "high": 0.0, "n": 30}
+    }
+
+
+def test_pairing_removes_what_both_evaluations_share():
+    rng = np.random.default_rng(0)
+    prompts, gain = 10 * rng.normal(size=(200, 1)), 0.1
+    base, tuned = prompts + 0.1 * rng.normal(size=(200, 2)), prompts + gain + 0.1 * rng.normal(size=(200, 2))
+    found = difference(record("base", a=base), record("tuned", a=tuned))["a"]
+    # Each prompt's mean difference scatters by 0.1: the mean of 200 by 0.007, though the scores do by 10.
+    assert found["mean"] == pytest.approx(gain, abs=4 * 0.1 / np.sqrt(200))
+    assert found["high"] - found["low"] < 0.04
+    assert found["low"] > 0
+
+
+def test_a_seed_that_failed_on_either_side_leaves_the_pair_out():
+    base = record("base", a=[[0.0, 100.0], [1.0, 1.0], [NAN, NAN]])
+    tuned = record("tuned", a=[[1.0, NAN], [3.0, 3.0], [5.0, 5.0]])
+    found = difference(base, tuned)["a"]
+    assert found["mean"] == pytest.approx((1.0 + 2.0) / 2)
+    assert found["n"] == 2
+
+
+def test_only_metrics_of_both_sides_are_compared():
+    base, tuned = record("base", a=[[0.0]], b=[[0.0]]), record("tuned", b=[[1.0]], c=[[1.0]])
+    assert list(difference(base, tuned)) == ["b"]
+
+
+def test_evaluations_of_other_prompts_or_seeds_cannot_be_paired():
+    base = record("base", a=np.zeros((3, 2)))
+    with pytest.raises(ValueError, match="same prompts"):
+        difference(base, record("tuned", a=np.zeros((2, 2))))
+    with pytest.raises(ValueError, match="same seeds"):
+        difference(base, record("tuned", a=np.zeros((3, 1))))
+
+
+def duplicated(evaluation: Evaluation, copies: int) -> Evaluation:
+    """Every prompt so many times, in a list that is gone through anew."""
+    scores = {name: np.concatenate([table] * copies) for name, table in evaluation.scores.items()}
+    return replace(evaluation, prompts=evaluation.prompts * copies, scores=scores)
+
+
+def test_a_prompt_that_stands_in_the_list_several_times_counts_once():
+    rng = np.random.default_rng(0)
+    base = record("base", a=(rng.random((50, 2)) < 0.4).astype(float))
+    tuned = record("tuned", a=(rng.random((50, 2)) < 0.6).astype(float))
+    for of in (lambda one, other: summary(other)["a"], lambda one, other: difference(one, other)["a"]):
+        once, often = of(base, tuned), of(duplicated(base, 4), duplicated(tuned, 4))
+        assert (often["n"], often["low"], often["high"]) == (50, once["low"], once["high"])
+        assert often["mean"] == pytest.approx(once["mean"])
+    once, often = win_rate(base, tuned, "a"), win_rate(duplicated(base, 4), duplicated(tuned, 4), "a")
+    assert [often[k] for k in ("rate", "low", "high")] == [once[k] for k in ("rate", "low", "high")]
+    assert often["n"] == 4 * once["n"]  # of pictures
+
+
+def test_without_duplicates_the_prompts_are_resampled_as_they_stand():
+    table = np.random.default_rng(0).normal(size=(40, 2))
+    table[3] = NAN
+    means = (table[:, 0] + table[:, 1]) / 2
+    assert summary(record("base", a=table))["a"] == interval(means)
+
+
+def test_duplicates_of_a_failed_prompt_are_no_prompt_that_was_scored():
+    found = record("base", a=[[0.0], [NAN], [1.0], [NAN]])
+    assert summary(replace(found, prompts=("a", "b", "a", "b")))["a"]["n"] == 1
+
+
+def test_what_was_saved_gives_bitwise_the_same_numbers(tmp_path):
+    """A resumed run reads its base from the file, a run in one piece has it in memory."""
+    rng = np.random.default_rng(1)
+    base, tuned = (record(tag, a=rng.random((20, 2)), b=1e-7 * rng.random((20, 2))) for tag in ("base", "tuned"))
+    for found in (base, tuned):
+        found.save(tmp_path)
+    loaded = [Evaluation.load(tmp_path / f"{tag}.json") for tag in ("base", "tuned")]
+    assert summary(loaded[1]) == summary(tuned)
+    assert difference(*loaded) == difference(base, tuned)
+    assert win_rate(*loaded, "a") == win_rate(base, tuned, "a")
+
+
+def test_files_of_older_versions_are_read_and_their_texts_tell_duplicates(tmp_path):
+    old = {"tag": "base", "iteration": 0, "guidance_scale": 1.0, "num_inference_steps": 10, "seeds": [0]}
+    old |= {"prompts": ["a", "b", "a"], "scores": {"a": [[0.123457], [None], [1.0]]}, "images": "eval/base"}
+    (tmp_path / "base.json").write_text(json.dumps(old))
+    found = Evaluation.load(tmp_path / "base.json")
+    assert found.groups.tolist() == [0, 1, 0]
+    assert found.scores["a"][0, 0] == 0.123457
+
+
+def test_an_evaluation_is_read_back_as_it_was_written(tmp_path):
+    before = record("tuned", a=[[1 / 3, NAN], [-2.0, 1e3]], b=[[0.0, 1.0], [1.0, 0.0]])
+    before = replace(before, distinct=(0, 0))
+    before.save(tmp_path)
+    text = (tmp_path / "tuned.json").read_text()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    found = Evaluation.load(tmp_path / "tuned.json")
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(found.scores[name], before.scores[name])
+    assert (found.tag, found.prompts, found.num_inference_steps) == ("tuned", before.prompts, 10)
+    assert found.groups.tolist() == [0, 0]
+    assert json.loads(text)["seeds"] == [0, 1]
+
+
+# ---- the evaluator on the toy
+
+
+def score(images, prompts, metadata) -> dict[str, torch.Tensor]:
+    bonus = torch.tensor([float(m.get("bonus", 0.0)) for m in metadata])
+    return {"light": images.mean((1, 2, 3)) + bonus, "corner": images[:, 0, 0, 0]}
+
+
+def evaluator(folder: Path, adapter: ToyAdapter, *, world=None, batch_size: int = 6, **options) -> Evaluator:
+    prompts = tuple(Prompt(f"prompt {k}", {"bonus": k}) for k in range(5))
+    reward = Reward(score=score, card=Card(outputs=("light", "corner")))
+    settings = {"samples_per_prompt": 2, "save_images": None, "seed": 3} | options
+    return Evaluator(
+        adapter=adapter,
+        texts=Texts(adapter, [p.text for p in prompts], cache=False),
+        scorer=Scorer([WeightedReward("toy", reward)]),
+        world=world or World(0, 1, CPU),
+        folder=folder,
+        prompts=prompts,
+        batch_size=batch_size,
+        **settings,
+    )
+
+
+def call(which: Evaluator, tag: str = "base", **options) -> Evaluation:
+    return which(tag, 0, **({"guidance_scale": 1.0, "num_inference_steps": 4} | options))
+
+
+def test_an_evaluation_repeats_bitwise_and_moves_with_the_weights(tmp_path):
+    adapter = ToyAdapter()
+    first, second = (call(evaluator(tmp_path, adapter)) for _ in range(2))
+    for name in ("light", "corner"):
+        assert first.scores[name].shape == (5, 2)
+        np.testing.assert_array_equal(first.scores[name], second.scores[name])
+    assert difference(first, second)["light"]["mean"] == 0.0
+    nudge(adapter.network)
+    assert np.abs(call(evaluator(tmp_path, adapter)).scores["light"] - first.scores["light"]).min() > 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_an_evaluation_does_not_depend_on_the_batch_size(tmp_path, batch_size):
+    whole = call(evaluator(tmp_path, ToyAdapter()))
+    split = call(evaluator(tmp_path, ToyAdapter(), batch_size=batch_size))
+    for name in ("light", "corner"):
+        np.testing.assert_allclose(split.scores[name], whole.scores[name], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_processes_share_out_the_prompts_and_find_the_same_scores(tmp_path, size):
+    whole = call(evaluator(tmp_path, ToyAdapter())).scores["light"]
+    parts = [call(evaluator(tmp_path, ToyAdapter(), world=OneOf(r, size, CPU))).scores["light"] for r in range(size)]
+    scored = ~np.isnan(np.stack(parts))
+    assert (scored.sum(axis=0) == 1).all()
+    np.testing.assert_allclose(np.nansum(np.stack(parts), axis=0), whole, rtol=0, atol=2e-6)
+
+
+def test_scores_belong_to_their_prompts_and_their_metadata(tmp_path):
+    found = call(evaluator(tmp_path, ToyAdapter()))
+    assert found.prompts == tuple(f"prompt {k}" for k in range(5))
+    # The picture's light lies in [0, 1]: the whole part is the prompt's bonus.
+    assert np.floor(found.scores["light"]).tolist() == [[float(k)] * 2 for k in range(5)]
+
+
+def test_prompts_are_the_same_by_text_and_pictures_whatever_else_their_records_say(tmp_path):
+    which = evaluator(tmp_path, ToyAdapter())
+    records = (("a", ()), ("b", ()), ("a", ()), ("a", ("x.png",)))
+    prompts = tuple(Prompt(text, {"bonus": k}, pictures) for k, (text, pictures) in enumerate(records))
+    assert call(replace(which, prompts=prompts[:3]), limit=3).distinct == (0, 1, 0)
+    assert distinct_numbers([identity(prompt) for prompt in prompts]) == [0, 1, 0, 2]
+
+
+def test_seeds_of_a_prompt_differ_and_do_not_depend_on_how_many_there_are(tmp_path):
+    two = call(evaluator(tmp_path, ToyAdapter())).scores["light"]
+    three = call(evaluator(tmp_path, ToyAdapter(), samples_per_prompt=3)).scores["light"]
+    assert (two[:, 0] != two[:, 1]).all()
+    np.testing.assert_allclose(three[:, :2], two, rtol=0, atol=2e-6)
+
+
+def test_a_limit_evaluates_the_first_prompts_only(tmp_path):
+    whole, few = call(evaluator(tmp_path, ToyAdapter())), call(evaluator(tmp_path, ToyAdapter()), limit=2)
+    assert few.prompts == whole.prompts[:2]
+    np.testing.assert_allclose(few.scores["light"], whole.scores["light"][:2], rtol=0, atol=2e-6)
+
+
+def test_guidance_reaches_the_model(tmp_path):
+    plain, guided = (call(evaluator(tmp_path, ToyAdapter()), guidance_scale=s) for s in (1.0, 4.0))
+    assert np.abs(plain.scores["light"] - guided.scores["light"]).min() > 0
+    assert guided.guidance_scale == 4.0
+
+
+def test_the_pictures_of_the_first_prompts_are_kept_by_prompt_and_seed(tmp_path):
+    call(evaluator(tmp_path, ToyAdapter(), save_images=2), tag="tuned")
+    assert sorted(p.name for p in (tmp_path / "eval" / "tuned").iterdir()) == [
+        "00000-0.png",
+        "00000-1.png",
+        "00001-0.png",
+        "00001-1.png",
+    ]
+    assert Evaluation.load(tmp_path / "eval" / "tuned.json").tag == "tuned"
+
+
+def test_a_trial_leaves_nothing_behind_and_only_the_first_process_writes_the_scores(tmp_path):
+    call(evaluator(tmp_path, ToyAdapter()), save=False)
+    assert not (tmp_path / "eval").exists()
+    call(evaluator(tmp_path, ToyAdapter(), world=OneOf(1, 2, CPU)))
+    assert not (tmp_path / "eval" / "base.json").exists()
+
+
+def test_an_evaluation_that_is_stopped_gives_up_without_scores(tmp_path):
+    done: list[int] = []
+    stop = Stop(in_step=lambda: len(done) == 2)
+    with pytest.raises(Abandoned):
+        call(evaluator(tmp_path, ToyAdapter(), batch_size=2), progress=done.append, stop=stop)
+    assert done == [2, 2]
+    assert not (tmp_path / "eval" / "base.json").exists()
+
+
+def test_progress_counts_every_sample(tmp_path):
+    counts: list[int] = []
+    call(evaluator(tmp_path, ToyAdapter(), batch_size=4), progress=counts.append)
+    assert sum(counts) == 10
+
+
+# ---- the win rate
+
+
+def test_wins_and_losses_are_of_the_same_prompt_and_seed_and_ties_are_apart():
+    base = record("base", a=[[0.1, 0.5], [0.3, 0.3], [0.2, NAN]])
+    tuned = record("tuned", a=[[0.2, 0.5], [0.1, 0.4], [0.9, 0.9]])
+    found = win_rate(base, tuned, "a")
+    assert (found["wins"], found["losses"], found["ties"], found["n"]) == (3, 1, 1, 4)
+    assert found["rate"] == 0.75
+    assert found["tie_rate"] == pytest.approx(1 / 5)
+    assert found["low"] <= 0.75 <= found["high"]
+    turned = win_rate(base, tuned, "a", higher_is_better=False)
+    assert (turned["wins"], turned["losses"], turned["rate"]) == (1, 3, 0.25)
+
+
+def test_scores_that_went_through_a_file_are_still_ties(tmp_path):
+    """A third has more digits than older versions saved."""
+    before, after = record("base", a=[[1 / 3], [2 / 3]]), record("tuned", a=[[1 / 3], [2 / 3]])
+    before.save(tmp_path)
+    assert win_rate(Evaluation.load(tmp_path / "base.json"), after, "a")["ties"] == 2
+    assert win_rate(record("base", a=[[0.333333], [0.666667]]), after, "a")["ties"] == 2
+
+
+def test_the_interval_of_a_win_rate_resamples_prompts_and_not_pictures():
+    """Ten seeds that always agree are one observation: the interval is that of the prompts."""
+    outcome = np.where(np.arange(100) < 70, 1.0, -1.0)
+    one, ten = outcome[:, None], np.repeat(outcome[:, None], 10, axis=1)
+    single, many = (win_rate(record("base", a=0 * table), record("tuned", a=table), "a") for table in (one, ten))
+    assert single["n"] == 100
+    assert many["n"] == 1000
+    assert (many["low"], many["high"]) == (single["low"], single["high"])
+    # Binomial: 0.7 +- 1.96 sqrt(0.7 * 0.3 / 100) = 0.61 to 0.79.
+    assert (single["low"], single["high"]) == pytest.approx((0.61, 0.79), abs=0.015)
+
+
+def test_nothing_but_ties_has_no_rate():
+    found = win_rate(record("base", a=[[1.0]]), record("tuned", a=[[1.0]]), "a")
+    assert (found["n"], found["ties"], found["tie_rate"]) == (0, 1, 1.0)
+    assert np.isnan(found["rate"])
+
+
+def test_other_prompts_or_seeds_have_no_win_rate():
+    with pytest.raises(ValueError, match="same seeds"):
+        win_rate(record("base", a=[[1.0]]), record("tuned", a=[[1.0, 2.0]]), "a")
+
+
+def test_an_evaluation_without_rewards_keeps_its_seeds_and_what_is_preferred(tmp_path):
+    alone = Evaluation(
+        "tuned", 3, 1.0, 10, ("a", "b"), 2, {}, Agreement(np.asarray([1.0, 0.5, NAN]), np.asarray([0, 1, 0]))
+    )
+    alone.save(tmp_path)
+    back = Evaluation.load(tmp_path / "tuned.json")
+    assert (back.seeds, back.scores, back.prompts) == (2, {}, ("a", "b"))
+    np.testing.assert_array_equal(back.agreement.right, alone.agreement.right)
+    assert back.agreement.captions.tolist() == [0, 1, 0]
+
+
+def test_the_interval_of_agreement_resamples_captions_and_not_pairs():
+    """Ten pairs of one caption that always agree are one observation, and an unreadable one is none."""
+    right = np.where(np.arange(100) < 70, 1.0, 0.0)
+    single = Agreement(right, np.arange(100)).interval()
+    assert single == interval(right)
+    values, captions = np.append(np.repeat(right, 10), NAN), np.append(np.repeat(np.arange(100), 10), 100)
+    many = Agreement(values, captions).interval()
+    assert (many["mean"], many["n"]) == (pytest.approx(0.7), 1000)
+    assert (many["low"], many["high"]) == pytest.approx((single["low"], single["high"]))
+    assert Agreement(np.repeat(right, 10), np.arange(1000)).interval()["low"] > many["low"] + 0.04

@@ -1,0 +1,624 @@
+"""The static report, built from synthetic run folders drawn with the shapes renderer."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowrl import shapes
+from flowrl.core import media
+from flowrl.gallery import build, builder, charts, pictures, results
+from flowrl.gallery.results import Metric
+from flowrl.gallery.runs import load_run
+
+NUM_PROMPTS = 40
+SEEDS = (0, 1)
+EVIL = "<script>alert('prompt')</script> & \"quoted\""
+VOID = {"meta", "img", "input", "br", "hr", "link"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects what the tests look at."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.deltas: dict[str, list[float]] = {"pair": [], "worst": [], "best": []}
+        self.texts: dict[str, list[str]] = {}
+        self.feed(self.source)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        found = dict(attrs)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if found.get("id"):
+            self.ids.append(found["id"])
+        self.links += [found[key] for key in ("src", "href") if found.get(key)]
+        if "data-delta" in found:
+            self.deltas[found["id"].split("-")[2]].append(float(found["data-delta"]))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-3:]}"
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+    def text(self, *tags: str) -> str:
+        chosen = tags or [tag for tag in self.texts if tag not in ("script", "style")]
+        return " ".join(" ".join(self.texts.get(tag, [])) for tag in chosen)
+
+
+def estimate(values: np.ndarray) -> dict[str, float]:
+    """What evaluate.py writes, with a normal interval: the report does not care how it was made."""
+    per_prompt = values.mean(axis=1)
+    half = 1.96 * per_prompt.std(ddof=1) / len(per_prompt) ** 0.5
+    mean = per_prompt.mean()
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": len(per_prompt)}
+
+
+def write_evaluation(
+    folder: Path,
+    tag: str,
+    accuracy: float,
+    *,
+    prompts: list[str],
+    num_pictured: int,
+    iteration: int = 0,
+    guidance_scale: float = 1.0,
+    size: int = 32,
+    name: str = "shapes_strict",
+) -> dict[str, np.ndarray]:
+    """One evaluation: a picture shows its prompt's scene where it passes, and another scene where it fails."""
+    strict = np.zeros((len(prompts), len(SEEDS)))
+    partial = np.zeros_like(strict)
+    everything = shapes.split("train")
+    (folder / "eval" / tag).mkdir(parents=True)
+    for p, prompt in enumerate(prompts):
+        for k, seed in enumerate(SEEDS):
+            # Paired noise: mostly the same draw decides for every tag, so gains outnumber regressions.
+            rng, own = np.random.default_rng([p, seed, 1]), np.random.default_rng([p, seed, iteration, 2])
+            luck = rng.random()
+            strict[p, k] = float((luck if own.random() < 0.6 else own.random()) < accuracy)
+            partial[p, k] = 1.0 if strict[p, k] else 0.2 + 0.6 * rng.random()
+            if p >= num_pictured:
+                continue
+            try:
+                scene = shapes.parse(prompt)
+            except ValueError:
+                scene = everything[p]
+            if not strict[p, k]:
+                scene = everything[int(rng.integers(len(everything)))]
+            pixels = shapes.draw(scene, np.random.default_rng([p, seed, 7]), size)
+            pixels = pixels + 0.03 * np.random.default_rng([p, seed, iteration]).standard_normal(pixels.shape)
+            array = np.rint(255 * pixels.clip(0, 1)).astype(np.uint8).transpose(1, 2, 0)
+            Image.fromarray(array).save(folder / "eval" / tag / f"{p:05d}-{k}.png")
+    scores = {name: strict, "shapes_partial": partial}
+    document = {
+        "tag": tag,
+        "iteration": iteration,
+        "guidance_scale": guidance_scale,
+        "num_inference_steps": 20,
+        "seeds": list(SEEDS),
+        "prompts": prompts,
+        "scores": {key: table.tolist() for key, table in scores.items()},
+        "images": f"eval/{tag}",
+    }
+    # One picture could not be scored.
+    document["scores"]["shapes_partial"][-1][-1] = None
+    (folder / "eval" / f"{tag}.json").write_text(json.dumps(document))
+    return scores
+
+
+def training_rows(iterations: int, done: int, tuned: float) -> list[dict[str, object]]:
+    """Lines of metrics.jsonl: a noisy rise, a gap in the gradient norm, and a text that is no curve."""
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, object]] = []
+    for i in range(1, done + 1):
+        level = 0.42 + (tuned - 0.42) * (1 - np.exp(-3 * i / iterations)) + 0.05 * rng.standard_normal()
+        row = {
+            "iteration": i,
+            "reward/shapes_strict_mean": level,
+            "reward/total_mean": level,
+            "policy/clip_fraction": 0.1 + 0.02 * rng.standard_normal(),
+            "policy/ratio_mean": 1 + 1e-4 * rng.standard_normal(),
+            "grad/norm": None if i == 5 else 0.5 + 0.1 * rng.random(),
+            "advantage/dead_group_share": 0.2 * rng.random(),
+            "time/iteration_s": 1.2 + 0.3 * rng.random(),
+            "note": "text is no curve",
+        }
+        rows.append(row)
+    return rows
+
+
+def make_run(
+    folder: Path,
+    *,
+    name: str = "quickstart",
+    num_prompts: int = NUM_PROMPTS,
+    num_pictured: int | None = None,
+    finished: bool = True,
+    tuned: float = 0.71,
+    size: int = 32,
+    prompts: list[str] | None = None,
+    iterations: int = 120,
+) -> Path:
+    """A run folder as the trainer leaves it, or as it stands after two thirds of the iterations."""
+    folder.mkdir(parents=True)
+    prompts = prompts or shapes.prompts("heldout")[:num_prompts]
+    pictured = len(prompts) if num_pictured is None else num_pictured
+    config = {
+        "name": name,
+        "seed": 0,
+        "iterations": iterations,
+        "model": {"name": "sd3", "path": "tiny-sd3", "lora": {"rank": 16, "alpha": 32}},
+        "rollout": {"sampler": {"name": "flow_sde", "noise_level": 0.7}, "num_inference_steps": 10},
+        "data": {"prompts": "shapes:train", "eval_prompts": "shapes:heldout"},
+        "algorithm": {"name": "flow_grpo", "clip_range": 1.0e-4},
+        "rewards": [{"name": "shapes", "weight": 1.0}],
+    }
+    # JSON is YAML, and needs no help with a hostile name.
+    (folder / "config.yaml").write_text(json.dumps(config, indent=2))
+    provenance = {"hardware": "2 CPU cores", "commit": "0123456789abcdef", "versions": {"torch": "2.6.0"}}
+    (folder / "provenance.json").write_text(json.dumps(provenance))
+    done = iterations if finished else 2 * iterations // 3
+    rows = training_rows(iterations, done, tuned)
+    common = {"prompts": prompts, "size": size}
+    base = write_evaluation(folder, "base", 0.46, num_pictured=pictured, **common)
+    best = write_evaluation(folder, "base-guidance-3", 0.55, num_pictured=0, guidance_scale=3.0, **common)
+    for i in range(20, done + 1, 20):
+        accuracy = 0.46 + (tuned - 0.46) * (1 - np.exp(-3 * i / iterations))
+        scores = write_evaluation(folder, f"iteration-{i:06d}", accuracy, iteration=i, num_pictured=8, **common)
+        rows[i - 1]["eval/shapes_strict"] = scores["shapes_strict"].mean()
+        rows[i - 1]["eval/shapes_partial"] = scores["shapes_partial"].mean()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if finished:
+        after = write_evaluation(folder, "tuned", tuned, iteration=done, num_pictured=pictured, **common)
+        summary = {
+            "status": "finished",
+            "iterations": done,
+            "seconds": 170.2,
+            "primary": "shapes_strict",
+            "base": {m: estimate(base[m]) for m in base},
+            "base_best_guidance": {**{m: estimate(best[m]) for m in best}, "guidance_scale": 3.0},
+            "tuned": {m: estimate(after[m]) for m in base},
+            "difference": {m: estimate(after[m] - base[m]) for m in base},
+        }
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "quickstart")
+
+
+@pytest.fixture(scope="module")
+def page(run_folder: Path) -> Page:
+    return Page(build([run_folder]))
+
+
+def test_the_default_output_stands_in_the_first_run_and_leaves_no_temporary_file(run_folder, page):
+    assert [path.name for path in (run_folder / "gallery").iterdir()] == ["index.html"]
+
+
+def test_sections_come_in_the_promised_order(page):
+    order = ("results", "curves", "pairs", "film", "worst", "best", "prompts", "config")
+    assert [i for i in page.ids if i.removeprefix("run-0-") in order] == [f"run-0-{name}" for name in order]
+    assert len(set(page.ids)) == len(page.ids)
+
+
+def test_the_verdict_is_made_from_the_summary(run_folder, page):
+    summary = json.loads((run_folder / "summary.json").read_text())
+    base, tuned, change = (100 * summary[block]["shapes_strict"]["mean"] for block in ("base", "tuned", "difference"))
+    low, high = (100 * summary["difference"]["shapes_strict"][key] for key in ("low", "high"))
+    expected = f"rose from {base:.1f} % to {tuned:.1f} % (+{change:.1f}, 95 % CI {low:.1f} to {high:.1f})"
+    assert page.text("h1").replace("\u00a0", " ") == f"Strict accuracy {expected}"
+
+
+def test_every_drawn_pair_is_on_the_page_with_its_prompt(run_folder, page):
+    drawn = [i for i in page.ids if i.startswith("run-0-pair-")]
+    assert len(drawn) == pictures.NUM_PAIRS
+    prompts = shapes.prompts("heldout")[:NUM_PROMPTS]
+    for anchor in drawn:
+        prompt = int(anchor.split("-")[3])
+        assert prompts[prompt] in page.texts["p"]
+        assert f"#{prompt} \u00b7 seed {anchor.split('-')[4]}" in page.texts["p"]
+    assert "drawn with fixed seed 0" in page.text("p")
+
+
+def test_the_draw_looks_at_no_score_and_takes_each_prompt_once():
+    available = np.ones((100, 2), dtype=bool)
+    drawn = pictures.draw_pairs(available)
+    assert drawn == pictures.draw_pairs(available)
+    assert len({p for p, _ in drawn}) == len(drawn) == pictures.NUM_PAIRS
+    assert {k for _, k in drawn} == {0, 1}
+
+
+def test_regressions_are_sorted_worst_first_and_gains_best_first(page):
+    assert page.deltas["worst"] == sorted(page.deltas["worst"])
+    assert page.deltas["worst"]
+    assert page.deltas["best"] == sorted(page.deltas["best"], reverse=True)
+    assert max(page.deltas["worst"]) < 0 < min(page.deltas["best"])
+
+
+def test_the_ranking_takes_the_largest_drops_and_never_an_unscored_pair():
+    gain = np.array([[0.5, -0.1], [np.nan, -0.9], [-0.4, 0.0]])
+    assert pictures.largest_drops(gain, np.ones_like(gain, dtype=bool)) == [(1, 1), (2, 0), (0, 1)]
+
+
+def test_equal_drops_show_saved_pictures_first():
+    gain = -np.ones((50, 1))
+    available = np.arange(50)[:, None] >= 47
+    assert {p for p, _ in pictures.largest_drops(gain, available)[:3]} == {47, 48, 49}
+
+
+def test_the_page_refers_to_nothing_outside_itself(page):
+    without_pictures = re.sub(r"base64,[A-Za-z0-9+/=]+", "", page.source)
+    assert not re.search(r"https?:|[\"'(]//|url\(|@import", without_pictures)
+    assert all(link.startswith(("data:image/", "#")) for link in page.links)
+    anchors = {link[1:] for link in page.links if link.startswith("#")}
+    assert anchors <= set(page.ids)
+
+
+def test_prompts_and_names_are_text_and_never_markup(tmp_path):
+    prompts = [EVIL, *shapes.prompts("heldout")[:11], "a lone surrogate \ud800"]
+    folder = make_run(tmp_path / "evil", name="<script>alert(1)</script>", prompts=prompts)
+    (folder / "provenance.json").write_text(json.dumps({"<b>cpu</b>": "<img src=x onerror=alert(2)>"}))
+    evil = Page(build([folder, folder], tmp_path / "page"))
+    assert evil.source.count("<script") == 1
+    assert "<img src=x" not in evil.source
+    assert "<b>cpu" not in evil.source
+    assert EVIL in evil.texts["p"]
+    assert EVIL in evil.texts["td"]
+    assert ("alt", f"base: {EVIL}") in evil.attributes
+    assert "<script>alert(1)</script>" in evil.text()
+    assert not any(name.startswith("on") for name, _ in evil.attributes)
+
+
+def test_only_the_pages_own_script_may_run(page):
+    policy = next(value for name, value in page.attributes if value.startswith("default-src"))
+    assert builder._csp_hash(page.texts["script"][0]) in policy
+    assert "connect-src" not in policy
+
+
+def test_small_pictures_are_exact_and_enlarged_without_smoothing(page):
+    assert 'class="pixelated"' in page.source
+    assert "data:image/webp" not in page.source
+
+
+def test_large_pictures_become_thumbnails_that_link_to_the_file(tmp_path):
+    folder = make_run(tmp_path / "large", num_prompts=2, size=512)
+    large = Page(build([folder]))
+    assert 'class="pixelated"' not in large.source
+    assert "data:image/webp" in large.source
+    assert ("width", "384") in large.attributes
+    assert ("width", "512") not in large.attributes
+    files = [link for link in large.links if not link.startswith(("data:", "#"))]
+    assert files
+    assert all((folder / "gallery" / link).is_file() for link in files)
+
+
+def test_clips_play_small_on_the_page_and_link_to_the_file(tmp_path):
+    frames = [Image.new("RGB", (256, 144), (10 * k, 255 - 10 * k, 5 * k)) for k in range(24)]
+    media.write_clip(frames, tmp_path / "clip.webp", quality=90)
+    shown = pictures.embed(tmp_path / "clip.webp", pictures.PAIR_PX, tmp_path / "gallery")
+    assert (shown["width"], shown["height"], shown["pixelated"]) == (192, 108, False)
+    assert shown["link"] == "../clip.webp"
+    page = Image.open(io.BytesIO(base64.b64decode(shown["src"].removeprefix("data:image/webp;base64,"))))
+    assert (page.n_frames, page.size) == (pictures.CLIP_FRAMES, (192, 108))
+    page.seek(1)
+    page.load()
+    assert page.info["duration"] == pytest.approx(media.FRAME_MS * 24 / pictures.CLIP_FRAMES)  # as fast as the file
+    whole = pictures.embed(media.write(torch.rand(4, 3, 16, 16), tmp_path / "small"), 384, tmp_path)
+    assert (whole["pixelated"], whole["link"]) == (True, None)
+
+
+def test_the_film_runs_from_base_to_tuned(page):
+    frames = ["base", "20", "40", "60", "80", "100", "tuned (120)"]
+    alts = [value for name, value in page.attributes if name == "alt" and re.match(r"20: ", value)]
+    assert all(frame in page.texts["th"] for frame in frames)
+    assert "120" not in page.texts["th"]
+    assert len(alts) == pictures.MAX_FILMS
+
+
+def test_every_prompt_has_a_row_and_what_was_not_scored_is_a_dash(run_folder, page):
+    assert set(shapes.prompts("heldout")[:NUM_PROMPTS]) <= set(page.texts["td"])
+    assert f"{2 * NUM_PROMPTS - 1} of {2 * NUM_PROMPTS} images" in page.texts["small"]
+    document = json.loads((run_folder / "eval" / "tuned.json").read_text())
+    assert document["scores"]["shapes_partial"][-1][-1] is None
+    assert Metric("a", percent=False, decimals=2).change(float("nan")) == "\u2013"
+
+
+def test_the_curves_are_drawn_and_labelled(page):
+    titles = page.text("span")
+    for title in ("Training reward: strict accuracy", "Held-out: strict accuracy", "Clip fraction", "Gradient norm"):
+        assert title in titles
+    assert "Training reward: total" not in titles, "the total repeats the only reward"
+    assert "policy/ratio_mean" in titles
+    assert "note" not in titles.split()
+
+
+def test_a_run_under_way_still_builds_and_says_so(tmp_path):
+    folder = make_run(tmp_path / "half", finished=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 81, "reward/sha')
+    half = Page(build([folder]))
+    assert "This run has not finished." in half.text("b")
+    assert "There is no summary.json yet." in half.text("div")
+    assert "so far, at iteration 80, no interval yet" in half.text("h1")
+    assert "80 of 120 iterations" in half.text("span")
+    # Only the film's prompts have pictures so far.
+    assert len([i for i in half.ids if i.startswith("run-0-pair-")]) == 8
+
+
+@pytest.mark.parametrize("summary", ["{}", '{"status": "interrupted", "base": null}', '{"base": {"shapes_str'])
+def test_a_partial_summary_is_no_obstacle(tmp_path, summary):
+    folder = make_run(tmp_path / "partial", finished=False, num_prompts=4)
+    (folder / "summary.json").write_text(summary)
+    assert "This run has not finished." in Page(build([folder])).text("b")
+
+
+def test_a_run_that_has_only_a_configuration_still_builds(tmp_path):
+    (tmp_path / "config.yaml").write_text("name: fresh\n")
+    fresh = Page(build([tmp_path]))
+    assert fresh.text("h1") == "Nothing has been evaluated yet"
+
+
+def test_a_metric_that_got_worse_beside_the_primary_is_pointed_out(tmp_path):
+    folder = make_run(tmp_path / "hacked", num_prompts=4)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["difference"]["shapes_partial"] = {"mean": -0.2, "low": -0.3, "high": -0.1, "n": 4}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert "Partial score got worse: \u22120.2" in Page(build([folder])).text("span")
+
+
+def test_the_base_models_own_guidance_is_no_rival_where_no_other_was_tried(tmp_path):
+    folder = make_run(tmp_path / "alone", num_prompts=4)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["base_best_guidance"] = {**summary["base"], "guidance_scale": 1.0}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert "The fair rival" not in Page(build([folder])).text()
+    config = json.loads((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(json.dumps({**config, "eval": {"best_guidance": [2.0, 3.0]}}))
+    assert "best guidance (scale 1, its own), reaches" in Page(build([folder])).text("span")
+
+
+def test_the_base_line_of_a_curve_covers_the_prompts_of_the_curve(tmp_path):
+    folder = make_run(tmp_path / "subset", num_prompts=8)
+    for path in (folder / "eval").glob("iteration-*.json"):
+        document = json.loads(path.read_text())
+        document["prompts"] = document["prompts"][:3]
+        document["scores"] = {name: table[:3] for name, table in document["scores"].items()}
+        path.write_text(json.dumps(document))
+    run = load_run(folder)
+    expected = run.base.scores["shapes_strict"][:3].mean()
+    metric = results.metrics_of(run)[0]
+    assert results.level_while_training(run, run.base, metric) == pytest.approx(expected)
+    assert "held-out evaluations of 3 prompts" in Page(build([folder])).text("p")
+
+
+def test_the_tuned_model_ends_the_curve_of_evaluations(tmp_path):
+    folder = make_run(tmp_path / "short", num_prompts=8)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    # A trainer that leaves the last evaluation to the tuned one.
+    last = {key: value for key, value in json.loads(lines[-1]).items() if not key.startswith("eval/")}
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]))
+    run = load_run(folder)
+    x, y = results.evaluated_curve(run, results.metrics_of(run)[0])
+    assert x.tolist() == [20, 40, 60, 80, 100, 120]
+    assert y[-1] == pytest.approx(run.summary["tuned"]["shapes_strict"]["mean"])
+
+
+def test_lower_is_better_turns_the_ranking_and_the_colours(tmp_path):
+    folder = make_run(tmp_path / "lower", num_prompts=20, tuned=0.95)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "lower_is_better": ["shapes_strict"]}))
+    lower = Page(build([folder]))
+    assert ("class", "verdict worse") in lower.attributes
+    assert min(lower.deltas["worst"]) > 0 > max(lower.deltas["best"] or [-1])
+
+
+def test_two_runs_get_a_table_on_top_and_a_part_each(tmp_path, run_folder):
+    other = make_run(tmp_path / "other", name="other-run", tuned=0.5)
+    both = Page(build([run_folder, other], tmp_path / "both"))
+    assert both.ids.index("comparison") < both.ids.index("run-0") < both.ids.index("run-1")
+    assert {"run-0-worst", "run-1-worst"} <= set(both.ids)
+    assert both.text("h2").count("Worst regressions") == 2
+    assert "Held-out strict accuracy over training" in both.text("span")
+    assert both.links[:2] == ["#run-0", "#run-1"]
+
+
+# ---- what the prompts of an evaluation are
+
+
+def told_of(folder: Path, name: str | None, **data: object) -> Path:
+    """The run as one that was evaluated on prompts of that name; None: its version did not say."""
+    summary = json.loads((folder / "summary.json").read_text()) | ({} if name is None else {"evaluated_on": name})
+    (folder / "summary.json").write_text(json.dumps(summary))
+    config = json.loads((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(json.dumps(config | ({"data": data} if data else {})))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("training prompts", {}),
+        (None, {"prompts": "shapes:train", "eval_prompts": None}),
+        (None, {"prompts": "shapes:train", "eval_prompts": "shapes:train"}),
+    ],
+    ids=["summary", "older", "older, the same list"],
+)
+def test_training_prompts_are_called_so_everywhere_and_get_no_verdict(tmp_path, name, data):
+    folder = told_of(make_run(tmp_path / "run", num_prompts=8), name, **data)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["difference"]["shapes_partial"] = {"mean": -0.2, "low": -0.3, "high": -0.1, "n": 8}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    page = Page(build([folder]))
+    seen = page.text(*(tag for tag in page.texts if tag not in ("script", "style", "pre")))
+    assert "held-out" not in seen.lower()
+    assert page.text("h1") == "No verdict: no prompts were held out, and every number below is of training prompts"
+    assert ("class", "verdict same") in page.attributes
+    assert not {("class", "change better"), ("class", "change worse")} & set(page.attributes)
+    assert "Training prompts: strict accuracy" in page.text("span")
+    for heading in ("Results", "Side by side", "Filmstrip", "Worst regressions", "Best gains"):
+        assert f"{heading} on training prompts" in page.text("h2")
+    assert "Every training prompt" in page.text("h2")
+    assert "Means over the training prompts" in page.text("p")
+    assert "8 training prompts" in page.text("td")
+    assert "Partial score got worse on training prompts" in page.text("span")
+
+
+def test_a_method_that_learns_its_own_prompts_is_judged_on_them(tmp_path):
+    page = Page(build([told_of(make_run(tmp_path / "find", num_prompts=8), "its own prompts")]))
+    assert page.text("h1").startswith("Strict accuracy on its own prompts did not change measurably: from")
+    assert "held-out" not in page.text("p", "span", "h1", "h2").lower()
+    assert "Its own prompts: strict accuracy" in page.text("span")
+
+
+def test_runs_on_different_prompts_are_told_apart_where_they_are_compared(tmp_path, run_folder):
+    other = told_of(make_run(tmp_path / "other", name="other-run", num_prompts=8), "training prompts")
+    both = Page(build([run_folder, other], tmp_path / "both.html"))
+    assert "on training prompts" in both.text("small")
+    assert "Held-out strict accuracy over training" not in both.text("span")
+    assert "strict accuracy over training" in both.text("span")
+
+
+def test_a_share_of_the_prompts_says_where_it_comes_from(tmp_path):
+    folder = told_of(make_run(tmp_path / "share", num_prompts=8), "held-out prompts", prompts="list.txt")
+    summary = json.loads((folder / "summary.json").read_text())
+    held_out = {"source": "data.eval_share=0.1 of data.prompts=list.txt", "prompts": 8, "share": 0.1}
+    (folder / "summary.json").write_text(json.dumps(summary | {"held_out": held_out}))
+    page = Page(build([folder]))
+    assert "8 held-out prompts (data.eval_share=0.1 of data.prompts=list.txt)" in page.text("dd")
+    assert page.text("h1").startswith("Strict accuracy did not change measurably: from")
+
+
+def test_copies_of_a_prompt_are_counted_once(tmp_path):
+    twice = shapes.prompts("heldout")[:6] * 2
+    folder = make_run(tmp_path / "copies", prompts=twice)
+    assert "6 prompts" in Page(build([folder])).text("td")
+    for path in (folder / "eval").glob("*.json"):
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps(document | {"distinct": list(range(12))}))  # of other pictures
+    assert "12 prompts" in Page(build([folder])).text("td")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_folder_that_is_no_run_is_named_with_the_remedy(tmp_path, exists):
+    folder = tmp_path / "nothing"
+    if exists:
+        folder.mkdir()
+    with pytest.raises(ValueError, match=r"nothing is no run: .*; pass the folder that flowrl train wrote"):
+        build([folder])
+
+
+def test_no_folder_at_all_is_refused():
+    with pytest.raises(ValueError, match="name at least one run folder"):
+        build([])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": {"shapes_strict": [[1.0, 0.0]]}}, r"base\.json: scores\.shapes_strict is \[1, 2\], expected \[4 "),
+        ({"images": "../../elsewhere"}, r"base\.json: images='\.\./\.\./elsewhere' lies outside the run folder"),
+        ({"seeds": None}, r"base\.json is no evaluation"),
+    ],
+)
+def test_a_broken_evaluation_is_named_with_the_remedy(tmp_path, change, message):
+    folder = make_run(tmp_path / "broken", num_prompts=4)
+    path = folder / "eval" / "base.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=message) as raised:
+        build([folder])
+    assert "restore it from a copy" in str(raised.value)
+
+
+def test_a_broken_picture_and_a_broken_log_line_are_named(tmp_path):
+    folder = make_run(tmp_path / "broken", num_prompts=4)
+    (folder / "eval" / "base" / "00001-0.png").write_text("no picture")
+    with pytest.raises(ValueError, match=r"00001-0\.png is no picture"):
+        build([folder])
+    (folder / "metrics.jsonl").write_text('{"iteration": 1}\nbroken\n{"iteration": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is no JSON object"):
+        build([folder])
+
+
+def test_a_report_of_512_prompts_stays_under_four_megabytes(tmp_path):
+    folder = make_run(tmp_path / "full", num_prompts=512, num_pictured=96)
+    assert build([folder]).stat().st_size < 4_000_000
+
+
+def test_a_failed_build_keeps_the_previous_page(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "run", num_prompts=2)
+    page = build([folder])
+    before = page.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(builder.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        build([folder])
+    assert page.read_bytes() == before
+    assert len(list(page.parent.iterdir())) == 1
+
+
+def test_a_gap_breaks_the_curve_and_a_flat_curve_has_an_axis():
+    x = np.arange(4.0)
+    svg = charts.line_chart([charts.Series("a", x, np.array([1.0, np.nan, 1.0, 1.0]))])
+    assert len(re.findall(r"M[\d.]", svg)) == 2
+    assert charts.line_chart([charts.Series("a", x, np.full(4, np.nan))]) == ""
+
+
+def test_a_hostile_series_name_stays_text():
+    x = np.arange(3.0)
+    svg = charts.line_chart([charts.Series(EVIL, x, x), charts.Series("b", x, x)])
+    assert "<script" not in svg
+
+
+def test_the_moving_mean_keeps_a_constant_and_skips_gaps():
+    y = np.full(80, 2.0)
+    y[10] = np.nan
+    np.testing.assert_allclose(charts.smooth(y), 2.0)
+
+
+def test_the_gallery_loads_no_model_library():
+    for path in Path(builder.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
+            assert not {n.split(".")[0] for n in names} & {"torch", "diffusers", "transformers", "matplotlib"}
+            own = ("gallery", "media", "errors", "files", "status", "contents")
+            own = tuple(f"flowrl.{name}" for name in own)
+            assert all(n.startswith(own) for n in names if n.startswith("flowrl")), path
+    code = "import sys, flowrl.gallery; print([m for m in ('torch', 'diffusers') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert loaded.stdout.strip() == "[]", loaded.stderr

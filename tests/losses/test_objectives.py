@@ -1,0 +1,86 @@
+"""The clipped surrogate and its gradient, for both signs of the advantage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from flowrl.losses.ratio import clipped_ratio_loss
+
+CLIP = (0.1, 0.2)
+
+
+def loss_and_gradient(log_ratio: float, advantage: float) -> tuple[float, float, bool]:
+    x = torch.tensor([log_ratio], requires_grad=True)
+    loss, clipped = clipped_ratio_loss(x, torch.tensor([advantage]), CLIP)
+    loss.sum().backward()
+    return float(loss.detach()), float(x.grad), bool(clipped)
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0])
+@pytest.mark.parametrize("ratio", [0.95, 1.0, 1.05, 1.15])
+def test_inside_the_clip_range_the_gradient_is_that_of_minus_a_times_the_ratio(ratio, advantage):
+    loss, gradient, clipped = loss_and_gradient(float(torch.tensor(ratio).log()), advantage)
+    assert loss == pytest.approx(-advantage * ratio, rel=1e-6)
+    assert gradient == pytest.approx(-advantage * ratio, rel=1e-6)
+    assert not clipped
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "bound"),
+    [(1.3, 2.0, 1.2), (0.8, -2.0, 0.9)],
+    ids=["a good sample made likelier by too much", "a bad sample made unlikelier by too much"],
+)
+def test_beyond_the_clip_the_gradient_is_gone(ratio, advantage, bound):
+    loss, gradient, clipped = loss_and_gradient(float(torch.tensor(ratio).log()), advantage)
+    assert loss == pytest.approx(-advantage * bound, rel=1e-6)
+    assert gradient == 0.0
+    assert clipped
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage"),
+    [(0.5, 2.0), (1.6, -2.0)],
+    ids=["a good sample made unlikelier", "a bad sample made likelier"],
+)
+def test_a_step_in_the_wrong_direction_is_never_clipped(ratio, advantage):
+    loss, gradient, clipped = loss_and_gradient(float(torch.tensor(ratio).log()), advantage)
+    assert loss == pytest.approx(-advantage * ratio, rel=1e-6)
+    assert gradient == pytest.approx(-advantage * ratio, rel=1e-6)
+    assert not clipped
+
+
+def test_at_ratio_one_the_gradient_is_the_policy_gradient():
+    """grpo_family 1.5.2: -A d log p, for both signs in one batch."""
+    log_ratio = torch.zeros(3, requires_grad=True)
+    advantages = torch.tensor([1.5, -0.5, 0.0])
+    loss, _ = clipped_ratio_loss(log_ratio, advantages, (1e-4, 1e-4))
+    loss.sum().backward()
+    assert torch.equal(log_ratio.grad, -advantages)
+
+
+@settings(max_examples=200, deadline=None)
+@given(log_ratio=st.floats(-3, 3), advantage=st.floats(-5, 5), low=st.floats(1e-4, 0.9), high=st.floats(1e-4, 2))
+def test_the_loss_is_the_larger_of_the_two_and_never_below_the_unclipped_one(log_ratio, advantage, low, high):
+    """arXiv 1707.06347, eq. 7, written out in Python floats."""
+    at, a = torch.tensor([log_ratio], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
+    loss, _ = clipped_ratio_loss(at, a, (low, high))
+    ratio = 2.718281828459045**log_ratio
+    bounded = min(max(ratio, 1 - low), 1 + high)
+    assert float(loss) == pytest.approx(max(-advantage * ratio, -advantage * bounded), rel=1e-9, abs=1e-12)
+
+
+def test_losses_keep_the_shape_of_per_position_ratios():
+    log_ratio, advantages = torch.zeros(2, 3, 3), torch.ones(2, 3, 3)
+    loss, clipped = clipped_ratio_loss(log_ratio, advantages, CLIP)
+    assert loss.shape == clipped.shape == (2, 3, 3)
+    assert_close(loss, -advantages)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1,), ()])
+def test_shapes_that_would_broadcast_are_refused(shape):
+    with pytest.raises(ValueError, match="must agree"):
+        clipped_ratio_loss(torch.zeros(2), torch.zeros(shape), CLIP)

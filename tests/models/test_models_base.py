@@ -1,0 +1,95 @@
+"""Where a model comes from, and what it says where it cannot be loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+
+from flowrl.core.errors import ModelError
+from flowrl.models import sd3
+from flowrl.models.base import LoraSettings, asset_folder, null_components, resolve_path
+from tests import tiny_sd3 as tiny
+
+
+def test_a_single_safetensors_file_goes_to_the_single_file_loader(tmp_path, monkeypatch):
+    file = tmp_path / "sd35.safetensors"
+    file.touch()
+    seen = {}
+
+    def load(path, **options):
+        seen.update(options, path=path)
+        return tiny.pipeline()
+
+    monkeypatch.setattr(StableDiffusion3Pipeline, "from_single_file", load)
+    sd3.build(sd3.Config(path=str(file), load_t5=False))
+    assert seen == {"path": str(file), "dtype": torch.float32, "text_encoder_3": None, "tokenizer_3": None}
+    with pytest.raises(ModelError, match="belong to a hub id, not to a single file"):
+        sd3.build(sd3.Config(path=str(file), variant="fp16"))
+
+
+def test_a_file_that_is_no_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    file = tmp_path / "broken.safetensors"
+    file.write_bytes(b"no tensors here")
+    with pytest.raises(ModelError, match=r"model\.path='.*broken\.safetensors' could not be loaded"):
+        sd3.build(sd3.Config(path=str(file)))
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "folder/model.pt", "model.bin"])
+def test_pickles_are_refused(name):
+    with pytest.raises(ModelError, match=r"pickle checkpoints are not read; convert it to \.safetensors"):
+        resolve_path(name)
+
+
+@pytest.mark.parametrize("path", ["./nothing", "/nothing/here", "tiny-sd4", "a/b/c", "model.safetensors"])
+def test_a_path_that_is_not_there_says_what_a_path_may_be(path):
+    with pytest.raises(ModelError, match="no such file, folder or embedded asset; a hub id looks like 'owner/name'"):
+        resolve_path(path)
+
+
+def test_hub_failures_name_the_remedy(monkeypatch):
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    response = SimpleNamespace(headers={}, request=None)
+    causes = {
+        "is gated: accept its licence": GatedRepoError("gated", response=response),
+        "no such repository, or it is private": RepositoryNotFoundError("missing", response=response),
+        "without a network, give a folder": OfflineModeIsEnabled("offline"),
+    }
+    for message, cause in causes.items():
+
+        def fail(*args, cause=cause, **options):
+            raise OSError("wrapped, as diffusers does") from cause
+
+        monkeypatch.setattr(StableDiffusion3Pipeline, "from_pretrained", fail)
+        with pytest.raises(ModelError, match=f"^model.path='owner/name'.*{message}"):
+            sd3.build(sd3.Config(path="owner/name"))
+        monkeypatch.setattr(AutoencoderKL, "from_pretrained", fail)
+        with pytest.raises(ModelError, match=f"^model.vae='owner/vae'.*{message}"):
+            sd3.build(sd3.Config(path="owner/name", vae="owner/vae"))
+
+
+def test_an_embedded_asset_goes_before_a_local_path(tmp_path, monkeypatch):
+    asset, local = tmp_path / "assets" / "mine", tmp_path / "mine"
+    for place in (asset, local):
+        place.mkdir(parents=True)
+    (asset / "model_index.json").write_text('{"text_encoder_3": [null, null], "vae": ["diffusers", "AutoencoderKL"]}')
+    monkeypatch.chdir(tmp_path)
+    assert asset_folder("mine") is None
+    assert resolve_path("mine") == "mine"
+    monkeypatch.setenv("FLOWRL_ASSETS", str(asset.parent))
+    assert resolve_path("mine") == str(asset)
+    assert null_components(str(asset)) == {"text_encoder_3": None}
+    assert null_components("owner/name") == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"rank": 0}, "rank=0"), ({"alpha": 0}, "alpha=0 must be positive"), ({"targets": []}, "binds to nothing")],
+)
+def test_a_lora_that_could_do_nothing_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LoraSettings(**options)

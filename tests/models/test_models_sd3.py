@@ -1,0 +1,387 @@
+"""The SD3 adapter against its pipeline, its LoRA, and the shape of the real SD3.5 Medium."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from torch.testing import assert_close
+
+from flowrl.core.errors import ModelError
+from flowrl.core.types import SampleId
+from flowrl.diffusion.plan import deterministic
+from flowrl.models import sd3
+from flowrl.models.base import LoraSettings
+from flowrl.models.weights import Weights, lora_file, read_lora
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Policy
+from flowrl.samplers.ode import Ode
+from flowrl.training.optim import OptimConfig, Optimizer
+from tests import tiny_sd3 as tiny
+
+SD35 = tiny.ROOT / "assets" / "model_configs" / "sd35-medium"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("tiny"))
+
+
+def draw(model: sd3.Sd3, guidance_scale: float, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(starting noise, clean latents) of the adapter under the plain Euler plan."""
+    ids = [SampleId(0, 0), SampleId(1, 0)]
+    noise = Noise(0, "parity", None, model.latent_shape())
+    cond = model.encode(tiny.PROMPTS)
+    policy = Policy(model, Ode(), guidance_scale)
+    samples, _ = run(policy, deterministic(model.schedule(steps)), noise, ids, cond, torch.arange(2), batch_size=2)
+    return noise.initial(ids), samples.x0
+
+
+# ---- the adapter is the pipeline
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.5])
+@pytest.mark.parametrize("sd35", [False, True])
+@pytest.mark.parametrize("shift", [1.0, 3.0, "dynamic"])
+def test_the_euler_plan_reproduces_the_pipelines_own_call(guidance_scale, sd35, shift):
+    scheduler = {"use_dynamic_shifting": True} if shift == "dynamic" else {"shift": shift}
+    pipe = tiny.pipeline(sd35=sd35, **scheduler)
+    noise, x0 = draw(tiny.adapter(pipe), guidance_scale, 6)
+    expected = pipe(
+        tiny.PROMPTS,
+        latents=noise,
+        num_inference_steps=6,
+        guidance_scale=guidance_scale,
+        max_sequence_length=tiny.TOKENS,
+        output_type="latent",
+    ).images
+    assert not torch.allclose(noise, expected, atol=0.1)
+    assert_close(x0, expected, atol=1e-4, rtol=0)
+
+
+def test_it_reproduces_the_pipeline_at_another_size_down_to_the_pictures():
+    pipe = tiny.pipeline()
+    model = tiny.adapter(pipe, height=48, width=16)
+    noise, x0 = draw(model, 3.0, 4)
+    options = {"num_inference_steps": 4, "guidance_scale": 3.0, "max_sequence_length": tiny.TOKENS}
+    expected = pipe(tiny.PROMPTS, latents=noise, height=48, width=16, output_type="pt", **options).images
+    images = model.decode(x0)
+    assert images.shape == (2, 3, 48, 16)
+    assert expected.std() > 0.01
+    assert_close(images, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"shift": 1.0}, {"shift": 3.0}])
+def test_the_schedule_is_the_schedulers(options):
+    scheduler = FlowMatchEulerDiscreteScheduler(**options)
+    scheduler.set_timesteps(7)
+    schedule = tiny.adapter(tiny.pipeline(**options)).schedule(7)
+    assert torch.equal(schedule.sigmas, scheduler.sigmas)
+    assert torch.equal(schedule.timesteps, scheduler.timesteps)
+
+
+def test_a_sample_does_not_depend_on_its_batch():
+    model = tiny.adapter()
+    cond = model.encode(tiny.PROMPTS)
+    torch.manual_seed(0)
+    x, timestep = torch.randn(2, *model.latent_shape()), torch.tensor([950.0, 120.0])
+    with torch.no_grad():
+        together = model.predict(x, timestep, cond, 4.0)
+        alone = [model.predict(x[k : k + 1], timestep[k : k + 1], cond.index(torch.tensor([k])), 4.0) for k in (0, 1)]
+    assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_the_shapes_of_a_condition_are_known_without_encoding():
+    model = tiny.adapter()
+    cond = model.encode(["a red circle"])
+    assert {name: tuple(value.shape[1:]) for name, value in cond.tensors.items()} == model.condition_shapes()
+
+
+def test_guidance_and_encoding_out_of_order_say_what_to_do():
+    model = tiny.adapter()
+    cond = model.encode(["a red circle"])
+    fresh = tiny.adapter()
+    x = torch.zeros(1, *fresh.latent_shape())
+    with pytest.raises(ModelError, match=r"call encode\(\) first"):
+        fresh.predict(x, torch.ones(1), cond, 2.0)
+    fresh.free_text_encoders()
+    with pytest.raises(ModelError, match="encoders were freed"):
+        fresh.encode(["a red circle"])
+
+
+# ---- LoRA and full weights
+
+
+@pytest.mark.parametrize("sd35", [False, True])
+def test_lora_binds_to_the_joint_attention_of_every_block(sd35):
+    model = tiny.adapter(tiny.pipeline(sd35=sd35))
+    weights = tiny.lora(model)
+    adapted = {name.partition(".lora_")[0] for name in weights.parameters}
+    blocks = range(len(model.network.transformer_blocks))
+    expected = {f"transformer_blocks.{b}.{target}" for b in blocks for target in sd3.LORA_TARGETS}
+    expected.remove(f"transformer_blocks.{blocks[-1]}.attn.to_add_out")  # the last block has none
+    assert adapted == expected
+    assert set(model.dead_lora_modules()) <= adapted
+    assert len(weights.parameters) == 2 * len(adapted)
+    assert all(p.dtype == torch.float32 for p in weights.parameters.values())
+
+
+@pytest.mark.parametrize("sd35", [False, True])
+def test_every_lora_matrix_but_the_dead_ones_is_trained(sd35):
+    model = tiny.adapter(tiny.pipeline(sd35=sd35))
+    weights = tiny.lora(model)
+    optimizer = Optimizer(weights, OptimConfig(learning_rate=1e-2), 10)
+
+    def moved(kind: str) -> set[str]:
+        found = {name: p.grad for name, p in weights.parameters.items() if kind in name}
+        return {
+            name.partition(".lora_")[0] for name, grad in found.items() if grad is not None and grad.abs().max() > 0
+        }
+
+    living = {name.partition(".lora_")[0] for name in weights.parameters} - set(model.dead_lora_modules())
+    tiny.backward(model, weights)
+    assert moved("lora_B") == living
+    assert moved("lora_A") == set()  # B is still zero
+    optimizer.step(optimizer.flat_gradient())
+    tiny.backward(model, weights)
+    assert moved("lora_A") == living
+
+
+@pytest.mark.parametrize("sd35", [False, True])
+def test_full_fine_tuning_moves_every_weight_but_those_declared_dead(sd35):
+    model = tiny.adapter(tiny.pipeline(sd35=sd35))
+    weights = Weights(model.network, None, model.lora_targets, seed=0)
+    assert weights.count == sum(p.numel() for p in model.network.parameters())
+    tiny.backward(model, weights)
+    still = {name for name, p in weights.parameters.items() if p.grad is None or p.grad.abs().max() == 0}
+    (dead,) = model.dead_lora_modules()
+    expected = {f"{dead}.weight", f"{dead}.bias"}
+    expected |= {dead.replace("add_q_proj", "norm_added_q.weight")} if sd35 else set()
+    assert still == expected
+
+
+def test_the_reference_of_a_lora_is_the_base_model():
+    model = tiny.adapter()
+    base = tiny.output(model, 4.0)
+    weights = tiny.lora(model, noise=0.1)
+    assert not torch.allclose(tiny.output(model, 4.0), base, atol=1e-3)
+    with weights.using("reference"):
+        assert torch.equal(tiny.output(model, 4.0), base)
+
+
+def test_the_reference_of_full_weights_is_a_copy():
+    model = tiny.adapter()
+    base = tiny.output(model)
+    weights = Weights(model.network, None, model.lora_targets, seed=0)
+    weights.snapshot("reference")
+    for p in weights.parameters.values():
+        p.data.mul_(1.1)
+    moved = tiny.output(model)
+    assert not torch.allclose(moved, base, atol=1e-3)
+    with weights.using("reference"):
+        assert torch.equal(tiny.output(model), base)
+    assert torch.equal(tiny.output(model), moved)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(full):
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny.adapter(gradient_checkpointing=checkpointing)
+        assert model.network.gradient_checkpointing is checkpointing
+        weights = Weights(model.network, None, (), seed=0) if full else tiny.lora(model, noise=0.1)
+        tiny.backward(model, weights, guidance_scale=2.0)
+        gradients.append([p.grad for p in weights.parameters.values() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert_close(plain, recomputed, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [tiny.LORA, None])
+def test_bfloat16_trains_float32_weights(folder, settings):
+    model = sd3.build(sd3.Config(path=str(folder), dtype="bfloat16", max_sequence_length=tiny.TOKENS))
+    weights = Weights(model.network, settings, model.lora_targets, seed=0)
+    tiny.backward(model, weights, guidance_scale=2.0)
+    assert {p.dtype for p in weights.parameters.values()} == {torch.float32}
+    frozen = {p.dtype for p in model.network.parameters() if not p.requires_grad}
+    assert frozen == ({torch.bfloat16} if settings else set())
+    gradients = [p.grad for p in weights.parameters.values() if p.grad is not None]
+    assert all(g.isfinite().all() for g in gradients)
+    assert max(float(g.abs().max()) for g in gradients) > 0
+    exact = tiny.output(sd3.build(sd3.Config(path=str(folder), max_sequence_length=tiny.TOKENS)))
+    rounded = tiny.output(model).float()
+    assert not torch.equal(rounded, exact)
+    assert_close(rounded, exact, atol=0.1, rtol=0.1)  # 8 bits of mantissa through five blocks
+
+
+def test_a_lora_target_that_binds_to_nothing_is_named():
+    with pytest.raises(ModelError, match=r"'attn\.to_qq' binds to no module"):
+        tiny.lora(tiny.adapter(), LoraSettings(rank=2, alpha=2, targets=["attn.to_q", "attn.to_qq"]))
+    with pytest.raises(ModelError, match="binds to no module of SD3Transformer2DModel"):
+        tiny.lora(tiny.adapter(), LoraSettings(rank=2, alpha=2, targets=["nowhere"]))
+
+
+# ---- starting from a LoRA
+
+
+def test_init_lora_restores_the_saved_function(tmp_path):
+    model = tiny.adapter()
+    tiny.lora(model, noise=0.1).save(tmp_path, StableDiffusion3Pipeline)
+    other = tiny.adapter()
+    weights = tiny.lora(other)
+    assert not torch.allclose(tiny.output(other), tiny.output(model), atol=1e-3)
+    weights.load_lora(str(tmp_path))
+    assert torch.equal(tiny.output(other), tiny.output(model))
+    assert {p.dtype for p in weights.parameters.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (LoraSettings(rank=2, alpha=10), r"has rank 4, model\.lora\.rank is 2; set that to 4"),
+        (LoraSettings(rank=4, alpha=4), "trained with alpha=10, model.lora.alpha is 4"),
+        (LoraSettings(rank=4, alpha=10, targets=["attn.to_q"]), "rank and targets must be the same"),
+        (LoraSettings(rank=4, alpha=10, targets=[*sd3.LORA_TARGETS, "ff.net.2"]), "rank and targets must be the same"),
+    ],
+)
+def test_init_lora_of_another_shape_is_refused(tmp_path, settings, message):
+    tiny.lora(tiny.adapter(), noise=0.1).save(tmp_path, StableDiffusion3Pipeline)
+    with pytest.raises(ModelError, match=message):
+        tiny.lora(tiny.adapter(), settings).load_lora(str(tmp_path))
+
+
+def test_equal_weights_are_equal_files_and_load_as_before(tmp_path):
+    """The library writes a header's metadata in the order of a hash map, and peft keeps module names as a set."""
+    weights = tiny.lora(tiny.adapter(), noise=0.1)
+    for number in range(6):
+        weights.save(tmp_path / str(number), StableDiffusion3Pipeline)
+    contents = {lora_file(tmp_path / str(number)).read_bytes() for number in range(6)}
+    assert len(contents) == 1
+    tensors, settings = read_lora(lora_file(tmp_path / "0"))
+    assert settings["target_modules"] == sorted(settings["target_modules"])
+    (content,) = contents
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert list(header["__metadata__"]) == ["format", "lora_adapter_metadata"]
+    assert len(tensors) == len(weights.parameters)
+
+
+def test_init_lora_that_is_a_run_folder_names_its_adapter(tmp_path):
+    weights = tiny.lora(tiny.adapter())
+    weights.save(tmp_path / "adapter", StableDiffusion3Pipeline)
+    with pytest.raises(ModelError, match=r"is a run folder: give its adapter, model\.init_lora='.*adapter'"):
+        weights.load_lora(str(tmp_path))
+
+
+def test_init_lora_that_is_no_lora_is_refused(tmp_path):
+    weights = tiny.lora(tiny.adapter())
+    with pytest.raises(ModelError, match=r"there is no .*pytorch_lora_weights"):
+        weights.load_lora(str(tmp_path))
+    (tmp_path / "broken.safetensors").write_bytes(b"no tensors here")
+    with pytest.raises(ModelError, match=r"init_lora=.* cannot be used"):
+        weights.load_lora(str(tmp_path / "broken.safetensors"))
+    full = Weights(tiny.adapter().network, None, (), seed=0)
+    with pytest.raises(ModelError, match=r"needs model\.lora"):
+        full.load_lora(str(tmp_path))
+
+
+# ---- sizes and parts
+
+
+@pytest.mark.parametrize(("size", "near"), [(20, 16), (0, 8), (-8, 8), (72, 64), (65, 64), (3, 8)])
+def test_a_size_that_does_not_fit_is_refused_with_the_nearest_that_does(size, near):
+    with pytest.raises(ModelError, match=rf"model\.width={size} must be a multiple of 8 in 8\.\.64; use {near}$"):
+        tiny.adapter(width=size)
+
+
+def test_latents_have_the_size_asked_for():
+    assert tiny.adapter().latent_shape() == (4, 8, 8)
+    assert tiny.adapter(height=64, width=16).latent_shape() == (4, 16, 4)
+
+
+def test_another_vae_is_used(folder, tmp_path):
+    tiny.pipeline(seed=5).vae.save_pretrained(tmp_path)
+    options = {"max_sequence_length": tiny.TOKENS, "path": str(folder)}
+    own, other = sd3.build(sd3.Config(**options)), sd3.build(sd3.Config(**options, vae=str(tmp_path)))
+    torch.manual_seed(0)
+    latents = torch.randn(1, *own.latent_shape())
+    assert not torch.allclose(own.decode(latents), other.decode(latents), atol=1e-3)
+    assert torch.equal(own.network.proj_out.weight, other.network.proj_out.weight)
+
+
+# ---- without T5
+
+
+def test_a_folder_without_t5_loads_and_pads_with_zeros(folder, tmp_path):
+    pipe = tiny.pipeline()
+    pipe.register_modules(text_encoder_3=None, tokenizer_3=None)
+    absent = sd3.build(sd3.Config(path=str(tiny.save(tmp_path, pipe)), max_sequence_length=tiny.TOKENS))
+    switched_off = sd3.build(sd3.Config(path=str(folder), max_sequence_length=tiny.TOKENS, load_t5=False))
+    full = sd3.build(sd3.Config(path=str(folder), max_sequence_length=tiny.TOKENS))
+    tokens = [model.encode(["a red circle"])["prompt_embeds"] for model in (absent, switched_off, full)]
+    assert torch.equal(tokens[0], tokens[1])
+    clip = tokens[2].shape[1] - tiny.TOKENS
+    assert torch.equal(tokens[0][:, :clip], tokens[2][:, :clip])
+    assert not tokens[0][:, clip:].any()
+    assert tokens[2][:, clip:].any()
+
+
+# ---- the real shape
+
+
+@pytest.fixture(scope="module")
+def real() -> sd3.Sd3:
+    return sd3.skeleton(sd3.Config(path="any", dtype="float16", max_sequence_length=128, height=512, width=512), SD35)
+
+
+def counts(model: sd3.Sd3) -> dict[str, int]:
+    parts = {name: part for name, part in model.pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+
+
+def test_the_embedded_configuration_has_the_published_number_of_parameters(real):
+    # Counted on the real weights by public code; assets/model_configs/sd35-medium/SOURCE.md names it.
+    assert counts(real) == {
+        "transformer": 2_243_171_520,
+        "vae": 83_819_683,
+        "text_encoder": 123_650_304,
+        "text_encoder_2": 694_659_840,
+        "text_encoder_3": 4_762_310_656,
+    }
+    # The published checkpoint file also holds the table of position embeddings.
+    assert sum(v.numel() for v in real.network.state_dict().values()) == 2_469_663_936
+    assert len(real.network.state_dict()) == 909
+
+
+def test_the_large_model_has_the_published_size(real):
+    large = sd3.skeleton(real.config, SD35.parent / "sd35-large")
+    assert counts(large) == counts(real) | {"transformer": 8_056_627_520}
+    state = large.network.state_dict()
+    # total_size of the repository's weight index; two bytes a value.
+    assert 2 * sum(value.numel() for value in state.values()) == 16_292_561_536
+    assert len(large.dead_lora_modules()) == 1
+    assert set(large.dead_lora_modules()) <= {name for name, _ in large.network.named_modules()}
+
+
+def test_the_real_shape_takes_the_published_lora(real):
+    network = sd3.skeleton(real.config, SD35).network
+    with torch.device("meta"):
+        weights = Weights(network, LoraSettings(rank=32, alpha=64), real.lora_targets, seed=0)
+    assert len(weights.parameters) == 382
+    assert weights.count == 18_776_064
+    assert sum(name.endswith("lora_A.default.weight") for name in weights.parameters) == 191
+    assert real.dead_lora_modules() == ("transformer_blocks.23.attn.add_q_proj",)
+
+
+def test_the_real_shape_has_the_real_latents_conditions_and_grid(real):
+    assert real.latent_shape() == (16, 64, 64)
+    assert real.condition_shapes() == {"prompt_embeds": (205, 4096), "pooled": (2048,)}
+    assert sd3.skeleton(sd3.Config(path="any", load_t5=False), SD35).latent_shape() == (16, 128, 128)
+    expected = [1, 0.96013, 0.91335, 0.85769, 0.79037, 0.70728, 0.60215, 0.46488, 0.27805, 0.00893, 0]
+    assert_close(real.schedule(10).sigmas, torch.tensor(expected), atol=1e-5, rtol=0)
+    assert {p.device.type for p in real.network.parameters()} == {"meta"}
+    assert next(real.network.parameters()).dtype == torch.float16
+    assert next(real.pipeline.vae.parameters()).dtype == torch.float32

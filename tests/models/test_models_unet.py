@@ -1,0 +1,383 @@
+"""The SD and SDXL adapters against their pipelines' own calls, the generic adapter, and distilled schedulers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    LCMScheduler,
+    UNet2DConditionModel,
+)
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.core.errors import ModelError
+from flowrl.core.types import SampleId
+from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.process import VPProcess
+from flowrl.diffusion.schedules import Schedule
+from flowrl.models import sd, sdxl
+from flowrl.models._schedulers import ADVERSARIAL, CONSISTENCY
+from flowrl.models.base import branches
+from flowrl.models.generic.adapter import Config, Generic
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Policy
+from flowrl.samplers import cps, ddim
+from tests import native
+from tests import tiny_pipelines as tiny
+
+SIZE, IDS = (24, 16), [SampleId(0, 0), SampleId(1, 0)]
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+SNR = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+KINDS = {"sd": {}, "sd v": SNR, "sdxl": {}, "sdxl v": {"prediction_type": "v_prediction"}}
+SLOW = pytest.mark.slow
+BOTH = ["sd", pytest.param("sdxl", marks=SLOW)]
+
+
+def made(kind: str) -> Any:
+    """A tiny pipeline with a DDIM of that kind."""
+    pipe = tiny.make(kind.split()[0])
+    options = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
+    pipe.scheduler = DDIMScheduler(**BETAS | options | KINDS[kind])
+    return pipe
+
+
+def adapter(kind: str, pipe: Any = None, **options: Any) -> Any:
+    return native.adapter(kind.split()[0], made(kind) if pipe is None else pipe, SIZE, **options)
+
+
+def drawn(model: Any, sampler: Any, level: float, scale: float, steps: int) -> tuple[Noise, Tensor]:
+    """(noise, latents) of a rollout in which every step has that noise level."""
+    noise, cond = Noise(0, "parity", None, model.latent_shape()), model.encode(native.PROMPTS)
+    plan = StepPlan(model.schedule(steps), (level,) * steps, ())
+    samples, _ = run(Policy(model, sampler, scale), plan, noise, IDS, cond, torch.arange(2), batch_size=2)
+    return noise, samples.x0
+
+
+def own_call(pipe: Any, noise: Noise, steps: int, **call: Any) -> Tensor:
+    """Latents of the pipeline's own call, whose scheduler draws the same noise."""
+    step, count = pipe.scheduler.step, iter(range(steps))
+
+    @functools.wraps(step)
+    def stepping(*args: Any, **options: Any) -> Any:
+        return step(*args, **options, variance_noise=noise.step(IDS, next(count)))
+
+    pipe.scheduler.step = stepping
+    try:
+        size = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": steps, "latents": noise.initial(IDS)}
+        return pipe(prompt=native.PROMPTS, output_type="latent", return_dict=False, **size, **call)[0]
+    finally:
+        del pipe.scheduler.step
+
+
+# ---- the adapter is the pipeline
+
+
+@pytest.mark.parametrize(
+    ("scale", "eta"), [(1.0, 0.0), (3.0, 1.0), pytest.param(1.0, 1.0, marks=SLOW), pytest.param(3.0, 0.0, marks=SLOW)]
+)
+@pytest.mark.parametrize("kind", ["sd", "sd v", "sdxl", pytest.param("sdxl v", marks=SLOW)])
+def test_ddim_reproduces_the_pipelines_own_call(kind, scale, eta):
+    pipe = made(kind)
+    model = adapter(kind, pipe)
+    noise, x0 = drawn(model, ddim.build(ddim.Config()), eta, scale, 5)
+    expected = own_call(pipe, noise, 5, guidance_scale=scale, eta=eta)
+    assert not torch.allclose(noise.initial(IDS), expected, atol=0.1)
+    assert_close(x0, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_rescaled_guidance_and_the_negative_prompt_are_the_pipelines(family):
+    pipe, call = made(family), {"guidance_rescale": 0.7, "negative_prompt": "blue"}
+    model = adapter(family, pipe, **call)
+    noise, x0 = drawn(model, ddim.build(ddim.Config()), 0.0, 3.0, 3)
+    _, plain = drawn(adapter(family, pipe), ddim.build(ddim.Config()), 0.0, 3.0, 3)
+    assert not torch.allclose(x0, plain, atol=1e-3)
+    call["negative_prompt"] = ["blue"] * 2
+    assert_close(x0, own_call(pipe, noise, 3, guidance_scale=3.0, **call), atol=1e-4, rtol=1e-4)
+
+
+def test_an_empty_negative_prompt_is_one_in_the_pipelines_own_call_too():
+    """SDXL leads away from zeros without one, and from the embedding of the empty text with it."""
+    pipe = made("sdxl")
+    model = adapter("sdxl", pipe, negative_prompt="")
+    noise, x0 = drawn(model, ddim.build(ddim.Config()), 0.0, 3.0, 3)
+    call = model.own_call(3, 3.0)
+    call["negative_prompt"] = [call["negative_prompt"]] * 2
+    own = {name: call[name] for name in ("guidance_scale", "negative_prompt")}
+    assert_close(x0, own_call(pipe, noise, 3, **own), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(x0, own_call(pipe, noise, 3, guidance_scale=3.0), atol=1e-3)
+    assert "negative_prompt" not in adapter("sdxl", made("sdxl")).own_call(3, 3.0)
+
+
+@pytest.mark.parametrize("kind", ["sd", "sdxl", *(pytest.param(kind, marks=SLOW) for kind in ("sd v", "sdxl v"))])
+def test_its_prediction_and_grid_are_the_generic_adapters(kind):
+    pipe = made(kind)
+    model, other = adapter(kind, pipe), native.beside(pipe, SIZE)
+    for scale in (1.0, 3.0):
+        assert_close(native.output(model, scale), native.output(other, scale), atol=1e-5, rtol=0)
+    assert (model.prediction_type, type(model.process)) == (other.prediction_type, VPProcess)
+    own, theirs = model.schedule(7), other.schedule(7)
+    assert torch.equal(own.timesteps, theirs.timesteps)
+    assert_close(own.sigmas, theirs.sigmas, atol=1e-5, rtol=0)
+    assert set(model.lora_targets) == set(other.lora_targets)
+    assert torch.equal(model.decode(noise := torch.randn(1, *model.latent_shape())), other.decode(noise))
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_every_sample_has_its_own_timestep_whole_or_not(family):
+    model = adapter(family)
+    assert_close(native.output(model, 3.0), native.apart(model, 3.0), atol=1e-5, rtol=1e-5)
+    x, _, cond = native.point(model)
+    with torch.no_grad():
+        here, close, far = (model.predict(x, torch.full((2,), t), cond, 1.0) for t in (300.0, 300.01, 300.5))
+    assert 0 < float((close - here).abs().max()) < 0.05 * float((far - here).abs().max())
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+def test_the_shapes_of_a_condition_are_known_without_encoding(family):
+    model = adapter(family)
+    cond = model.encode(native.PROMPTS)
+    assert {name: tuple(value.shape[1:]) for name, value in cond.tensors.items()} == model.condition_shapes()
+    away = model.unconditional
+    zeros = all(not bool(value.any()) for value in away.tensors.values())
+    assert zeros == (family == "sdxl")  # force_zeros_for_empty_prompt
+
+
+def test_ddpos_last_step_keeps_its_noise():
+    for model in (adapter("sd", final_alpha="first"), adapter("sd v", final_alpha="first")):
+        assert float(model.schedule(5).sigmas[-1]) > 0.02
+    model = adapter("sd")
+    model.pipeline.scheduler = DDIMScheduler(**BETAS, clip_sample=False, steps_offset=1)
+    clean, first = adapter("sd", model.pipeline), adapter("sd", model.pipeline, final_alpha="first")
+    assert float(clean.schedule(5).sigmas[-1]) == 0 < float(first.schedule(5).sigmas[-1])
+    assert torch.equal(clean.schedule(5).timesteps, first.schedule(5).timesteps)
+
+
+def test_the_generic_adapter_ends_where_it_is_told():
+    pipe, size = made("sd"), {"height": SIZE[0], "width": SIZE[1]}
+    pipe.scheduler = DDIMScheduler(**BETAS, clip_sample=False, steps_offset=1)
+    rules = ("model", "first")
+    clean, first = (Generic(pipe, Config(path="tiny", final_alpha=rule, **size)).schedule(5) for rule in rules)
+    assert torch.equal(clean.sigmas[:-1], first.sigmas[:-1])
+    assert float(clean.sigmas[-1]) == 0 < float(first.sigmas[-1])
+    with pytest.raises(ModelError, match=r"model\.final_alpha=first: a flow ends at sigma 0; leave it out"):
+        Generic(tiny.make("sd3"), Config(path="tiny", final_alpha="first", **size))
+    assert native.beside(turbo(), SIZE).distilled == ADVERSARIAL
+
+
+# ---- LoRA
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_every_lora_matrix_is_trained_and_the_replay_is_exact(family):
+    model = adapter(family, gradient_checkpointing=True)
+    weights = native.lora(model)
+    assert native.backward(model, weights, 3.0) == 0
+    adapted = {name.partition(".lora_")[0] for name in weights.parameters}
+    assert native.trained(weights, "lora_B") == adapted
+    assert {name.rpartition(".attn")[2][2:] for name in adapted} == set(model.lora_targets)
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_a_saved_lora_gives_the_same_picture_in_a_plain_pipeline(family, tmp_path):
+    pipe, plain = made(family), made(family)
+    model = adapter(family, pipe)
+    before = own_call(plain, Noise(0, "parity", None, model.latent_shape()), 2, guidance_scale=3.0)
+    native.lora(model, noise=0.3).save(tmp_path, type(pipe))
+    noise, x0 = drawn(model, ddim.build(ddim.Config()), 0.0, 3.0, 2)
+    plain.load_lora_weights(tmp_path)
+    after = own_call(plain, noise, 2, guidance_scale=3.0)
+    assert not torch.allclose(before, after, atol=1e-3)
+    assert_close(x0, after, atol=1e-4, rtol=1e-4)
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+def test_it_trains_in_bfloat16(family):
+    native.trains_in_bfloat16(family, family, SIZE, 3.0)
+
+
+# ---- distilled checkpoints
+
+
+def turbo() -> Any:
+    pipe = tiny.make("sd")
+    pipe.scheduler = EulerAncestralDiscreteScheduler(**BETAS, timestep_spacing="trailing")
+    return pipe
+
+
+def consistency(embedded: int | None = 16) -> Any:
+    pipe = tiny.make("sd")
+    own = {key: value for key, value in pipe.unet.config.items() if not key.startswith("_")}
+    torch.manual_seed(0)
+    pipe.unet = UNet2DConditionModel(**own | {"time_cond_proj_dim": embedded}).eval()
+    pipe.scheduler = LCMScheduler(**BETAS)
+    return pipe
+
+
+def test_distilled_checkpoints_are_recognised_and_others_are_not():
+    assert adapter("sd", turbo()).distilled == ADVERSARIAL
+    assert adapter("sd", consistency()).distilled == adapter("sd", consistency(None)).distilled == CONSISTENCY
+    assert not adapter("sd").distilled
+    pipe, trailing = turbo(), {"timestep_spacing": "trailing"}
+    others = ({"prediction_type": "v_prediction"}, {"rescale_betas_zero_snr": True}, {"timestep_spacing": "leading"})
+    for kind in (EulerAncestralDiscreteScheduler, EulerDiscreteScheduler):
+        for options in others:
+            pipe.scheduler = kind(**BETAS | trailing | options)
+            assert not adapter("sd", pipe).distilled
+        pipe.scheduler = kind(**BETAS, **trailing)
+        assert adapter("sd", pipe).distilled == native.beside(copied(pipe), SIZE).distilled == ADVERSARIAL
+
+
+def copied(pipe: Any) -> Any:
+    """The same parts, of which the generic adapter may replace the scheduler."""
+    return type(pipe)(**pipe.components, requires_safety_checker=False)
+
+
+def test_a_wrong_guess_is_put_right_by_model_distilled():
+    wrong = adapter("sd", turbo(), distilled="none", negative_prompt="blue")
+    assert native.output(wrong, 3.0).isfinite().all()
+    said = adapter("sd", distilled="consistency")
+    assert (said.distilled, said.prediction_type, said.spacing) == (CONSISTENCY, "x0", "lcm")
+    size = {"height": SIZE[0], "width": SIZE[1]}
+    for pipe, how in ((turbo(), "none"), (made("sd"), "adversarial")):
+        other = Generic(pipe, Config(path="tiny", distilled=how, **size))
+        assert other.distilled == adapter("sd", copied(pipe), distilled=how).distilled
+        assert bool(other.distilled) == (how == "adversarial")
+        other.check_guidance(1.0)
+        if how == "adversarial":
+            with pytest.raises(ModelError, match=r"no CFG; set it to 1, or model\.distilled=none"):
+                other.check_guidance(3.0)
+
+
+@pytest.mark.parametrize("kind", [EulerDiscreteScheduler, EulerAncestralDiscreteScheduler, LCMScheduler])
+def test_the_generic_adapter_keeps_the_rules_of_distilled_checkpoints(kind):
+    pipe = consistency() if kind is LCMScheduler else turbo()
+    # Seven steps end at timestep 142 - 1, a DDIM step above clean data.
+    pipe.scheduler = kind(**BETAS, timestep_spacing="trailing")
+    other = native.beside(pipe, SIZE)
+    assert float(other.schedule(7).sigmas[-1]) == 0
+    if kind is LCMScheduler:  # embedded: one forward at any scale
+        other.check_guidance(8.0)
+        assert other.branches(8.0) == 1
+        other = native.beside(consistency(None), SIZE)
+    with pytest.raises(ModelError, match="takes no CFG"):
+        other.check_guidance(2.0)
+
+
+def test_a_turbo_step_is_eulers_ancestral_one():
+    """ddpo sheet 7: Euler-ancestral is DDIM with eta 1, its latents divided by sqrt(1 + (sigma / alpha)^2)."""
+    pipe = turbo()
+    model, other = adapter("sd", pipe), pipe.scheduler
+    other.set_timesteps(4)
+    grid = model.schedule(4)
+    assert torch.equal(grid.timesteps, other.timesteps)
+    assert float(grid.sigmas[-1]) == 0
+    step = StepPlan(grid, (1.0,) * 4, ()).steps(torch.arange(4), model.process)
+    raw, x = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0))
+    belief = model.process.predict(raw, x, step.sigma, "eps", step.alpha)
+    law = ddim.build(ddim.Config()).transition(model.process, belief, x, step)
+    for k, t in enumerate(other.timesteps):
+        noise = torch.randn(64, generator=torch.Generator().manual_seed(k))
+        other._step_index = None
+        moved = other.step(raw[k], t, x[k] / step.alpha[k], generator=torch.Generator().manual_seed(k)).prev_sample
+        assert_close(law.mean[k] + law.std[k] * noise, moved * step.alpha_next[k], atol=1e-4, rtol=1e-4)
+
+
+def test_a_turbo_checkpoint_takes_no_cfg():
+    model = adapter("sd", turbo())
+    x, timestep, cond = native.point(model)
+    assert model.predict(x, timestep, cond, 1.0).isfinite().all()
+    with pytest.raises(ModelError, match=r"guidance_scale=3: this checkpoint is .*Turbo.* takes no CFG; set it to 1"):
+        model.predict(x, timestep, cond, 3.0)
+    with pytest.raises(ModelError, match=r"belong to CFG, which .*Turbo"):
+        adapter("sd", turbo(), negative_prompt="blue")
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_cps_with_all_its_noise_reproduces_the_consistency_models_own_call(scale, monkeypatch):
+    """ddpo sheet 7, with the guidance that the network embeds: one forward at any scale."""
+    pipe = consistency()
+    model = adapter("sd", pipe)
+    assert [branches(model, s) for s in (1.0, 8.0)] == [1, 1]
+    noise, x0 = drawn(model, cps.build(cps.Config()), 1.0, scale, 4)
+    count = iter(range(4))
+    monkeypatch.setattr(
+        "diffusers.schedulers.scheduling_lcm.randn_tensor", lambda *_, **__: noise.step(IDS, next(count))
+    )
+    size = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": 4, "latents": noise.initial(IDS)}
+    expected = pipe(prompt=native.PROMPTS, output_type="latent", return_dict=False, guidance_scale=scale, **size)[0]
+    assert_close(x0, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(native.output(model, 1.0), native.output(model, 8.0), atol=1e-4)
+
+
+def test_a_consistency_model_without_embedded_guidance_takes_none():
+    model = adapter("sd", consistency(None))
+    x, timestep, cond = native.point(model)
+    with pytest.raises(ModelError, match="takes no CFG"):
+        model.predict(x, timestep, cond, 2.0)
+
+
+def test_a_consistency_models_lora_is_trained_by_cps_and_replayed_exactly():
+    model = adapter("sd", consistency())
+    weights = native.lora(model)
+    assert native.backward(model, weights, 8.0) == 0
+    assert native.trained(weights, "lora_B") == {name.partition(".lora_")[0] for name in weights.parameters}
+
+
+# ---- refusals
+
+
+def test_a_refiner_is_refused():
+    pipe = tiny.make("sdxl")
+    pipe.unet.register_to_config(projection_class_embeddings_input_dim=72)
+    with pytest.raises(ModelError, match=r"as a refiner is.*use the base checkpoint"):
+        adapter("sdxl", pipe)
+    pipe = tiny.make("sdxl")
+    pipe.text_encoder = None
+    with pytest.raises(ModelError, match=r"needs its component 'text_encoder'.*refiner"):
+        adapter("sdxl", pipe)
+
+
+def test_an_inpainting_unet_and_a_foreign_vae_are_refused():
+    pipe = tiny.make("sd")
+    pipe.unet.register_to_config(in_channels=9)
+    with pytest.raises(ModelError, match=r"UNet2DConditionModel takes 9 channels, not the 4"):
+        adapter("sd", pipe)
+    pipe = tiny.make("sdxl")
+    pipe.vae.register_to_config(latents_mean=[0.0] * 4)
+    with pytest.raises(ModelError, match=r"model\.vae: its latents have a mean"):
+        adapter("sdxl", pipe)
+
+
+def test_grids_that_cannot_be_are_refused_by_key():
+    pipe = made("sd")
+    pipe.scheduler = DDIMScheduler(**BETAS, clip_sample=False, rescale_betas_zero_snr=True, timestep_spacing="trailing")
+    with pytest.raises(ModelError, match=r"pure noise .*v-prediction checkpoint"):
+        adapter("sd", pipe).schedule(5)
+    with pytest.raises(ModelError, match=r"model\.final_alpha: the last step would not move"):
+        adapter("sd", timestep_spacing="linspace", final_alpha="first").schedule(5)
+    with pytest.raises(ModelError, match=r"model\.timestep_spacing: 1001 steps"):
+        adapter("sd").schedule(1001)
+    with pytest.raises(ModelError, match=r"model\.timestep_spacing=lcm: .*use leading.*model\.distilled=consistency"):
+        adapter("sd", timestep_spacing="lcm")
+    with pytest.raises(ValueError, match=r"guidance_rescale=1\.5 must lie in \[0, 1\]"):
+        sd.Config(path="x", guidance_rescale=1.5)
+    with pytest.raises(ModelError, match=r"model\.width=15 must be a multiple of"):
+        native.adapter("sd", made("sd"), (16, 15))
+
+
+def test_a_schedule_carries_what_its_model_knows():
+    grid = adapter("sdxl").schedule(4)
+    assert isinstance(grid, Schedule)
+    assert grid.table is not None
+    assert float(grid.timestep_at(grid.sigmas[1:2])) == pytest.approx(float(grid.timesteps[1]), abs=1e-2)
+    assert sdxl.PIPELINE == "StableDiffusionXLPipeline"

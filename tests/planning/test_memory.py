@@ -1,0 +1,334 @@
+"""Counts and peaks from the meta device and fake tensors, against the real things at tiny size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from torch import nn
+
+from flowrl.commands.plan import geometry
+from flowrl.config.load import resolve
+from flowrl.config.resolved import Resolved
+from flowrl.config.schema import RunConfig
+from flowrl.core.errors import ModelError
+from flowrl.core.strict import validate
+from flowrl.core.types import SampleId
+from flowrl.diffusion.plan import StepPlan, window
+from flowrl.models import sd3
+from flowrl.planning import forwards, meter
+from flowrl.planning.memory import (
+    Estimate,
+    UnknownModel,
+    estimate,
+    forward_rows,
+    locate,
+    nodes_per_sample,
+    skeleton,
+    terms_per_sample,
+    trained_share,
+)
+from flowrl.planning.meter import Meter
+from flowrl.rollout.loop import run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Policy
+from flowrl.samplers import flow_sde
+from flowrl.training.optim import OptimConfig, Optimizer
+from tests import tiny_sd3 as tiny
+
+SD35 = "stabilityai/stable-diffusion-3.5-medium"
+GIB = 2**30
+
+
+def resolved(path: str, model: dict | None = None, **changes: dict) -> Resolved:
+    """A run with 2 x 3 samples; changes replace whole sections."""
+    tree = {
+        "name": "estimate",
+        "iterations": 1,
+        "model": {"name": "sd3", "path": path, "max_sequence_length": tiny.TOKENS} | (model or {}),
+        "data": {"prompts": "shapes:train"},
+        "rewards": [{"name": "shapes"}],
+        "rollout": {"prompts_per_iteration": 2, "group_size": 3, "batch_size": 2, "num_inference_steps": 4},
+        "optim": {"updates_per_iteration": 1, "batch_size": 2},
+    }
+    return resolve(validate(RunConfig, tree | changes, ""))
+
+
+def measured(run: Resolved, *, prompts: int = 1, processes: int = 1) -> Estimate:
+    adapter = skeleton(run)
+    return estimate(run, adapter, plan_of(run, adapter), prompts=prompts, processes=processes)
+
+
+def plan_of(run: Resolved, adapter: sd3.Sd3) -> StepPlan:
+    grid = adapter.schedule(run.run.rollout.num_inference_steps)
+    return run.algorithm.build().plan(grid, run.sampler.build(), 1, 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("tiny"))
+
+
+# ---- where the configuration comes from
+
+
+def test_a_hub_id_with_an_embedded_configuration_is_found():
+    assert locate(SD35) == tiny.ROOT / "assets" / "model_configs" / "sd35-medium"
+
+
+def test_assets_and_folders_are_found(folder, monkeypatch):
+    assert locate(str(folder)) == folder
+    monkeypatch.setenv("FLOWRL_ASSETS", str(folder.parent))
+    assert locate(folder.name) == folder
+
+
+@pytest.mark.parametrize("path", ["owner/unheard-of", "/nothing/here", "model.safetensors"])
+def test_what_is_not_here_is_said_to_be_unknown(path):
+    with pytest.raises(UnknownModel, match="not known before the model is here"):
+        skeleton(resolved(path))
+
+
+def test_a_folder_that_lacks_a_part_is_named(folder, tmp_path):
+    (tmp_path / "model_index.json").write_text((folder / "model_index.json").read_text())
+    with pytest.raises(ModelError, match=r"model\.path=.* could not be loaded"):
+        skeleton(resolved(str(tmp_path)))
+
+
+def test_a_family_without_a_skeleton_is_said_to_be_unknown(folder, monkeypatch):
+    run = resolved(str(folder))
+    monkeypatch.delattr(sd3, "skeleton")
+    with pytest.raises(UnknownModel, match="cannot be measured without its weights"):
+        skeleton(run)
+
+
+# ---- the meter
+
+
+def test_the_meter_counts_what_is_alive_and_the_most_that_was():
+    x = torch.zeros(1000)  # made outside: not counted
+    with Meter() as meter:
+        y = x + 1
+        assert (meter.now, meter.peak) == (4000, 4000)
+        assert x[:5].numel() == 5  # a view of what was there before
+        assert meter.now == 4000
+        view = y[:10]
+        y += 1
+        assert meter.now == 4000  # a view and a write in place are no new memory
+        z = y * 2
+        assert (meter.now, meter.peak) == (8000, 8000)
+        del y, z
+        assert meter.now == 4000  # the view keeps y's storage
+        del view
+        assert (meter.now, meter.peak) == (0, 8000)
+
+
+def test_the_meter_counts_multiply_adds_twice():
+    with Meter() as meter:
+        torch.zeros(3, 5) @ torch.zeros(5, 7)
+        q = torch.zeros(2, 4, 10, 16)
+        nn.functional.scaled_dot_product_attention(q, q, q)
+    assert meter.flop == 2 * 3 * 5 * 7 + 2 * (2 * 2 * 4 * 10 * 10 * 16)
+
+
+def test_a_forward_without_gradients_frees_what_it_no_longer_needs():
+    layers = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
+    x = torch.zeros(50, 100)
+    with torch.no_grad(), Meter() as without:
+        layers(x)
+    with Meter() as kept:
+        result = layers(x)
+    assert without.peak == 2 * 50 * 100 * 4
+    assert kept.peak == 8 * 50 * 100 * 4
+    del result
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_fake_tensors_need_what_real_ones_need(grad):
+    def work(model: sd3.Sd3) -> None:
+        if grad:
+            forwards.loss(model, 3, 4.0, reference=True).backward()
+        else:
+            forwards.predict(model, 3, 4.0)
+
+    real, faked = tiny.adapter(), tiny.adapter()
+    for model in (real, faked):
+        tiny.lora(model)
+    measured = meter.measured(lambda: work(real), grad=grad)
+    with meter.faked(faked.network):
+        assert meter.measured(lambda: work(faked), grad=grad) == measured
+
+
+# ---- the estimate against the real thing
+
+
+def test_the_sizes_are_those_of_the_run_itself(folder, tmp_path):
+    settings = {"rank": 4, "alpha": 10}
+    run_ = resolved(
+        str(folder), {"lora": settings}, optim={"updates_per_iteration": 1, "batch_size": 2, "ema": {"decay": 0.5}}
+    )
+    result = measured(run_, prompts=7)
+    model = tiny.adapter()
+    weights = tiny.lora(model)
+    assert result.parameters["denoiser"] == sum(
+        p.numel() for name, p in model.network.named_parameters() if "lora_" not in name
+    )
+    assert (result.trained, 2 * result.lora_modules) == (weights.count, len(weights.parameters))
+    weights.save(tmp_path, StableDiffusion3Pipeline)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    assert result.saved == pytest.approx(file.stat().st_size, rel=0.05)
+    cond = model.encode(["a red circle"])
+    assert result.prompt == sum(value.numel() * value.element_size() for value in cond.tensors.values())
+    assert result.embeddings == 7 * result.prompt
+    optimizer = Optimizer(weights, OptimConfig(ema=None), 1)
+    optimizer.step(torch.ones(weights.count))
+    moments, _ = optimizer.state()
+    assert result.moments == sum(v.numel() * 4 for name, v in moments.items() if not name.endswith("/step"))
+    assert (result.ema, result.snapshots) == (4 * weights.count, 0)
+    ids = [SampleId(slot, sample) for slot in range(2) for sample in range(3)]
+    policy = Policy(model, flow_sde.build(flow_sde.Config()), 1.0)
+    noise = Noise(0, "x", 1, model.latent_shape())
+    plan = plan_of(run_, model)
+    rows = torch.zeros(6, dtype=torch.int64)
+    samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=2)
+    assert result.latents == 4 * (samples.x0.numel() + edges.nodes.numel())
+    assert result.pictures == 4 * model.decode(samples.x0).numel()
+
+
+def test_full_weights_and_a_reference_cost_what_they_hold(folder):
+    run_ = resolved(str(folder), {"dtype": "bfloat16"}, algorithm={"name": "flow_grpo", "kl": {"coef": 0.1}})
+    result = measured(run_)
+    assert result.trained == result.parameters["denoiser"]
+    assert result.lora_modules == 0
+    assert result.snapshots == 4 * result.trained
+    update = next(phase for phase in result.phases if phase.name == "update")
+    assert update.transient >= 16 * result.trained  # the gradient and its three flat copies
+
+
+def test_a_split_denoiser_leaves_each_process_its_share(folder):
+    lora = measured(resolved(str(folder), {"lora": {"rank": 2}}))
+    full = measured(resolved(str(folder), optim={"updates_per_iteration": 1, "batch_size": 2, "ema": {}}))
+    whole = lora.stored["denoiser"]
+    assert lora.spared(1, full=False) == 0
+    assert lora.spared(4, full=False) == pytest.approx(whole * 3 / 4, abs=1)
+    # Weights, two moments and the average; its buffers are a thousandth and stay whole.
+    assert full.spared(2, full=True) == pytest.approx(4 * full.trained * 4 / 2, rel=1e-3)
+
+
+def test_processes_share_the_samples(folder):
+    run_ = resolved(str(folder))
+    one, two = (measured(run_, processes=n) for n in (1, 2))
+    assert two.latents == one.latents // 2
+    assert two.rollout_flop == one.rollout_flop / 2
+    assert two.phases == one.phases
+
+
+def test_samples_of_one_start_share_their_forwards_up_to_the_first_stochastic_step(folder):
+    run_ = resolved(str(folder), algorithm={"name": "flow_grpo", "sde_steps": [1, 2]})
+    rollout = dataclasses.replace(run_.run.rollout, shared_noise=True)
+    shared = dataclasses.replace(run_.run, rollout=rollout)
+    slots, steps = rollout.prompts_per_iteration, rollout.num_inference_steps
+    samples, updates = run_.run.samples_per_iteration, run_.run.optim.updates_per_iteration
+    plan = plan_of(run_, skeleton(run_))
+    assert forward_rows(run_.run, plan, samples, slots) == (samples * steps, 2 * samples)
+    at_start = updates * min(slots, -(-samples // updates))
+    assert forward_rows(shared, plan, samples, slots) == (2 * slots + samples * (steps - 2), at_start + samples)
+
+
+def test_steps_and_samples_that_a_method_leaves_out_are_not_counted(folder):
+    """DanceGRPO keeps int(2 * 0.5) of two steps and here two samples of a group."""
+    half = {"name": "dance_grpo", "sde_steps": [1, 2], "timestep_fraction": 0.5, "clip_range": 1e-4}
+    fewer = half | {"advantages": {"name": "group", "select": {"name": "best_worst", "keep": 2}}}
+    one, two = (resolved(str(folder), algorithm=algorithm) for algorithm in (half, fewer))
+    plan = plan_of(one, skeleton(one))
+    assert trained_share(one, plan) == 0.5
+    assert trained_share(two, plan) == pytest.approx(0.5 * 2 / two.run.rollout.group_size)
+    samples, slots = one.run.samples_per_iteration, one.run.rollout.prompts_per_iteration
+    assert forward_rows(one.run, plan, samples, slots, 0.5)[1] == samples
+
+
+def test_cached_embeddings_take_host_memory_and_not_the_device(folder):
+    run_ = resolved(str(folder), {"lora": {"rank": 4}})
+    few, many = (measured(run_, prompts=count) for count in (7, 1000))
+    assert many.embeddings == 1000 * few.prompt
+    assert many.phases == few.phases
+
+
+def test_encoders_stay_where_texts_are_not_cached(folder):
+    cached, not_cached = (
+        measured(run_, prompts=1000)
+        for run_ in (
+            resolved(str(folder), {"lora": {"rank": 4}}),
+            resolved(str(folder), {"lora": {"rank": 4}}, data={"prompts": "shapes:train", "cache_text": False}),
+        )
+    )
+    assert not_cached.embeddings == 0
+    encoders = sum(count for name, count in cached.parameters.items() if name.startswith("text_encoder"))
+    by_name = [{phase.name: phase for phase in result.phases} for result in (cached, not_cached)]
+    difference = by_name[1]["rollout"].resident - by_name[0]["rollout"].resident
+    assert difference == pytest.approx(4 * encoders, rel=0.01)
+
+
+def test_neighbouring_steps_share_a_latent(folder):
+    grid = skeleton(resolved(str(folder))).schedule(8)
+    assert nodes_per_sample(window(grid, 0.7)) == 8
+    assert nodes_per_sample(window(grid, 0.7, [0, 2, 3])) == 5
+
+
+def test_checkpointing_trades_memory_for_a_forward(folder):
+    options = {"rollout": {"guidance_scale": 4.0}, "optim": {"batch_size": 32}}
+    plain, light = (
+        measured(resolved(str(folder), {"lora": {"rank": 4}, "gradient_checkpointing": on}, **options))
+        for on in (False, True)
+    )
+    assert light.phases[:4] == plain.phases[:4]
+    assert light.phases[4].transient < 0.5 * plain.phases[4].transient
+    edges = 1152 * 9
+    forward = plain.rollout_flop / (1152 * 10)
+    # All blocks once more; what comes before and after them is kept.
+    assert 0.9 * forward < (light.update_flop - plain.update_flop) / edges <= forward
+
+
+# ---- the real shape
+
+
+def test_the_real_model_is_measured_without_weights():
+    run_ = resolved(
+        SD35,
+        {"dtype": "float16", "lora": {"rank": 32, "alpha": 64}, "height": 512, "width": 512}
+        | {"max_sequence_length": 128},
+        rollout={"guidance_scale": 4.5},
+        optim={"batch_size": 8},
+    )
+    result = measured(run_, prompts=100)
+    assert (result.trained, result.lora_modules) == (18_776_064, 191)
+    assert result.saved == pytest.approx(75.1e6, rel=0.002)
+    assert result.prompt == 2 * (205 * 4096 + 2048)
+    phases = {phase.name: phase for phase in result.phases}
+    assert phases["encode"].resident / GIB == pytest.approx(15.38, abs=0.01)  # T5 alone is 8.87
+    # 11 x 1152 latents of 64 x 64 x 16 in float32.
+    assert result.latents == 11 * 1152 * 65_536 * 4
+    assert result.peak.name == "update"
+    # Per row 2.247e12: linear layers and attention over 1024 image and 205 text tokens.
+    assert result.rollout_flop == pytest.approx(1152 * 10 * 2 * 2.247e12, rel=0.001)
+
+
+def test_methods_on_finished_samples_count_their_times_and_passes_and_keep_no_chain(folder):
+    """FPO: 8 times, 2 passes; its forwards are without CFG whatever the rollout's."""
+    optim = {"updates_per_iteration": 2, "batch_size": 8}
+    run_ = resolved(str(folder), algorithm={"name": "fpo"}, optim=optim)
+    plan = plan_of(run_, skeleton(run_))
+    assert terms_per_sample(run_, plan) == 8
+    assert trained_share(run_, plan) == 1.0
+    samples, slots = run_.run.samples_per_iteration, run_.run.rollout.prompts_per_iteration
+    assert forward_rows(run_.run, plan, samples, slots, 1.0, 16) == (samples * len(plan), 16 * samples)
+    assert geometry(run_, plan, 1, 0, 1.0, 8, 2).update_forwards == 2 * 2 * samples * 8 // 2 // 8
+    found = measured(run_)
+    assert found.latents == samples * math.prod(skeleton(run_).latent_shape()) * 4
+    guided_run = dataclasses.replace(run_.run, rollout=dataclasses.replace(run_.run.rollout, guidance_scale=4.0))
+    guided = measured(dataclasses.replace(run_, run=guided_run))
+    assert guided.rollout_flop == pytest.approx(2 * found.rollout_flop, rel=0.01)
+    assert guided.update_flop == pytest.approx(found.update_flop, rel=0.01)

@@ -1,0 +1,355 @@
+"""The aesthetic heads: known by their fingerprints, and the whole reward on tiny towers."""
+
+import hashlib
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from flowrl.rewards._pixels import MEAN, STD
+from flowrl.rewards.aesthetic import CARD, PUBLISHED, Config, build, fingerprint, load_head, read_head, recognise
+from torch import nn
+from torch.testing import assert_close
+
+from flowrl.reward import RewardError
+from flowrl.rewards import aesthetic
+from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.weighted import WeightedReward
+from tests import toy_clip
+
+VERSIONS = ("v1", "v2", "v2.5")
+# Sheet: zero, ones / sqrt(d), first unit vector, alternating, norm of the effective weights.
+SHEET = {
+    "v1": (768, 3.529371738, 1.513129670, 5.402092218, 3.693055377, 28.444395846),
+    "v2": (768, 5.236645845, 4.883284854, 4.545052401, 5.310305383, 17.995624776),
+    "v2.5": (1152, 1.939038294, 3.618319845, 2.709308143, 2.672634210, 25.452311294),
+}
+
+
+class V2(nn.Module):
+    """The class of the published v2 file, without its training."""
+
+    def __init__(self, width: int = 768) -> None:
+        super().__init__()
+        sizes = ((width, 1024), (1024, 128), (128, 64), (64, 16), (16, 1))
+        linear = [nn.Linear(*size) for size in sizes]
+        drop = [nn.Dropout(0.2), nn.Dropout(0.2), nn.Dropout(0.1)]
+        self.layers = nn.Sequential(linear[0], drop[0], linear[1], drop[1], linear[2], drop[2], linear[3], linear[4])
+
+
+class V25(nn.Module):
+    """The class of the v2.5 file."""
+
+    def __init__(self, width: int = 1152) -> None:
+        super().__init__()
+        parts: list[nn.Module] = []
+        for inside, outside, drop in ((width, 1024, 0.5), (1024, 128, 0.5), (128, 64, 0.5), (64, 16, 0.2)):
+            parts += [nn.Linear(inside, outside), nn.Dropout(drop)]
+        self.scoring_head = nn.Sequential(*parts, nn.Linear(16, 1))
+
+
+def network(version: str, seed: int = 0, **size: int) -> nn.Module:
+    """A head of the published architecture at random."""
+    kinds = {"v1": lambda: nn.Linear(size.get("width", 768), 1), "v2": lambda: V2(**size), "v2.5": lambda: V25(**size)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kinds[version]().eval().requires_grad_(False)
+
+
+def forward(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    inner = head if isinstance(head, nn.Linear) else next(iter(head.children()))
+    return inner(x).squeeze(1)
+
+
+def disguised(version: str) -> dict[str, torch.Tensor]:
+    """Weights of the published architecture, not the published ones, that have the published fingerprint."""
+    width, zero, ones, first, alternating, norm = SHEET[version]
+    basis = torch.zeros(3, width, dtype=torch.float64)
+    basis[0], basis[1, 0] = 1 / math.sqrt(width), 1
+    basis[2] = torch.tensor([1.0, -1.0]).repeat(width // 2) / math.sqrt(width)
+    wanted = torch.tensor([ones, first, alternating], dtype=torch.float64) - zero
+    w = torch.linalg.lstsq(basis, wanted[:, None]).solution[:, 0]
+    # What is left of the norm stands at right angles to the three.
+    rest = torch.zeros(width, dtype=torch.float64)
+    rest[2], rest[4] = 1, -1
+    w = w + rest / rest.norm() * (norm**2 - w.square().sum()).sqrt()
+    state = network(version).state_dict()
+    names = [name.removesuffix("weight") for name in state if name.endswith("weight")]
+    tail = torch.ones(1, 1, dtype=torch.float64)
+    for name in reversed(names[1:]):
+        tail = tail @ state[f"{name}weight"].double()
+    first_layer = names[0]
+    state[f"{first_layer}weight"] = (tail.T / tail.square().sum() * w).float()
+    return _shifted(state, zero, first_layer, version)
+
+
+def _shifted(state: dict, zero: float, first_layer: str, version: str) -> dict[str, torch.Tensor]:
+    """The same with `zero` as its value at 0, by its last bias."""
+    head = network(version)
+    head.load_state_dict(state)
+    last = [name for name in state if name.endswith("bias")][-1]
+    width = state[f"{first_layer}weight"].shape[1]
+    state[last] = state[last] + zero - forward(head.double(), torch.zeros(1, width, dtype=torch.float64)).float()
+    return state
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> dict[str, str]:
+    """Files with the published fingerprints."""
+    folder, files = tmp_path_factory.mktemp("heads"), {}
+    for version in VERSIONS:
+        files[version] = str(folder / f"{version}.pth")
+        torch.save(disguised(version), files[version])
+    return files
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_layers_in_a_row_are_one_affine_map(version):
+    reference, width = network(version), SHEET[version][0]
+    head = read_head(reference.state_dict(), version, "x.pth")
+    x = torch.randn(6, width, generator=torch.Generator().manual_seed(1))
+    w, b = head.affine()
+    assert_close(head(x), forward(reference, x), rtol=0, atol=1e-6)
+    assert_close((x.double() @ w + b).float(), forward(reference, x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_fingerprint_holds_the_values_at_four_inputs_and_the_norm(version):
+    reference, width = network(version).double(), SHEET[version][0]
+    inputs = torch.zeros(4, width, dtype=torch.float64)
+    inputs[1], inputs[2, 0], inputs[3] = 1, 1, torch.tensor([1.0, -1.0]).repeat(width // 2)
+    inputs[1:] /= inputs[1:].norm(dim=1, keepdim=True)
+    x = torch.zeros(1, width, dtype=torch.float64, requires_grad=True)
+    slope = torch.autograd.grad(forward(reference, x).sum(), x)[0]
+    expected = [*forward(reference, inputs).tolist(), float(slope.norm())]
+    head = read_head(network(version).state_dict(), version, "x.pth")
+    assert fingerprint(head) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_published_heads_are_known_by_the_values_of_the_sheet(version, heads):
+    assert PUBLISHED[version].fingerprint == SHEET[version][1:]
+    assert PUBLISHED[version].widths[0] == SHEET[version][0]
+    head = load_head(Config(version=version, head=heads[version]))
+    assert recognise(head) == version
+    weight, bias = head.layers[-1]
+    for wrong in (bias + 3e-4, bias - 3e-4):
+        assert recognise(replace(head, layers=(*head.layers[:-1], (weight, wrong)))) is None
+
+
+def test_another_head_is_refused_and_named(heads, tmp_path):
+    with pytest.raises(RewardError, match=r"not laid out as the head of v2; it is laid out as v1's: set version: v1"):
+        load_head(Config(version="v2", head=heads["v1"]))
+    with pytest.raises(RewardError, match=r"set version: v2\.5"):
+        load_head(Config(version="v1", head=heads["v2.5"]))
+    own = tmp_path / "own.pth"
+    torch.save(network("v2").state_dict(), own)
+    digest = hashlib.sha256(own.read_bytes()).hexdigest()
+    with pytest.raises(RewardError, match=f"values are those of none.*{digest}.*{PUBLISHED['v2'].sha256}"):
+        load_head(Config(head=str(own)))
+    assert load_head(Config(head=str(own), published=False)).affine()[0].shape == (768,)
+    torch.save({"layers.0.weight": torch.ones(2, 2)}, own)
+    with pytest.raises(RewardError, match=r"not laid out as the head of v2; it has the keys \['layers\.0\.weight'\]"):
+        load_head(Config(head=str(own), published=False))
+    torch.save(network("v2", width=512).state_dict(), own)
+    with pytest.raises(RewardError, match=r"'layers\.0\.weight' is \[1024, 512\], not \[1024, 768\]"):
+        load_head(Config(head=str(own), published=False))
+
+
+def test_heads_as_safetensors_and_files_that_are_not_there(heads, tmp_path, monkeypatch):
+    import huggingface_hub
+    from safetensors.torch import save_file
+
+    file = tmp_path / "head.safetensors"
+    save_file(torch.load(heads["v2"], weights_only=True), file)
+    assert recognise(load_head(Config(head=str(file)))) == "v2"
+    with pytest.raises(RewardError, match="is no file; give one that is here"):
+        load_head(Config(head="./nowhere.pth"))
+
+    def fail(repository, name):
+        raise OSError(f"no network for {repository}/{name}")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(RewardError, match=r"'aesthetic' cannot load head\.pth of 'owner/name'"):
+        load_head(Config(head="owner/name/head.pth"))
+    with pytest.raises(ValueError, match=r"version='v2\.5' needs head, the file aesthetic_predictor_v2_5\.pth"):
+        Config(version="v2.5")
+
+
+# ---- the whole reward, on towers whose embeddings are as wide as tiny heads take
+
+
+SIZE = 16
+
+
+def siglip(folder: Path) -> str:
+    """Both towers, as the published folder has them."""
+    from transformers import SiglipConfig, SiglipModel
+
+    size = {"hidden_size": SIZE, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = SiglipConfig(
+        text_config=size | {"vocab_size": 20}, vision_config=size | {"image_size": 32, "patch_size": 8}
+    )
+    toy_clip.drawn(lambda: SiglipModel(config), 0).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory) -> dict[str, str]:
+    return {
+        "clip": toy_clip.save(tmp_path_factory.mktemp("clip")),
+        "siglip": siglip(tmp_path_factory.mktemp("siglip")),
+    }
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path, towers):
+    """Builds the reward of a version with its tower and its head at a sixteenth of the width and less."""
+
+    def made(version: str, **options):
+        known = PUBLISHED[version]
+        monkeypatch.setitem(PUBLISHED, version, replace(known, widths=(SIZE, *known.widths[1:])))
+        file = tmp_path / f"{version}.pth"
+        head = network(version, width=SIZE)
+        torch.save({name: 4 * value for name, value in head.state_dict().items()}, file)
+        tower = towers[known.tower]
+        config = Config(version=version, head=str(file), published=False, backbone=tower, device="cpu", **options)
+        return build(config), torch.load(file, weights_only=True), tower
+
+    return made
+
+
+def pictures(count: int = 5, height: int = 40, width: int = 52, seed: int = 0) -> torch.Tensor:
+    coarse = torch.rand(count, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
+
+
+def scored(reward, images) -> torch.Tensor:
+    return reward.score(images, ["a cat"] * len(images), [{}] * len(images))
+
+
+def straight_line(version: str, tower: str, weights: dict, images: torch.Tensor) -> torch.Tensor:
+    """One picture at a time: the library's own preprocessing, the tower, its norm, layer after layer."""
+    from transformers import CLIPModel, SiglipModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    square, result = {"height": 32, "width": 32}, []
+    if version == "v2.5":
+        processor, model = SiglipImageProcessorPil(size=square), SiglipModel.from_pretrained(tower).eval()
+    else:
+        processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=square)
+        model = CLIPModel.from_pretrained(tower).eval()
+    for image in images:
+        eight_bit = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        pixels = torch.as_tensor(processor(images=[eight_bit], return_tensors="pt")["pixel_values"])
+        with torch.no_grad():
+            if version == "v2.5":
+                e = model.vision_model(pixels).pooler_output[0]
+            else:
+                e = model.vision_model(pixels).pooler_output[0] @ model.visual_projection.weight.T
+        e = e / e.norm()
+        for weight, bias in zip(list(weights.values())[0::2], list(weights.values())[1::2], strict=True):
+            e = weight @ e + bias
+        result.append(e[0])
+    return torch.stack(result)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_scores_equal_a_straight_line_computation(version, tiny):
+    reward, weights, tower = tiny(version)
+    expected = straight_line(version, tower, weights, pictures())
+    assert expected.std() > 0.01 * expected.abs().max(), "the pictures must tell apart for this to mean anything"
+    assert_close(scored(reward, pictures()), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_an_odd_margin_is_rounded_as_in_the_source_that_is_asked_for(tiny):
+    """Half even by OpenAI's and open_clip's transforms, which the heads' repositories take; down by CLIPProcessor."""
+    from torchvision import transforms
+    from transformers import CLIPModel
+
+    images = pictures(4, 32, 35)  # three columns over: one or two are cut off on the left
+    scores, versions = {}, {}
+    for version in ("v1", "v2"):
+        for asked in (None, False, True):
+            reward, weights, tower = tiny(version, half_even_crop=asked)
+            scores[version, asked], versions[version, asked] = scored(reward, images), reward.card.version
+        assert_close(scores[version, False], straight_line(version, tower, weights, images), rtol=1e-5, atol=1e-4)
+        assert (scores[version, True] - scores[version, False]).abs().min() > 1e-3
+        assert versions[version, True] != versions[version, False], "a cache must tell them apart"
+    assert torch.equal(scores["v1", None], scores["v1", True])
+    assert torch.equal(scores["v2", None], scores["v2", False])
+    assert versions["v1", None] == versions["v1", True] == versions["v1", False] + ", half-even crop"
+    assert versions["v2", None] == versions["v2", False]
+    transform = transforms.Compose(
+        [transforms.ToPILImage(), transforms.CenterCrop(32), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    )
+    model = CLIPModel.from_pretrained(tower).eval()
+    with torch.no_grad():
+        pixels = torch.stack([transform((image * 255).round().to(torch.uint8)) for image in images])
+        e = model.vision_model(pixels).pooler_output @ model.visual_projection.weight.T
+    expected = read_head(weights, "v2", "x.pth")(e / e.norm(dim=1, keepdim=True))
+    assert_close(scores["v2", True], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_version_without_a_crop_takes_no_rounding_of_it():
+    with pytest.raises(ValueError, match=r"half_even_crop is of v1 and v2; version='v2.5' sees the whole picture"):
+        Config(version="v2.5", head="x.pth", half_even_crop=True)
+
+
+@pytest.mark.parametrize("version", ["v2", "v2.5"])
+def test_rows_clips_sizes_and_failures_stand_for_themselves(version, tiny):
+    reward, _, _ = tiny(version)
+    images = pictures()
+    together = scored(reward, images)
+    slack = {"rtol": 1e-4, "atol": 1e-4}
+    assert_close(torch.cat([scored(reward, image[None]) for image in images]), together, **slack)
+    assert_close(scored(reward, images.flip(0)), together.flip(0), **slack)
+    broken, wide = images[0].clone(), pictures(1, 33, 64)[0]
+    broken[0, 20, 0] = math.nan
+    result = scored(reward, [wide, broken, images[:2], images[1]])
+    expected = torch.stack([scored(reward, wide[None])[0], torch.tensor(math.nan), together[:2].mean(), together[1]])
+    assert_close(result, expected, equal_nan=True, **slack)
+
+
+@pytest.mark.parametrize("version", ["v2", "v2.5"])
+def test_picture_gradients_are_those_of_finite_differences_and_climb(version, tiny):
+    reward, _, _ = tiny(version, preprocess="fast")
+    assert reward.card.differentiable
+    assert not tiny(version)[0].card.differentiable
+    images = (0.25 + pictures(2) / 2).requires_grad_()
+    before = scored(reward, images)
+    (gradient,) = torch.autograd.grad(before.sum(), images)
+    with torch.no_grad():
+        step = 1e-4 * gradient.sign()
+        ends = [scored(reward, images + sign * step).double() for sign in (1, -1)]
+        slopes = 2 * (gradient * step).sum(dim=(1, 2, 3)).double()
+        assert_close(ends[0] - ends[1], slopes, rtol=0.03, atol=1e-5 * float(before.abs().max()))
+        assert (ends[0] > before).all()
+
+
+def test_the_card_bounds_an_affine_map_of_unit_vectors(tiny):
+    for version in VERSIONS:
+        reward, _, _ = tiny(version)
+        assert reward.card.outputs == (f"aesthetic_{version.replace('.', '_')}",)
+        scorer = Scorer([WeightedReward("aesthetic", reward)], batch_size=2)
+        assert scorer.score(pictures(), ["x"] * 5, [{}] * 5).failures == 0
+    assert tiny("v2.5")[0].card.resolution == "32 x 32, stretched to a square"
+    _, zero, *_, norm = SHEET["v2"]
+    assert (CARD.low, CARD.high) == pytest.approx((zero - norm, zero + norm))
+
+
+def test_a_backbone_of_another_width_is_refused(heads, towers):
+    with pytest.raises(RewardError, match=r"embeds in 16 numbers, the head takes 768; use openai/clip-vit-large"):
+        build(Config(head=heads["v2"], backbone=towers["clip"], device="cpu"))
+
+
+def test_scoring_leaves_the_random_state_and_autocast_alone(tiny):
+    state = torch.get_rng_state()
+    reward, _, _ = tiny("v2")
+    expected = scored(reward, pictures())
+    assert torch.equal(state, torch.get_rng_state())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scored(reward, pictures()), expected)
+    assert CARD.level == aesthetic.LEVEL

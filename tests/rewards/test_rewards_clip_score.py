@@ -1,0 +1,398 @@
+"""clip_score on tiny random CLIPs of both libraries, against straight-line computations on the same weights."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from flowrl.rewards._pixels import Pixels
+from flowrl.rewards.clip_score import CARD, Config, build
+from torch.testing import assert_close
+
+from flowrl.reward import RewardError
+from flowrl.rewards import _clip, _open_clip
+from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.weighted import WeightedReward
+from tests import toy_clip
+
+PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "sea"]
+BACKENDS = ("transformers", "open_clip")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    hugging, opened = tmp_path_factory.mktemp("transformers"), tmp_path_factory.mktemp("open_clip")
+    return {"transformers": toy_clip.save(hugging), "open_clip": toy_clip.save_open_clip(opened)}
+
+
+@pytest.fixture(scope="module")
+def rewards(folders):
+    return {
+        (backend, way): build(Config(model=folder, device="cpu", preprocess=way))
+        for backend, folder in folders.items()
+        for way in ("exact", "fast")
+    }
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def reward(request, rewards):
+    return rewards[request.param, "exact"]
+
+
+def pictures(count: int = 5, height: int = 40, width: int = 52, seed: int = 0) -> torch.Tensor:
+    """Smooth and strongly coloured, so that the scores differ."""
+    coarse = torch.rand(count, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
+
+
+def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
+    return reward.score(images, prompts, [{}] * len(prompts))
+
+
+def pil(image: torch.Tensor):
+    from PIL import Image
+
+    return Image.fromarray((image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+def embeddings(backend: str, folder: str, images, prompts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unit embeddings of pictures and prompts, [B, D] both, one at a time, with the library's own preprocessing."""
+    from transformers import CLIPTokenizer
+
+    of = _transformers if backend == "transformers" else _opened
+    see, say = of(folder)
+    tokenizer, seen, said = CLIPTokenizer.from_pretrained(folder), [], []
+    for image, prompt in zip(images, prompts, strict=True):
+        tokens = tokenizer(prompt).input_ids
+        tokens = tokens[: toy_clip.TEXT_LENGTH - 1] + tokens[-1:] if len(tokens) > toy_clip.TEXT_LENGTH else tokens
+        with torch.no_grad():
+            seen.append(see(pil(image)))
+            said.append(say(tokens))
+    seen, said = torch.stack(seen), torch.stack(said)
+    return seen / seen.square().sum(1, keepdim=True).sqrt(), said / said.square().sum(1, keepdim=True).sqrt()
+
+
+def _transformers(folder: str):
+    from transformers import CLIPModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    size = toy_clip.IMAGE_SIZE
+    processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+    model = CLIPModel.from_pretrained(folder).eval()
+
+    def see(image):
+        pixels = torch.as_tensor(processor(images=[image], return_tensors="pt")["pixel_values"])
+        return model.vision_model(pixels).pooler_output[0] @ model.visual_projection.weight.T
+
+    return (
+        see,
+        lambda tokens: model.text_model(torch.tensor([tokens])).pooler_output[0] @ model.text_projection.weight.T,
+    )
+
+
+def _opened(folder: str):
+    import open_clip
+    from safetensors.torch import load_file
+
+    model = open_clip.CLIP(**toy_clip.open_clip_config()).eval()
+    model.load_state_dict(load_file(Path(folder) / "open_clip_model.safetensors"))
+    transform = open_clip.image_transform(toy_clip.IMAGE_SIZE, False, mean=toy_clip.MEAN, std=toy_clip.STD)
+
+    def say(tokens):
+        # Without padding: behind the end of a text nothing can be seen from it.
+        x = model.token_embedding(torch.tensor([tokens])) + model.positional_embedding[: len(tokens)]
+        mask = torch.full((len(tokens),) * 2, -math.inf).triu(1)
+        for block in model.transformer.resblocks:
+            x = block(x, attn_mask=mask)
+        return model.ln_final(x)[0, -1] @ model.text_projection
+
+    return lambda image: model.visual(transform(image)[None])[0], say
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_are_the_diagonal_of_all_cosines(backend, rewards, folders):
+    images = pictures()
+    seen, said = embeddings(backend, folders[backend], images, PROMPTS)
+    expected = (seen @ said.T).diagonal()
+    assert expected.std() > 0.02, "the pictures and prompts must tell apart for this to mean anything"
+    assert_close(scored(rewards[backend, "exact"], images), expected, rtol=0, atol=1e-5)
+
+
+def test_a_score_depends_on_its_own_picture_and_prompt_alone(reward):
+    images = pictures()
+    together = scored(reward, images)
+    alone = torch.cat([scored(reward, images[i : i + 1], PROMPTS[i : i + 1]) for i in range(5)])
+    assert_close(together, alone, rtol=0, atol=1e-5)
+    assert_close(scored(reward, images.flip(0), PROMPTS[::-1]), together.flip(0), rtol=0, atol=1e-5)
+    other = scored(reward, images, [PROMPTS[1], PROMPTS[0], *PROMPTS[2:]])
+    assert (other[:2] - together[:2]).abs().min() > 1e-3
+
+
+def test_lists_of_sizes_clips_and_failures_stand_side_by_side(reward):
+    two = pictures(2)
+    wide = pictures(1, 33, 64, seed=1)[0]
+    broken = pictures(1)[0]
+    # In a corner that the crop leaves out.
+    broken[0, 20, 0] = math.inf
+    result = scored(reward, [two[0], wide, two, broken], ["sea"] * 4)
+    frames = scored(reward, two, ["sea"] * 2)
+    expected = torch.stack([frames[0], scored(reward, wide[None], ["sea"])[0], frames.mean(), torch.tensor(math.nan)])
+    assert_close(result, expected, rtol=0, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_failed_picture_fails_alone_in_fast_preprocessing_too(backend, rewards):
+    images = pictures()
+    expected = scored(rewards[backend, "fast"], images)
+    images[1, 0, 20, 0] = math.inf
+    result = scored(rewards[backend, "fast"], images)
+    assert result.isnan().tolist() == [False, True, False, False, False]
+    assert_close(result[[0, 2, 3, 4]], expected[[0, 2, 3, 4]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fast_scores_are_close_to_the_exact_ones(backend, rewards):
+    images = pictures()
+    assert_close(scored(rewards[backend, "fast"], images), scored(rewards[backend, "exact"], images), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_picture_gradients_are_those_of_finite_differences_and_climb(backend, rewards):
+    exact, fast = rewards[backend, "exact"], rewards[backend, "fast"]
+    assert (exact.card.differentiable, fast.card.differentiable) == (False, True)
+    images = (0.25 + pictures(2) / 2).requires_grad_()
+    assert not scored(exact, images, PROMPTS[:2]).requires_grad
+    before = scored(fast, images, PROMPTS[:2])
+    (gradient,) = torch.autograd.grad(before.sum(), images)
+    assert torch.autograd.grad(scored(fast, images, PROMPTS[:2])[0], images)[0][1].abs().max() == 0
+    with torch.no_grad():
+        for direction in (gradient.sign(), torch.randn(images.shape, generator=torch.Generator().manual_seed(2))):
+            step = 1e-3 * direction
+            ends = [scored(fast, images + sign * step, PROMPTS[:2]).double().sum() for sign in (1, -1)]
+            # float32 cosines are known to 1e-7; the differences are 1e-4 at least.
+            assert float(ends[0] - ends[1]) == pytest.approx(float(2 * (gradient * step).sum()), rel=0.02, abs=2e-6)
+        assert (scored(fast, images + 1e-3 * gradient.sign(), PROMPTS[:2]) > before).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scoring_leaves_the_random_state_the_gradient_mode_and_autocast_alone(backend, folders):
+    state = torch.get_rng_state()
+    reward = build(Config(model=folders[backend], device="cpu"))
+    expected = scored(reward, pictures())
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+    assert not expected.requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scored(reward, pictures()), expected), "the network runs in float32 under autocast too"
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_conventions_are_named_by_their_output(folders, rewards):
+    images = pictures(5, seed=3)
+    cosine = scored(rewards["open_clip", "exact"], images)
+    cosine, images = torch.cat([cosine, cosine]), torch.cat([images, 1 - images])
+    cosine[5:] = scored(rewards["open_clip", "exact"], images[5:])
+    for convention, output, factor in (("clip_s", "clip_s", 2.5), ("percent", "clip_percent", 100.0)):
+        reward = build(Config(model=folders["open_clip"], device="cpu", convention=convention))
+        assert (reward.card.outputs, reward.card.low, reward.card.high) == ((output,), 0.0, factor)
+        expected = factor * torch.where(cosine > 0, cosine, 0.0)
+        assert_close(scored(reward, images, PROMPTS * 2), expected, rtol=0, atol=1e-3)
+    card = rewards["open_clip", "exact"].card
+    assert (card.outputs, card.low, card.high, card.resolution) == (
+        ("clip_cos",),
+        -1.0,
+        1.0,
+        "32 x 32, the centre square",
+    )
+    assert CARD.outputs == ("clip_cos",)
+    scorer = Scorer([WeightedReward("clip_score", rewards["open_clip", "exact"])], batch_size=2)
+    assert scorer.score(pictures(), PROMPTS, [{}] * 5).failures == 0
+
+
+def test_it_is_torchmetrics_number_for_short_captions_and_keeps_the_end_token_of_long_ones(folders):
+    """torchmetrics (functional/multimodal/clip_score.py) cuts ids and mask at the model's length."""
+    from transformers import CLIPModel, CLIPTokenizer
+
+    folder, length = folders["transformers"], toy_clip.TEXT_LENGTH
+    model = CLIPModel.from_pretrained(folder).eval()
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
+    images = pictures(4)
+    captions = ["a cat", "the sea", "a dog " * length, "red sea " * length]
+    seen, _ = embeddings("transformers", folder, images, captions)
+    tokens = tokenizer(captions, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        said = _clip.projected(
+            model.get_text_features(tokens["input_ids"][:, :length], tokens["attention_mask"][:, :length])
+        )
+    said = said / said.norm(dim=1, keepdim=True)
+    theirs = 100 * (seen * said).sum(dim=1).clamp(min=0)
+    ours = scored(build(Config(model=folder, device="cpu", convention="percent")), images, captions)
+    assert_close(ours[:2], theirs[:2], rtol=0, atol=1e-3)
+    assert_close(said[2], said[3], rtol=0, atol=1e-6)  # of the start token, which sees no word of the caption
+    assert (ours[2:] - theirs[2:]).abs().min() > 0.1
+
+
+# ---- preprocessing of open_clip
+
+
+@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 64), (40, 57), (91, 33), (20, 31), (29, 24)])
+def test_exact_preprocessing_equals_that_of_open_clip(mode, height, width):
+    import open_clip
+
+    image = torch.rand(3, height, width, generator=torch.Generator().manual_seed(1))
+    options = {"mean": toy_clip.MEAN, "std": toy_clip.STD, "interpolation": "bilinear"}
+    expected = open_clip.image_transform(24, False, resize_mode=mode, fill_color=51, **options)(pil(image))
+    ours = Pixels(size=24, fit=_open_clip._FITS[mode], fill=51 / 255, half_even_crop=True, **options)
+    assert_close(ours(image[None])[0], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["longest", "squash"])
+def test_a_folder_says_how_its_pictures_are_resized(mode, tmp_path):
+    clip = _open_clip.load(
+        toy_clip.save_open_clip(tmp_path, resize_mode=mode),
+        None,
+        quick_gelu=None,
+        device="cpu",
+        preprocess="fast",
+        reward="clip_score",
+    )
+    assert (clip.pixels.fit, clip.pixels.mean, clip.pixels.size) == (_open_clip._FITS[mode], toy_clip.MEAN, 32)
+
+
+def test_a_residual_network_such_as_tiny_clips_is_scored(tmp_path):
+    tower = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 16, "head_width": 64, "patch_size": None}
+    folder = toy_clip.save_open_clip(tmp_path, embed_dim=64, vision_cfg=tower)
+    reward = build(Config(model=folder, device="cpu", preprocess="fast"))
+    together = scored(reward, pictures())
+    assert together.isfinite().all()
+    alone = torch.cat([scored(reward, pictures()[i : i + 1], PROMPTS[i : i + 1]) for i in range(5)])
+    # Normalisation by the batch would show here.
+    assert_close(together, alone, rtol=0, atol=1e-4)
+    clip = _open_clip.load(folder, None, quick_gelu=None, device="cpu", preprocess="fast", reward="clip_score")
+    norms = torch.cat([clip.embed_images(pictures()), clip.embed_texts(PROMPTS)]).norm(dim=1)
+    assert_close(norms, torch.ones(10))
+
+
+# ---- finding weights
+
+
+def test_an_embedded_clip_goes_by_its_bare_name(folders, monkeypatch, rewards, tmp_path):
+    monkeypatch.setenv("FLOWRL_ASSETS", str(Path(folders["open_clip"]).parent))
+    name = Path(folders["open_clip"]).name
+    monkeypatch.chdir(tmp_path)
+    reward = build(Config(model=name, device="cpu"))
+    assert torch.equal(scored(reward, pictures()), scored(rewards["open_clip", "exact"], pictures()))
+
+
+@pytest.fixture
+def named(monkeypatch, tmp_path) -> str:
+    """A network with a name of open_clip's own, and a tag whose weights are QuickGELU's, as OpenAI's are."""
+    import open_clip
+    from safetensors.torch import save_file
+
+    config = toy_clip.open_clip_config()
+    config["text_cfg"] = {"context_length": 20, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
+    file = tmp_path / "open_clip_model.safetensors"
+    save_file(toy_clip.drawn(lambda: open_clip.CLIP(**config), 0).state_dict(), file)
+    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny-named", config)
+    tags = {"openai": {"file": str(file), "quick_gelu": True}, "laion": {"file": str(file)}}
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "tiny-named", tags)
+    return str(file)
+
+
+def gelus(model: torch.nn.Module) -> set[str]:
+    return {type(module).__name__ for module in model.modules() if "GELU" in type(module).__name__}
+
+
+def opened(pretrained: str | None, quick_gelu: bool | None = None, model: str = "tiny-named") -> _open_clip.OpenClip:
+    return _open_clip.load(
+        model, pretrained, quick_gelu=quick_gelu, device="cpu", preprocess="exact", reward="clip_score"
+    )
+
+
+def test_weights_run_with_the_activation_they_were_trained_with(named, recwarn):
+    assert gelus(opened("openai").model) == {"QuickGELU"}
+    assert gelus(opened("laion").model) == {"GELU"}
+    assert not [warning for warning in recwarn if "QuickGELU mismatch" in str(warning.message)]
+    with pytest.raises(RewardError, match=r"were trained with True; leave it out"):
+        opened("openai", quick_gelu=False)
+    for source in (named, str(Path(named).parent)):
+        with pytest.raises(RewardError, match=r"set quick_gelu: true .* or false"):
+            opened(source)
+        assert gelus(opened(source, quick_gelu=True).model) == {"QuickGELU"}
+        assert gelus(opened(source, quick_gelu=False).model) == {"GELU"}
+
+
+@pytest.mark.parametrize(
+    ("model", "tag", "quick_gelu"),
+    [
+        ("ViT-L-14", "openai", True),
+        ("ViT-L-14-quickgelu", "openai", True),
+        ("ViT-H-14-quickgelu", "dfn5b", True),
+        ("ViT-L-14", "laion2b_s32b_b82k", False),
+        ("ViT-H-14", "laion2b_s32b_b79k", False),
+        ("roberta-ViT-B-32", "laion2b_s12b_b32k", True),
+    ],
+)
+def test_the_activation_of_published_weights_is_known_by_their_tag(model, tag, quick_gelu):
+    assert _open_clip._source(model, tag, None, "reward 'clip_score'").quick_gelu is quick_gelu
+
+
+def test_a_network_by_its_name_is_scored_with_open_clips_own_tokenizer(named):
+    reward = build(Config(model="tiny-named", pretrained="laion", device="cpu"))
+    scores = scored(reward, pictures())
+    assert scores.isfinite().all()
+    assert scores.std() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("model", "pretrained", "message"),
+    [
+        ("tiny-named", None, "network without weights; give pretrained"),
+        ("tiny-named", "tag", "nor a tag of tiny-named; its tags: openai, laion"),
+        ("./nowhere", None, "neither a folder, nor an embedded CLIP"),
+        ("owner/name", "laion", "goes with the name of a network"),
+    ],
+)
+def test_what_open_clip_cannot_load_is_refused(named, model, pretrained, message):
+    with pytest.raises(RewardError, match=message):
+        opened(pretrained, model=model)
+
+
+def test_a_folder_that_is_incomplete_is_refused(tmp_path, folders):
+    with pytest.raises(RewardError, match=r"has no open_clip_config\.json"):
+        opened(None, model=str(tmp_path))
+    with pytest.raises(RewardError, match="has none of open_clip_model"):
+        _open_clip._weights(str(tmp_path), "tiny-named", "reward 'clip_score'")
+    config = json.loads((Path(folders["open_clip"]) / "open_clip_config.json").read_text())
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    # open_clip itself would go on with weights drawn at random.
+    with pytest.raises(RewardError, match="cannot load open_clip's"):
+        opened(None, model=str(tmp_path))
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = toy_clip.save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["visual_projection.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    # transformers itself would draw it at random and warn.
+    with pytest.raises(RewardError, match=r"lacks 1 of its weights, such as 'visual_projection\.weight'"):
+        _clip.load(folder, folder, device="cpu", preprocess="exact", reward="clip_score")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"frames": 0}, "frames=0"),
+        ({"backend": "transformers", "pretrained": "laion"}, "pretrained and quick_gelu are open_clip's"),
+        ({"backend": "open_clip", "tokenizer": "x"}, "tokenizer is transformers'"),
+    ],
+)
+def test_options_of_the_other_library_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**options)

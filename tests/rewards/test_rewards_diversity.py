@@ -1,0 +1,202 @@
+"""The determinantal gain (grpo_family 7.5) and the reward that is made of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from flowrl.rewards.diversity import Config, build, colour_waves, diversity_gain
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from flowrl.credit.advantages import group_advantages
+from flowrl.reward import RewardError
+from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.weighted import WeightedReward
+from tests import toy_clip
+
+LN2 = math.log(2)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pictures(count: int, seed: int = 0) -> torch.Tensor:
+    """Coarse strong colours."""
+    coarse = torch.rand(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.interpolate(coarse, (32, 32), mode="bilinear")
+
+
+# ---- the formula
+
+
+@settings(max_examples=40, deadline=None)
+@given(samples=st.integers(1, 7), width=st.integers(1, 9), seed=st.integers(0, 100))
+def test_the_gain_is_the_leave_one_out_difference_of_log_determinants(samples, width, seed):
+    """grpo_family 7.5: -log (L^-1)_ii equals brute force, within 0 and ln 2."""
+    rows = draw(2, samples, width, seed=seed)
+    found = diversity_gain(3 * rows)
+    for p in range(2):
+        unit = (rows[p] / rows[p].norm(dim=1, keepdim=True)).double()
+        kernel = unit @ unit.T + torch.eye(samples, dtype=torch.float64)
+        for i in range(samples):
+            rest = [j for j in range(samples) if j != i]
+            without = kernel[rest][:, rest].logdet() if rest else torch.zeros((), dtype=torch.float64)
+            assert float(found[p, i]) == pytest.approx(float(kernel.logdet() - without), abs=1e-6)
+    assert float(found.min()) >= math.log((samples + 1) / samples) - 1e-6
+    assert float(found.max()) <= LN2 + 1e-6
+
+
+@pytest.mark.parametrize("samples", [2, 5, 24])
+def test_equal_samples_share_the_least_gain_and_orthogonal_ones_have_the_most(samples):
+    """grpo_family 7.5, bounds: log((G + 1) / G) and ln 2."""
+    same = torch.ones(1, samples, 30)
+    assert_close(diversity_gain(same), torch.full((1, samples), math.log((samples + 1) / samples)))
+    assert_close(diversity_gain(torch.eye(30)[None, :samples]), torch.full((1, samples), LN2))
+
+
+def test_duplicates_share_the_smallest_gain():
+    """grpo_family 7.5."""
+    rows = draw(1, 6, 20)
+    rows[0, 4] = 2.5 * rows[0, 1]
+    found = diversity_gain(rows)[0]
+    assert float(found[1]) == pytest.approx(float(found[4]), abs=1e-6)
+    others = found[[0, 2, 3, 5]]
+    assert float(found[1]) < float(others.min()) - 0.05
+
+
+def test_permuting_samples_permutes_the_gains():
+    """grpo_family 7.5."""
+    rows, order = draw(2, 6, 20), torch.tensor([3, 0, 5, 1, 4, 2])
+    assert_close(diversity_gain(rows[:, order]), diversity_gain(rows)[:, order])
+
+
+def test_no_gradient_passes():
+    """grpo_family 7.5."""
+    assert not diversity_gain(draw(1, 3, 4).requires_grad_()).requires_grad
+
+
+def test_one_sample_alone_has_ln_2_and_so_no_advantage():
+    """grpo_family 7.5."""
+    gain = diversity_gain(draw(3, 1, 4))
+    assert_close(gain, torch.full((3, 1), LN2))
+    credit = group_advantages(gain)
+    assert credit.values.abs().max() == 0
+    assert credit.dead.all()
+
+
+def test_a_broken_row_is_masked_and_changes_no_other():
+    rows = draw(1, 5, 8)
+    expected = diversity_gain(rows[:, [0, 1, 3, 4]])
+    rows[0, 2, 3] = math.nan
+    found = diversity_gain(rows)
+    assert found.isnan().tolist() == [[False, False, True, False, False]]
+    assert_close(found[:, [0, 1, 3, 4]], expected)
+
+
+# ---- the reward
+
+
+def test_similarity_of_pictures_is_a_gaussian_of_their_colour_difference():
+    shown = pictures(12)
+    near = (shown[:1] + 0.1 * draw(12, 3, 1, 1).tanh()).clamp(0, 1)
+    grids = torch.nn.functional.adaptive_avg_pool2d(torch.cat([shown, near]), 8).flatten(1)
+    unit = torch.nn.functional.normalize(colour_waves(0.2)(list(torch.cat([shown, near]))), dim=1)
+    difference = torch.cdist(grids, grids).square() / grids.shape[1]
+    # 256 random waves: the error of their mean is 1 / sqrt(512) at most, five times that for 276 pairs.
+    assert_close(unit @ unit.T, (-difference / (2 * 0.2**2)).exp(), rtol=0, atol=5 / 512**0.5)
+
+
+def test_a_picture_unlike_the_others_of_its_prompt_scores_best():
+    reward = build(Config())
+    shown = pictures(1).repeat(4, 1, 1, 1)
+    shown[2] = pictures(1, seed=1)[0]
+    gain = reward.score(shown, ["a"] * 4, [{}] * 4)
+    assert int(gain.argmax()) == 2
+    assert float(gain[2]) > float(gain[0]) + 0.2
+    assert_close(gain[[0, 1, 3]], gain[:1].expand(3))
+
+
+def test_only_pictures_of_the_same_prompt_are_compared_wherever_they_stand():
+    reward, shown = build(Config()), pictures(7)
+    prompts, metadata = ["a", "b", "a", "a", "b", "a", "c"], [{}, {}, {}, {"text": "x"}, {}, {}, {}]
+    found = reward.score(shown, prompts, metadata)
+    for places in ([0, 2, 5], [1, 4], [3], [6]):
+        alone = reward.score(shown[places], [prompts[i] for i in places], [metadata[i] for i in places])
+        assert_close(found[places], alone)
+    assert float(found[3]) == float(found[6]) == pytest.approx(LN2)
+
+
+def test_the_scorer_hands_it_the_whole_batch():
+    reward, shown = build(Config()), pictures(6)
+    prompts = ["a", "b"] * 3
+    scores = Scorer([WeightedReward("diversity", reward)], batch_size=2).score(shown, prompts, [{}] * 6)
+    assert_close(scores.raw["diversity"], reward.score(shown, prompts, [{}] * 6))
+    card = reward.card
+    assert (card.low, card.high, card.needs_groups, card.differentiable) == (0.0, LN2, True, False)
+
+
+def test_a_picture_with_nan_is_masked_and_missed_by_none():
+    reward, shown = build(Config()), pictures(4)
+    expected = reward.score(shown[[0, 1, 3]], ["a"] * 3, [{}] * 3)
+    shown[2, 0, 0, 0] = math.nan
+    found = reward.score(shown, ["a"] * 4, [{}] * 4)
+    assert found.isnan().tolist() == [False, False, True, False]
+    assert_close(found[[0, 1, 3]], expected)
+
+
+def test_clips_and_pictures_of_different_sizes_are_scored():
+    reward = build(Config())
+    still = [pictures(1, seed=s)[0] for s in range(3)]
+    clips = [picture.expand(5, -1, -1, -1) for picture in still]
+    assert_close(reward.score(clips, ["a"] * 3, [{}] * 3), reward.score(still, ["a"] * 3, [{}] * 3))
+    assert_close(
+        reward.score([still[0], still[1][:, 4:20, ::2], still[2]], ["a", "b", "a"], [{}] * 3)[[0, 2]],
+        reward.score([still[0], still[2]], ["a"] * 2, [{}] * 2),
+    )
+
+
+# ---- networks
+
+
+def save(kind: str, folder) -> str:
+    """A tiny random CLIP or DINOv2 with its preprocessing."""
+    from transformers import BitImageProcessor, CLIPImageProcessor, Dinov2Config, Dinov2Model
+
+    if kind == "clip":
+        size = toy_clip.IMAGE_SIZE
+        CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
+            folder
+        )
+        return toy_clip.save(folder)
+    BitImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Dinov2Model(
+            Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+        ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["clip", "dinov2"])
+def test_a_network_may_give_the_embeddings(tmp_path, kind):
+    reward = build(Config(backbone=save(kind, tmp_path), device="cpu"))
+    shown = pictures(3)
+    shown[1] = shown[0]
+    gain = reward.score(shown, ["a"] * 3, [{}] * 3)
+    assert_close(gain[0], gain[1])
+    assert float(gain[2]) > float(gain[0]) + 1e-5
+    assert not gain.requires_grad
+
+
+def test_weights_that_cannot_be_found_are_named(tmp_path):
+    with pytest.raises(RewardError, match=r"'diversity' cannot load backbone='.*nowhere'; give 'fixed'"):
+        build(Config(backbone=str(tmp_path / "nowhere")))
+
+
+def test_a_bandwidth_of_zero_is_refused():
+    with pytest.raises(ValueError, match="bandwidth=0"):
+        Config(bandwidth=0.0)

@@ -1,0 +1,98 @@
+"""JPEG size: orderings, not bytes, since those differ between builds of libjpeg."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from flowrl.rewards.jpeg import Config, build
+from PIL import Image
+
+from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.weighted import WeightedReward
+
+SIZE = 64
+
+
+def ladder() -> torch.Tensor:
+    """A flat picture, a gradient, and noise: [3, 3, H, W]."""
+    flat = torch.full((3, SIZE, SIZE), 0.3)
+    gradient = torch.linspace(0, 1, SIZE).expand(3, SIZE, SIZE)
+    noise = torch.rand(3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    return torch.stack([flat, gradient, noise])
+
+
+def sizes(images, **options) -> list[float]:
+    count = len(images)
+    return build(Config(**options)).score(images, [""] * count, [{}] * count).tolist()
+
+
+def training_values(mode: str) -> list[float]:
+    scorer = Scorer([WeightedReward("jpeg", build(Config(mode=mode)))])
+    return scorer.score(ladder(), [""] * 3, [{}] * 3).values[0].tolist()
+
+
+def test_flat_is_smaller_than_gradient_is_smaller_than_noise():
+    flat, gradient, noise = sizes(ladder())
+    assert 0.2 < flat < gradient < noise < 3 * SIZE * SIZE / 1000
+
+
+def test_the_raw_value_is_thousands_of_bytes_of_the_rounded_picture():
+    picture = ladder()[2]
+    file = io.BytesIO()
+    eight_bit = np.asarray(picture.permute(1, 2, 0) * 255 + 0.5).astype(np.uint8)
+    Image.fromarray(eight_bit).save(file, format="JPEG", quality=95)
+    assert sizes(picture[None]) == [pytest.approx(len(file.getvalue()) / 1000)]
+
+
+def test_the_mode_turns_the_training_value_and_not_the_raw_one():
+    assert sizes(ladder(), mode="compressibility") == sizes(ladder(), mode="incompressibility")
+    assert training_values("compressibility") == [-value for value in training_values("incompressibility")]
+    assert training_values("compressibility") == sorted(training_values("compressibility"), reverse=True)
+
+
+def test_compressibility_on_flow_grpos_scale_is_minus_incompressibility_over_500():
+    def values(mode: str, scale: float) -> list[float]:
+        entry = WeightedReward("jpeg", build(Config(mode=mode)), scale=scale)
+        return Scorer([entry]).score(ladder(), [""] * 3, [{}] * 3).values[0].tolist()
+
+    expected = [-size / 500 for size in values("incompressibility", 1.0)]
+    assert values("compressibility", 1 / 500) == pytest.approx(expected)
+
+
+def test_a_lower_quality_makes_a_smaller_file():
+    assert sizes(ladder()[2:], quality=30)[0] < 0.6 * sizes(ladder()[2:], quality=95)[0]
+
+
+@pytest.mark.parametrize("quality", [0, 96, -5])
+def test_a_quality_outside_of_what_pil_recommends_is_refused(quality):
+    with pytest.raises(ValueError, match=f"quality={quality} must be from 1 to 95"):
+        Config(quality=quality)
+
+
+def test_sizes_do_not_depend_on_the_batch_and_lists_are_taken():
+    images = ladder()
+    assert sizes(images) == [sizes(images[i : i + 1])[0] for i in range(3)] == sizes(images.flip(0))[::-1]
+    assert sizes([images[1], images[2][:, :20, :32]])[0] == sizes(images[1:2])[0]
+
+
+def test_values_beyond_the_range_are_clamped_and_nan_is_masked():
+    images = ladder()
+    assert sizes(torch.full((1, 3, 8, 8), 1.5)) == sizes(torch.ones(1, 3, 8, 8))
+    images[1, 2, 5, 5] = math.nan
+    assert [math.isnan(value) for value in sizes(images)] == [False, True, False]
+
+
+def test_a_clip_is_the_mean_of_its_frames_and_masked_by_a_single_nan():
+    frames = ladder()
+    assert sizes(frames[None]) == [pytest.approx(sum(sizes(frames)) / 3)]
+    clips = torch.stack([frames, frames.flip(0)])
+    assert sizes(clips)[0] == pytest.approx(sizes(clips)[1])
+    clips[1, 0, 2, 5, 5] = math.nan
+    assert [math.isnan(value) for value in sizes(clips)] == [False, True]
+
+
+def test_what_is_no_picture_is_refused():
+    with pytest.raises(ValueError, match=r"a picture must be \[3, H, W\], got \[4, 8, 8\]"):
+        sizes(torch.zeros(1, 4, 8, 8))

@@ -1,0 +1,331 @@
+"""VideoAlign on a tiny random Qwen2-VL in the published layouts, against the released computation step by step."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flowrl.rewards.video_align import CARD, MARKS, Config, build, frame_indices, read_settings, values_of
+from torch.testing import assert_close
+
+from flowrl.reward import RewardError
+from flowrl.rewards import video_align
+from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.weighted import WeightedReward
+from tests import toy_qwen_vl as toy
+
+PROMPTS = ["a photo of a cat", "two {dogs} on a bench", "sea"]
+# Stands in for the authors' text, which is not part of the repository: three marks, the caption before the last.
+TEXT = "\nRate sharpness: <|VQ_reward|>\nEND\n\nRate motion: <|MQ_reward|>\nEND\n\nPrompt - {text_prompt}  \n"
+TEXT += "Rate likeness: <|TA_reward|>\nEND\n"
+NORMS = {"VQ": (3.6757, 2.2476), "MQ": (1.1646, 1.3811), "TA": (2.8105, 2.5121)}
+RANK, ALPHA = 2, 6
+
+
+def settings_file(base: str, **changes) -> dict:
+    """A model_config.json; `changes` are {"section.key": value}."""
+    content = {
+        "data_config": {
+            "max_frame_pixels": 200704,
+            "num_frames": None,
+            "fps": 2.0,
+            "eval_dim": ["VQ", "MQ", "TA"],
+            "prompt_template_type": "detailed_special",
+            "sample_type": "uniform",
+        },
+        "model_config": {"model_name_or_path": base, "output_dim": 1, "use_special_tokens": True},
+        "peft_lora_config": {"lora_enable": True, "lora_r": RANK, "lora_alpha": ALPHA, "use_rslora": False},
+        "inference_config": {f"{n}_mean": m for n, (m, _) in NORMS.items()}
+        | {f"{n}_std": s for n, (_, s) in NORMS.items()},
+    }
+    for key, value in changes.items():
+        section, name = key.split(".")
+        content[section][name] = value
+    return content
+
+
+def split_lora(weights: dict) -> tuple[dict, dict]:
+    """(the weights less what LoRA adds, the factors by layer) for the language model's queries and values."""
+    generator = torch.Generator().manual_seed(5)
+    plain, factors = dict(weights), {}
+    for name in weights:
+        if name.startswith("model.layers.") and name.endswith(("q_proj.weight", "v_proj.weight")):
+            outputs, inputs = weights[name].shape
+            a, b = (torch.randn(s, generator=generator) * 0.2 for s in ((RANK, inputs), (outputs, RANK)))
+            plain[name] = weights[name] - ALPHA / RANK * b @ a
+            factors[name.removesuffix(".weight")] = (a, b)
+    return plain, factors
+
+
+@dataclasses.dataclass
+class Toy:
+    folder: Path
+    base: str
+    model: object
+    tokenizer: object
+    head: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    """A tiny VideoReward whose last checkpoint is one model.pth, as PEFT names weights."""
+    folder = tmp_path_factory.mktemp("video_align")
+    base = toy.save_base(folder / "base", [TEXT, *PROMPTS])
+    model, tokenizer = toy.network(base, MARKS)
+    plain, factors = split_lora(toy.published(model))
+    head = torch.randn(1, toy.HIDDEN, generator=torch.Generator().manual_seed(3))
+    saved = {"base_model.model.rm_head.weight": head}
+    for name, value in plain.items():
+        layer = name.removesuffix(".weight")
+        saved[f"base_model.model.{layer}.base_layer.weight" if layer in factors else f"base_model.model.{name}"] = value
+    for layer, pair in factors.items():
+        for part, value in zip("AB", pair, strict=True):
+            saved[f"base_model.model.{layer}.lora_{part}.default.weight"] = value
+    for step, content in (("9", {}), ("11", saved)):
+        (folder / f"checkpoint-{step}").mkdir()
+        torch.save(content, folder / f"checkpoint-{step}" / "model.pth")
+    (folder / "model_config.json").write_text(json.dumps(settings_file(base)))
+    (folder / "prompt_template.py").write_text(f"OTHER = 'x'\nDETAILED = {TEXT!r}\n")
+    digest = hashlib.sha256(TEXT.replace("{text_prompt}", "a photo of a cat").encode()).hexdigest()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(video_align, "PROMPT_SHA256", digest)
+        yield Toy(folder, base, model, tokenizer, head)
+
+
+def configured(toys: Toy, **options) -> Config:
+    given = {"model": str(toys.folder), "prompt_file": str(toys.folder / "prompt_template.py"), "fps": 4.0}
+    return Config(**{**given, "dtype": "float32", "device": "cpu", **options})
+
+
+@pytest.fixture(scope="module")
+def reward(toys):
+    return build(configured(toys))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Frames of a few tokens, for what does not depend on their size."""
+    monkeypatch.setattr(video_align, "MIN_PIXELS", 4 * 28 * 28)
+
+
+def clips(count: int = 3, frames: int = 9, height: int = 60, width: int = 90, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(count * frames, 3, 4, 5, generator=generator)
+    return F.interpolate(coarse, (height, width), mode="bilinear").view(count, frames, 3, height, width)
+
+
+def scored(reward, images, prompts=PROMPTS, metadata=None) -> torch.Tensor:
+    """[4, B]: the sum, VQ, MQ, TA."""
+    result = reward.score(images, prompts, metadata or [{}] * len(prompts))
+    return torch.stack([result[name] for name in CARD.outputs])
+
+
+def straight_line(toys: Toy, clip: torch.Tensor, caption: str, chosen: list[int], size: tuple[int, int]) -> list[float]:
+    """One clip: torchvision, transformers' own processor, hand-merged embeddings, the head at the three marks."""
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.functional import resize
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    eight_bit = (clip[chosen] * 255).round().byte()
+    frames = resize(eight_bit, list(size), InterpolationMode.BICUBIC, antialias=True)
+    processor = Qwen2VLVideoProcessor(do_resize=False, cap_pixels_per_frame=False)
+    prepared = processor(videos=[frames], return_tensors="pt", do_sample_frames=False)
+    text = (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        f"<|vision_start|><|video_pad|><|vision_end|>{TEXT.replace('{text_prompt}', caption)}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    pixels, grid = prepared["pixel_values_videos"], prepared["video_grid_thw"]
+    ids, hidden = toy.read(toys.model, toys.tokenizer, text, kind="video", pixels=pixels, grid=grid)
+    values = []
+    for name, (mean, std) in NORMS.items():
+        (mark,) = (ids == toys.tokenizer.convert_tokens_to_ids(f"<|{name}_reward|>")).nonzero()[:, 0].tolist()
+        values.append((float(toys.head[0] @ hidden[mark]) - mean) / std)
+    return [sum(values), *values]
+
+
+@pytest.mark.parametrize(
+    ("total", "rate", "count"), [(53, 15, 8), (81, 16, 10), (129, 24, 10), (33, 16, 4), (16, 8, 4), (49, 8, 12)]
+)
+def test_as_many_frames_are_looked_at_as_in_the_released_code(total, rate, count):
+    indices = frame_indices(total, rate)
+    assert len(indices) == count
+    assert (indices[0], indices[-1]) == (0, total - 1)
+    assert indices == [round(i * (total - 1) / (count - 1)) for i in range(count)]
+
+
+def test_short_and_long_clips_keep_to_the_bounds():
+    assert frame_indices(3, 24) == [0, 2]
+    assert frame_indices(2, 24) == [0, 1]
+    assert len(frame_indices(10_000, 1)) == 768
+    assert len(frame_indices(81, 16, fps=None, num_frames=7)) == 8
+    with pytest.raises(RewardError, match="at least 2 frames, got 1"):
+        frame_indices(1, 24)
+
+
+def test_scores_equal_the_released_computation(reward, toys):
+    images = clips(2)
+    # 9 frames at 4 a second are 2.25 s: 4.5 frames, rounded to 4; 60 x 90 is enlarged to 100,352 pixels.
+    expected = [straight_line(toys, c, p, [0, 3, 5, 8], (280, 392)) for c, p in zip(images, PROMPTS, strict=False)]
+    scores = scored(reward, images, PROMPTS[:2])
+    assert_close(scores.T, torch.tensor(expected), rtol=0, atol=1e-4)
+    assert (scores[:, 0] - scores[:, 1]).abs().min() > 1e-3, "the samples must tell apart"
+
+
+def test_a_checkpoint_of_adapter_and_rest_scores_as_the_whole_one(reward, toys, tmp_path, small):
+    from safetensors.torch import save_file
+
+    plain, factors = split_lora(toy.published(toys.model))
+    base, last = tmp_path / "base", tmp_path / "checkpoint-11"
+    last.mkdir()
+    toy.save_base(base, [TEXT, *PROMPTS])
+    embedding = plain.pop("model.embed_tokens.weight")
+    plain.pop("lm_head.weight")
+    # The base knows neither the marks nor the trained merger.
+    untrained = {name: value + ("merger" in name) for name, value in plain.items()}
+    save_file({**untrained, "model.embed_tokens.weight": embedding[:-3].clone()}, base / "model.safetensors")
+    rest = {name: value for name, value in plain.items() if "merger" in name}
+    rest |= {"model.embed_tokens.weight": embedding, "rm_head.weight": toys.head}
+    torch.save({f"base_model.model.{n}": v for n, v in rest.items()}, last / "non_lora_state_dict.pth")
+    adapter = {f"{n}.lora_{p}.weight": v for n, pair in factors.items() for p, v in zip("AB", pair, strict=True)}
+    save_file({f"base_model.model.{n}": v for n, v in adapter.items()}, last / "adapter_model.safetensors")
+    (tmp_path / "model_config.json").write_text(json.dumps(settings_file(str(base))))
+    other = build(configured(toys, model=str(tmp_path)))
+    assert_close(scored(other, clips()), scored(reward, clips()), rtol=0, atol=1e-5)
+    (last / "adapter_model.safetensors").unlink()
+    with pytest.raises(RewardError, match=r"has neither model.pth nor adapter_model.safetensors"):
+        build(configured(toys, model=str(tmp_path)))
+
+
+def test_the_caption_changes_text_alignment_alone(reward, small):
+    clip = clips(1).expand(3, -1, -1, -1, -1)
+    _, quality, motion, alignment = scored(reward, clip, ["a cat", "a storm over the sea, seen from far away", ""])
+    # Causal attention; the kernels may add up in another order for another length.
+    assert_close(quality, quality[:1].expand(3), rtol=0, atol=1e-5)
+    assert_close(motion, motion[:1].expand(3), rtol=0, atol=1e-5)
+    assert (alignment[:, None] - alignment).abs()[~torch.eye(3, dtype=bool)].min() > 1e-3
+
+
+def test_a_score_depends_on_its_own_clip_and_prompt_alone(reward, small):
+    images = clips()
+    together = scored(reward, images)
+    alone = torch.cat([scored(reward, images[i : i + 1], PROMPTS[i : i + 1]) for i in range(3)], dim=1)
+    assert torch.equal(together, alone)
+    assert torch.equal(scored(reward, images.flip(0), PROMPTS[::-1]), together.flip(1))
+    mixed = [clips(1, 5, 40, 64, seed=1)[0], images[1]]
+    assert torch.equal(scored(reward, mixed, PROMPTS[:2])[:, 1], together[:, 1])
+
+
+def test_the_frame_rate_says_which_frames_are_seen(reward, toys, small):
+    clip = clips(1, frames=24)
+    rates = [scored(reward, clip, PROMPTS[:1], [{"fps": fps}]) for fps in (24, 4)]
+    assert (rates[0] - rates[1]).abs().max() > 1e-3
+    assert torch.equal(rates[1], scored(reward, clip, PROMPTS[:1])), "the option stands in where metadata is silent"
+    without = build(configured(toys, fps=None))
+    assert (without.card.requires, reward.card.requires) == (("fps",), ())
+    assert torch.equal(scored(without, clip, PROMPTS[:1], [{"fps": 4}]), rates[1])
+    for record in ({}, {"fps": "24"}, {"fps": 0}, {"fps": math.nan}):
+        with pytest.raises(RewardError, match="needs each clip's frames a second"):
+            scored(without, clip, PROMPTS[:1], [record])
+    with pytest.raises(ValueError, match=r"fps=-1.* must be above 0"):
+        Config(fps=-1.0)
+
+
+def test_a_clip_with_nan_in_a_seen_frame_is_masked_and_no_other(reward, small):
+    images = clips()
+    expected = scored(reward, images)
+    images[1, 8, 0, 3, 3] = math.nan
+    masked = scored(reward, images)
+    assert masked.isnan().tolist() == [[False, True, False]] * 4
+    assert torch.equal(masked[:, [0, 2]], expected[:, [0, 2]])
+
+
+def test_values_are_normalised_and_summed_as_published(toys):
+    settings = read_settings(toys.folder / "model_config.json")
+    means = torch.tensor([[mean] for mean, _ in NORMS.values()])
+    stds = torch.tensor([[std] for _, std in NORMS.values()])
+    assert values_of(means, settings, True) == pytest.approx([0, 0, 0, 0], abs=1e-6)
+    assert values_of(means + stds, settings, True) == pytest.approx([3, 1, 1, 1], abs=1e-5)
+    assert values_of(means, settings, False) == pytest.approx([7.6508, 3.6757, 1.1646, 2.8105], abs=1e-4)
+    # A head of three outputs: each mark has its own.
+    three = dataclasses.replace(settings, output_dim=3)
+    assert values_of(torch.arange(9.0).view(3, 3), three, False) == [12.0, 0.0, 4.0, 8.0]
+
+
+def test_scoring_leaves_the_random_state_the_gradient_mode_and_autocast_alone(reward, toys, small):
+    images, state = clips(1), torch.get_rng_state()
+    build(configured(toys))
+    expected = scored(reward, images, PROMPTS[:1])
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scored(reward, images, PROMPTS[:1]), expected)
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_the_scorer_takes_its_four_outputs(reward, small):
+    assert reward.card == dataclasses.replace(CARD, requires=())
+    scores = Scorer([WeightedReward("video_align", reward)], batch_size=2).score(clips(), PROMPTS, [{}] * 3)
+    assert scores.failures == 0
+    parts = [scores.raw[f"video_align_{name}"] for name in ("vq", "mq", "ta")]
+    assert_close(scores.raw["video_align"], sum(parts), rtol=0, atol=1e-5)
+
+
+def test_captions_and_pictures_that_cannot_be_asked_about_are_refused(reward):
+    with pytest.raises(
+        RewardError, match=r"each of <\|VQ_reward\|>, <\|MQ_reward\|>, <\|TA_reward\|>, .* exactly once"
+    ):
+        scored(reward, clips(1), ["a cat <|VQ_reward|>"])
+    with pytest.raises(RewardError, match=r"takes clips \[F, 3, H, W\], got \[3, 60, 90\]"):
+        scored(reward, clips(1)[:, 0], ["a cat"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_config.prompt_template_type": "detailed"}, "prompt_template_type is 'detailed', only"),
+        ({"data_config.sample_type": "multi_pts"}, "sample_type is 'multi_pts', only 'uniform'"),
+        ({"data_config.eval_dim": "VQ"}, "eval_dim is"),
+        ({"model_config.use_special_tokens": False}, "use_special_tokens is False"),
+        ({"data_config.fps": None}, "has neither fps nor num_frames"),
+        ({"model_config.output_dim": 4}, "output_dim=4 is not 1 or 3"),
+    ],
+)
+def test_a_checkpoint_made_otherwise_is_refused(tmp_path, changes, message):
+    (tmp_path / "model_config.json").write_text(json.dumps(settings_file("base", **changes)))
+    with pytest.raises(RewardError, match=message):
+        read_settings(tmp_path / "model_config.json")
+
+
+def test_lora_is_scaled_as_the_checkpoint_says(tmp_path):
+    path = tmp_path / "model_config.json"
+    for changes, scale in (
+        ({}, ALPHA / RANK),
+        ({"peft_lora_config.use_rslora": True}, ALPHA / math.sqrt(RANK)),
+        ({"peft_lora_config.lora_enable": False}, 0.0),
+    ):
+        path.write_text(json.dumps(settings_file("base", **changes)))
+        assert read_settings(path).lora_scale == pytest.approx(scale)
+
+
+def test_what_is_missing_is_named(toys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RewardError, match=r"set prompt_file to prompt_template.py"):
+        build(configured(toys, prompt_file=None))
+    (tmp_path / "prompt.txt").write_text(TEXT.replace("sharpness", "clarity"))
+    with pytest.raises(RewardError, match="does not hold the text that the model was trained with"):
+        build(configured(toys, prompt_file=str(tmp_path / "prompt.txt")))
+    with pytest.raises(RewardError, match=r"is not the model_config.json of a VideoAlign checkpoint"):
+        build(configured(toys, model=str(tmp_path)))
+    (tmp_path / "model_config.json").write_text(json.dumps(settings_file(toys.base)))
+    with pytest.raises(RewardError, match="has no checkpoint-N"):
+        build(configured(toys, model=str(tmp_path)))
+    bare = settings_file(toys.base)
+    del bare["inference_config"]
+    (tmp_path / "model_config.json").write_text(json.dumps(bare))
+    with pytest.raises(RewardError, match=r"no inference_config to normalise with; set use_norm: false"):
+        build(configured(toys, model=str(tmp_path)))

@@ -1,0 +1,258 @@
+"""Two-stage exploration: trees_and_exploration sheet 5.6, the choice, its fidelity, and the cheaper copy."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.testing import assert_close
+
+from flowrl.config.load import load_config, resolve
+from flowrl.core.errors import ConfigError, ModelError
+from flowrl.core.types import SampleId
+from flowrl.models.base import LoraSettings
+from flowrl.models.weights import Weights
+from flowrl.rollout.exploration import ExplorationConfig, choose, fidelity
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.preview import Preview
+from tests import native
+from tests import tiny_pipelines as pipelines
+from tests import tiny_sd3 as tiny
+from tests.toys import SHAPE, ToyAdapter
+
+NAN = float("nan")
+
+
+# ---- the choice
+
+
+def test_the_best_and_the_worst_are_chosen_in_rising_order():
+    scores = torch.tensor([[0.3, 0.9, 0.1, 0.5, 0.8, 0.2]])
+    assert choose(scores, 4, "best_worst", (0, 1)).tolist() == [[1, 2, 4, 5]]
+
+
+def test_a_strictly_rising_map_of_the_scores_changes_no_choice():
+    scores = torch.rand(5, 16, generator=torch.Generator().manual_seed(0))
+    for rising in (torch.exp, lambda s: 3 * s - 7, lambda s: s**3):
+        assert torch.equal(choose(scores, 6, "best_worst", (0, 1)), choose(rising(scores), 6, "best_worst", (0, 1)))
+
+
+def test_a_pool_as_large_as_the_group_is_the_group():
+    for rule in ("best_worst", "variance", "random"):
+        assert choose(torch.rand(3, 4), 4, rule, (0, 1)).tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_equal_candidates_are_taken_in_their_order():
+    assert choose(torch.ones(1, 6), 2, "best_worst", (0, 1)).tolist() == [[0, 5]]
+
+
+def test_the_variance_rule_takes_what_varies_most():
+    scores = torch.tensor([[0.0, 0.0, 0.0, 0.1, 9.0]])
+    chosen = scores[0, choose(scores, 3, "variance", (0, 1))[0]]
+    assert 9.0 in chosen.tolist()
+
+
+def test_random_choices_are_those_of_their_key():
+    scores = torch.rand(2, 32)
+    first = choose(scores, 8, "random", (0, 1))
+    assert torch.equal(first, choose(-scores, 8, "random", (0, 1)))
+    assert not torch.equal(first, choose(scores, 8, "random", (0, 2)))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_candidates_that_failed_are_chosen_only_where_too_few_are_left():
+    scores = torch.tensor([[NAN, 0.9, 0.1, 0.5], [NAN, NAN, NAN, 0.5]])
+    assert choose(scores, 2, "best_worst", (0, 1)).tolist() == [[1, 2], [0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "group", "words"),
+    [({"pool": 4}, 8, "pool=4 is less than rollout.group_size=8"), ({"pool": 9}, 5, "keep=5: best_worst")],
+)
+def test_a_pool_that_gives_no_group_is_refused(options, group, words):
+    with pytest.raises(ValueError, match=words):
+        ExplorationConfig(**options).check_group(group)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"pool": 0}, "pool=0 must be positive"),
+        ({"pool": 2, "num_inference_steps": 0}, "num_inference_steps=0"),
+        ({"pool": 2, "least_hit_rate": 2.0}, r"least_hit_rate=2\.0 must lie in"),
+        ({"pool": 2, "check_prompts": -1}, "check_prompts=-1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        ExplorationConfig(**wrong)
+
+
+# ---- fidelity
+
+
+def test_a_look_that_ranks_as_the_truth_is_perfect_and_one_upside_down_finds_nothing():
+    truth = torch.arange(24.0).expand(3, 24)
+    perfect = fidelity(truth**3, truth, 8)
+    assert (perfect.kendall, perfect.spearman, perfect.hit_rate) == pytest.approx((1, 1, 1))
+    assert (perfect.top_rank, perfect.bottom_rank, perfect.prompts) == (2.5, 2.5, 3)
+    wrong = fidelity(-truth, truth, 8)
+    assert (wrong.kendall, wrong.hit_rate, wrong.top_rank) == pytest.approx((-1, 0, 22.5))
+
+
+def test_noise_between_them_costs_hits():
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.rand(40, 48, generator=generator)
+    rates = [fidelity(truth + s * torch.randn(40, 48, generator=generator), truth, 12).hit_rate for s in (0, 0.1, 1)]
+    assert rates[0] == 1
+    assert rates[0] > rates[1] > rates[2] > 6 / 48  # above chance
+
+
+def test_equal_truths_count_as_found_and_prompts_without_spread_say_nothing():
+    truth = torch.tensor([[0.0] * 4 + [1.0] * 4, [1.0] * 8])
+    look = torch.tensor([[0.3, 0.1, 0.2, 0.0, 0.8, 0.9, 0.5, 0.6]] * 2)
+    found = fidelity(look, truth, 4)
+    assert (found.hit_rate, found.prompts) == (1, 1)
+    assert fidelity(look[1:], truth[1:], 4).prompts == 0
+
+
+# ---- noise of the chosen
+
+
+def test_a_chosen_sample_starts_from_its_candidates_noise_whatever_the_batch():
+    pool, chosen = Noise(0, "rollout", 3, SHAPE), torch.tensor([[5, 2], [7, 0]])
+    kept = Noise(0, "rollout", 3, SHAPE, chosen=chosen)
+    ids = [SampleId(0, 0), SampleId(1, 1), SampleId(0, 1)]
+    candidates = [SampleId(0, 5), SampleId(1, 0), SampleId(0, 2)]
+    assert torch.equal(kept.initial(ids), pool.initial(candidates))
+    assert torch.equal(kept.step(ids, 2), pool.step(candidates, 2))
+    assert torch.equal(kept.initial(ids[1:2]), kept.initial(ids)[1:2])
+
+
+# ---- the cheaper copy
+
+
+def moved_lora(model, seed: int = 0) -> Weights:
+    weights = Weights(model.network, LoraSettings(rank=2, alpha=6), model.lora_targets, 0)
+    with torch.no_grad():
+        for parameter in weights.parameters.values():
+            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(seed))
+    return weights
+
+
+def predicted(model) -> torch.Tensor:
+    x = torch.randn(2, *model.latent_shape(), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model.predict(x, model.schedule(4).timesteps[1].repeat(2), model.encode(["a", "b"]), 1.0)
+
+
+def test_the_merged_copy_predicts_as_the_adapted_network_and_follows_it(sd3):
+    moved_lora(sd3)
+    preview = Preview(sd3, "merged")
+    for seed in (1, 2):
+        with torch.no_grad():
+            for parameter in (p for p in sd3.network.parameters() if p.requires_grad):
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(seed))
+        expected = predicted(sd3)
+        preview.follow()
+        with preview.using():
+            assert_close(predicted(sd3), expected, rtol=1e-4, atol=1e-4)
+        # Outside, the network itself is back, adapter and gradients included.
+        assert torch.equal(predicted(sd3), expected)
+    assert not any("lora" in name for name, _ in preview.network.named_parameters())
+
+
+def test_the_merged_weights_are_the_base_plus_the_update(sd3):
+    name = "transformer_blocks.0.attn.to_q"
+    before = sd3.network.get_submodule(name).weight.detach().clone()
+    weights = moved_lora(sd3)
+    preview = Preview(sd3, "merged")
+    preview.follow()
+    low, high = (weights.parameters[f"{name}.lora_{side}.default.weight"] for side in "AB")
+    assert_close(preview.network.get_submodule(name).weight, before + 6 / 2 * high @ low)
+
+
+def test_full_weights_are_taken_over_and_half_precision_is_near(sd3):
+    preview = Preview(sd3, "bfloat16")
+    with torch.no_grad():
+        for parameter in sd3.network.parameters():
+            parameter.mul_(1.01)
+    preview.follow()
+    expected = predicted(sd3)
+    with preview.using():
+        found = predicted(sd3)
+    assert not torch.equal(found, expected)
+    assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
+
+
+def test_every_copy_is_told_of():
+    told: list[nn.Module] = []
+    adapter = ToyAdapter()
+    preview = Preview(adapter, "merged", told.append)
+    preview.follow()
+    preview.follow()
+    assert told == [preview.network]
+
+
+def test_the_policy_itself_needs_no_copy():
+    preview = Preview(ToyAdapter(), "policy")
+    preview.follow()
+    with preview.using():
+        assert preview.network is None
+
+
+def test_the_generic_adapter_has_no_copy():
+    adapter = ToyAdapter()
+    adapter.reentry = object()
+    with pytest.raises(ModelError, match=r"network='bfloat16': the generic adapter"):
+        Preview(adapter, "bfloat16")
+
+
+def test_a_copy_of_wan_is_what_predicts_and_two_experts_have_none():
+    one, two = (native.adapter("wan", pipelines.make(name), (16, 16)) for name in ("wan", "wan_2_2"))
+    x = torch.randn(1, *one.latent_shape(), generator=torch.Generator().manual_seed(1))
+    t, cond = one.schedule(4).timesteps[1:2], one.encode(["a"])
+    preview = Preview(one, "merged")
+    preview.follow()
+    with torch.no_grad(), preview.using():
+        before = one.predict(x, t, cond, 1.0)
+        for parameter in preview.network.parameters():
+            parameter.mul_(1.1)
+        assert not torch.equal(one.predict(x, t, cond, 1.0), before)
+    with pytest.raises(ModelError, match="several experts"):
+        Preview(two, "merged")
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [("{shard: true}", "model.shard"), ("{lora: {rank: 2}, memory: {quantize: int8}}", "model.memory")],
+)
+def test_weights_without_a_plain_copy_are_refused_before_a_model_is_loaded(tmp_path, options, key):
+    recipe = tiny.ROOT / "configs" / "lab" / "diffusion_nft.yaml"
+    words = ["rollout.exploration={pool: 32, network: bfloat16}", "model={name: sd3, path: tiny-sd3}"]
+    tree = yaml.safe_load(options)
+    words += [f"model.{name}={json.dumps(value)}" for name, value in tree.items()]
+    with pytest.raises(ConfigError, match=rf"network=bfloat16: weights that {re.escape(key)}"):
+        resolve(load_config(recipe, words))
+
+
+def test_eight_bit_floats_want_a_gpu(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchao", object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelError, match=r"compute capability 8\.9"):
+        Preview(ToyAdapter(), "float8")
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
+    with pytest.raises(ModelError, match=r"pip install 'flowrl\[quant\]'"):
+        Preview(ToyAdapter(), "int8")
+
+
+@pytest.fixture
+def sd3():
+    return tiny.adapter()

@@ -1,0 +1,101 @@
+"""A session is a run without its folder: the same numbers, step by step, and nothing on the disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from flowrl.config.load import load_config
+from flowrl.run.session import Session
+from flowrl.run.trainer import Trainer
+from tests.e2e.conftest import BASE, BRIGHTNESS
+
+SMALL = ("iterations=2", "rollout.group_size=2", "model.lora={rank: 4, alpha: 8}", "eval.batch_size=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a recipe, and a run of it under runs/run."""
+    folder = tmp_path_factory.mktemp("session")
+    (folder / "run.yaml").write_text(yaml.safe_dump(BASE | {"output": str(folder / "runs")}))
+    (folder / "brightness.py").write_text(BRIGHTNESS)
+    Trainer(load_config(folder / "run.yaml", list(SMALL))).fit()
+    return folder
+
+
+@pytest.fixture
+def session(folder: Path) -> Session:
+    return Session(folder / "run.yaml", *SMALL)
+
+
+def timeless(row: dict) -> dict:
+    return {k: v for k, v in row.items() if not k.startswith("time/")}
+
+
+def test_its_steps_are_those_of_a_run_and_nothing_is_written(folder, session, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(folder.rglob("*"))
+    rows = [timeless(session.step(iteration)) for iteration in (1, 2)]
+    assert rows == [timeless(json.loads(line)) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    saved = load_file(folder / "runs/run/checkpoints/iteration-000002/state.safetensors")
+    tensors = session.state()[0]
+    assert tensors.keys() == saved.keys()
+    assert all(torch.equal(tensors[name], saved[name]) for name in saved)
+    scores = json.loads((folder / "runs/run/eval/tuned.json").read_text())["scores"]
+    assert {name: table.tolist() for name, table in session.evaluate().scores.items()} == scores
+    assert sorted(folder.rglob("*")) == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_is_its_three_parts(session, folder):
+    rollout = session.roll_out(1)
+    assert session.iteration == 0
+    credit = session.credit(rollout)
+    row = session.update(rollout, credit)
+    assert (session.iteration, session.between_updates) == (1, True)
+    assert timeless(row) == timeless(Session(folder / "run.yaml", *SMALL).step(1))
+    assert 0 < row["time/update_s"] < row["time/iteration_s"]
+
+
+def test_images_are_those_that_were_scored(session):
+    rollout = session.roll_out(1)
+    images = session.images(rollout)
+    assert images.shape == (4, 3, 32, 32)
+    assert 0 <= float(images.min()) <= float(images.max()) <= 1
+    assert torch.allclose(images.mean(dim=(1, 2, 3)), rollout.rewards[0].flatten(), atol=1e-6)
+
+
+def test_its_state_goes_on_in_another_session(session, folder):
+    session.step(1)
+    tensors, plain = session.state()
+    tensors = {name: value.clone() for name, value in tensors.items()}
+    other = Session(folder / "run.yaml", *SMALL)
+    other.load_state(1, tensors, plain)
+    assert other.iteration == 1
+    assert timeless(other.step(2)) == timeless(session.step(2))
+
+
+def test_a_failed_update_leaves_word_of_it(session, monkeypatch):
+    monkeypatch.setattr(session.parts.optimizer, "step", lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session.step(1)
+    assert (session.iteration, session.between_updates) == (0, False)
+
+
+def test_it_leaves_the_group_that_it_joined_and_no_other(folder, session, monkeypatch):
+    closed = []
+    monkeypatch.setattr(type(session.world), "close", lambda world: closed.append(world))
+    with session as entered:
+        assert entered is session
+    Session(folder / "run.yaml", *SMALL, world=session.world).close()
+    assert len(closed) == 1
+
+
+def test_overrides_are_for_recipes(folder):
+    with pytest.raises(TypeError, match="overrides"):
+        Session(load_config(folder / "run.yaml"), "iterations=2")

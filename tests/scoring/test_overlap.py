@@ -1,0 +1,321 @@
+"""Scoring beside sampling: the same scores, tries and masks, and really at the same time."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flowrl.commands import score
+from flowrl.core import media
+from flowrl.core.errors import Abandoned
+from flowrl.data.prompts import Prompt
+from flowrl.data.text_cache import Texts
+from flowrl.diffusion.plan import deterministic
+from flowrl.evaluation.evaluator import Evaluator
+from flowrl.reward import Card, Reward, RewardError
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.run.collector import Collector
+from flowrl.samplers.ode import Ode
+from flowrl.scoring.overlap import Ahead, Beside
+from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.weighted import WeightedReward
+from flowrl.training.metrics import Timer
+from flowrl.training.signals import Stop
+from flowrl.training.world import World
+from tests.toys import ALONE, SHAPE, ToyAdapter
+
+B, GROUP = 12, 4
+PROMPTS = [Prompt(f"prompt {k}", {"k": k}) for k in range(B // GROUP)]
+WAIT_S = 60.0
+
+
+def brightness(images, prompts, metadata):
+    # Picture by picture: a mean over a batch may differ in its last bit with the size of the batch.
+    return torch.stack([image.mean() + 10 * record["k"] for image, record in zip(images, metadata, strict=True)])
+
+
+def of_groups(images, prompts, metadata):
+    assert len(prompts) == B, "a part of the groups"
+    return {"spread": images.mean(dim=(1, 2, 3)) - images.mean()}
+
+
+def entry(score, name="mine", **card) -> WeightedReward:
+    return WeightedReward(name, Reward(score, Card(**({"outputs": (name,)} | card))))
+
+
+def collector(scorer: Scorer, stop=lambda: False) -> Collector:
+    """One that draws toys, four a batch."""
+    adapter = ToyAdapter()
+    found = Collector.__new__(Collector)
+    found.parts = SimpleNamespace(
+        scorer=scorer,
+        texts=Texts(adapter, PROMPTS, cache=True),
+        policy=Policy(adapter, Ode(), 1.0),
+        adapter=adapter,
+        sharded=False,
+        world=ALONE,
+    )
+    found.scorer = scorer
+    found.config = SimpleNamespace(rollout=SimpleNamespace(batch_size=4))
+    found.world, found.stop, found.evaluations = ALONE, Stop(in_step=stop), Evaluations(adapter.network)
+    return found
+
+
+def draw(scorer: Scorer, stop=lambda: False):
+    """Three batches of three forwards each; `stop` is asked before each."""
+    noise = Noise(0, "rollout", 1, SHAPE)
+    plan = deterministic(ToyAdapter().schedule(3))
+    return collector(scorer, stop)._draw("", PROMPTS, GROUP, plan, noise, Timer(), {})
+
+
+def same(first, second) -> bool:
+    raw = first.scores.raw.keys() == second.scores.raw.keys() and all(
+        torch.equal(value.nan_to_num(-1e9), second.scores.raw[name].nan_to_num(-1e9))
+        for name, value in first.scores.raw.items()
+    )
+    return raw and torch.equal(first.images, second.images) and torch.equal(first.scores.weights, second.scores.weights)
+
+
+def test_scores_pictures_and_their_order_are_those_of_scoring_afterwards():
+    def both(overlap: bool):
+        entries = [
+            entry(of_groups, "spread", needs_groups=True, overlap=overlap),
+            entry(brightness, overlap=overlap),
+            entry(lambda images, prompts, metadata: 2 * brightness(images, prompts, metadata), "late"),
+        ]
+        return draw(Scorer(entries))
+
+    beside, afterwards = both(True), both(False)
+    assert same(beside, afterwards)
+    assert list(beside.scores.raw) == ["spread", "mine", "late"]
+    assert beside.scores.raw["mine"].unique().numel() == B
+
+
+def test_a_batch_is_scored_while_the_next_one_is_sampled():
+    """The second batch is not sampled before the first is being scored: one after the other would wait for ever."""
+    scoring, sampled = threading.Event(), []
+
+    def tells(images, prompts, metadata):
+        scoring.set()
+        return brightness(images, prompts, metadata)
+
+    def stop() -> bool:
+        sampled.append(len(sampled) >= 3 and scoring.wait(WAIT_S))
+        return False
+
+    draw(Scorer([entry(tells, overlap=True)]), stop)
+    assert sampled == [False] * 3 + [True] * 6
+
+
+def test_without_such_a_reward_everything_is_scored_at_the_end_in_one_piece():
+    sizes = []
+
+    def counts(images, prompts, metadata):
+        sizes.append(len(images))
+        return brightness(images, prompts, metadata)
+
+    draw(Scorer([entry(counts)]))
+    assert sizes == [B]
+    draw(Scorer([entry(counts, overlap=True)]))
+    assert sizes == [B, 4, 4, 4]
+
+
+def test_tries_and_masks_are_those_of_the_scorer():
+    def odd(images, prompts, metadata):
+        if any(record["k"] == 1 for record in metadata):
+            raise ConnectionError("server is away")
+        return brightness(images, prompts, metadata)
+
+    told = []
+    found = draw(Scorer([entry(odd, overlap=True)], on_error=told.append))
+    assert found.scores.raw["mine"].isnan().tolist() == [False] * 4 + [True] * 4 + [False] * 4
+    assert found.scores.failures == 4
+    assert any("ConnectionError: server is away (test_overlap.py:" in t and "), try 3 of 3" in t for t in told)
+
+
+def test_too_many_failures_and_a_broken_contract_end_the_rollout():
+    def raises(images, prompts, metadata):
+        raise ConnectionError("server is away")
+
+    with pytest.raises(RewardError, match=r"12 of 12 samples could not be scored.*server is away"):
+        draw(Scorer([entry(raises, overlap=True)]))
+    with pytest.raises(RewardError, match="returned shape"):
+        draw(Scorer([entry(lambda images, prompts, metadata: torch.zeros(1), overlap=True)]))
+
+
+def test_a_signal_leaves_the_rollout_without_waiting_for_a_slow_reward():
+    release, calls = threading.Event(), []
+
+    def slow(images, prompts, metadata):
+        calls.append(len(images))
+        assert release.wait(WAIT_S)
+        return brightness(images, prompts, metadata)
+
+    asked = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return len(asked) == 5
+
+    with pytest.raises(Abandoned):
+        draw(Scorer([entry(slow, overlap=True)]), stop)
+    release.set()
+    assert len(calls) <= 1, "what waited is not scored"
+
+
+def test_rewards_that_overlap_do_not_wait_for_each_other():
+    both = threading.Barrier(2)
+
+    def meets(images, prompts, metadata):
+        both.wait(WAIT_S)
+        return brightness(images, prompts, metadata)
+
+    entries = [entry(meets, "first", overlap=True), entry(meets, "second", overlap=True)]
+    assert not draw(Scorer(entries)).scores.total.isnan().any()
+
+
+def test_the_pieces_do_not_depend_on_how_fast_a_reward_is():
+    scorer = Scorer([entry(brightness, overlap=True)])
+    images = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    ahead = Ahead(scorer, [""] * 6, [{"k": k} for k in range(6)])
+    for start, stop in ((0, 1), (1, 5), (5, 6)):
+        ahead.add(images[start:stop])
+    found = ahead.scores(images)
+    ahead.close()
+    assert torch.equal(found.raw["mine"], scorer.score(images, [""] * 6, [{"k": k} for k in range(6)]).raw["mine"])
+    assert math.isfinite(float(found.total.sum()))
+
+
+# ---- batches that are complete in themselves
+
+
+def test_beside_gives_each_batch_its_own_scores_in_order_and_holds_two_at_most():
+    """Also of rewards that need whole groups: a batch holds whole ones."""
+    held: list[int] = []
+
+    def run(overlap: bool):
+        entries = [entry(brightness, overlap=overlap), entry(brightness, "late")]
+        entries.append(entry(spread, "s", needs_groups=True, overlap=overlap))
+        found = []
+        with Beside(Scorer(entries)) as beside:
+            for k in range(4):
+                images = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(k))
+                found += beside.add(k, images, [""] * 3, [{"k": k}] * 3)
+                held.append(k + 1 - len(found))
+            return found + beside.rest()
+
+    def spread(images, prompts, metadata):
+        return images.mean(dim=(1, 2, 3)) - images.mean()
+
+    beside, plain = run(True), run(False)
+    assert [key for key, _ in beside] == [key for key, _ in plain] == [0, 1, 2, 3]
+    assert held == [1, 1, 1, 1, 0, 0, 0, 0]
+    for (_, one), (_, other) in zip(beside, plain, strict=True):
+        assert list(one.raw) == list(other.raw) == ["mine", "late", "s"]
+        assert all(torch.equal(one.raw[name], other.raw[name]) for name in one.raw)
+        assert torch.equal(one.values, other.values)
+
+
+def test_beside_stops_where_a_batch_by_itself_has_too_many_failures():
+    def fails(images, prompts, metadata):
+        if metadata[0]["k"] == 1:
+            raise ConnectionError("server is away")
+        return brightness(images, prompts, metadata)
+
+    with Beside(Scorer([entry(fails, overlap=True)])) as beside:
+        assert beside.add(0, torch.rand(2, 3, 4, 4), [""] * 2, [{"k": 0}] * 2) == []
+        assert [key for key, _ in beside.add(1, torch.rand(2, 3, 4, 4), [""] * 2, [{"k": 1}] * 2)] == [0]
+        with pytest.raises(RewardError, match=r"2 of 2 samples.*server is away"):
+            beside.rest()
+
+
+class Waits:
+    """Scores its first batch only once `event` is set: what must happen first is for the test to say."""
+
+    def __init__(self) -> None:
+        self.event, self.came = threading.Event(), []
+
+    def __call__(self, images, prompts, metadata):
+        if not self.came:
+            self.came.append(self.event.wait(WAIT_S))
+        return torch.stack([image.mean() for image in images])
+
+
+def evaluator(folder, adapter, scorer: Scorer) -> Evaluator:
+    """Of six prompts, two a batch."""
+    prompts = tuple(Prompt(f"prompt {k}", {}) for k in range(6))
+    return Evaluator(
+        adapter=adapter,
+        texts=Texts(adapter, prompts, cache=False),
+        scorer=scorer,
+        world=World(0, 1, torch.device("cpu")),
+        folder=folder,
+        prompts=prompts,
+        seed=3,
+        samples_per_prompt=1,
+        batch_size=2,
+        save_images=0,
+    )
+
+
+def test_an_evaluation_samples_the_next_prompts_while_a_reward_scores(tmp_path):
+    """The first batch has no scores before the second is in the network: one after the other would wait for ever."""
+
+    def run(overlap: bool, reward):
+        adapter, steps = ToyAdapter(), 4
+        forwards: list[int] = []
+
+        def seen(*_: object) -> None:
+            forwards.append(len(forwards))
+            if len(forwards) > steps and isinstance(reward, Waits):
+                reward.event.set()
+
+        adapter.network.register_forward_pre_hook(seen)
+        evaluate = evaluator(tmp_path, adapter, Scorer([entry(reward, overlap=overlap)]))
+        return evaluate("base", 0, guidance_scale=1.0, num_inference_steps=steps, save=False).scores["mine"]
+
+    waits = Waits()
+    beside = run(True, waits)
+    assert waits.came == [True]
+    assert (beside == run(False, lambda *batch: torch.stack([image.mean() for image in batch[0]]))).all()
+
+
+def test_an_evaluation_that_is_stopped_waits_for_no_reward(tmp_path):
+    waits, done = Waits(), []
+    evaluate = evaluator(tmp_path, ToyAdapter(), Scorer([entry(waits, overlap=True)]))
+    options = {"guidance_scale": 1.0, "num_inference_steps": 2}
+    with pytest.raises(Abandoned):
+        evaluate("base", 0, **options, progress=done.append, stop=Stop(in_step=lambda: len(done) == 1))
+    assert not waits.event.is_set()
+    assert waits.came == []
+    waits.event.set()
+
+
+def test_flowrl_score_reads_the_next_files_while_a_reward_scores(tmp_path, monkeypatch):
+    waits, read = Waits(), media.read
+
+    def reads(file):
+        if file.name == "2.png":
+            waits.event.set()
+        return read(file)
+
+    for number in range(4):
+        media.write(torch.full((3, 8, 8), number / 5), tmp_path / f"{number}")
+    samples = [(file, "", {}) for file in sorted(tmp_path.iterdir())]
+    plain = list(score._scored(Scorer([entry(_ready())]), [samples[:2], samples[2:]]))
+    monkeypatch.setattr(media, "read", reads)
+    beside = list(score._scored(Scorer([entry(waits, overlap=True)]), [samples[:2], samples[2:]]))
+    assert waits.came == [True]
+    assert beside == plain
+    assert [line["image"] for line in beside] == ["0.png", "1.png", "2.png", "3.png"]
+
+
+def _ready() -> Waits:
+    waits = Waits()
+    waits.event.set()
+    return waits

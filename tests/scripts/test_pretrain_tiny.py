@@ -1,0 +1,108 @@
+"""scripts/pretrain_tiny.py: what the tiny pipelines learn from, and that a seed decides the rest."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.diffusion.process import VPProcess
+from tests.tiny_sd3 import ROOT
+
+
+@pytest.fixture(scope="module")
+def scripts() -> ModuleType:
+    """The script, with the modules beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import pretrain_tiny
+
+        return pretrain_tiny
+
+
+def test_the_record_of_tiny_sd3_is_of_the_scripts_settings(scripts):
+    """Seed 0 on two processes, and the calls that the script reports; the lab's leaves something to learn."""
+    model, folder = scripts.MODELS["tiny-sd3"], ROOT / "assets" / "tiny-sd3"
+    record = json.loads((folder / "pretraining.json").read_text(encoding="utf-8"))
+    settings = scripts.Settings(seed=0, processes=2, output=folder, cycles=model.cycles)
+    assert record["settings"] == json.loads(json.dumps(settings.facts()))
+    assert list(record["strict"]) == list(model.calls)
+    assert 0.30 <= record["strict"][next(iter(model.calls))]["all"] <= 0.65
+
+
+class Guess(torch.nn.Module):
+    """A network that answers with a table's rows in turn, and keeps what it was asked."""
+
+    def __init__(self, answer: Tensor) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x: Tensor, timestep: Tensor, embeds: Tensor, return_dict: bool) -> tuple[Tensor]:
+        self.x, self.timestep, self.embeds = x, timestep, embeds
+        return (self.answer,)
+
+
+def test_tiny_sds_loss_is_halfway_between_the_errors_of_eps_and_of_a_flows_velocity(scripts):
+    """Worked out with flowrl's own VP process; each of n timesteps lies in its own stretch of the schedule."""
+    import _tiny_sd
+
+    count = 64
+    torch.manual_seed(0)
+    made = _tiny_sd.build_pipeline(0)
+    latents, rows = torch.randn(1, 4, 8, 8), torch.zeros(1, dtype=torch.long)
+    unet = Guess(torch.randn(count, 4, 8, 8))
+    stub = SimpleNamespace(
+        unet=unet, text_encoder=made.text_encoder, tokenizer=made.tokenizer, scheduler=made.scheduler
+    )
+    objective = _tiny_sd.Denoising(stub, None, 0)
+    found = objective.loss(latents, rows, count, torch.Generator().manual_seed(1))
+
+    assert (unet.timestep * count // 1000 - torch.arange(count)).abs().max() <= 1
+    sigma = (1 - made.scheduler.alphas_cumprod)[unet.timestep].sqrt()
+    alpha = (1 - sigma.square()).sqrt()[:, None, None, None]
+    eps = (unet.x - alpha * latents) / sigma[:, None, None, None]
+    assert_close(eps.std(), torch.tensor(1.0), rtol=0, atol=0.02)
+    guess = VPProcess().predict(unet.answer, unet.x, sigma, "eps")
+    of_velocity = (guess.eps_hat - guess.x0_hat) - (eps - latents)
+    of_eps = guess.eps_hat - eps
+    assert_close(found, (of_velocity * of_eps).abs().mean(), rtol=1e-3, atol=0)
+
+
+def test_captions_are_dropped_for_the_empty_one_now_and_then(scripts):
+    import _tiny_training
+
+    latents, rows = torch.randn(5, 4, 8, 8), torch.arange(5)
+    x0, row = _tiny_training.draw(latents, rows, 20_000, torch.Generator().manual_seed(0))
+    empty = _tiny_training.caption_rows().index("")
+    dropped = row == empty
+    assert float(dropped.float().mean()) == pytest.approx(_tiny_training.PROMPT_DROPOUT, abs=0.01)
+    assert_close(x0[~dropped], latents[row[~dropped]], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_same_weights_and_the_next_cycle_goes_on(scripts, tmp_path: Path, monkeypatch):
+    """Two runs of two short cycles, one process each."""
+    import _tiny_training
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(scripts, "record", lambda model, settings: None)
+    states = []
+    for name in ("a", "b"):
+        options = {
+            "cycles": ((4, 1e-3, 0.5), (4, 1e-3, 0.5)),
+            "vae_from": ROOT / "assets" / "tiny-sd3",
+            "pictures": 500,
+            "batch_size": 8,
+        }
+        settings = _tiny_training.Settings(seed=3, processes=1, output=tmp_path / name, **options)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        scripts.worker(0, scripts.MODELS["tiny-sd"], settings, port)
+        states.append(load_file(tmp_path / name / "unet" / "diffusion_pytorch_model.safetensors"))
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])

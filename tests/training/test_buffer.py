@@ -1,0 +1,118 @@
+"""From edges to training forwards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.contracts.grids import flow_schedule
+from flowrl.core.types import Condition, Edges
+from flowrl.diffusion.plan import window
+from flowrl.training.microbatches import microbatches, update_chunks
+from tests.toys import ToyAdapter
+
+PLAN = window(flow_schedule(4), 0.7)
+COND = Condition({"prompt": torch.arange(2.0)[:, None]})
+ROWS = torch.tensor([0, 0, 1, 1])
+
+
+def table() -> Edges:
+    """Four samples, three trained steps; node n is full of n, edge e has old log-prob e."""
+    parent = torch.tensor([4 * step + sample for sample in range(4) for step in range(3)])
+    return Edges(
+        nodes=torch.arange(16.0)[:, None].expand(16, 5).clone(),
+        parent=parent,
+        child=parent + 4,
+        step=torch.arange(3).repeat(4),
+        sample=torch.arange(4).repeat_interleave(3),
+        old_log_prob=torch.arange(12.0),
+        columns={"mean_old": torch.arange(12.0)[:, None] * 100},
+    )
+
+
+def batches(edges: Edges, adapter: ToyAdapter, batch_size: int, order: torch.Tensor | None = None):
+    advantage = 10 * torch.arange(float(len(edges)))[:, None]
+    return list(microbatches(edges, advantage, PLAN, adapter, COND, ROWS, batch_size=batch_size, order=order))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(0, 30),
+    updates=st.integers(1, 8),
+    seed=st.integers(0, 1000),
+    iteration=st.integers(1, 50),
+)
+def test_chunks_share_out_every_sample_once_and_evenly(samples, updates, seed, iteration):
+    numbers = torch.arange(samples) * 7 + 3
+    chunks = update_chunks(numbers, updates, seed, iteration)
+    assert len(chunks) == updates
+    assert torch.cat(chunks).sort().values.tolist() == numbers.tolist()
+    sizes = [len(chunk) for chunk in chunks]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_chunks_are_random_by_seed_and_iteration_and_else_fixed():
+    numbers = torch.arange(100)
+    first = update_chunks(numbers, 2, 0, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, update_chunks(numbers, 2, 0, 1), strict=True))
+    assert not torch.equal(first[0], update_chunks(numbers, 2, 0, 2)[0])
+    assert not torch.equal(first[0], update_chunks(numbers, 2, 1, 1)[0])
+    assert not torch.equal(first[0], numbers[:50])
+
+
+@pytest.mark.parametrize("key_per_step", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 5, 12, 100])
+def test_every_edge_comes_exactly_once_with_all_that_belongs_to_it(batch_size, key_per_step):
+    edges, adapter = table(), ToyAdapter(key_per_step=key_per_step)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    found = batches(edges, adapter, batch_size, order)
+    seen = torch.cat([batch.old_log_prob for batch in found]).long()
+    assert seen.sort().values.tolist() == list(range(12))
+    starts = torch.cat([batch.latents[batch.parent] for batch in found])[:, 0].long()
+    assert starts.tolist() == edges.parent[seen].tolist()
+    assert torch.cat([batch.next_latents for batch in found])[:, 0].long().tolist() == edges.child[seen].tolist()
+    assert torch.cat([batch.step.index for batch in found]).tolist() == edges.step[seen].tolist()
+    assert torch.equal(torch.cat([batch.step.sigma for batch in found]), PLAN.schedule.sigmas[edges.step[seen]])
+    assert torch.cat([batch.advantage for batch in found]).tolist() == [[10.0 * e] for e in seen]
+    assert torch.cat([batch.columns["mean_old"] for batch in found]).tolist() == [[100.0 * e] for e in seen]
+    prompts = torch.cat([batch.cond["prompt"] for batch in found])[:, 0].long()
+    assert prompts.tolist() == ROWS[edges.sample[seen]].tolist()
+    assert all(len(batch) == len(batch.cond) == len(batch.latents) <= batch_size for batch in found)
+
+
+def test_edges_keep_their_order_within_a_key_and_the_last_batch_may_be_partial():
+    order = torch.tensor([7, 3, 11, 0, 5])
+    found = batches(table(), ToyAdapter(), 2, order)
+    assert [batch.old_log_prob.tolist() for batch in found] == [[7.0, 3.0], [11.0, 0.0], [5.0]]
+
+
+def test_without_an_order_edges_come_as_they_are():
+    assert torch.cat([b.old_log_prob for b in batches(table(), ToyAdapter(), 5)]).tolist() == list(range(12))
+
+
+def test_steps_of_different_keys_never_share_a_forward():
+    found = batches(table(), ToyAdapter(key_per_step=True), 3)
+    assert [batch.step.index.unique().tolist() for batch in found] == [[0], [0], [1], [1], [2], [2]]
+    assert [len(batch) for batch in found] == [3, 1, 3, 1, 3, 1]
+
+
+@pytest.mark.parametrize("edges", [table(), table().select(torch.zeros(0, dtype=torch.int64))])
+def test_an_empty_share_gives_no_microbatch(edges):
+    """DESIGN section 4: partial and empty microbatches are legal."""
+    assert batches(edges, ToyAdapter(), 4, torch.zeros(0, dtype=torch.int64)) == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_edges_from_the_same_latents_share_a_forward(batch_size):
+    """Samples 0 and 2 start from node 5, sample 1 from node 9: two forwards, in order of appearance."""
+    edges = dataclasses.replace(table().select(torch.tensor([0, 3, 6])), parent=torch.tensor([5, 9, 5]))
+    found = batches(edges, ToyAdapter(), batch_size)
+    assert [batch.latents[:, 0].tolist() for batch in found] == ([[5.0], [9.0]] if batch_size == 1 else [[5.0, 9.0]])
+    assert all(len(b.latents) == len(b.cond) == len(b.start.sigma) <= batch_size for b in found)
+    starts = torch.cat([batch.latents[batch.parent] for batch in found])[:, 0].tolist()
+    places = torch.cat([batch.place for batch in found]).tolist()
+    assert [start for _, start in sorted(zip(places, starts, strict=True))] == [5.0, 9.0, 5.0]

@@ -1,0 +1,76 @@
+"""A run that learns nothing says so, with what its rewards look like, and not every time."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flowrl.credit.advantages import AdvantageConfig, advantages
+from flowrl.reward import Card, Reward
+from flowrl.scoring.weighted import Gate, WeightedReward
+from flowrl.training.dead_groups import DeadGroups
+
+NAN = float("nan")
+
+
+def entry(name="mine", **options) -> WeightedReward:
+    return WeightedReward(name, Reward(None, Card(outputs=(name,), low=0.0, high=1.0)), **options)
+
+
+def look(raw, *entries: WeightedReward, spread: float = 0.1, watcher: DeadGroups | None = None) -> str | None:
+    """What is told of raw values [P, G], the same of every entry."""
+    entries = entries or (entry(),)
+    table = torch.tensor(raw)
+    outputs = {each.name: table for each in entries}
+    rewards = torch.stack(
+        [e.training_value({k: v.flatten() for k, v in outputs.items()}).view_as(table) for e in entries]
+    )
+    weights = torch.tensor([e.weight for e in entries])
+    credit = advantages(rewards, weights, AdvantageConfig(name="group" if table.shape[1] > 1 else "batch"))
+    rollout = SimpleNamespace(rewards=rewards, raw=outputs, spread=spread)
+    return (watcher or DeadGroups(entries)).look(rollout, credit)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ([[0.5, 0.5], [0.5, 0.5]], "all 2 groups .* 'mine' looks constant, with 0.5 for every picture"),
+        ([[0.5, 0.5], [0.2, 0.2]], "'mine' gives all pictures of a prompt one value: it looks at the prompt alone"),
+        ([[1.0, 1.0], [1.0, 1.0]], "'mine' is saturated, with 1, an end of its range"),
+        ([[1.0, 1.0], [0.0, 0.0]], "'mine' is saturated, with 0 or 1"),
+        ([[0.3], [0.3]], "'mine' looks constant, with 0.3"),
+        ([[0.3]], "one sample alone .* raise rollout.group_size"),
+        ([[0.3, NAN], [NAN, 0.1]], "no prompt has two samples with a score"),
+        ([[NAN, NAN]], "the only group .* no sample has a score"),
+    ],
+)
+def test_what_is_wrong_is_named(raw, words):
+    assert re.search(words, look(raw) or "")
+
+
+def test_pictures_that_are_alike_and_a_clip_that_flattens_are_not_the_rewards_fault():
+    assert "all pictures of a prompt are alike" in look([[0.5, 0.5], [0.2, 0.2]], spread=0.0)
+    flat = look([[0.5, 0.6], [0.7, 0.8]], entry(clip=(0.0, 0.4)))
+    assert "tells samples apart, and its clip or gate makes one training value" in flat
+    shut = look([[0.5, 0.6], [0.7, 0.8]], entry(gate=Gate(output="mine", at_least=0.9)))
+    assert "clip or gate" in shut
+    assert "take that back" in look([[0.25, 0.5]], entry("a"), entry("b", weight=-1.0))
+
+
+def test_a_reward_that_is_only_looked_at_is_not_named():
+    told = look([[0.5, 0.5]], entry("a"), entry("b", weight=0.0))
+    assert "'a'" in told
+    assert "'b'" not in told
+
+
+def test_it_is_told_ever_less_often_and_anew_after_a_good_iteration():
+    watcher = DeadGroups([entry()])
+    dead, live = [[0.5, 0.5]], [[0.5, 0.5], [0.2, 0.5]]
+    told = [number for number in range(1, 17) if look(dead, watcher=watcher)]
+    assert told == [1, 2, 4, 8, 16]
+    assert look(live, watcher=watcher) is None
+    assert "in a row" not in look(dead, watcher=watcher)
+    assert "for 2 iterations in a row" in look(dead, watcher=watcher)

@@ -1,0 +1,209 @@
+"""A model that makes NaN or inf is found before any reward is asked, with what to lower, on all processes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.config.load import load_config
+from flowrl.core.errors import Abandoned, Diverged, RewardFailure
+from flowrl.data.text_cache import Texts
+from flowrl.evaluation.evaluator import Evaluator
+from flowrl.scoring.scorer import Scorer
+from flowrl.training.divergence import Health, remedy
+from flowrl.training.world import World
+from tests.scoring.test_overlap import ALONE, PROMPTS, brightness, collector, draw, entry
+from tests.toys import ToyAdapter
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Spoiled(ToyAdapter):
+    """Decodes the rows at `places` of every batch to `value`, or gives them such latents."""
+
+    def __init__(self, value: float, *places: int, latents: bool = False) -> None:
+        super().__init__()
+        self.value, self.places, self.latents = value, list(places), latents
+
+    def predict(self, x, timestep, cond, guidance_scale):
+        found = super().predict(x, timestep, cond, guidance_scale)
+        if self.latents:
+            found[[k for k in self.places if k < len(found)]] = self.value
+        return found
+
+    def decode(self, latents):
+        found = super().decode(latents).contiguous()
+        if not self.latents:
+            found[[k for k in self.places if k < len(found)]] = self.value
+        return found
+
+
+def blamed(images, prompts, metadata):
+    assert all(bool(image.isfinite().all()) for image in images), "a reward is shown a picture that is none"
+    return brightness(images, prompts, metadata)
+
+
+def spoiled_collector(adapter, overlap: bool):
+    made = collector(Scorer([entry(blamed, overlap=overlap)]))
+    learner = SimpleNamespace(remedy=lambda **known: f"lower the rate {known}")
+    made.parts = SimpleNamespace(**(vars(made.parts) | {"adapter": adapter, "learner": learner}))
+    made.parts.policy = replace(made.parts.policy, adapter=adapter)
+    return made
+
+
+def rolled_out(made, iteration: int = 3):
+    from flowrl.diffusion.plan import deterministic
+    from flowrl.rollout.noise import Noise
+    from flowrl.training.metrics import Timer
+    from tests.scoring.test_overlap import GROUP, SHAPE
+
+    plan = deterministic(ToyAdapter().schedule(3))
+    return made._draw("", PROMPTS, GROUP, plan, Noise(0, "rollout", iteration, SHAPE), Timer(), {})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("value", "latents", "words"),
+    [
+        (NAN, False, "pictures are NaN since iteration 3"),
+        (INF, False, "pictures are inf since iteration 3"),
+        (NAN, True, "latents, and so its pictures, are NaN since iteration 3"),
+        (INF, True, "latents, and so its pictures, are"),
+    ],
+)
+def test_a_rollout_ends_before_it_is_scored(value, latents, words, overlap):
+    made = spoiled_collector(Spoiled(value, 0, 1, 2, 3, latents=latents), overlap)
+    with pytest.raises(Diverged, match=rf"{words}.*12 of 12.*lower the rate.*'trained': True") as left:
+        rolled_out(made)
+    assert left.value.exit_code == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("latents", [False, True])
+def test_a_few_samples_are_masked_and_the_others_keep_their_scores(latents, overlap):
+    found = rolled_out(spoiled_collector(Spoiled(INF, 1, latents=latents), overlap))
+    whole = draw(Scorer([entry(brightness)]))
+    bad = torch.arange(12) % 4 == 1
+    assert found.scores.raw["mine"].isnan().tolist() == bad.tolist()
+    assert found.scores.failures == 3
+    assert torch.isfinite(whole.scores.raw["mine"]).all()
+
+
+def evaluator(adapter, folder: Path, **options) -> Evaluator:
+    learner = {"remedy": lambda **known: f"lower the rate {known}"}
+    return Evaluator(
+        adapter,
+        Texts(adapter, PROMPTS, cache=True),
+        Scorer([entry(blamed)]),
+        ALONE,
+        folder,
+        tuple(PROMPTS),
+        0,
+        2,
+        2,
+        0,
+        **(learner | options),
+    )
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_an_evaluation_ends_without_scores_and_without_a_reward_too(tmp_path, scored):
+    options = {} if scored else {"scorer": None}
+    asked = replace(evaluator(Spoiled(NAN, 0, 1), tmp_path), **options)
+    with pytest.raises(Diverged, match=r"pictures are NaN after iteration 4 \(6 of 6 samples\): lower the rate"):
+        asked("tuned", 4, guidance_scale=1.0, num_inference_steps=2)
+    with pytest.raises(Diverged, match=r"NaN before any update.*'trained': False"):
+        asked("base", 0, guidance_scale=1.0, num_inference_steps=2)
+    assert not (tmp_path / "eval" / "tuned.json").exists()
+
+
+def test_an_evaluation_with_a_few_of_them_has_no_score_for_these(tmp_path):
+    found = evaluator(Spoiled(NAN, 1), tmp_path)("tuned", 4, guidance_scale=1.0, num_inference_steps=2)
+    assert np.isnan(found.scores["mine"]).tolist() == [[False, True]] * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"), [("trained", "learning_rate"), ("untrained", "dtype"), ("decoder", "dtype")]
+)
+def test_the_remedy_names_options_with_their_values(config, expected):
+    run = load_config("configs/quickstart.yaml", ["optim.learning_rate=0.5"])
+    found = remedy(run, 1234.5, trained=config == "trained", in_decoder=config == "decoder")
+    assert expected in found
+    assert ("1.23e+03" in found and "0.5" in found) == (config == "trained")
+
+
+def test_finite_samples_are_handed_on_as_they_are_and_no_picture_hides_infinite_latents():
+    health, images = Health(), torch.rand(3, 3, 2, 2)
+    assert health.seen(torch.zeros(3, 4), images) is images
+    latents = torch.tensor([[0.0], [INF], [-INF]])
+    found = health.seen(latents, images)
+    assert found.isnan().flatten(1).all(dim=1).tolist() == [False, True, True]
+    assert torch.equal(found[0], images[0])
+    assert (health.count, health.spoiled, health.diverged) == (6, 2, False)
+    assert "are inf " in health.told("x")
+
+
+# ---- several processes
+
+
+class Ring:
+    """`gather` between threads that play the processes."""
+
+    def __init__(self, size: int) -> None:
+        self.table, self.barrier = [None] * size, threading.Barrier(size)
+
+    def world(self, rank: int) -> World:
+        ring = self
+
+        class Played(World):
+            __slots__ = ()
+
+            def gather(self, value):
+                ring.table[self.rank] = value
+                ring.barrier.wait(20)
+                found = list(ring.table)
+                ring.barrier.wait(20)
+                return found
+
+        return Played(rank, len(self.table), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("failures", "kind", "words"),
+    [
+        ([None, Diverged("NaN")], Diverged, "NaN"),
+        ([RewardFailure("away"), None], RewardFailure, "away"),
+        ([RewardFailure("away"), Diverged("NaN")], Diverged, "NaN"),
+        ([Abandoned(), RewardFailure("away")], RewardFailure, "away"),
+        ([Abandoned(), None], Abandoned, ""),
+    ],
+)
+def test_what_fails_on_one_process_ends_all_with_the_same_error(failures, kind, words):
+    ring, raised = Ring(2), [None, None]
+
+    def work(rank: int) -> None:
+        def fails() -> None:
+            if failures[rank] is not None:
+                raise failures[rank]
+
+        try:
+            ring.world(rank).in_step(fails)
+        except BaseException as error:  # whatever it is, the test looks at it
+            raised[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [(type(error), str(error)) for error in raised] == [(kind, words)] * 2
+
+
+def test_without_a_failure_nobody_leaves():
+    assert ALONE.in_step(lambda: 3) == 3

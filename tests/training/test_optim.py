@@ -1,0 +1,235 @@
+"""The optimizer step: schedules, clipping, skipping, averaging, state."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from flowrl.models.weights import Weights
+from flowrl.training.optim import EmaConfig, OptimConfig, Optimizer
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def make(total: int = 10, *, loss_scaling: bool = False, **options) -> tuple[nn.Module, Weights, Optimizer]:
+    module = network()
+    weights = Weights(module, None, (), 0)
+    return module, weights, Optimizer(weights, OptimConfig(**options), total, loss_scaling=loss_scaling)
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def draw(count: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+SIZE = len(flat(network()))
+
+
+def rates(total: int, **options) -> list[float]:
+    """Learning rates of `total` updates and of the one after."""
+    _, _, optimizer = make(total, learning_rate=1.0, **options)
+    found = [optimizer.step(draw(SIZE, k)).learning_rate for k in range(total)]
+    return [*found, optimizer.learning_rate()]
+
+
+# ---- learning rate
+
+
+def test_a_constant_rate_stays():
+    assert rates(4) == [1.0] * 5
+
+
+def test_a_warmup_rises_linearly_to_the_full_rate():
+    assert rates(6, warmup_updates=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0])
+
+
+def test_a_linear_rate_falls_to_zero_after_the_last_update():
+    assert rates(4, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert rates(6, schedule="linear", warmup_updates=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_a_cosine_rate_falls_along_half_a_period():
+    expected = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
+    assert rates(4, schedule="cosine") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_rate_never_turns_negative_past_the_planned_end(schedule):
+    _, _, optimizer = make(2, schedule=schedule)
+    found = [optimizer.step(draw(SIZE, k)).learning_rate for k in range(5)]
+    assert found[2:] == pytest.approx([0.0] * 3, abs=1e-12)
+
+
+def test_the_reported_rate_is_the_one_that_moves_the_weights():
+    """Adam's first step moves every weight by the rate (times sign), weight decay apart."""
+    module, _, optimizer = make(4, learning_rate=0.1, warmup_updates=4, weight_decay=0.0, max_grad_norm=None)
+    before, gradient = flat(module), draw(SIZE)
+    report = optimizer.step(gradient)
+    # eps 1e-8 against |g| > 1e-3; float32 subtraction of weights below 1.
+    assert_close(before - flat(module), report.learning_rate * gradient.sign(), rtol=1e-4, atol=1e-6)
+    assert report.learning_rate == pytest.approx(0.025)
+
+
+# ---- the step
+
+
+def test_steps_are_those_of_adamw():
+    module, _, optimizer = make(learning_rate=0.01, weight_decay=0.1, betas=[0.8, 0.99], max_grad_norm=None)
+    twin = network()
+    reference = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.8, 0.99), eps=1e-8, weight_decay=0.1)
+    for k in range(4):
+        gradient = draw(SIZE, k)
+        optimizer.step(gradient)
+        for p, part in zip(twin.parameters(), gradient.split([p.numel() for p in twin.parameters()]), strict=True):
+            p.grad = part.view_as(p)
+        reference.step()
+        assert torch.equal(flat(module), flat(twin))
+
+
+@pytest.mark.parametrize(("norm", "limit", "kept"), [(10.0, 2.0, 2.0), (1.5, 2.0, 1.5), (10.0, None, 10.0)])
+def test_a_gradient_is_clipped_by_its_norm_and_the_norm_before_is_reported(norm, limit, kept):
+    _, weights, optimizer = make(max_grad_norm=limit)
+    gradient = draw(SIZE)
+    gradient = gradient * (norm / gradient.norm())
+    report = optimizer.step(gradient)
+    assert report.grad_norm == pytest.approx(norm, rel=1e-5)
+    first = torch.cat([optimizer.adam.state[p]["exp_avg"].flatten() for p in weights.parameters.values()])
+    # beta1 0.9: the first moment after one step is a tenth of what Adam was given.
+    assert_close(first, 0.1 * gradient * (kept / norm), rtol=1e-5, atol=1e-7)
+
+
+def test_the_flat_gradient_has_the_order_of_the_step_and_zeros_where_there_is_none():
+    module, _, optimizer = make(learning_rate=0.1, weight_decay=0.0)
+    module[1](torch.ones(1, 4)).sum().backward()
+    found = optimizer.flat_gradient()
+    assert found[:16].tolist() == [0.0] * 16  # the first layer took no part
+    assert found[16:].tolist() == [1.0] * 10
+    before = flat(module)
+    optimizer.step(found)
+    assert torch.equal(flat(module)[:16], before[:16])
+    assert bool((flat(module)[16:] < before[16:]).all())
+    assert all(p.grad is None for p in module.parameters())
+
+
+# ---- skipping
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(bad):
+    module, weights, optimizer = make(ema=EmaConfig())
+    optimizer.step(draw(SIZE))
+    tensors, _ = copy.deepcopy(optimizer.state())
+    before, average = flat(module), {k: v.clone() for k, v in weights.copies["ema"].items()}
+    gradient = draw(SIZE)
+    gradient[3] = bad
+    report = optimizer.step(gradient)
+    assert report.skipped
+    assert not math.isfinite(report.grad_norm)
+    assert torch.equal(flat(module), before)
+    assert all(torch.equal(v, average[k]) for k, v in weights.copies["ema"].items())
+    assert all(torch.equal(v, tensors[k]) for k, v in optimizer.state()[0].items())
+    assert (optimizer.updates, optimizer.skipped) == (1, 1)
+    assert not optimizer.step(draw(SIZE)).skipped
+
+
+def test_the_loss_scale_halves_on_overflow_and_doubles_after_two_thousand_good_steps():
+    _, _, optimizer = make(loss_scaling=True)
+    assert optimizer.scale == 2.0**16
+    optimizer.step(torch.full((SIZE,), math.inf))
+    assert optimizer.scale == 2.0**15
+    optimizer.load_state({}, {"updates": 0, "skipped": 1, "scale": 2.0**15, "good": 1998})
+    optimizer.step(draw(SIZE))
+    assert optimizer.scale == 2.0**15
+    optimizer.step(draw(SIZE))
+    assert optimizer.scale == 2.0**16
+
+
+def test_the_loss_scale_has_a_floor_and_stays_one_without_loss_scaling():
+    _, _, scaled = make(loss_scaling=True)
+    for _ in range(40):
+        scaled.step(torch.full((SIZE,), math.inf))
+    assert scaled.scale == 1.0
+    _, _, plain = make()
+    plain.step(torch.full((SIZE,), math.nan))
+    assert plain.scale == 1.0
+
+
+# ---- the average
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_average_follows_its_formula(every, warmup):
+    """grpo_family 1.1.7: ema = d ema + (1 - d) p, d = min((1 + n) / (10 + n), decay), every so many updates."""
+    module, weights, optimizer = make(ema=EmaConfig(decay=0.3, every=every, warmup=warmup), learning_rate=0.05)
+    expected = flat(module).double()
+    for n in range(1, 9):
+        optimizer.step(draw(SIZE, n))
+        if n % every == 0:
+            decay = min((1 + n) / (10 + n), 0.3) if warmup else 0.3
+            expected = decay * expected + (1 - decay) * flat(module).double()
+        found = torch.cat([weights.copies["ema"][name].flatten() for name in weights.parameters])
+        # float32 lerp against float64, up to eight times.
+        assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_evaluation_uses_the_average_only_where_there_is_one():
+    assert make()[2].role == "policy"
+    assert "ema" not in make()[1].copies
+    assert make(ema=EmaConfig())[2].role == "ema"
+
+
+# ---- state
+
+
+def test_a_run_goes_on_bitwise_after_a_round_trip_through_a_file(tmp_path):
+    options = {"ema": EmaConfig(decay=0.5, every=2), "schedule": "cosine", "learning_rate": 0.05}
+    module, weights, optimizer = make(8, **options)
+    for k in range(3):
+        optimizer.step(draw(SIZE, k))
+    tensors, counters = optimizer.state()
+    save_file(tensors, tmp_path / "optim.safetensors")
+    save_file(weights.state(), tmp_path / "weights.safetensors")
+
+    again, its_weights, its_optimizer = make(8, **options)
+    its_weights.load_state(load_file(tmp_path / "weights.safetensors"))
+    its_optimizer.load_state(load_file(tmp_path / "optim.safetensors"), counters)
+    assert its_optimizer.state()[1] == counters
+    for k in range(3, 8):
+        assert its_optimizer.step(draw(SIZE, k)) == optimizer.step(draw(SIZE, k))
+        assert torch.equal(flat(again), flat(module))
+    assert all(torch.equal(v, weights.copies["ema"][k]) for k, v in its_weights.copies["ema"].items())
+
+
+def test_a_state_before_the_first_update_is_empty_and_loads():
+    _, _, optimizer = make()
+    tensors, counters = optimizer.state()
+    assert tensors == {}
+    optimizer.step(draw(SIZE))
+    optimizer.load_state(tensors, counters)
+    assert optimizer.updates == 0
+    assert optimizer.state()[0] == {}
+
+
+def test_a_loaded_state_does_not_share_memory_with_what_it_was_loaded_from():
+    _, _, optimizer = make()
+    optimizer.step(draw(SIZE))
+    tensors, counters = optimizer.state()
+    kept = {k: v.clone() for k, v in tensors.items()}
+    _, _, other = make()
+    other.load_state(tensors, counters)
+    other.step(draw(SIZE))
+    assert all(torch.equal(tensors[k], kept[k]) for k in kept)

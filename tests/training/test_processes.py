@@ -1,0 +1,165 @@
+"""Processes: how many this machine bears, who ends whom, and what a failure of one means for the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.core import status
+from flowrl.core.errors import Abandoned, ConfigError, Diverged, Elsewhere, RewardError
+from flowrl.core.files import fsync, write_atomically
+from flowrl.run import checkpoint
+from flowrl.run.folder import RunFolder
+from flowrl.run.launch import launch
+from flowrl.training.world import BACKEND, World, require_devices
+from tests.training.test_sharding import everywhere
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch):
+    """cards(n): a machine with n GPUs, as torch tells it."""
+
+    def have(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    monkeypatch.delenv(BACKEND, raising=False)
+    return have
+
+
+@pytest.mark.parametrize(
+    ("count", "processes", "backend", "words"),
+    [
+        (2, 3, None, ["3 processes on 2 GPUs", "--backend gloo"]),
+        (1, 2, "nccl", ["2 processes on 1 GPU:"]),
+        (0, 2, "nccl", ["nccl needs GPUs"]),
+        (0, 2, "mpi", ["'mpi'", "gloo and nccl"]),
+    ],
+)
+def test_processes_that_the_gpus_cannot_bear_are_refused(cards, monkeypatch, count, processes, backend, words):
+    cards(count)
+    if backend is not None:
+        monkeypatch.setenv(BACKEND, backend)
+    with pytest.raises(ConfigError) as caught:
+        require_devices(processes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("count", "backend"), [(2, None), (2, "nccl"), (1, "gloo"), (0, None), (0, "gloo")])
+def test_two_processes_have_a_gpu_each_share_one_through_gloo_or_use_none(cards, monkeypatch, count, backend):
+    cards(count)
+    if backend is not None:
+        monkeypatch.setenv(BACKEND, backend)
+    assert require_devices(2) == backend
+
+
+def test_more_processes_than_cores_are_warned_about_before_they_start(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+
+    def start(*args: object, **options: object) -> None:
+        assert told
+        raise InterruptedError("far enough")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(InterruptedError):
+        launch(["train"], 2, warn=told.append)
+    assert "2 processes on 1 CPU core:" in told[0]
+
+
+def test_a_worker_whose_launcher_is_gone_ends_before_it_has_loaded_anything(tmp_path: Path):
+    """Its parent is another process than the launcher that its environment names."""
+    folder = RunFolder(tmp_path)
+    descriptor = folder.lock()
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "from flowrl.cli import main; main()", "list", "samplers"],
+        env=os.environ | {"FLOWRL_PARENT": "1", "WORLD_SIZE": "2", "RANK": "0"},
+        pass_fds=[descriptor],
+        stdout=subprocess.DEVNULL,
+    )
+    folder.unlock()
+    assert worker.wait(timeout=60) == 1
+    assert not status.held(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "met"),
+    [
+        (None, RewardError("no score"), RewardError),
+        (None, ZeroDivisionError("no spread"), Elsewhere),
+        (None, Abandoned(), Abandoned),
+        (Abandoned(), Diverged("not finite since iteration 3"), Diverged),
+        (SystemExit(0), None, SystemExit),
+    ],
+)
+def test_what_ends_one_process_ends_all_at_the_same_place(first, second, met):
+    def work(world: World) -> BaseException | None:
+        def mine() -> None:
+            error = (first, second)[world.rank]
+            if error is not None:
+                raise error
+
+        with pytest.raises(BaseException) as caught:  # noqa: PT011, SystemExit and Abandoned are no Exceptions
+            world.in_step(mine)
+        assert isinstance(caught.value, Abandoned) or world.shares(caught.value)
+        return caught.value
+
+    found = everywhere(2, work)
+    assert isinstance(found[0], met)
+    if isinstance(second, Diverged):
+        assert (found[0].status, str(found[0])) == ("diverged", str(second))
+
+
+# ---- the run folder
+
+
+@pytest.mark.parametrize(
+    ("said", "held", "now"),
+    [
+        ("running", False, "died"),
+        ("running", True, "running"),
+        ("failed", True, "running"),
+        ("failed", False, "failed"),
+        ("finished", True, "finished"),
+    ],
+)
+def test_a_folder_says_running_only_while_a_process_holds_it(tmp_path: Path, said: str, held: bool, now: str):
+    folder = RunFolder(tmp_path)
+    folder.lock()
+    folder.write_json(status.SUMMARY, {"status": said, "reason": "because", "command": "flowrl train x --resume"})
+    if not held:
+        folder.unlock()
+    found = status.read(tmp_path)
+    folder.unlock()
+    assert found["status"] == now
+    assert (status.told(found) == "") == (now in ("running", "finished"))
+    assert ("--resume" in status.told(found)) == (now in ("died", "failed"))
+
+
+def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(tmp_path: Path):
+    kept = ("metrics.jsonl", ".lock", "checkpoints/iteration-000001/state.json", "eval/base.tmp", "adapter/.gitkeep")
+    left = (
+        *("checkpoints/.iteration-000002.tmp/state.safetensors", "adapter/transformer/.tmpAbC12x", ".summary.json.tmp"),
+        *("eval/.base.json.tmp", "gallery/.index.html.123.tmp", ".writable-x1y2", "adapter/.tmp_dir/part"),
+    )
+    for name in (*kept, *left):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    checkpoint.remove_leftovers(tmp_path)
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(kept)
+    assert not [p for p in tmp_path.rglob(".*tmp*")]
+
+
+def test_a_text_file_is_on_the_disk_before_it_has_its_name_and_its_name_is_too(tmp_path: Path, monkeypatch):
+    events: list[str] = []
+    sync, replace = fsync, os.replace
+    monkeypatch.setattr(checkpoint, "fsync", lambda path: (events.append(Path(path).name), sync(path)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("named"), replace(a, b)))
+    write_atomically(tmp_path / "summary.json", "{}")
+    assert events == [".summary.json.tmp", "named", tmp_path.name]
