@@ -18,22 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
 # named here counts, so a new one cannot be forgotten.
 SILENT = (
-    *("checkpoint", "checks", "contents", "deadgroups", "ending", "errors", "export", "files", "handover", "inputs"),
-    *(
-        "locate",
-        "media",
-        "memory",
-        "metrics",
-        "orphans",
-        "outofmemory",
-        "paths",
-        "phases",
-        "places",
-        "registry",
-        "retired",
-        "runs",
-    ),
-    *("state", "status", "strict", "gallery/__init__"),
+    *("config/checks", "config/locate", "config/places", "config/retired", "core/contents", "core/errors"),
+    *("core/console", "core/files", "core/media", "core/paths", "core/phases", "core/registry", "core/status"),
+    *("core/strict", "core/subprocesses", "core/versions", "gallery/__init__", "planning/memory"),
+    *("planning/out_of_memory", "run/checkpoint", "run/ending", "run/export", "run/folder", "run/handover"),
+    *("run/inputs", "run/launch", "run/metrics_file", "run/state", "training/dead_groups", "training/metrics"),
 )
 
 

@@ -92,7 +92,8 @@ class GrpoConfig(Options):
     old_log_prob: Literal["rollout", "recompute"] = "rollout"
     """`recompute` evaluates it once more at training geometry, where the two differ by more than the parity gate."""
     spatial: SpatialConfig | None = None
-    """ViPO: advantages that count where a picture has something to see (`flowrl/credit/saliency.py`); null: everywhere."""
+    """ViPO: advantages that count where a picture has something to see (`flowrl/credit/saliency.py`);
+    null: everywhere."""
 
     def __post_init__(self) -> None:
         if self.advantages.name == "separate" and not self.SEPARATE:

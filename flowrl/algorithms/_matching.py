@@ -82,7 +82,8 @@ class NoisedConfig(Options):
     """Terms per sample where `times` is null."""
 
     times: TimesConfig | None = None
-    """Where on the path the samples are noised to; see `flowrl/diffusion/training_times.py`. null, where that is the default: `timesteps`
+    """Where on the path the samples are noised to; see `flowrl/diffusion/training_times.py`. null, where that is the
+    default: `timesteps`
     on noise-prediction models, `logit_normal` on flows."""
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
     """Pull to the untouched network."""

@@ -60,7 +60,8 @@ class Config(TreeConfig):
     children: int = 2
     """Of each node in the window; a tree has children^size leaves."""
     window: MixWindow = field(default_factory=MixWindow)
-    """Where the tree is; its `size` is the depth d, at most all steps but the last two. See `flowrl/diffusion/plan.py`."""
+    """Where the tree is; its `size` is the depth d, at most all steps but the last two. See
+    `flowrl/diffusion/plan.py`."""
     growth: float = 0.5
     """How much noisier the last layer is than the first, times d / (d - 1); 0: all alike. A sampler whose noise level
     has a bound must keep it at the last layer."""

@@ -17,7 +17,7 @@ from flowrl.scoring.entries import reward_plan
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read, override, make paths absolute (`flowrl/config/locate.py`) and validate; components are validated by `resolve`.
+    """Read, override, make paths absolute (`flowrl/config/locate.py`) and validate; `resolve` validates components.
 
     `path` is a YAML file or a run folder, whose name and place then are the run's.
 

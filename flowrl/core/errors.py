@@ -82,7 +82,7 @@ class WriteError(Fault, OSError):
 
 
 class OutOfMemory(Fault, RuntimeError):
-    """The device or the host had no memory left; `flowrl/planning/out_of_memory.py` adds what was planned, and what lowers it."""
+    """The device or the host had no memory left; `planning/out_of_memory.py` adds the plan and remedies."""
 
     of_one_process = True
 

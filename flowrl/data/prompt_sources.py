@@ -91,7 +91,7 @@ def hub_id(source: str | None) -> str | None:
 
 
 def _find(source: str) -> Path | None:
-    # A name before the working directory: a configuration's own files come with their whole path (flowrl/config/locate.py).
+    # A name before the working directory: a configuration's own files come with their whole path (config/locate.py).
     embedded, file = embedded_prompts(source), Path(source).expanduser()
     return embedded or (file if file.is_file() else None)
 

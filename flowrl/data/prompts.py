@@ -1,4 +1,4 @@
-"""Prompts with their pictures and metadata, the order of a run, cached embeddings; flowrl/data/prompt_sources.py reads them."""
+"""Prompts with their images and metadata, and the order of a run; flowrl/data/prompt_sources.py reads them."""
 
 from __future__ import annotations
 

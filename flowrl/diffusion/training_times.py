@@ -52,7 +52,7 @@ class TimesConfig:
         "power",
         "timesteps",
     ]
-    """The rule; see `flowrl/diffusion/training_times.py`. It has no default: methods differ, and a mapping replaces theirs as a whole."""
+    """The rule of drawing. It has no default: methods differ, and a mapping replaces theirs as a whole."""
     count: int | None = 6
     """Terms per sample (T); null: as many as the rule has nodes, for `permutation`."""
     fraction: float = 0.9

@@ -1,4 +1,4 @@
-"""Fixed-seed evaluation: the same prompts and noise before and after; flowrl/evaluation/statistics.py makes numbers of them."""
+"""Fixed-seed evaluation: the same prompts and noise before and after; statistics.py makes numbers of them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Evaluation:
     distinct: tuple[int, ...] | None = None
     """[P] number of the distinct prompt; None: texts tell (files of older versions)."""
     made_with: dict[str, str] = field(default_factory=dict)
-    """Fingerprints of the model, the prompts and of what gives each score (flowrl/run/inputs.py); none of older ones."""
+    """Fingerprints of the model, the prompts and of what gives each score (run/inputs.py); none of older ones."""
 
     @property
     def groups(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The tree of an evaluation as `flowrl/evaluation/evaluation_tree.py` wrote it, and what of it is one line on a drawing."""
+"""The tree of an evaluation as `evaluation/evaluation_tree.py` wrote it, and what of it is one line on a drawing."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
               update      forward, the reference's forward if there is a KL, and backward at optim.batch_size;
                           at least the gradient with its three flat copies (16 bytes per trained weight)
 
-`model.memory` is followed: weights in few bits at what the libraries store and make of them (flowrl/planning/few_bits.py); parts
+`model.memory` is followed: weights in few bits at what the libraries store and make of them (few_bits.py); parts
 of group_offload are not resident, their largest leaf is added where they work; slicing and tiling are the VAE's own.
 
 Not in it: reward models, the backbone of saliency maps, the CUDA context (about 0.5 GB), library workspaces

@@ -1,4 +1,4 @@
-"""An iteration's data as the rollout leaves it: samples, edges, rewards. Shapes in the letters of `flowrl.core.types`."""
+"""An iteration's data as the rollout leaves it: samples, edges, rewards. Shapes as in `flowrl.core.types`."""
 
 from __future__ import annotations
 

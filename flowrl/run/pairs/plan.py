@@ -1,4 +1,4 @@
-"""What a set of pairs is made with, read and checked before anything is loaded; flowrl/run/pairs/drawing.py makes them."""
+"""What a set of pairs is made with, read and checked before anything is loaded; run/pairs/drawing.py makes them."""
 
 from __future__ import annotations
 
