@@ -154,10 +154,10 @@ def _completed(module: ModuleType, kind: str, name: str) -> ModuleType:
     # Those that no other in the file extends.
     last = [one for one in public if not any(other is not one and issubclass(other, one) for other in own)]
     if len(last) != 1:
-        names = f" ({', '.join(one.__name__ for one in last)})" if last else ""
+        names = f": {', '.join(one.__name__ for one in last)}" if last else ""
         raise UnknownName(
-            f"{name} defines {len(last)} classes that extend flowrl.{base}{names}: define one, or Config and "
-            "build(config), which gives the one that is meant"
+            f"{name} is no component: it must define one class that extends flowrl.{base} (it has {len(last)}{names}), "
+            "or Config and build(config)"
         )
     for part in last[0].__mro__:
         config = vars(sys.modules[part.__module__]).get("Config", vars(part).get("Config"))

@@ -79,9 +79,9 @@ def test_a_build_of_its_own_goes_before_its_classes(found):
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
-        ("samplers", "x = 1\n", "defines 0 classes that extend flowrl.Sampler: define one, or Config and build"),
-        ("samplers", SAMPLER + "class Other(flowrl.Sampler):\n    pass\n", r"defines 2 classes .* \(Still, Other\)"),
-        ("algorithms", SAMPLER, "defines 0 classes that extend flowrl.Method"),
+        ("samplers", "x = 1\n", r"one class that extends flowrl\.Sampler \(it has 0\), or Config and build"),
+        ("samplers", SAMPLER + "class Other(flowrl.Sampler):\n    pass\n", r"it has 2: Still, Other"),
+        ("algorithms", SAMPLER, r"extends flowrl\.Method \(it has 0"),
         ("algorithms", METHOD.replace("(flowrl.EdgeMethod.Config)", ""), "Config of mine must extend flowrl.Method.C"),
         (
             "samplers",
