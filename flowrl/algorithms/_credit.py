@@ -53,6 +53,28 @@ def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
     return Advantages(values=total.nan_to_num().float()[:, :, None], valid=valid, dead=none, kept=valid)
 
 
+def given_signs(rewards: Tensor) -> Advantages:
+    """Credit of given images: their rewards 1 and 0, [1, P, G], as signs +1 and -1.
+
+    A slot of which one sample is missing (NaN) is left out whole: half a pair says nothing.
+    """
+    reward = rewards[0].float()
+    valid = reward.isfinite()
+    whole = valid.all(dim=1)
+    signs = torch.where(valid, 2 * reward - 1, 0.0)
+    return Advantages(values=signs[:, :, None], valid=valid, dead=~whole, kept=whole[:, None].expand_as(valid).clone())
+
+
+def imitation(weights: Tensor, total: Tensor) -> Advantages:
+    """Credit of a method that imitates: weights [P, G] of rewards `total` [P, G]; those of weight 0 take no part.
+
+    A group of equal rewards is not dead: it is imitated as it is.
+    """
+    valid = total.isfinite()
+    dead = torch.zeros(len(total), dtype=torch.bool)
+    return Advantages(values=weights.float()[:, :, None], valid=valid, dead=dead, kept=valid & (weights > 0))
+
+
 def leaf_advantages(credit: Advantages) -> Tensor:
     """[P, G] float64, NaN where a sample takes no part: masked, of a dead group, left out by rule or selection."""
     return torch.where(credit.kept, credit.values.squeeze(2).double(), torch.nan)

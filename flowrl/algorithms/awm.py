@@ -20,12 +20,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, pull
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
+from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.types import Identity
-from flowrl.credit.advantages import Advantages
+from flowrl.credit.advantages import AdvantageConfig, Advantages
 from flowrl.diffusion.training_times import TimesConfig
-from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import ErrorWeighting, group_mean, matching_log_prob
 from flowrl.losses.ratio import clipped_ratio_loss
 from flowrl.rollout.outputs import Outputs
@@ -34,7 +34,7 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(MatchingConfig):
+class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete_wo_init"))
     weighting: ErrorWeighting = "ghuber"
     """How the error becomes a log-prob; see `flowrl/losses/matching.py`."""
@@ -46,7 +46,9 @@ class Config(MatchingConfig):
     """Bound on |ratio - 1|, in units of a mean over dims."""
     advantage_max: float = 1.0
     """The clipped advantages are rescaled to this bound."""
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-3))
+    """Pull to the untouched network."""
     ema_kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1.0))
     """Pull to a slow average of the policy."""
     ema: LagConfig = field(default_factory=lambda: LagConfig(limit=0.3))
@@ -55,7 +57,7 @@ class Config(MatchingConfig):
     """Sample with the average and take the ratio against it."""
 
     def __post_init__(self) -> None:
-        MatchingConfig.__post_init__(self)
+        DrawnOptions.__post_init__(self)
         if not 0 < self.power <= 1:
             raise ValueError(f"power={self.power} must lie in (0, 1]")
         if self.clip_range <= 0 or self.advantage_max <= 0:
@@ -64,14 +66,15 @@ class Config(MatchingConfig):
             raise ValueError("advantages.clip=null: AWM rescales clipped advantages to advantage_max; give a bound")
 
 
-class Awm(MatchingBase[Config]):
+class Awm(SampleMethod[Config]):
     level = LEVEL
     keeps_old = True
 
     def __init__(self, config: Config) -> None:
-        MatchingBase.__init__(self, config)
+        super().__init__(config)
+        self.compared = pulling(reference=config.kl, anchor=config.ema_kl)
         if config.ema_kl.coef > 0 or config.off_policy:
-            self.roles, self.lags = (*self.roles, "anchor"), {"anchor": config.ema}
+            self.lags = {"anchor": config.ema}
         self.behaviour = "anchor" if config.off_policy else "policy"
         self.unit = "sample" if config.ratio == "sample" else "term"
 
@@ -80,28 +83,28 @@ class Awm(MatchingBase[Config]):
         assert config.advantages.clip is not None
         return replace(credit, values=credit.values * (config.advantage_max / config.advantages.clip))
 
-    def guidance(self, networks: Networks) -> dict[str, float]:
-        found = MatchingBase.guidance(self, networks)
-        if self.config.ema_kl.coef == 0:
-            found.pop("anchor", None)  # it draws the samples, and that is all
-        return found
-
-    def compared(self, outputs: Outputs) -> Tensor:
-        """The log-prob of each term, [M] float64."""
+    def log_prob(self, outputs: Outputs) -> Tensor:
+        """The stand-in for the log-prob of each term, [M] float64."""
         return matching_log_prob(outputs.error(), outputs.batch.sigma, self.config.weighting, self.config.power)
 
+    def old(self, batch: NoisedBatch, networks: Networks) -> Tensor:
+        return self.log_prob(self.outputs(batch, networks, ()))
+
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs = self.outputs(batch, networks)
-        new = self.compared(outputs)
-        old = new.detach() if batch.old is None else batch.old
-        log_ratio, clip = new - old, (self.config.clip_range, self.config.clip_range)
-        if self.config.ratio == "sample":
+        config, outputs = self.config, self.outputs(batch, networks)
+        log_prob = self.log_prob(outputs)
+        log_ratio = log_prob - (log_prob.detach() if batch.old is None else batch.old)
+        if config.ratio == "sample":
             log_ratio = group_mean(log_ratio, batch.sample)
-        loss, clipped = clipped_ratio_loss(log_ratio, batch.advantage.double(), clip)
-        metrics = {"policy/clip_fraction": clipped.double(), "policy/ratio_mean": log_ratio.detach().exp()}
-        if self.config.ema_kl.coef > 0:
-            loss = loss + pull(self.config.ema_kl, outputs, "anchor")
-        return self.finished(loss, outputs, metrics)
+        clip = (config.clip_range, config.clip_range)
+        policy, clipped = clipped_ratio_loss(log_ratio, batch.advantage.double(), clip)
+        policy = policy + pull(config.ema_kl, outputs, "anchor")
+        metrics = {
+            "policy/loss": policy,
+            "policy/clip_fraction": clipped.double(),
+            "policy/ratio_mean": log_ratio.exp(),
+        }
+        return summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
 
 
 def build(config: Config) -> Awm:

@@ -11,26 +11,29 @@ and writes its plan, its credit rule and its loss. Everything else has a default
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._credit import Rule, by_steps, leaf_advantages
+from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.credit.advantages import AdvantageConfig, Advantages
 from flowrl.credit.critic import ValueConfig, ValueNetwork
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.credit.tree_credit import propagated
-from flowrl.diffusion.plan import StepPlan, deterministic, window
+from flowrl.diffusion.plan import StepPlan, deterministic, stochastic_solver, window
 from flowrl.diffusion.process import Process
 from flowrl.diffusion.schedules import Schedule
-from flowrl.diffusion.training_times import Times
+from flowrl.diffusion.solvers import Solver
+from flowrl.diffusion.training_times import Times, TimesConfig, draw, of_process
 from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.models.weights import Weights
 from flowrl.rollout.learned_noise import NoiseWeights
+from flowrl.rollout.outputs import Outputs, evaluate, is_cfg, training_guidance
 from flowrl.rollout.policy import Policy
 from flowrl.rollout.trajectories import Rollout
 from flowrl.rollout.transitions import Transitions
@@ -80,6 +83,19 @@ class Options:
     """Weight of a leaf's log-prob where a tree's leaves are averaged; 0: all alike."""
     shift: ClassVar[float] = 1.0
     """Resolution shift of the grid that the plan presumes."""
+    passes: ClassVar[int] = 1
+    """Times that an iteration goes through its data."""
+    solver: ClassVar[Solver] = "ode"
+    """Solver of the steps without noise."""
+    solver_noise: ClassVar[float] = 0.0
+    """tau of the solver `sa`."""
+    times: ClassVar[TimesConfig | None] = None
+    """Rule of the training times on finished samples; None: `timesteps` on noise-prediction models, `logit_normal` on
+    flows."""
+    default_terms: ClassVar[int] = 1
+    """Training times of a sample where there is no rule."""
+    reference_guidance: ClassVar[float | None] = None
+    """Guidance scale of the role "reference" where guidance is CFG; None: that of the policy."""
 
     @property
     def by_position(self) -> bool:
@@ -89,6 +105,14 @@ class Options:
     def clip(self, sampler: Sampler) -> float:
         """The bound on |ratio - 1| in use; inf: none."""
         return float("inf")
+
+    def terms(self, num_steps: int) -> int:
+        """Training times of a sample on a grid of so many steps.
+
+        Raises:
+            ValueError: the grid has fewer nodes than the rule needs.
+        """
+        return self.default_terms if self.times is None else self.times.terms(num_steps)
 
     def leaves(self, num_steps: int) -> int:
         """Samples of a tree on a grid of so many steps; 1: there is none."""
@@ -110,6 +134,21 @@ class Options:
 
     def check_process(self, process: Process) -> None:
         """Refuse the model's process, known once the model is."""
+
+
+def require_positive(**values: float) -> None:
+    """Raise ValueError with the name and the value of the first that is not."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be positive")
+
+
+class Lag(Protocol):
+    """How fast a role follows the policy."""
+
+    def decay(self, updates: int) -> float:
+        """d after so many optimizer steps of the run, in [0, 1]: 0 copies the policy, 1 leaves the role as it is."""
+        ...
 
 
 C = TypeVar("C", bound=Options)
@@ -141,9 +180,12 @@ class Method(Generic[C]):
     """Whether the loss takes the means of what is `measured`, in a pass of its own before each update."""
     spatial: SpatialConfig | None = None
     """How advantages are spread over an image; None: a sample has one."""
+    remembers: tuple[str, ...] = ()
+    """Attributes with plain data that belong into the checkpoint."""
 
     def __init__(self, config: C) -> None:
         self.config, self.rule = config, Rule(config.advantages or AdvantageConfig())
+        self.passes = config.passes
 
     @property
     def frozen(self) -> int:
@@ -198,18 +240,24 @@ class Method(Generic[C]):
     # ---- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that the method remembers."""
-        return self.rule.state_dict()
+        """Plain data that the method and its advantage rule remember."""
+        return {name: vars(self)[name] for name in self.remembers} | self.rule.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state of a checkpoint.
 
         Raises:
-            ValueError: it holds state of another method.
+            ValueError: it holds state of another method, or samples of a role that there is not.
         """
-        if self.rule.load_state_dict(state):
-            name, own = type(self).__module__.rpartition(".")[2], sorted(self.state_dict())
-            raise ValueError(f"{name} keeps {own or 'no state'}, the checkpoint has {sorted(state)}")
+        own = self.rule.load_state_dict(state)
+        name = type(self).__module__.rpartition(".")[2]
+        if set(own) != set(self.remembers):
+            raise ValueError(
+                f"{name} keeps {sorted(self.state_dict()) or 'no state'}, the checkpoint has {sorted(state)}"
+            )
+        if own.get("behaviour", "policy") not in ("policy", *self.roles):
+            raise ValueError(f"{name} has the roles {self.roles}, the checkpoint behaviour={own['behaviour']!r}")
+        vars(self).update(own)
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors that the method remembers."""
@@ -282,18 +330,61 @@ class SampleMethod(Method[C]):
     """A method on finished samples, noised again; with `members` on given pairs or labelled images."""
 
     needs = "samples"
+    shared_times: Literal["sample", "group", "all"] = "sample"
+    """The samples that share their training times: none, those of a prompt, all."""
     shared_eps: bool = False
     """Whether a prompt's samples share their noise at each time."""
     keeps_old: bool = False
     """Whether the loss takes `old` of the behaviour policy."""
+    compared: tuple[str, ...] = ()
+    """Roles whose outputs the loss takes, beside the policy's."""
+    lags: Mapping[str, Lag] = MappingProxyType({})
+    """Roles that follow the policy after every iteration: role <- d role + (1 - d) policy."""
+    refresh: tuple[str, int] | None = None
+    """(role, n): the role becomes the policy after every n optimizer steps, once an iteration at most."""
+
+    def __init__(self, config: C) -> None:
+        super().__init__(config)
+        self.refreshes = 0
+        """Refreshes that were due so far."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Those that are compared, that lag, and that draw the samples."""
+        return tuple(dict.fromkeys(r for r in (*self.compared, *self.lags, self.behaviour) if r != "policy"))
+
+    @property
+    def frozen(self) -> int:
+        return len(self.compared)
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        """Deterministic steps."""
-        return deterministic(schedule)
+        """Steps of the solver alone."""
+        if self.config.solver == "sa":
+            return stochastic_solver(schedule, self.config.solver_noise)
+        return deterministic(schedule, self.config.solver)
+
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        """By the advantage rule; of given images the signs of the data."""
+        return given_signs(rewards) if self.members else super().advantages(rewards, weights, prompts)
 
     def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
         """Training times of B samples, [B, T]."""
-        raise NotImplementedError
+        rule = self.config.times or of_process(schedule, self.config.default_terms)
+        return draw(rule, schedule, ids, (seed, iteration), shared=self.shared_times)
+
+    def outputs(self, batch: NoisedBatch, networks: Networks, roles: Sequence[str] | None = None) -> Outputs:
+        """The policy's outputs with gradients, and those of `roles`; None: of `compared`."""
+        guidance = self.guidance(networks, self.compared if roles is None else roles)
+        return evaluate(networks.policy.adapter, networks.weights, batch, guidance)
+
+    def guidance(self, networks: Networks, roles: Sequence[str]) -> dict[str, float]:
+        """Guidance scale of the policy and of each of `roles` in training."""
+        policy, own = networks.policy, self.config.reference_guidance
+        scale = training_guidance(policy.adapter, policy.guidance_scale, self.config.guidance_scale)
+        scales = dict.fromkeys(("policy", *roles), scale)
+        if "reference" in scales and own is not None and is_cfg(policy.adapter):
+            scales["reference"] = own
+        return scales
 
     def old(self, batch: NoisedBatch, networks: Networks) -> Tensor:
         """The value that the loss compares with, [M] float64, under the weights that are in the network."""
@@ -302,6 +393,17 @@ class SampleMethod(Method[C]):
     def measured(self, batch: NoisedBatch, networks: Networks) -> Tensor:
         """The values whose means the loss takes, [M, K] float64, under the policy before the update."""
         raise NotImplementedError
+
+    def after_iteration(self, updates: int, weights: Weights) -> None:
+        """Move the roles that lag, and refresh the one that is due."""
+        for role, lag in self.lags.items():
+            weights.follow(role, lag.decay(updates))
+        if self.refresh is not None:
+            role, every = self.refresh
+            due = updates // every
+            if due > self.refreshes:
+                self.refreshes = due
+                weights.follow(role, 0.0)
 
 
 class NoiseMethod(Method[C]):
@@ -314,8 +416,8 @@ class NoiseMethod(Method[C]):
     """Options of the value network V; None: there is none."""
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        """Deterministic steps."""
-        return deterministic(schedule)
+        """Steps of a deterministic solver."""
+        return deterministic(schedule, self.config.solver)
 
     def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
         """(advantages [P, G] by the laws `numbers` [P] that drew the samples, V's mean squared error)."""

@@ -21,18 +21,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, referred
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
-from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import centred, group_sum, implicit_reward, optimality
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(MatchingConfig):
+class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     beta: float = 1.0
     """Scale of the implicit reward against the given one."""
     fit: Literal["mse", "bce"] = "mse"
@@ -52,7 +54,7 @@ class Config(MatchingConfig):
     """CFG of the untouched network; where guidance is an input of the network, it gets the policy's value."""
 
     def __post_init__(self) -> None:
-        MatchingConfig.__post_init__(self)
+        DrawnOptions.__post_init__(self)
         if self.beta <= 0:
             raise ValueError(f"beta={self.beta} must be positive")
         if not 0 <= self.least_pull <= 1:
@@ -63,28 +65,19 @@ class Config(MatchingConfig):
             raise ValueError("advantages.clip=null: optimality is the advantage within its bound; give one")
 
 
-class Crd(MatchingBase[Config]):
+class Crd(SampleMethod[Config]):
     level = LEVEL
     unit = "group"
     shared_times = "group"
     behaviour = "sampling"
 
     def __init__(self, config: Config) -> None:
-        MatchingBase.__init__(self, config)
-        self.roles = (*self.roles, "old", "sampling")
+        super().__init__(config)
+        self.compared = (*pulling(reference=config.kl), "old")
         self.lags = {"old": config.old, "sampling": config.sampling}
 
-    @property
-    def frozen(self) -> int:
-        return len(self.roles) - 1
-
-    def guidance(self, networks: Networks) -> dict[str, float]:
-        found = MatchingBase.guidance(self, networks)
-        del found["sampling"]  # it draws the samples, and that is all
-        return referred(found, networks, self.config.reference_guidance)
-
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs, config = self.outputs(batch, networks), self.config
+        config, outputs = self.config, self.outputs(batch, networks)
         assert config.advantages.clip is not None
         given = optimality(batch.advantage, config.advantages.clip).double()
         implied = implicit_reward(
@@ -94,10 +87,10 @@ class Crd(MatchingBase[Config]):
             fit(config.beta * centred(implied, batch.group, weight), centred(given, batch.group, weight), config.fit)
             for weight in pool_weights(given, batch.advantage, batch.group, config.pools)
         ]
-        loss = torch.stack(parts).mean(dim=0) * (config.advantages.clip / config.beta)
-        metrics = {"policy/optimality": given, "policy/implicit_reward": implied}
+        policy = torch.stack(parts).mean(dim=0) * (config.advantages.clip / config.beta)
         share = config.least_pull + (1 - config.least_pull) * given
-        return self.finished(loss, outputs, metrics, share)
+        metrics = {"policy/loss": policy, "policy/optimality": given, "policy/implicit_reward": implied}
+        return summed(policy + share * pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
 
 
 def fit(implied: Tensor, given: Tensor, how: Literal["mse", "bce"]) -> Tensor:

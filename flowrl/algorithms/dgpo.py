@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig, referred
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
+from flowrl.algorithms.base import Networks, SampleMethod, require_positive
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
-from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import group_preference_weight
 from flowrl.models.weights import Weights
 
@@ -31,10 +31,11 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(MatchingConfig):
+class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="subset", count=4, fraction=0.7))
     advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-3))
+    """Pull to the untouched network."""
     beta: float = 100.0
     """Inverse temperature of the group's margin: 10 to 100 against the untouched network, 2000 to 5000 against the
     average. It is not in the gradient's scale."""
@@ -50,51 +51,37 @@ class Config(MatchingConfig):
     """CFG of the untouched network; where guidance is an input of the network, it gets the policy's value."""
 
     def __post_init__(self) -> None:
-        MatchingConfig.__post_init__(self)
-        if self.beta <= 0 or self.clip_range <= 0:
-            raise ValueError(f"beta={self.beta} and clip_range={self.clip_range} must be positive")
+        DrawnOptions.__post_init__(self)
+        require_positive(beta=self.beta, clip_range=self.clip_range)
 
 
-class Dgpo(MatchingBase[Config]):
+class Dgpo(SampleMethod[Config]):
     level = LEVEL
     unit = "group"
     shared_times = "all"
     shared_eps = True
+    remembers = ("behaviour",)
 
     def __init__(self, config: Config) -> None:
-        MatchingBase.__init__(self, config)
-        # Against the average and without KL the untouched network has no part.
-        untouched = ("reference",) if config.kl.coef > 0 or not config.against_average else ()
-        self.roles, self.lags = (*untouched, "average"), {"average": config.average}
-
-    def guidance(self, networks: Networks) -> dict[str, float]:
-        return referred(MatchingBase.guidance(self, networks), networks, self.config.reference_guidance)
+        super().__init__(config)
+        self.behaviour = "policy"
+        self.against = "average" if config.against_average else "reference"
+        self.compared = tuple(dict.fromkeys((*pulling(reference=config.kl), self.against, "average")))
+        self.lags = {"average": config.average}
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs, advantage = self.outputs(batch, networks), batch.advantage.double()
+        config, outputs, advantage = self.config, self.outputs(batch, networks), batch.advantage.double()
         error = outputs.error()
-        held = overshot(error, outputs.error("average"), advantage, self.config.clip_range)
-        against = "average" if self.config.against_average else "reference"
-        weight = group_preference_weight(advantage, error, outputs.error(against), batch.group, self.config.beta)
-        loss = weight * advantage * torch.where(held, error.detach(), error)
-        return self.finished(loss, outputs, {"policy/clip_fraction": held.double(), "policy/group_weight": weight})
+        held = overshot(error, outputs.error("average"), advantage, config.clip_range)
+        weight = group_preference_weight(advantage, error, outputs.error(self.against), batch.group, config.beta)
+        policy = weight * advantage * torch.where(held, error.detach(), error)
+        metrics = {"policy/loss": policy, "policy/clip_fraction": held.double(), "policy/group_weight": weight}
+        return summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
 
     def after_iteration(self, updates: int, weights: Weights) -> None:
-        MatchingBase.after_iteration(self, updates, weights)
-        self.behaviour = self._behaviour(updates)
-
-    def _behaviour(self, updates: int) -> str:
+        super().after_iteration(updates, weights)
         start = self.config.sample_average_from
-        return "policy" if start is None or updates < start else "average"
-
-    def state_dict(self) -> dict:
-        return {"behaviour": self.behaviour} | self.rule.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        own = self.rule.load_state_dict(state)
-        if set(own) != {"behaviour"} or own["behaviour"] not in ("policy", "average"):
-            raise ValueError(f"dgpo keeps {sorted(self.state_dict())}, the checkpoint has {sorted(state)}")
-        self.behaviour = state["behaviour"]
+        self.behaviour = "policy" if start is None or updates < start else "average"
 
 
 def overshot(error: Tensor, error_old: Tensor, advantage: Tensor, clip_range: float) -> Tensor:

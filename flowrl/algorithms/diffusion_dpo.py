@@ -12,23 +12,24 @@ Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py; flow form:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import NoisedBase, NoisedConfig
-from flowrl.algorithms._preference import Space, agreement, given_signs, pair_loss, require_positive
-from flowrl.algorithms.base import Networks
-from flowrl.core.types import Identity
-from flowrl.credit.advantages import Advantages
-from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull
+from flowrl.algorithms._preference import default_beta, margin, pair_metrics
+from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
+from flowrl.losses.preference import preference_loss
+from flowrl.rollout.outputs import Space
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(NoisedConfig):
+class Config(GivenOptions):
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
+    """Pull to the untouched network."""
     beta: float | None = None
     """Inverse temperature of the margin; null: 5000 on noise-prediction models, 2000 on flows. The larger, the smaller
     the learning rate must be."""
@@ -36,33 +37,29 @@ class Config(NoisedConfig):
     """Errors of what the network predicts, or of the noise that this implies: on a flow beta times (1 - sigma)^2."""
 
     def __post_init__(self) -> None:
-        NoisedConfig.__post_init__(self)
+        GivenOptions.__post_init__(self)
         if self.beta is not None:
             require_positive(beta=self.beta)
 
 
-class DiffusionDpo(NoisedBase[Config]):
+class DiffusionDpo(SampleMethod[Config]):
     level = LEVEL
     members = ("chosen", "rejected")
     prefers = True
     unit = "group"
     shared_times = "group"
     shared_eps = True
-
-    def __init__(self, config: Config) -> None:
-        NoisedBase.__init__(self, config)
-        self.roles = ("reference",)
-
-    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        return given_signs(rewards)
+    compared = ("reference",)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs, config = self.outputs(batch, networks), self.config
-        loss, metrics = pair_loss(outputs, "reference", config.beta, config.space)
-        return self.finished(loss, outputs, metrics)
+        config, outputs = self.config, self.outputs(batch, networks)
+        delta = margin(outputs, "reference", config.space)
+        policy = preference_loss(delta, config.beta or default_beta(outputs.adapter.process))
+        metrics = {"policy/loss": policy} | pair_metrics(outputs, delta, config.space) | outputs.metrics()
+        return summed(policy + pull(config.kl, outputs, "reference"), metrics)
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
-        return agreement(self.outputs(batch, networks), "reference", self.config.space)
+        return -margin(self.outputs(batch, networks), "reference", self.config.space).detach()
 
 
 def build(config: Config) -> DiffusionDpo:

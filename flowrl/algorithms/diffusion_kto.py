@@ -11,27 +11,25 @@ Source: arXiv 2404.04465; jacklishufan/diffusion-kto:train_kto_sd_v1.5.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._matching import NoisedBase, NoisedConfig
-from flowrl.algorithms._preference import Space, error_of, given_signs, require_positive
-from flowrl.algorithms.base import Networks
-from flowrl.core.types import Identity
-from flowrl.credit.advantages import Advantages
-from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull
+from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.preference import Utility, label_loss
-from flowrl.rollout.outputs import Outputs
+from flowrl.rollout.outputs import Outputs, Space
 
 LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(NoisedConfig):
+class Config(GivenOptions):
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
+    """Pull to the untouched network."""
     beta: float = 1000.0
     """Scale of the gain."""
     utility: Utility = "kahneman_tversky"
@@ -46,28 +44,22 @@ class Config(NoisedConfig):
     """Errors of what the network predicts, or of the noise that this implies."""
 
     def __post_init__(self) -> None:
-        NoisedConfig.__post_init__(self)
+        GivenOptions.__post_init__(self)
         require_positive(beta=self.beta)
         if not 0 < self.liked_share < 1:
             raise ValueError(f"liked_share={self.liked_share} must lie in (0, 1): both classes are drawn")
 
 
-class DiffusionKto(NoisedBase[Config]):
+class DiffusionKto(SampleMethod[Config]):
     level = LEVEL
     members = ("labelled",)
     prefers = True
     centres = True
-
-    def __init__(self, config: Config) -> None:
-        NoisedBase.__init__(self, config)
-        self.roles = ("reference",)
-
-    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        return given_signs(rewards)
+    compared = ("reference",)
 
     def gain(self, outputs: Outputs) -> Tensor:
         """g of each term, [M] float64."""
-        return error_of(outputs, "reference", self.config.space) - error_of(outputs, "policy", self.config.space)
+        return outputs.error("reference", self.config.space) - outputs.error("policy", self.config.space)
 
     def measured(self, batch: NoisedBatch, networks: Networks) -> Tensor:
         """g, and g and the count of each class: [M, 5] float64."""
@@ -75,13 +67,17 @@ class DiffusionKto(NoisedBase[Config]):
         return torch.stack([gain, liked * gain, liked, (1 - liked) * gain, 1 - liked], dim=1)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs, config = self.outputs(batch, networks), self.config
+        config, outputs = self.config, self.outputs(batch, networks)
         assert batch.centre is not None
         gain, offset = self.gain(outputs), reference_point(batch.centre, config.offset)
-        loss = label_loss(gain, batch.advantage, offset, config.beta, config.utility)
-        right = (batch.advantage * gain > 0).to(gain)
-        metrics = {"policy/implicit_accuracy": right, "policy/gain": gain, "policy/offset": offset.expand_as(gain)}
-        return self.finished(loss, outputs, metrics)
+        policy = label_loss(gain, batch.advantage, offset, config.beta, config.utility)
+        metrics = {
+            "policy/loss": policy,
+            "policy/implicit_accuracy": (batch.advantage * gain > 0).to(gain),
+            "policy/gain": gain,
+            "policy/offset": offset.expand_as(gain),
+        }
+        return summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
         return (batch.advantage * self.gain(self.outputs(batch, networks))).detach()

@@ -20,12 +20,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, LagConfig, MatchingBase, MatchingConfig
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
+from flowrl.algorithms.base import Networks, SampleMethod, require_positive
 from flowrl.core.types import Identity
-from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.credit.advantages import AdvantageConfig, Advantages, aggregate
 from flowrl.diffusion.training_times import TimesConfig
-from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import negative_aware_loss, optimality
 
 LEVEL = "tested"
@@ -53,7 +53,7 @@ class FilterConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(MatchingConfig):
+class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
     mix: float = 1.0
     """beta: how far the implicit policies lie from `old`, in units of the policy's own distance."""
@@ -61,20 +61,21 @@ class Config(MatchingConfig):
     """Divide each branch by its mean absolute error; false leaves its time weight plain."""
     mode: AdvantageMode = "all"
     """Which advantages count: all, one sign only, 1 for the positive ones, or the sign alone."""
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-4))
+    """Pull to the untouched network."""
     old: Literal["none", "ramp", "late"] | LagConfig = "ramp"
     """How `old` lags: not at all (released type 0), min(0.001 steps, 0.5) (type 1), from step 75 on (type 2)."""
     filter: FilterConfig | None = None
 
     def __post_init__(self) -> None:
-        MatchingConfig.__post_init__(self)
-        if not self.mix > 0:
-            raise ValueError(f"mix={self.mix} must be positive")
+        DrawnOptions.__post_init__(self)
+        require_positive(mix=self.mix)
         if self.advantages.clip is None:
             raise ValueError("advantages.clip=null: optimality is the advantage within its bound; give one")
 
     def check_group(self, group_size: int) -> None:
-        MatchingConfig.check_group(self, group_size)
+        DrawnOptions.check_group(self, group_size)
         if self.filter is not None and group_size < 2:
             raise ValueError("filter compares the samples of a prompt, and rollout.group_size=1; set it to null")
 
@@ -83,13 +84,13 @@ class Config(MatchingConfig):
         return OLD_SCHEDULES[self.old] if isinstance(self.old, str) else self.old
 
 
-class DiffusionNft(MatchingBase[Config]):
+class DiffusionNft(SampleMethod[Config]):
     level = LEVEL
     behaviour = "old"
 
     def __init__(self, config: Config) -> None:
-        MatchingBase.__init__(self, config)
-        self.roles, self.lags = (*self.roles, "old"), {"old": config.lag}
+        super().__init__(config)
+        self.compared, self.lags = (*pulling(reference=config.kl), "old"), {"old": config.lag}
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         credit = self.rule(rewards, weights, prompts)
@@ -103,25 +104,21 @@ class DiffusionNft(MatchingBase[Config]):
     def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
         rule = self.config.filter
         if rule is None or not rule.retire:
-            return MatchingBase.retired(self, rewards, weights)
+            return super().retired(rewards, weights)
         std, mean = group_moments(rewards, weights)
         # A group that was scored in part only may owe its small spread to what is missing.
         scored = aggregate(rewards, weights).isfinite().all(dim=1)
         return scored & (std < rule.least_std) & (mean > rule.most_mean)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs, bound = self.outputs(batch, networks), self.config.advantages.clip
+        config, outputs = self.config, self.outputs(batch, networks)
+        bound = config.advantages.clip
         assert bound is not None
         good = optimality(batch.advantage, bound)
-        loss = bound * negative_aware_loss(
-            outputs.clean("policy"),
-            outputs.clean("old"),
-            batch.clean,
-            good,
-            self.config.mix,
-            adaptive=self.config.adaptive,
-        )
-        return self.finished(loss, outputs, {"policy/optimality": good})
+        policy, old = outputs.clean("policy"), outputs.clean("old")
+        loss = bound * negative_aware_loss(policy, old, batch.clean, good, config.mix, adaptive=config.adaptive)
+        metrics = {"policy/loss": loss, "policy/optimality": good}
+        return summed(loss + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
 
 
 def by_mode(values: Tensor, mode: AdvantageMode) -> Tensor:

@@ -14,24 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
-from flowrl.algorithms.base import Networks, NoiseMethod, Options
+from flowrl.algorithms.base import Networks, NoiseMethod, Options, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages
 from flowrl.credit.critic import ValueConfig
-from flowrl.diffusion.plan import StepPlan, deterministic
-from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solvers import Solver
-from flowrl.losses.batches import InitialBatch, LossOutput
+from flowrl.losses.batches import InitialBatch, LossOutput, summed
 from flowrl.losses.ratio import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
 from flowrl.models.weights import Weights
 from flowrl.rollout.learned_noise import NoiseWeights, learned
-from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
 _GROUP = AdvantageConfig(std="none", clip=None)
@@ -76,9 +73,8 @@ class Config(Options):
             raise ValueError("keep_moment=true needs train_std=true: a mean that grows leaves less for the std")
         if not 0 < self.least_std <= 1:
             raise ValueError(f"least_std={self.least_std} must lie in (0, 1]: every std begins at 1")
-        for name in ("reward_scale", "clip_range", "refresh", "passes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        require_positive(reward_scale=self.reward_scale, clip_range=self.clip_range)
+        require_positive(refresh=self.refresh, passes=self.passes)
         if not self.prior_coef >= 0:
             raise ValueError(f"prior_coef={self.prior_coef} must not be negative")
 
@@ -90,16 +86,14 @@ class Config(Options):
 
 class Find(NoiseMethod[Config]):
     level = LEVEL
+    remembers = ("iterations",)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.passes, self.iterations = config.passes, 0
+        self.iterations = 0
         self.train_std, self.value = config.train_std, config.value if config.baseline == "value" else None
         self.behaviour = "policy" if config.refresh == 1 else "old"
         self.roles = () if config.refresh == 1 else ("old",)
-
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        return deterministic(schedule, self.config.solver)
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """Where V is the baseline, rewards as they are: `calibrated` takes it away."""
@@ -143,8 +137,7 @@ class Find(NoiseMethod[Config]):
             "noise/mean_square": laws.mean.square().flatten(1).mean(dim=1),
             "noise/std": laws.std.flatten(1).mean(dim=1),
         }
-        loss = (policy + config.prior_coef * prior).sum()
-        return LossOutput(loss=loss, metrics={name: value.detach().sum() for name, value in metrics.items()})
+        return summed(policy + config.prior_coef * prior, metrics)
 
     def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
         learned(weights).bound_std(self.config.least_std)
@@ -155,14 +148,6 @@ class Find(NoiseMethod[Config]):
         self.iterations += 1
         if self.roles and self.iterations % self.config.refresh == 0:
             weights.snapshot("old")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"iterations": self.iterations} | self.rule.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(self.rule.load_state_dict(state)) != {"iterations"}:
-            raise ValueError(f"find keeps {sorted(self.state_dict())}, the checkpoint has {sorted(state)}")
-        self.iterations = state["iterations"]
 
 
 def build(config: Config) -> Find:

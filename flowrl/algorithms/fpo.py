@@ -17,10 +17,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import MatchingBase, MatchingConfig
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
+from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
-from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import group_mean
 from flowrl.losses.ratio import clipped_ratio_loss
 from flowrl.rollout.outputs import Outputs
@@ -30,8 +31,11 @@ _BOUND = 3.0  # of a log ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(MatchingConfig):
+class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="uniform", count=8, low=0.0, shift=1.0))
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
+    """Pull to the untouched network."""
     passes: int = 2
     clip_range: float = 1e-4
     """Bound on |ratio - 1|, in units of a mean over dims."""
@@ -41,36 +45,40 @@ class Config(MatchingConfig):
     """Error of the noise that the network implies, (1 - sigma)^2 l on a flow, or of its output, l."""
 
     def __post_init__(self) -> None:
-        MatchingConfig.__post_init__(self)
-        if self.clip_range <= 0:
-            raise ValueError(f"clip_range={self.clip_range} must be positive")
+        DrawnOptions.__post_init__(self)
+        require_positive(clip_range=self.clip_range)
 
 
-class Fpo(MatchingBase[Config]):
+class Fpo(SampleMethod[Config]):
     level = LEVEL
     keeps_old = True
 
     def __init__(self, config: Config) -> None:
-        MatchingBase.__init__(self, config)
+        super().__init__(config)
+        self.compared = pulling(reference=config.kl)
         self.unit = "sample" if config.ratio == "sample" else "term"
 
-    def compared(self, outputs: Outputs) -> Tensor:
+    def error(self, outputs: Outputs) -> Tensor:
         """The error of each pair, [M] float64."""
-        if self.config.supervise == "velocity":
-            return outputs.error()
-        return outputs.eps_error("policy")
+        return outputs.error(space="output" if self.config.supervise == "velocity" else "eps")
+
+    def old(self, batch: NoisedBatch, networks: Networks) -> Tensor:
+        return self.error(self.outputs(batch, networks, ()))
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs = self.outputs(batch, networks)
-        error = self.compared(outputs)
-        old = error.detach() if batch.old is None else batch.old
-        log_ratio = (old - error).clamp(-_BOUND, _BOUND)
-        if self.config.ratio == "sample":
-            log_ratio = group_mean(old - error, batch.sample).clamp(-_BOUND, _BOUND)
-        clip = (self.config.clip_range, self.config.clip_range)
-        loss, clipped = clipped_ratio_loss(log_ratio, batch.advantage.double(), clip)
-        metrics = {"policy/clip_fraction": clipped.double(), "policy/ratio_mean": log_ratio.detach().exp()}
-        return self.finished(loss, outputs, metrics)
+        config, outputs = self.config, self.outputs(batch, networks)
+        error = self.error(outputs)
+        log_ratio = (error.detach() if batch.old is None else batch.old) - error
+        if config.ratio == "sample":
+            log_ratio = group_mean(log_ratio, batch.sample)
+        log_ratio, clip = log_ratio.clamp(-_BOUND, _BOUND), (config.clip_range, config.clip_range)
+        policy, clipped = clipped_ratio_loss(log_ratio, batch.advantage.double(), clip)
+        metrics = {
+            "policy/loss": policy,
+            "policy/clip_fraction": clipped.double(),
+            "policy/ratio_mean": log_ratio.exp(),
+        }
+        return summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
 
 
 def build(config: Config) -> Fpo:

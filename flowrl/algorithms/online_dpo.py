@@ -23,22 +23,26 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._matching import MatchingBase, MatchingConfig
-from flowrl.algorithms._preference import Space, pair_loss, require_positive
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
+from flowrl.algorithms._preference import margin, pair_metrics
+from flowrl.algorithms.base import Networks, SampleMethod, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages, aggregate
 from flowrl.credit.selection import best_and_worst
 from flowrl.diffusion.training_times import TimesConfig
-from flowrl.losses.batches import LossOutput, NoisedBatch
-from flowrl.models.weights import Weights
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
+from flowrl.losses.preference import preference_loss
+from flowrl.rollout.outputs import Space
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(MatchingConfig):
+class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
+    """Pull to the untouched network."""
     beta: float = 100.0
     """Inverse temperature of the margin, in units of a mean over dims."""
     space: Space = "output"
@@ -51,7 +55,7 @@ class Config(MatchingConfig):
     """Optimizer steps between refreshes of `lagged`."""
 
     def __post_init__(self) -> None:
-        MatchingConfig.__post_init__(self)
+        DrawnOptions.__post_init__(self)
         require_positive(beta=self.beta, ref_update=self.ref_update)
         if self.least_gap < 0:
             raise ValueError(f"least_gap={self.least_gap} must not be negative")
@@ -64,17 +68,19 @@ class Config(MatchingConfig):
             )
 
 
-class OnlineDpo(MatchingBase[Config]):
+class OnlineDpo(SampleMethod[Config]):
     level = LEVEL
     unit = "group"
     shared_times = "group"
     shared_eps = True
+    remembers = ("refreshes",)
 
     def __init__(self, config: Config) -> None:
-        MatchingBase.__init__(self, config)
-        self.behaviour, self.refreshes = config.behaviour, 0
+        super().__init__(config)
+        self.behaviour = config.behaviour
         self.against = "lagged" if config.behaviour == "lagged" else "reference"
-        self.roles = tuple(dict.fromkeys((*self.roles, self.against)))
+        self.compared = tuple(dict.fromkeys((*pulling(reference=config.kl), self.against)))
+        self.refresh = ("lagged", config.ref_update) if self.against == "lagged" else None
 
     def taken(self, group_size: int) -> int:
         return 2
@@ -85,24 +91,11 @@ class OnlineDpo(MatchingBase[Config]):
         return best_against_worst(credit, aggregate(rewards, weights), self.config.least_gap)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs, config = self.outputs(batch, networks), self.config
-        loss, metrics = pair_loss(outputs, self.against, config.beta, config.space)
-        return self.finished(loss, outputs, metrics)
-
-    def after_iteration(self, updates: int, weights: Weights) -> None:
-        due = updates // self.config.ref_update
-        if self.against == "lagged" and due > self.refreshes:
-            self.refreshes = due
-            weights.follow("lagged", 0.0)
-
-    def state_dict(self) -> dict:
-        return {"refreshes": self.refreshes} | self.rule.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        own = self.rule.load_state_dict(state)
-        if set(own) != {"refreshes"}:
-            raise ValueError(f"online_dpo keeps how often it has refreshed, the checkpoint has {sorted(state)}")
-        self.refreshes = own["refreshes"]
+        config, outputs = self.config, self.outputs(batch, networks)
+        delta = margin(outputs, self.against, config.space)
+        policy = preference_loss(delta, config.beta)
+        metrics = {"policy/loss": policy} | pair_metrics(outputs, delta, config.space) | outputs.metrics()
+        return summed(policy + pull(config.kl, outputs, "reference"), metrics)
 
 
 def best_against_worst(credit: Advantages, total: Tensor, least_gap: float) -> Advantages:

@@ -1,6 +1,6 @@
 """RAFT: fine-tuning on the best samples of each prompt.
 
-    1. sample x0 with the network that was the policy at the last refresh
+    1. sample x0 with the network that was the policy at the last refresh (see rwr.py)
     2. keep the k best of a prompt; `ties` keeps all that equal the k-th
     3. loss = mean (v - v*)^2 over those kept + kl mean (v - v_ref)^2
 
@@ -12,20 +12,28 @@ Source: arXiv 2304.06767; yifan123/flow_grpo:scripts/train_sd3_sft.py (`ties`, k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._imitation import ImitationBase, ImitationConfig, imitation
+from flowrl.algorithms._credit import imitation
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
+from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 
 LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ImitationConfig):
+class Config(DrawnOptions):
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
+    """Pull to the untouched network."""
+    refresh: int | None = 40
+    """Optimizer steps after which the samples are drawn by the policy as it then is; until then by the one before.
+    0: always by the policy; null: always by the untouched one (offline)."""
     best: int = 1
     """k."""
     ties: bool = False
@@ -34,7 +42,9 @@ class Config(ImitationConfig):
     """Leave out prompts whose samples are all equal: none of them is best."""
 
     def __post_init__(self) -> None:
-        ImitationConfig.__post_init__(self)
+        DrawnOptions.__post_init__(self)
+        if self.refresh is not None and self.refresh < 0:
+            raise ValueError(f"refresh={self.refresh} must not be negative; null never refreshes")
         if self.best < 1:
             raise ValueError(f"best={self.best} must be at least 1")
 
@@ -44,8 +54,15 @@ class Config(ImitationConfig):
             raise ValueError(f"best={self.best} keeps every sample of a group of {group_size}; lower it")
 
 
-class Raft(ImitationBase[Config]):
+class Raft(SampleMethod[Config]):
     level = LEVEL
+    remembers = ("refreshes",)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.compared = pulling(reference=config.kl)
+        self.behaviour = "policy" if config.refresh == 0 else "sampling"
+        self.refresh = ("sampling", config.refresh) if config.refresh else None
 
     def taken(self, group_size: int) -> int:
         return group_size if self.config.ties else self.config.best
@@ -57,6 +74,12 @@ class Raft(ImitationBase[Config]):
             return credit
         low, high = total.nan_to_num(torch.inf).amin(dim=1), total.nan_to_num(-torch.inf).amax(dim=1)
         return Advantages(credit.values, credit.valid, ~(high > low), credit.kept & (high > low)[:, None])
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs, weight = self.outputs(batch, networks), batch.advantage.double()
+        policy = weight * outputs.error()
+        metrics = {"policy/loss": policy, "policy/weight": weight, "policy/weight_square": weight.square()}
+        return summed(policy + pull(self.config.kl, outputs, "reference"), metrics | outputs.metrics())
 
 
 def best_of(total: Tensor, count: int, *, ties: bool) -> Tensor:

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flowrl.algorithms._matching import LagConfig, MatchingBase, MatchingConfig
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._matching import DrawnOptions, LagConfig
+from flowrl.algorithms.base import Networks, SampleMethod, require_positive
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
-from flowrl.losses.batches import LossOutput, NoisedBatch
-from flowrl.losses.matching import matched_target
-from flowrl.rollout.outputs import regressed
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
+from flowrl.losses.matching import matched_target, mean_square
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(MatchingConfig):
+class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="power", count=8))
     advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(clip=None))
     strength: float = 100.0
@@ -34,26 +33,24 @@ class Config(MatchingConfig):
     old: LagConfig = field(default_factory=lambda: LagConfig(slope=0.01, limit=0.9))
 
     def __post_init__(self) -> None:
-        MatchingConfig.__post_init__(self)
-        if self.strength <= 0:
-            raise ValueError(f"strength={self.strength} must be positive")
-        if self.kl.coef > 0:
-            raise ValueError(f"kl.coef={self.kl.coef}: RAM's target is anchored already; lower strength instead")
+        DrawnOptions.__post_init__(self)
+        require_positive(strength=self.strength)
 
 
-class Ram(MatchingBase[Config]):
+class Ram(SampleMethod[Config]):
     level = LEVEL
     behaviour = "old"
 
     def __init__(self, config: Config) -> None:
-        MatchingBase.__init__(self, config)
-        self.roles, self.lags = ("reference", "old"), {"old": config.old}
+        super().__init__(config)
+        self.compared, self.lags = ("reference", "old"), {"old": config.old}
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
         outputs = self.outputs(batch, networks)
         roles = outputs.by_role
         target = matched_target(roles["reference"], roles["old"], outputs.target, batch.advantage, self.config.strength)
-        return self.finished(regressed(outputs, target), outputs)
+        loss = mean_square(roles["policy"], target)
+        return summed(loss, {"policy/loss": loss} | outputs.metrics())
 
 
 def build(config: Config) -> Ram:

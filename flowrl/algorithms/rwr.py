@@ -8,28 +8,40 @@ Weights are not centred, so samples of equal reward train too: the method then d
 sample has all the weight. `policy/weight` and `policy/weight_square` are means over terms: the one squared over the
 other is the effective sample size (sum w)^2 / sum w^2 as a share of the samples.
 
+A network that imitates its own samples copies their discretisation error, and the next samples err twice: contrast and
+reward fall within tens of iterations, whatever is rewarded. So the samples come from a network that stays behind
+(`refresh`), as in yifan123/flow_grpo (`ref_update_step`).
+
 Source: arXiv 2305.13301 (its baselines); yifan123/flow_grpo:scripts/train_sd3_sft.py; arXiv 2502.06061 for exp and KL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._imitation import ImitationBase, ImitationConfig, imitation
+from flowrl.algorithms._credit import imitation
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
+from flowrl.algorithms.base import Networks, SampleMethod, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import softmax_weights
 
 LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ImitationConfig):
+class Config(DrawnOptions):
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
+    """Pull to the untouched network."""
+    refresh: int | None = 40
+    """Optimizer steps after which the samples are drawn by the policy as it then is; until then by the one before.
+    0: always by the policy; null: always by the untouched one (offline)."""
     weighting: Literal["softmax", "exp", "reward", "threshold"] = "softmax"
     temperature: float = 0.2
     """tau of `softmax`, in units of the weighted reward; `exp` multiplies by it instead."""
@@ -37,16 +49,30 @@ class Config(ImitationConfig):
     """C of `threshold`."""
 
     def __post_init__(self) -> None:
-        ImitationConfig.__post_init__(self)
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature} must be positive")
+        DrawnOptions.__post_init__(self)
+        if self.refresh is not None and self.refresh < 0:
+            raise ValueError(f"refresh={self.refresh} must not be negative; null never refreshes")
+        require_positive(temperature=self.temperature)
 
 
-class Rwr(ImitationBase[Config]):
+class Rwr(SampleMethod[Config]):
     level = LEVEL
+    remembers = ("refreshes",)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.compared = pulling(reference=config.kl)
+        self.behaviour = "policy" if config.refresh == 0 else "sampling"
+        self.refresh = ("sampling", config.refresh) if config.refresh else None
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         return imitation(self.weights(aggregate(rewards, weights)), aggregate(rewards, weights))
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs, weight = self.outputs(batch, networks), batch.advantage.double()
+        policy = weight * outputs.error()
+        metrics = {"policy/loss": policy, "policy/weight": weight, "policy/weight_square": weight.square()}
+        return summed(policy + pull(self.config.kl, outputs, "reference"), metrics | outputs.metrics())
 
     def weights(self, total: Tensor) -> Tensor:
         """Of weighted rewards [P, G], never negative, [P, G] float64; NaN has weight 0."""

@@ -18,26 +18,24 @@ Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._matching import NoisedBase, NoisedConfig
-from flowrl.algorithms._preference import Space, agreement, error_of, given_signs, pair_loss, require_positive
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull, pulling
+from flowrl.algorithms._preference import default_beta, margin, pair_metrics
+from flowrl.algorithms.base import Networks, SampleMethod, require_positive
 from flowrl.core.rng import stream
-from flowrl.core.types import Identity
-from flowrl.credit.advantages import Advantages
-from flowrl.diffusion.plan import StepPlan, deterministic
+from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solvers import Solver
-from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import group_mean
-from flowrl.losses.preference import Anchor, anchor_sign
+from flowrl.losses.preference import Anchor, anchor_sign, preference_loss
 from flowrl.models.weights import Weights
-from flowrl.rollout.outputs import Outputs, evaluate
+from flowrl.rollout.outputs import Outputs, Space
 from flowrl.samplers.base import Sampler
 
 LEVEL = "experimental"
@@ -45,9 +43,11 @@ EARLIER = "earlier"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(NoisedConfig):
-    TERMS: ClassVar[int] = 4  # the criterion averages over them: one draw has a noisy sign
+class Config(GivenOptions):
+    default_terms: ClassVar[int] = 4  # the criterion averages over them: one draw has a noisy sign
 
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
+    """Pull to the untouched network."""
     beta: float | None = None
     """Inverse temperature of the margin, not published; null: Diffusion-DPO's, 5000 on noise-prediction models and 2000
     on flows."""
@@ -64,7 +64,7 @@ class Config(NoisedConfig):
     """How x_r is solved."""
 
     def __post_init__(self) -> None:
-        NoisedConfig.__post_init__(self)
+        GivenOptions.__post_init__(self)
         require_positive(every=self.every, keep=self.keep)
         if self.beta is not None:
             require_positive(beta=self.beta)
@@ -72,76 +72,67 @@ class Config(NoisedConfig):
             raise ValueError("solver=sa: the earlier self is to draw without noise; use a deterministic solver")
 
 
-class Seppo(NoisedBase[Config]):
+class Seppo(SampleMethod[Config]):
     level = LEVEL
     members = ("chosen", "drawn")
     prefers = True
     unit = "prompt"
     shared_times = "group"
     shared_eps = True
+    remembers = ("made", "last", "behaviour")
 
     def __init__(self, config: Config) -> None:
-        NoisedBase.__init__(self, config)
+        super().__init__(config)
         self.made, self.last = 1, 0
         """Checkpoints made so far, the initial network among them, and the optimizer step of the newest."""
         self.behaviour = _name(0)
-        self.pulled = self.roles
-        # The untouched network is kept for held-out pairs too: against an earlier self, which may be the policy as it
-        # is, nothing that was learned before would count.
-        self.roles = ("reference", *(_name(place) for place in range(config.keep)))
 
     @property
-    def frozen(self) -> int:
-        return len(self.pulled) + 1
+    def compared(self) -> tuple[str, ...]:
+        """The round's reference, which changes, and the untouched network where the loss pulls to it."""
+        return (*pulling(reference=self.config.kl), self.behaviour)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The checkpoints, and the untouched network for held-out pairs: against an earlier self, which may be the
+        policy as it is, nothing that was learned before would count."""
+        return ("reference", *(_name(place) for place in range(self.config.keep)))
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         self.behaviour = _name(drawn_checkpoint(self.made, self.config.keep, seed) % self.config.keep)
-        return deterministic(schedule, self.config.solver)
+        return super().plan(schedule, sampler, iteration, seed)
 
-    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        return given_signs(rewards)
-
-    def outputs(self, batch: NoisedBatch, networks: Networks) -> Outputs:
-        """Of the policy and of the round's reference, under one name whichever it is."""
-        scale = self.guidance(networks)["policy"]
-        roles = dict.fromkeys(("policy", *self.pulled, self.behaviour), scale)
-        found = evaluate(networks.policy.adapter, networks.weights, batch, roles)
-        found.by_role[EARLIER] = found.by_role.pop(self.behaviour)
-        return found
+    def outputs(self, batch: NoisedBatch, networks: Networks, roles: Sequence[str] | None = None) -> Outputs:
+        """The round's reference has one name, whichever checkpoint it is."""
+        outputs = super().outputs(batch, networks, roles)
+        if roles is None:
+            outputs.by_role[EARLIER] = outputs.by_role.pop(self.behaviour)
+        return outputs
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs, config = self.outputs(batch, networks), self.config
+        config, outputs = self.config, self.outputs(batch, networks)
         own = self.own_sign(outputs)
-        sign = torch.where(batch.advantage > 0, 1.0, -own)
-        loss, metrics = pair_loss(outputs, EARLIER, config.beta, config.space, sign)
-        return self.finished(loss, outputs, metrics | {"policy/anchor_sign": own})
+        delta = margin(outputs, EARLIER, config.space, torch.where(batch.advantage > 0, 1.0, -own))
+        policy = preference_loss(delta, config.beta or default_beta(outputs.adapter.process))
+        metrics = {"policy/loss": policy, "policy/anchor_sign": own} | pair_metrics(outputs, delta, config.space)
+        return summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
 
     def own_sign(self, outputs: Outputs) -> Tensor:
         """s of each row's slot, [M] float64."""
         batch, space = outputs.batch, self.config.space
-        better = error_of(outputs, EARLIER, space) - error_of(outputs, "policy", space).detach()
+        better = outputs.error(EARLIER, space) - outputs.error("policy", space).detach()
         slot = batch.sample // len(self.members)
         # Both samples count in the mean's denominator, and only its sign is asked for.
         return anchor_sign(group_mean((batch.advantage > 0) * better, slot), self.config.anchor)
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
         """By the margin against the untouched network, as of the other methods on pairs."""
-        roles = dict.fromkeys(("policy", "reference"), self.guidance(networks)["policy"])
-        outputs = evaluate(networks.policy.adapter, networks.weights, batch, roles)
-        return agreement(outputs, "reference", self.config.space)
+        return -margin(self.outputs(batch, networks, ("reference",)), "reference", self.config.space).detach()
 
     def after_iteration(self, updates: int, weights: Weights) -> None:
         if updates - self.last >= self.config.every:
             weights.follow(_name(self.made % self.config.keep), 0.0)
             self.made, self.last = self.made + 1, updates
-
-    def state_dict(self) -> dict:
-        return {"made": self.made, "last": self.last, "behaviour": self.behaviour}
-
-    def load_state_dict(self, state: dict) -> None:
-        if set(state) != set(self.state_dict()) or state["behaviour"] not in self.roles:
-            raise ValueError(f"seppo keeps its checkpoints' number and reference, the checkpoint has {sorted(state)}")
-        self.made, self.last, self.behaviour = state["made"], state["last"], state["behaviour"]
 
 
 def _name(place: int) -> str:

@@ -9,36 +9,33 @@ Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py (`--sft`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from flowrl.algorithms._matching import NoisedBase, NoisedConfig
-from flowrl.algorithms._preference import given_signs
-from flowrl.algorithms.base import Networks
-from flowrl.core.types import Identity
-from flowrl.credit.advantages import Advantages
-from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull, pulling
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 
 LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(NoisedConfig):
-    """Those of its family alone."""
+class Config(GivenOptions):
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
+    """Pull to the untouched network."""
 
 
-class Sft(NoisedBase[Config]):
+class Sft(SampleMethod[Config]):
     level = LEVEL
     members = ("chosen",)
 
-    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        return given_signs(rewards)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.compared = pulling(reference=config.kl)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
         outputs = self.outputs(batch, networks)
-        return self.finished(outputs.error(), outputs)
+        error = outputs.error()
+        return summed(error + pull(self.config.kl, outputs, "reference"), {"policy/loss": error} | outputs.metrics())
 
 
 def build(config: Config) -> Sft:

@@ -71,7 +71,19 @@ class Added:
 
 
 RENAMED: tuple[Renamed, ...] = ()
-RETIRED: tuple[Retired, ...] = ()
+_RULE = {
+    **{"name": "group", "std": "global", "eps": 1e-4, "clip": 5.0, "ddof": 0, "trimmed_ratio": 0.0},
+    **{"min_deviation": 0.1, "select": None, "history": None},
+}
+RETIRED: tuple[Retired, ...] = (
+    Retired(
+        Place("algorithms", "ram", "kl"),
+        {"coef": 0.0, "weight": "uniform"},
+        "the target of RAM is anchored already, lower algorithm.strength instead",
+    ),
+    Retired(Place("algorithms", "rwr", "advantages"), _RULE, "RWR weighs raw rewards, leave it out"),
+    Retired(Place("algorithms", "raft", "advantages"), _RULE, "RAFT ranks raw rewards, leave it out"),
+)
 ADDED = (Added(Place("run", "*", "data.eval_share"), 0.0),)
 
 

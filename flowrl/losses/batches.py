@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -96,3 +97,8 @@ class LossOutput:
     """Name -> sum over the microbatch, scalar, detached."""
     per_step: dict[str, Tensor] = field(default_factory=dict)
     """Name -> value per edge, [E], detached; reported per denoising step."""
+
+
+def summed(loss: Tensor, metrics: Mapping[str, Tensor]) -> LossOutput:
+    """The loss [M] and the metrics, name -> [M], as sums over the rows."""
+    return LossOutput(loss=loss.sum(), metrics={name: value.detach().sum() for name, value in metrics.items()})

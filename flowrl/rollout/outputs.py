@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from flowrl.core.types import Prediction
 from flowrl.losses.batches import NoisedBatch
 from flowrl.losses.matching import mean_square
 from flowrl.models.base import ModelAdapter, branches, unguided
 from flowrl.models.weights import Weights
 
+Space = Literal["output", "eps"]
+"""Where errors are taken: of what the network predicts, or of the noise that this implies."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What each network says of M noised samples, in the network's own terms (velocity, eps, v); all [M, ...] float32.
+    """Outputs of each network on M noised samples, in the network's own terms (velocity, eps, v); all [M, ...] float32.
 
     Every role but "policy" is without gradient.
     """
@@ -26,32 +31,45 @@ class Outputs:
     noised: Tensor
     """x = alpha x0 + sigma eps."""
     target: Tensor
-    """What a network should output there."""
+    """The output of a perfect network there."""
     by_role: dict[str, Tensor]
 
-    def error(self, role: str = "policy") -> Tensor:
-        """Mean over dims of (output - target)^2, [M] float64."""
-        return mean_square(self.by_role[role], self.target)
+    def error(self, role: str = "policy", space: Space = "output") -> Tensor:
+        """Mean over dims of (output - target)^2, [M] float64; in the space `eps` of the noise that the output implies.
+
+        On a flow eps_hat - eps = (1 - sigma) (v - v*), so `eps` is `output` times (1 - sigma)^2.
+        """
+        if space == "output":
+            return mean_square(self.by_role[role], self.target)
+        return mean_square(self._implied(role).eps_hat, self.batch.eps)
 
     def apart(self, role: str, other: str = "policy") -> Tensor:
         """Mean over dims of the squared difference of two networks, [M] float64."""
         return mean_square(self.by_role[other], self.by_role[role])
 
     def clean(self, role: str) -> Tensor:
-        """x0 as this network sees it."""
-        process, kind = self.adapter.process, self.adapter.prediction_type
-        return process.predict(self.by_role[role], self.noised, self.batch.sigma, kind).x0_hat
+        """x0 as this network predicts it, [M, ...]."""
+        return self._implied(role).x0_hat
 
-    def eps_error(self, role: str) -> Tensor:
-        """Mean over dims of the squared error of the noise that this network implies, [M] float64."""
+    def _implied(self, role: str) -> Prediction:
         process, kind = self.adapter.process, self.adapter.prediction_type
-        found = process.predict(self.by_role[role], self.noised, self.batch.sigma, kind).eps_hat
-        return mean_square(found, self.batch.eps)
+        return process.predict(self.by_role[role], self.noised, self.batch.sigma, kind)
 
     def norm_ratio(self, role: str) -> Tensor:
         """Norm of the policy's output over that of another network's, [M]; growth is a sign of over-optimisation."""
         own, other = self.by_role["policy"].detach().flatten(1), self.by_role[role].flatten(1)
         return own.norm(dim=1) / other.norm(dim=1).clamp(min=1e-12)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Errors of the networks and their distances, as every method on samples reports them: name -> [M]."""
+        found = {"matching/error": self.error()}
+        if "reference" in self.by_role:
+            found["matching/error_reference"] = self.error("reference")
+            found["matching/norm_ratio"] = self.norm_ratio("reference")
+        for role in self.by_role:
+            if role != "policy":
+                found[f"matching/to_{role}"] = self.apart(role)
+        return found | {"matching/clean_square": self.batch.clean.square().flatten(1).mean(dim=1)}
 
 
 def evaluate(adapter: ModelAdapter, weights: Weights, batch: NoisedBatch, guidance: Mapping[str, float]) -> Outputs:
@@ -88,8 +106,3 @@ def is_cfg(adapter: ModelAdapter) -> bool:
     """Whether guidance costs another forward; else the network takes it as an input."""
     none = unguided(adapter)
     return branches(adapter, none + 1) > branches(adapter, none)
-
-
-def regressed(outputs: Outputs, target: Tensor) -> Tensor:
-    """Mean over dims of (policy - target)^2, [M] float64, for a target [M, ...] without gradient."""
-    return mean_square(outputs.by_role["policy"], target.detach())

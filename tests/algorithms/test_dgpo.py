@@ -109,7 +109,7 @@ def test_the_average_draws_the_samples_from_its_step_on_and_a_checkpoint_keeps_t
     never.after_iteration(10_000, NoWeights())
     assert never.behaviour == "policy"
     with pytest.raises(ValueError, match="behaviour"):
-        other.load_state_dict({"behaviour": "reference"})
+        other.load_state_dict({"behaviour": "nobody"})
 
 
 class Embedded(ToyAdapter):
@@ -124,7 +124,8 @@ def test_the_reference_has_guidance_of_its_own_only_where_guidance_is_cfg(module
     """9.5: with CFG the trained forwards go without; an embedded value is the same for all networks."""
     config = Config(reference_guidance=4.0) if module is build else crd.Config(reference_guidance=4.0)
     cfg, embedded = (
-        module(config).guidance(Networks(Policy(adapter, Ode(), 3.5), None)) for adapter in (ToyAdapter(), Embedded())
+        module(config).guidance(Networks(Policy(adapter, Ode(), 3.5), None), module(config).compared)
+        for adapter in (ToyAdapter(), Embedded())
     )
     assert cfg.pop("reference") == 4.0
     assert set(cfg.values()) == {1.0}

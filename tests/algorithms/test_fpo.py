@@ -33,13 +33,13 @@ def outputs(v: Tensor, *, old: Tensor | None = None, vp: bool = False):
 
 
 def test_the_error_of_the_implied_noise_is_one_minus_sigma_squared_that_of_the_velocity():
-    eps, velocity = (build(Config(supervise=kind)).compared(outputs(draw(3))) for kind in ("eps", "velocity"))
+    eps, velocity = (build(Config(supervise=kind)).error(outputs(draw(3))) for kind in ("eps", "velocity"))
     assert_close(eps, (1 - SIGMA).double().square() * velocity, rtol=1e-4, atol=1e-7)
 
 
 def test_on_a_noise_process_both_are_the_networks_own_error():
     """Its output is the noise."""
-    eps, velocity = (build(Config(supervise=kind)).compared(outputs(draw(3), vp=True)) for kind in ("eps", "velocity"))
+    eps, velocity = (build(Config(supervise=kind)).error(outputs(draw(3), vp=True)) for kind in ("eps", "velocity"))
     assert torch.equal(eps, velocity)
 
 
@@ -48,16 +48,14 @@ def test_on_a_noise_process_both_are_the_networks_own_error():
 def test_the_ratio_of_the_old_policy_is_1_for_any_number_of_pairs(pairs, ratio):
     method = build(Config(ratio=ratio))
     found = outputs_of({"policy": draw(3)}, **(SCENE | {"sample": torch.arange(M) // pairs}))
-    again = outputs_of(
-        {"policy": draw(3)}, **(SCENE | {"sample": torch.arange(M) // pairs}), old=method.compared(found)
-    )
+    again = outputs_of({"policy": draw(3)}, **(SCENE | {"sample": torch.arange(M) // pairs}), old=method.error(found))
     output = loss_of(method, again)
     assert float(output.metrics["policy/ratio_mean"]) == M
     assert float(output.loss) == pytest.approx(-float(ADVANTAGE.sum()))
 
 
 def test_pairs_are_averaged_before_the_exponential_or_each_has_its_ratio():
-    now = build(Config()).compared(outputs(draw(3)))
+    now = build(Config()).error(outputs(draw(3)))
     shift = torch.tensor([0.3, -0.2, 0.5, 0.1, 0.2, -0.6], dtype=torch.float64)
     sample, term = (
         loss_of(build(Config(ratio=ratio, clip_range=9.0)), outputs(draw(3), old=now + shift)).metrics[
@@ -72,7 +70,7 @@ def test_pairs_are_averaged_before_the_exponential_or_each_has_its_ratio():
 
 @pytest.mark.parametrize("ratio", ["sample", "term"])
 def test_exponents_stay_within_3(ratio):
-    now = build(Config()).compared(outputs(draw(3)))
+    now = build(Config()).error(outputs(draw(3)))
     method = build(Config(ratio=ratio))
     output = loss_of(method, outputs(draw(3), old=now + 50.0))
     assert float(output.metrics["policy/ratio_mean"]) == pytest.approx(M * math.exp(3))
@@ -88,7 +86,7 @@ def test_with_one_pair_on_velocities_its_gradient_is_that_of_awm_uniform():
 
 
 def test_the_clip_takes_the_gradient_of_what_has_moved_far_enough():
-    now = build(Config(ratio="term")).compared(outputs(draw(3)))
+    now = build(Config(ratio="term")).error(outputs(draw(3)))
     shift = torch.tensor([2e-4, 0.0, -2e-4, -2e-4, 0.0, 2e-4], dtype=torch.float64)
     v = draw(3).requires_grad_(True)
     output = loss_of(build(Config(ratio="term")), outputs(v, old=now + shift))

@@ -606,10 +606,10 @@ def test_combinations_that_no_component_can_judge_are_refused_before_a_model_is_
             ("algorithm (fpo)", "solver=sa needs at least 3 steps", "is 2"),
         ),
         # Options without effect.
-        (["algorithm={name: rwr, advantages: {std: group}}"], ("advantages", "takes no advantage rule")),
+        (["algorithm={name: rwr, advantages: {std: group}}"], ("algorithm.advantages", "weighs raw rewards")),
         (["algorithm={name: raft, best: 6}"], ("algorithm.best=6", "a group of 6")),
         (["algorithm={name: awm, solver_noise: 0.4}"], ("solver_noise=0.4", "only the solver 'sa'")),
-        (["algorithm={name: ram, kl: {coef: 0.1}}"], ("kl.coef=0.1", "anchored already")),
+        (["algorithm={name: ram, kl: {coef: 0.1}}"], ("algorithm.kl", "anchored already")),
         (["algorithm={name: awm, times: {name: discret}}"], ("times.name = 'discret'", "discrete")),
         # A mapping replaces a method's own default as a whole, so what has none that suits all is to be said.
         (["algorithm={name: dgpo, times: {count: 2}}"], ("algorithm.times.name", "is required")),
@@ -617,7 +617,7 @@ def test_combinations_that_no_component_can_judge_are_refused_before_a_model_is_
     ],
 )
 def test_what_a_method_on_samples_cannot_use_is_refused_before_a_model_is_loaded(read, overrides, words):
-    message = refusal(resolve, read("optim.batch_size=16", *overrides))
+    message = refusal(lambda: resolve(read("optim.batch_size=16", *overrides)))
     assert all(word in message for word in words), message
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowrl.algorithms._matching import MatchingConfig
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core import registry
 from flowrl.core.types import SampleId
@@ -280,7 +280,8 @@ def test_its_page_tells_every_option_and_the_glossary_every_metric(name):
         (root / "docs" / file).read_text(encoding="utf-8")
         for file in (f"algorithms/{name}.md", "algorithms/forward_process.md", "metrics.md")
     )
-    common = {field.name: getattr(MatchingConfig(), field.name) for field in dataclasses.fields(MatchingConfig)}
+    common = {field.name: getattr(DrawnOptions(), field.name) for field in dataclasses.fields(DrawnOptions)}
+    common |= {"advantages": AdvantageConfig(), "kl": AnchorConfig(coef=0.0)}
     for field in dataclasses.fields(module.Config):
         own = field.name not in common or getattr(module.Config(), field.name) != common[field.name]
         assert f"`algorithm.{field.name}`" in (page if own else shared), field.name

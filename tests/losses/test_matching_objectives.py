@@ -31,7 +31,6 @@ from flowrl.losses.matching import (
     softmax_weights,
 )
 from flowrl.losses.ratio import clipped_ratio_loss
-from flowrl.rollout.outputs import regressed
 from tests.toys import outputs_of
 
 M, DIMS = 6, 8
@@ -300,7 +299,7 @@ def test_a_signed_target_has_the_gradient_of_the_weighted_error_and_is_never_neg
 
     def loss(v: Tensor) -> Tensor:
         outputs = outputs_of({"policy": v}, clean=clean, eps=eps, sigma=SIGMA)
-        return regressed(outputs, v - expand(ADVANTAGE, v) * (v - outputs.target))
+        return mean_square(v, (v - expand(ADVANTAGE, v) * (v - outputs.target)).detach())
 
     assert_close(loss(v), ADVANTAGE.square() * mean_square(v, target), rtol=1e-9, atol=1e-12)
     assert_close(gradient(loss, v), gradient(lambda v: ADVANTAGE * mean_square(v, target), v), rtol=1e-9, atol=1e-12)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.algorithms import dgpo, diffusion_dpo, diffusion_kto, online_dpo, seppo
+from flowrl.algorithms._credit import given_signs
 from flowrl.algorithms._matching import AnchorConfig
-from flowrl.algorithms._preference import given_signs
 from flowrl.algorithms.diffusion_kto import reference_point
 from flowrl.contracts.grids import flow_schedule
 from flowrl.credit.advantages import AdvantageConfig

@@ -221,7 +221,7 @@ def log_ratios(session, part: Noising, share: int) -> Tensor:
     with torch.no_grad():
         for batch in terms(part, share):
             assert batch.old is not None
-            found.append(algorithm.compared(algorithm.outputs(batch, session.networks)) - batch.old)
+            found.append(algorithm.old(batch, session.networks) - batch.old)
     return torch.cat(found)
 
 
