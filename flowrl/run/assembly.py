@@ -18,7 +18,6 @@ from flowrl.core.contents import Input, set_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive
 from flowrl.core.types import Condition, Identity, SampleId
-from flowrl.credit.saliency import Mapper, mapper
 from flowrl.data.given_samples import Given, require_encoder
 from flowrl.data.labels import LabelledSource
 from flowrl.data.preferences import PreferenceSource
@@ -33,6 +32,7 @@ from flowrl.models.savings import cast_frozen
 from flowrl.models.weights import Weights, component_names, trainable
 from flowrl.rollout.learned_noise import LearnedNoise, NoiseWeights
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.saliency_maps import Mapper, mapper
 from flowrl.run.inputs import made_with
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.scoring.build import build_scorers, probe, require_modality

@@ -13,9 +13,10 @@ from flowrl.algorithms import flow_grpo
 from flowrl.algorithms._grpo import KLConfig, clipped_terms
 from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages, unclipped
-from flowrl.credit.saliency import SpatialConfig, mapper, spread
+from flowrl.credit.saliency import SpatialConfig, spread
 from flowrl.credit.selection import SelectConfig
 from flowrl.losses.ratio import clipped_ratio_loss
+from flowrl.rollout.saliency_maps import mapper
 from flowrl.samplers import cps, flow_sde
 from flowrl.samplers.base import StepDistribution
 from flowrl.training.metrics import Sums

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import SampleId
-from flowrl.credit.saliency import SpatialConfig, mapper
+from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import deterministic
 from flowrl.models.base import LoraSettings, branches, channel_axis, packed_grid
 from flowrl.models.generic.adapter import Config, Generic
@@ -20,6 +20,7 @@ from flowrl.models.weights import Weights
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.rollout.saliency_maps import mapper
 from flowrl.samplers.base import StepDistribution
 from flowrl.samplers.ode import Ode
 from tests import tiny_pipelines as tiny

@@ -10,8 +10,9 @@ from torch.testing import assert_close
 
 from flowrl import shapes
 from flowrl.core.errors import ModelError
-from flowrl.credit.saliency import dense_advantages, importance, load_backbone, saliency, to_latent_grid
+from flowrl.credit.saliency import dense_advantages, saliency, to_latent_grid
 from flowrl.losses.ratio import clipped_ratio_loss
+from flowrl.rollout.saliency_maps import importance, load_backbone
 from flowrl.samplers.base import StepDistribution
 
 

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import SampleId
-from flowrl.credit.saliency import SpatialConfig, mapper
+from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.schedules import shifted_linspace
 from flowrl.models import flux
@@ -18,6 +18,7 @@ from flowrl.models.weights import Weights
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.saliency_maps import mapper
 from flowrl.samplers import flow_sde
 from tests import native
 from tests import tiny_pipelines as tiny
