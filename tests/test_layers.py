@@ -113,7 +113,7 @@ def test_every_package_has_its_place():
 OPEN = {
     *("flowrl.evaluation.evaluation_tree", "flowrl.training.divergence", "flowrl.training.edge_batches"),
     *("flowrl.training.learner", "flowrl.training.noise_batches", "flowrl.training.sample_batches"),
-    *("flowrl.training.transition_batches"),
+    "flowrl.training.transition_batches",
 }
 
 
