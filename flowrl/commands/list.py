@@ -131,7 +131,7 @@ def _show(name: str) -> None:
     from flowrl.core.errors import ConfigError
     from flowrl.scoring.entries import imported
 
-    module = imported(name, "flowrl list rewards")
+    module = imported("rewards", name, "flowrl list rewards")
     card = getattr(module, "CARD", None)
     if card is None:
         raise ConfigError(f"the reward {name!r} declares no CARD, so nothing is known of it before it is built")

@@ -258,8 +258,8 @@ def _records(
 
 def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: str | None) -> bool:
     """Try the contract on a reward and print what came out; whether it holds."""
+    from flowrl.contracts.rewards import COUNT, Material, Trials, material
     from flowrl.core.errors import ConfigError
-    from flowrl.scoring.contract_check import COUNT, Material, Trials, material
 
     if plan.card is not None and plan.card.requires and prompts is None:
         raise ConfigError(
@@ -285,7 +285,5 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
     good = True
     for finding in Trials(plan.name, entry.reward, given).run():
         good &= finding.good
-        print(f"{'ok   ' if finding.good else 'FAIL '} {finding.name}: {finding.text}")
-        if not finding.good:
-            print(f"      mend: {finding.remedy}")
+        print(finding)
     return good

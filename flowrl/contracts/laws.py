@@ -28,13 +28,18 @@ class Finding:
     """A law as it was found on a component."""
 
     law: str
-    expected: str
     measured: str
-    good: bool
+    expected: str = ""
+    """Where the law does not hold: what it asks for, or what mends it."""
+
+    @property
+    def good(self) -> bool:
+        return not self.expected
 
     def __str__(self) -> str:
-        mark = "ok  " if self.good else "FAIL"
-        return f"{mark}  {self.law}: {self.measured}" + ("" if self.good else f"\n      expected: {self.expected}")
+        if self.good:
+            return f"ok    {self.law}: {self.measured}"
+        return f"FAIL  {self.law}: {self.measured}\n      expected: {self.expected}"
 
 
 class ContractError(Fault, AssertionError):
@@ -62,12 +67,12 @@ class Law(Generic[S]):
     def find(self, subject: S) -> Finding:
         """The law tried on a component; whatever its code raises breaks the law."""
         try:
-            return Finding(self.name, self.expected, self.trial(subject), True)
+            return Finding(self.name, self.trial(subject))
         except Broken as broken:
-            return Finding(self.name, self.expected, str(broken), False)
+            return Finding(self.name, str(broken), self.expected)
         except Exception as error:  # somebody's code may raise anything
             log.debug("the law %r could not be tried", self.name, exc_info=error)
-            return Finding(self.name, self.expected, f"raised {described(error)}", False)
+            return Finding(self.name, f"raised {described(error)}", self.expected)
 
     def hold(self, subject: S) -> None:
         """Raise ContractError unless the law holds."""

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
+from flowrl.contracts.rewards import Trials, material
 from flowrl.core import registry
 from flowrl.reward import Card, RewardError
-from flowrl.scoring.contract_check import Trials, material
 from flowrl.scoring.entries import RewardEntry
 
 NAMES = registry.names("rewards")

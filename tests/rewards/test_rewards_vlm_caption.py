@@ -14,9 +14,9 @@ from flowrl.rewards._bertscore import Options
 from PIL import Image
 from torch.testing import assert_close
 
+from flowrl.contracts.rewards import Material, Trials, material
 from flowrl.reward import RewardError
 from flowrl.rewards import _backends, _bertscore, _images, vlm_caption
-from flowrl.scoring.contract_check import Material, Trials, material
 from flowrl.scoring.entries import reward_plan
 from tests import toy_vlm
 from tests.fake_chat import FakeChat, Reply

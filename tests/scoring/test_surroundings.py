@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from flowrl.contracts.rewards import Trials, material
 from flowrl.core.errors import ConfigError, RewardError, RewardFailure
 from flowrl.data.prompts import Prompt
 from flowrl.reward import Card, Reward
 from flowrl.scoring.build import probe
 from flowrl.scoring.cache import Memory, ScoreCache
-from flowrl.scoring.contract_check import Trials, material
 from flowrl.scoring.entries import reward_plan
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.overlap import Ahead
@@ -145,7 +145,7 @@ def test_the_probe_and_the_check_name_what_works_in_place(score, told):
     tried(entry(score))
     assert f"reward 'mine' works in place: it changes the {IN_PLACE[score]} that it is given" in told.text
     reward = Reward(score, Card(outputs=("mine",), modality="any"))
-    bad = {f.name: f.text for f in Trials("mine", reward, material(reward.card)).run() if not f.good}
+    bad = {f.law: f.measured for f in Trials("mine", reward, material(reward.card)).run() if not f.good}
     assert bad["leaves inputs alone"] == f"it changed {IN_PLACE[score]}"
 
 
@@ -157,7 +157,7 @@ def test_the_check_sees_what_happens_to_a_nan_picture_alone():
         return found
 
     reward = Reward(repairs, Card(outputs=("mine",), modality="any"))
-    assert "leaves inputs alone" in {f.name for f in Trials("mine", reward, material(reward.card)).run() if not f.good}
+    assert "leaves inputs alone" in {f.law for f in Trials("mine", reward, material(reward.card)).run() if not f.good}
 
 
 def test_a_gradient_goes_through_the_copy_and_work_in_place_on_it_is_legal():
@@ -319,7 +319,7 @@ def test_sys_exit_is_an_exception_like_any_other_and_never_a_good_end():
     assert left.value.exit_code == 2
     reward = Reward(leaves, Card(outputs=("mine",)))
     (first, *_) = Trials("mine", reward, material(reward.card)).run()
-    assert "SystemExit: 0" in first.text
+    assert "SystemExit: 0" in first.measured
     assert not first.good
 
 

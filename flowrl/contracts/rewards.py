@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.contracts.laws import Finding
 from flowrl.core.errors import described
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.one_call import called, score_once
@@ -35,19 +36,6 @@ ODD = (
 )
 _TOLERANCE = 1e-4
 """Of a score against the same sample's in another batch, relative to the larger of 1 and its size."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a trial saw; a broken contract has a remedy."""
-
-    name: str
-    text: str
-    remedy: str = ""
-
-    @property
-    def good(self) -> bool:
-        return not self.remedy
 
 
 @dataclass(frozen=True, slots=True)
