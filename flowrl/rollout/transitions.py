@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.core.types import Identity
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """n transitions on the CPU."""
 
@@ -34,15 +34,16 @@ class Table:
 
     def at(self, rows: Tensor | slice) -> Table:
         """The transitions of `rows`."""
-        return Table(*(getattr(self, f.name)[rows] for f in fields(self)))
+        return Table(**{name: column[rows] for name, column in vars(self).items()})
 
     @staticmethod
     def join(parts: Sequence[Table]) -> Table:
         """All of them, in order."""
-        return Table(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Table)))
+        return Table(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """The columns by name."""
+        return dict(vars(self))
 
 
 class Transitions:
