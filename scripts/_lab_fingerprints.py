@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from flowrl.config.retired import FLAT_PAIRS
+
 ROOT = Path(__file__).resolve().parents[1]
 # Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
 # named here counts, so a new one cannot be forgotten.
@@ -136,8 +138,17 @@ def meaning(code: str) -> str:
     return ast.unparse(_Meaning().visit(ast.parse(code)))
 
 
+def _as_hashed(tree: dict[str, Any]) -> dict[str, Any]:
+    """A recipe by the names of the flowrl that the cells were first hashed with: the same options, the same values."""
+    pairs = tree.get("data", {}).get("pairs")
+    if pairs is None:
+        return tree
+    flat = {old: pairs[new] for old, new in FLAT_PAIRS.items() if new in pairs}
+    return tree | {"data": {key: value for key, value in tree["data"].items() if key != "pairs"} | flat}
+
+
 def _recipe_digest(tree: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(_as_hashed(tree), sort_keys=True).encode())
     for file in model_files(tree):
         digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]

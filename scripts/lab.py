@@ -135,8 +135,9 @@ def train_command(name: str, recipe: Path, seed: int, output: Path) -> tuple[lis
 
 def make_pairs(recipe: Path) -> None:
     """The preference set that a recipe learns from; one that is complete is left as it is."""
-    folder = read_recipe(recipe).get("data", {}).get("pairs")
-    if folder is not None:
+    pairs = read_recipe(recipe).get("data", {}).get("pairs")
+    if pairs is not None:
+        folder = pairs["path"]
         command = [sys.executable, "-m", "flowrl", "pairs", *PAIRS[folder], "--out", folder, "--processes", "2"]
         print(" ".join(command), flush=True)
         subprocess.run(command, cwd=ROOT, check=True)

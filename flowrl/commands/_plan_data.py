@@ -28,7 +28,9 @@ def data_here(resolved: Resolved) -> Data:
     from flowrl.evaluation.held_out import run_prompts
 
     run, data, algorithm = resolved.run, resolved.run.data, resolved.algorithm.build()
-    sources = {key: getattr(data, key) for key in ("prompts", "eval_prompts", "pairs", "eval_pairs")}
+    sources = {"prompts": data.prompts, "eval_prompts": data.eval_prompts}
+    if data.pairs is not None:
+        sources |= {"pairs.path": data.pairs.path, "pairs.eval": data.pairs.eval}
     remote = {key: value for key, value in sources.items() if hub_id(value) is not None}
     lines = [
         f"data.{key}={value!r}: a data set of the hub, and a plan asks the network for nothing; how many records it "
@@ -54,11 +56,11 @@ def data_here(resolved: Resolved) -> Data:
         else:
             lines.append(prompts.told() + (f" ({prompts.source})" if prompts.share is not None else ""))
         lines += [prompts.remark] if prompts.remark else []
-    if "pairs" in remote:
+    if "pairs.path" in remote:
         count = None
         lines.append("number of pairs: not known")
-    elif resolved.members:
-        given = Given(replace(data, eval_pairs=None) if "eval_pairs" in remote else data, algorithm, run.seed)
+    elif data.pairs is not None:
+        given = Given(replace(data.pairs, eval=None) if "pairs.eval" in remote else data.pairs, algorithm, run.seed)
         count = len(given.records)
         texts |= {(text, ()) for text in given.captions()} if data.caches_text else set()
         lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]

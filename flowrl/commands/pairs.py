@@ -80,7 +80,7 @@ def _read_back(out: Path, pairs: int) -> None:
     from flowrl.data.preferences import load_preferences
 
     if pairs:
-        load_preferences(str(out), "data.pairs")
+        load_preferences(str(out), "data.pairs.path")
 
 
 def _short(pairs: int, count: int | None, margin: float) -> int:

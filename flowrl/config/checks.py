@@ -99,7 +99,7 @@ def _check_source(resolved: Resolved) -> None:
     if not resolved.members:
         if run.data.pairs is not None:
             raise ConfigError(
-                f"data.pairs={run.data.pairs!r}: {name} draws its samples and credits them by rewards; give "
+                f"data.pairs.path={run.data.pairs.path!r}: {name} draws its samples and credits them by rewards; give "
                 "data.prompts and rewards, or use a method that learns from pairs, such as diffusion_dpo"
             )
         if not run.rewards:
@@ -109,7 +109,7 @@ def _check_source(resolved: Resolved) -> None:
         return
     if run.data.pairs is None:
         raise ConfigError(
-            f"data.pairs is required: {name} learns from given pictures; give a preference set in place of "
+            f"data.pairs.path is required: {name} learns from given pictures; give a preference set in place of "
             "data.prompts (docs/preferences.md)"
         )
     if run.rewards:
@@ -120,14 +120,14 @@ def _check_source(resolved: Resolved) -> None:
         raise ConfigError("eval.best_guidance: there is no reward to compare by; give eval.rewards, or leave it out")
     if run.eval.rewards and run.data.eval_prompts is None:
         raise ConfigError("eval.rewards: there are no prompts to draw pictures for; give data.eval_prompts")
-    if run.data.eval_pairs is not None and not resolved.algorithm.build().prefers:
-        raise ConfigError(f"data.eval_pairs: {name} prefers no picture to another; leave it out")
+    if run.data.pairs.eval is not None and not resolved.algorithm.build().prefers:
+        raise ConfigError(f"data.pairs.eval: {name} prefers no picture to another; leave it out")
     for item in dataclasses.fields(run.rollout):
         value = getattr(run.rollout, item.name)
         if item.name in ("prompts_per_iteration", "group_size", "exploration") and value != item.default:
             raise ConfigError(
                 f"rollout.{item.name}={value}: the slots of {name} are filled from the pairs; leave it out, and set "
-                "data.pairs_per_iteration"
+                "data.pairs.per_iteration"
             )
 
 

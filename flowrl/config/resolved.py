@@ -30,7 +30,8 @@ class Resolved:
     @property
     def slots(self) -> int:
         """Prompts of an iteration."""
-        return self.run.data.pairs_per_iteration if self.members else self.run.rollout.prompts_per_iteration
+        pairs = self.run.data.pairs
+        return self.run.rollout.prompts_per_iteration if pairs is None else pairs.per_iteration
 
     @property
     def group_size(self) -> int:

@@ -70,7 +70,21 @@ class Added:
     value: Any
 
 
-RENAMED: tuple[Renamed, ...] = ()
+FLAT_PAIRS = {
+    "pairs": "path",  # first: it makes the mapping of the others
+    "eval_pairs": "eval",
+    "pair_options": "records",
+    "pairs_per_iteration": "per_iteration",
+    "max_eval_pairs": "max_eval",
+    "caption_dropout": "caption_dropout",
+    "crop": "crop",
+    "posterior": "posterior",
+    "flip": "flip",
+}
+"""Keys beside `data.pairs` until 0.1.0 -> inside it."""
+RENAMED: tuple[Renamed, ...] = tuple(
+    Renamed(Place("run", "*", f"data.{old}"), f"data.pairs.{new}") for old, new in FLAT_PAIRS.items()
+)
 _RULE = {
     **{"name": "group", "std": "global", "eps": 1e-4, "clip": 5.0, "ddof": 0, "trimmed_ratio": 0.0},
     **{"min_deviation": 0.1, "select": None, "history": None},

@@ -107,8 +107,8 @@ def geometry(config: RunConfig) -> None:
     rollout, total, what = config.rollout, config.samples_per_iteration, "samples of an iteration"
     made_of = f"prompts_per_iteration={rollout.prompts_per_iteration} x group_size={rollout.group_size}"
     if config.data.pairs is not None:
-        total, what = config.data.pairs_per_iteration, "pairs of an iteration"
-        made_of = f"data.pairs_per_iteration={total}"
+        total, what = config.data.pairs.per_iteration, "pairs of an iteration"
+        made_of = f"data.pairs.per_iteration={total}"
     updates = config.optim.updates_per_iteration
     if total % updates:
         valid = [n for n in range(1, total + 1) if total % n == 0]

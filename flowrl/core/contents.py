@@ -24,6 +24,9 @@ log = logging.getLogger("flowrl")
 FILE, COPIES = "inputs.json", "inputs"
 ACCEPT = "--accept-changes"
 
+_RENAMED = {"data.pairs": "data.pairs.path", "data.eval_pairs": "data.pairs.eval"}
+"""Keys of the sets in records of flowrl 0.1.0 (flowrl/config/retired.py)."""
+
 Kind = Literal["code", "prompts", "text", "set"]
 
 
@@ -83,7 +86,8 @@ def read(run: Path) -> Record | None:
     remedy = "delete it: the run then goes on as one of which nothing was recorded"
     told = read_object(file, remedy)
     try:
-        return Record(tuple(Input(**one) for one in told["inputs"]), tuple(told["changes"]))
+        inputs = tuple(Input(**one | {"key": _RENAMED.get(one["key"], one["key"])}) for one in told["inputs"])
+        return Record(inputs, tuple(told["changes"]))
     except (KeyError, TypeError) as error:
         raise damaged(file, error, remedy) from error
 

@@ -22,14 +22,14 @@ from flowrl.core.media import fitted, pixels
 from flowrl.core.rng import normal, permutation, stream
 from flowrl.core.types import Member, SampleId
 from flowrl.data.labels import Labelled, LabelledSet, LabelledSource, labelled
-from flowrl.data.options import DataConfig
+from flowrl.data.options import PairsConfig
 from flowrl.data.preference_records import Picture, Preference, Unreadable
 from flowrl.data.preferences import PreferenceSet, PreferenceSource, load_preferences
 from flowrl.models.base import ModelAdapter, encoded_pictures
 
 PAIR: tuple[Member, ...] = ("chosen", "rejected")
 HELD_OUT = 500
-"""Held-out pairs that are looked at unless `data.max_eval_pairs` says otherwise."""
+"""Held-out pairs that are looked at unless `data.pairs.max_eval` says otherwise."""
 
 
 class TooManyLost(ConfigError):
@@ -63,23 +63,23 @@ class Latents:
 class Look:
     """How the pictures of an iteration are looked at; both of a pair alike, so that equal pictures stay equal."""
 
-    data: DataConfig
+    options: PairsConfig
     seed: int
     iteration: int
 
     def place(self, slot: int) -> tuple[tuple[float, float], bool]:
         """(place of the part that is taken, whether it is mirrored)."""
         across, down, coin = stream(self.seed, "look", self.iteration, slot).random(3).tolist()
-        return ((down, across) if self.data.crop == "random" else (0.5, 0.5)), self.data.flip and coin < 0.5
+        return ((down, across) if self.options.crop == "random" else (0.5, 0.5)), self.options.flip and coin < 0.5
 
     def caption(self, slot: int, text: str) -> str:
         """The caption, or the empty one where it is dropped."""
-        dropped = stream(self.seed, "caption_dropout", self.iteration, slot).random() < self.data.caption_dropout
+        dropped = stream(self.seed, "caption_dropout", self.iteration, slot).random() < self.options.caption_dropout
         return "" if dropped else text
 
     def posterior(self, shape: Sequence[int], slots: Sequence[int]) -> Tensor | None:
         """Noise of the VAE's draw for one picture of each slot, [len(slots), *shape]; None takes the mean."""
-        if self.data.posterior == "mean":
+        if self.options.posterior == "mean":
             return None
         return normal(shape, self.seed, "posterior", [(self.iteration, slot) for slot in slots])
 
@@ -88,7 +88,7 @@ class Given:
     """The pictures that a run learns from, and those that are held out.
 
     Args:
-        data: names the sets.
+        options: name the sets.
         algorithm: says who stands in a slot, and of single pictures how they are drawn.
         seed: of the order.
 
@@ -96,30 +96,29 @@ class Given:
         ConfigError: a set that cannot be used.
     """
 
-    def __init__(self, data: DataConfig, algorithm: Any, seed: int) -> None:
-        assert data.pairs is not None
-        self.data, self.members, self.seed = data, tuple(algorithm.members), seed
+    def __init__(self, options: PairsConfig, algorithm: Any, seed: int) -> None:
+        self.options, self.members, self.seed = options, tuple(algorithm.members), seed
         paired = "rejected" in self.members
-        self.pairs = load_preferences(data.pairs, "data.pairs", data.pair_options, paired=paired)
+        self.pairs = load_preferences(options.path, "data.pairs.path", options.records, paired=paired)
         self.records: PreferenceSet | LabelledSet = self.pairs
         self.source: PreferenceSource | LabelledSource
         if "labelled" in self.members:
             self.records = labelled(self.pairs, algorithm.config.mixed)
             share = algorithm.config.liked_share
-            self.source = LabelledSource(self.records, data.pairs_per_iteration, seed, share)
+            self.source = LabelledSource(self.records, options.per_iteration, seed, share)
         else:
-            self.source = PreferenceSource(self.pairs, data.pairs_per_iteration, seed)
+            self.source = PreferenceSource(self.pairs, options.per_iteration, seed)
         self.asked = self.lost = 0
         """Slots of this call of the program so far, and those of them with a picture that cannot be read."""
         self.held_out: PreferenceSet | None = None
-        if data.eval_pairs is not None:
-            self.held_out = load_preferences(data.eval_pairs, "data.eval_pairs", data.pair_options)
+        if options.eval is not None:
+            self.held_out = load_preferences(options.eval, "data.pairs.eval", options.records)
 
     @property
     def held_out_numbers(self) -> list[int]:
         """Held-out pairs that are looked at: a random part of them, in the set's order, since sets are often sorted."""
         count = 0 if self.held_out is None else len(self.held_out)
-        most = HELD_OUT if self.data.max_eval_pairs is None else self.data.max_eval_pairs
+        most = HELD_OUT if self.options.max_eval is None else self.options.max_eval
         return sorted(permutation(count, self.seed, "held_out").tolist()[:most])
 
     def captions(self) -> list[str]:
@@ -136,9 +135,11 @@ class Given:
 
     def contents(self) -> list[Input]:
         """What the sets hold: what their scans found, with names and sizes of their files; no picture is read."""
-        named = [("data.pairs", self.data.pairs, self.pairs), ("data.eval_pairs", self.data.eval_pairs, self.held_out)]
         found = []
-        for key, source, pairs in named:
+        for key, source, pairs in (
+            ("data.pairs.path", self.options.path, self.pairs),
+            ("data.pairs.eval", self.options.eval, self.held_out),
+        ):
             if pairs is not None:
                 scanned = {"scan": pairs.fingerprint, "files": pairs.report.files()}
                 found.append(set_of(key, str(source), f"{len(pairs)} records", scanned))
@@ -157,12 +158,12 @@ class Given:
             TooManyLost: too many have a picture that cannot be read.
         """
         self.lost, self.asked = self.lost + lost, self.asked + count
-        share = self.data.pair_options.max_broken
+        share = self.options.records.max_broken
         if self.lost > share * self.asked + 4 * math.sqrt(share * (1 - share) * self.asked) + 1:
             raise TooManyLost(
-                f"data.pairs={self.data.pairs!r}: {self.lost} of {self.asked} pairs drawn so far have a picture that "
-                f"cannot be read, more than data.pair_options.max_broken={share} explains; mend the pictures (the "
-                "warnings name them), or raise it, and go on with --resume"
+                f"data.pairs.path={self.options.path!r}: {self.lost} of {self.asked} pairs drawn so far have a picture "
+                f"that cannot be read, more than data.pairs.records.max_broken={share} explains; mend the pictures "
+                "(the warnings name them), or raise it, and go on with --resume"
             )
 
 

@@ -217,7 +217,7 @@ def _data(config: RunConfig, algorithm: Method) -> _Data:
     prompts = run_prompts(config, algorithm.needs)
     if algorithm.needs == "noise":
         require_own_prompts(prompts.train, prompts.evaluated)
-    given = None if config.data.pairs is None else Given(config.data, algorithm, config.seed)
+    given = None if config.data.pairs is None else Given(config.data.pairs, algorithm, config.seed)
     return _Data(prompts, given)
 
 
@@ -301,7 +301,7 @@ def _require_samples(resolved: Resolved, world: World) -> None:
     leaves = resolved.algorithm.config.leaves(resolved.run.rollout.num_inference_steps)
     samples = resolved.slots * resolved.group_size
     if samples // leaves < world.size:
-        what = "data.pairs_per_iteration" if resolved.members else "rollout.prompts_per_iteration x rollout.group_size"
+        what = "data.pairs.per_iteration" if resolved.members else "rollout.prompts_per_iteration x rollout.group_size"
         raise ConfigError(
             f"{what} = {samples} samples{f' in trees of {leaves}' if leaves > 1 else ''} cannot keep {world.size} "
             "processes busy; raise one of them or start fewer processes"
@@ -310,7 +310,7 @@ def _require_samples(resolved: Resolved, world: World) -> None:
 
 def _require_whole_groups(algorithm: Method, prompts: int, world: World) -> None:
     if algorithm.unit in ("group", "prompt") and prompts < world.size:
-        key = "data.pairs_per_iteration" if algorithm.members else "rollout.prompts_per_iteration"
+        key = "data.pairs.per_iteration" if algorithm.members else "rollout.prompts_per_iteration"
         raise ConfigError(
             f"{key}={prompts}: the loss compares all samples of a prompt, which must lie on "
             f"one of {world.size} processes; raise it to at least {world.size}, or start fewer processes"

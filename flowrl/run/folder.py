@@ -37,7 +37,7 @@ BATCHES = (
 )
 # A resumed run may be longer, save more often, lie elsewhere or on other processes, or bear more broken pictures;
 # anything else would make it another run.
-_MAY_CHANGE = ("iterations", "checkpoint", "name", "output", "model.shard", "data.pair_options.max_broken", *BATCHES)
+_MAY_CHANGE = ("iterations", "checkpoint", "name", "output", "model.shard", "data.pairs.records.max_broken", *BATCHES)
 
 
 class RunFolder:

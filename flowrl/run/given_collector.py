@@ -65,7 +65,7 @@ class PairCollector:
         plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
         own = [SampleId(*pair) for pair in shard(len(numbers), size, self.world.rank, self.world.size)]
         slots, rows = slots_and_rows(own)
-        look = Look(config.data, config.seed, iteration)
+        look = Look(given.options, config.seed, iteration)
 
         def prepare() -> tuple[Latents, Condition]:
             with timer.phase("pictures"):
@@ -119,7 +119,7 @@ class PairCollector:
 
     def _epochs(self) -> dict[str, float]:
         """Share of the set that an iteration draws; of labelled pictures each class has its own epochs."""
-        count, source = self.config.data.pairs_per_iteration, self.given.source
+        count, source = self.given.options.per_iteration, self.given.source
         if not isinstance(source, LabelledSource):
             return {"pairs/epochs_per_iteration": count / len(self.given.records)}
         return {

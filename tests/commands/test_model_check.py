@@ -115,7 +115,7 @@ def unplugged(monkeypatch) -> list[Any]:
 def test_recipes_on_data_of_the_hub_are_planned_without_it(family, unplugged):
     resolved = resolve(load_config(ROOT / "configs" / family / "diffusion_dpo-pickapic.yaml"), offline=True)
     told = "\n".join(data_here(resolved).lines)
-    assert "data.pairs='hf:yuvalkirstain/pickapic_v2" in told
+    assert "data.pairs.path='hf:yuvalkirstain/pickapic_v2" in told
     assert "asks the network for nothing" in told
     assert "number of pairs: not known" in told
     assert not unplugged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ import yaml
 from flowrl.commands.plan import geometry, step_plan
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
+from flowrl.core.contents import set_of
 from flowrl.core.errors import ConfigError
+from flowrl.run.folder import RunFolder
 
 TREE = {
     "name": "run",
     "iterations": 2,
     "model": {"name": "sd3", "path": "tiny-sd3", "max_sequence_length": 9},
-    "data": {"pairs": "pairs.jsonl", "pairs_per_iteration": 8},
+    "data": {"pairs": {"path": "pairs.jsonl", "per_iteration": 8}},
     "algorithm": {"name": "diffusion_dpo"},
 }
 
@@ -53,17 +56,17 @@ def test_slots_are_filled_as_the_method_says(read, method, size, drawn):
     ("overrides", "words"),
     [
         # a method without what it learns from, and the other way round
-        (["data={prompts: a.txt}"], ["data.pairs is required", "diffusion_dpo learns from given pictures"]),
+        (["data={prompts: a.txt}"], ["data.pairs.path is required", "diffusion_dpo learns from given pictures"]),
         (
             ["algorithm.name=flow_grpo", "rewards=[{name: jpeg}]"],
-            ["data.pairs='", "pairs.jsonl': ", "flow_grpo draws its samples", "diffusion_dpo"],
+            ["data.pairs.path='", "pairs.jsonl': ", "flow_grpo draws its samples", "diffusion_dpo"],
         ),
         (["algorithm.name=online_dpo", "data={prompts: a.txt}"], ["rewards is empty"]),
         (["data={}"], ["prompts is required", "pairs"]),
         (["data.prompts=a.txt"], ["prompts='", "a.txt': captions", "captions of the pairs are the prompts"]),
         (["rewards=[{name: jpeg}]"], ["rewards", "move them to eval.rewards"]),
         # options without a meaning
-        (["rollout.group_size=4"], ["rollout.group_size=4", "data.pairs_per_iteration"]),
+        (["rollout.group_size=4"], ["rollout.group_size=4", "data.pairs.per_iteration"]),
         (["rollout.prompts_per_iteration=4"], ["rollout.prompts_per_iteration=4", "filled from the pairs"]),
         (["rollout.exploration={pool: 30}"], ["rollout.exploration"]),
         (["rollout.sampler={name: flow_sde}"], ["rollout.sampler", "scores no transition"]),
@@ -71,13 +74,14 @@ def test_slots_are_filled_as_the_method_says(read, method, size, drawn):
         (["algorithm.advantages={std: group}"], ["algorithm.advantages: unknown key"]),
         (["eval.rewards=[{name: jpeg}]"], ["eval.rewards", "give data.eval_prompts"]),
         (["eval.best_guidance=[1, 2]"], ["eval.best_guidance", "no reward to compare by"]),
-        (["algorithm.name=sft", "data.eval_pairs=other"], ["data.eval_pairs", "sft prefers no picture"]),
+        (["algorithm.name=sft", "data.pairs.eval=other"], ["data.pairs.eval", "sft prefers no picture"]),
         # numbers
-        (["data.pairs_per_iteration=9"], ["updates_per_iteration=2", "the 9 pairs", "1, 3, 9"]),
-        (["data.pairs_per_iteration=0"], ["pairs_per_iteration=0"]),
-        (["data.caption_dropout=1.5"], ["caption_dropout=1.5"]),
-        (["data.crop=left"], ["data.crop"]),
-        (["data.pair_options={chosn: a}"], ["data.pair_options.chosn", "chosen"]),
+        (["data.pairs.per_iteration=9"], ["updates_per_iteration=2", "the 9 pairs", "1, 3, 9"]),
+        (["data.pairs.per_iteration=0"], ["per_iteration=0"]),
+        (["data.pairs.caption_dropout=1.5"], ["caption_dropout=1.5"]),
+        (["data.pairs.crop=left"], ["data.pairs.crop"]),
+        (["data.pairs.records={chosn: a}"], ["data.pairs.records.chosn", "chosen"]),
+        (["data={pairs: {flip: false}}"], ["data.pairs.path: is required"]),
         (["optim.batch_size=1"], ["optim.batch_size=1", "all samples of a prompt", "at least 2"]),
         (["algorithm.name=seppo", "optim.batch_size=7"], ["at all their times", "8 rows"]),
         (["algorithm.beta=0"], ["beta=0"]),
@@ -93,13 +97,57 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(read, overrides, w
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["eval_pairs=a", "caption_dropout=0.1", "crop=random", "posterior=mean", "flip=false", "pair_options={chosen: a}"],
-)
-def test_options_of_pairs_are_refused_without_pairs(read, word):
-    with pytest.raises(ConfigError, match=rf"data: {word.partition('=')[0]}.*ha(s|ve) no meaning without pairs"):
-        read("data={prompts: a.txt}", f"data.{word}", "algorithm.name=online_dpo", "rewards=[{name: jpeg}]")
+FLAT = {
+    "pairs": "set",
+    "eval_pairs": "other",
+    "pair_options": {"chosen": "good"},
+    "pairs_per_iteration": 8,
+    "max_eval_pairs": 3,
+    "caption_dropout": 0.0,
+    "crop": "random",
+    "posterior": "mean",
+    "flip": False,
+}
+"""`data` as it was written until 0.1.0."""
+NESTED = ("path", "eval", "records", "per_iteration", "max_eval", "caption_dropout", "crop", "posterior", "flip")
+
+
+def test_the_flat_keys_of_pairs_are_refused_by_their_new_names(read):
+    with pytest.raises(ConfigError) as caught:
+        read(*(f"data.{key}={json.dumps(value)}" for key, value in FLAT.items()))
+    told = str(caught.value).splitlines()
+    assert told == [
+        f"data.{old}={value!r}: this option is data.pairs.{new} now"
+        for (old, value), new in zip(FLAT.items(), NESTED, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_run_folder_with_the_flat_keys_is_read_and_resumed(read, tmp_path, learns):
+    """Its config.yaml and inputs.json name the sets by the old keys."""
+    if not learns:
+        run = read("data={prompts: 'shapes:train'}", "algorithm.name=online_dpo", "rewards=[{name: jpeg}]")
+    else:
+        new = dict(zip(NESTED, FLAT.values(), strict=True)) | {"path": str(tmp_path / "set"), "eval": None}
+        run = read(f"data.pairs={json.dumps(new)}", f"output={tmp_path}")
+    folder, tree = RunFolder(tmp_path / "run"), run.tree()
+    folder.path.mkdir(exist_ok=True)
+    pairs = tree["data"].pop("pairs") or {key: None for key in NESTED}
+    tree["data"] |= dict(zip(FLAT, (pairs[key] for key in NESTED), strict=True))
+    (folder.path / "config.yaml").write_text(yaml.safe_dump(tree))
+    (folder.path / "provenance.json").write_text("{}")
+    told = {"key": "data.pairs", "kind": "set", "path": tree["data"]["pairs"], "sha256": "1", "bytes": 0}
+    (folder.path / "inputs.json").write_text(json.dumps({"inputs": [told] if learns else [], "changes": []}))
+    folder.metrics.append({"iteration": 1})
+    again = resolve(load_config(folder.path))
+    assert again.run.data == run.run.data
+    assert folder.begin(run, resume=True) == 0
+    assert yaml.safe_load((folder.path / "config.yaml").read_text()) == run.tree()
+    if learns:
+        folder.agree_on_sets([set_of("data.pairs.path", told["path"], "", {})], 0, accept=True)
+        assert [one["key"] for one in json.loads((folder.path / "inputs.json").read_text())["inputs"]] == [
+            "data.pairs.path"
+        ]
 
 
 def test_online_dpo_takes_the_options_of_its_family_and_forwards_of_one_pair(read):

@@ -27,7 +27,12 @@ def test_it_is_what_its_name_says_with_the_values_of_the_paper(name):
     assert (run.model.name, run.algorithm.name, rest.split("-")[1]) == (model, rest.split("-")[0], "pickapic")
     assert choose(run.model.config.path).name == model  # its name could be left out
     assert run.algorithm.config.beta == MODELS[model][0]
-    expected = {"data.caption_dropout": 0.2, "data.crop": "center", "data.flip": True, "data.cache_text": None}
+    expected = {
+        "data.pairs.caption_dropout": 0.2,
+        "data.pairs.crop": "center",
+        "data.pairs.flip": True,
+        "data.cache_text": None,
+    }
     assert {key: at(tree, key) for key in expected} == expected
     assert tree["rewards"] == []
     assert at(tree, "optim.max_grad_norm") == 1.0  # train.py clips with Adafactor too: only its flag would stop it

@@ -78,8 +78,8 @@ def test_files_are_those_beside_the_configuration_and_on_the_command_line_those_
             ("rollout", "sampler", "name"),
             {"sampler": {"name": "there.py"}, "group_size": 4, "prompts_per_iteration": 2},
         ),
-        (("data", "pairs"), {"pairs": "THERE"}),
-        (("data", "pairs"), {"pairs": "hf:THERE:train[:2]"}),
+        (("data", "pairs", "path"), {"pairs": {"path": "THERE"}}),
+        (("data", "pairs", "path"), {"pairs": {"path": "hf:THERE:train[:2]"}}),
         (("rewards", 0, "rubric"), [{"name": "vlm_judge", "rubric": "there.py"}]),
         (("rewards", 0, "local", "model"), [{"name": "vlm_judge", "local": {"model": "THERE"}}]),
         (("rewards", 0, "token_file"), [{"name": "remote", "reward": "x", "token_file": "there.py"}]),
@@ -135,7 +135,7 @@ def test_a_file_beside_the_configuration_wins_over_an_embedded_name_and_one_here
         ({"data": {"prompts": "list.txt"}}, ("data.prompts='list.txt'", "own/list.txt", "'../here/list.txt'")),
         ({"rewards": [{"path": "mine.py"}]}, ("rewards.0.path='mine.py'", "own/mine.py", "rewards.0.path=mine.py")),
         ({"model": {"name": "sd3", "path": "folder/model"}}, ("model.path='folder/model'", "own/folder/model")),
-        ({"data": {"pairs": "part-*.parquet"}}, ("data.pairs=", "own/part-*.parquet")),
+        ({"data": {"pairs": {"path": "part-*.parquet"}}}, ("data.pairs.path=", "own/part-*.parquet")),
     ],
 )
 def test_what_is_only_in_the_working_directory_is_refused_with_both_remedies(places, changes, words):

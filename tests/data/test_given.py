@@ -20,7 +20,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.media import fitted, pixels
 from flowrl.core.types import SampleId
 from flowrl.data.given_samples import Given, Look, Slot, latents_of, slot_of
-from flowrl.data.options import DataConfig
+from flowrl.data.options import PairsConfig
 from flowrl.data.preference_records import Picture
 from flowrl.data.preferences import PreferenceOptions
 from flowrl.run.folder import differences
@@ -48,8 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 def given(folder: Path, method: str = "diffusion_dpo", **options) -> Given:
     module = METHODS[method]
-    data = DataConfig(pairs=str(folder / "pairs.jsonl"), **options)
-    return Given(data, module.build(module.Config()), seed=3)
+    return Given(PairsConfig(path=str(folder / "pairs.jsonl"), **options), module.build(module.Config()), seed=3)
 
 
 def encoded(found: Given, ids: list[SampleId], batch_size: int = 3, look: Look | None = None):
@@ -86,7 +85,7 @@ def test_a_winner_alone_and_a_sample_that_is_to_be_drawn(folder):
 
 
 def test_single_pictures_have_their_label_as_reward(folder):
-    found = given(folder, "diffusion_kto", pairs_per_iteration=10)
+    found = given(folder, "diffusion_kto", per_iteration=10)
     numbers = found.source.draw(1)
     slots = [slot_of(found.records, number, found.members) for number in numbers]
     assert sum(slot.rewards == (1.0,) for slot in slots) == 8  # liked_share 0.8
@@ -97,7 +96,7 @@ def test_single_pictures_have_their_label_as_reward(folder):
 
 def test_batches_and_processes_change_no_latent(folder):
     found = given(folder)
-    look = Look(found.data, 3, 7)
+    look = Look(found.options, 3, 7)
     whole = encoded(found, both(*range(COUNT)), batch_size=64, look=look)
     single = encoded(found, both(*range(COUNT)), batch_size=1, look=look)
     part = encoded(found, both(3, 4), look=look)
@@ -161,40 +160,40 @@ def test_both_pictures_of_a_pair_are_looked_at_alike_so_that_equal_ones_stay_equ
     for k in range(COUNT):
         picture(k).save(folder / f"rejected-{k}.png")
     found = given(folder, crop="random")
-    x0 = encoded(found, both(*range(COUNT)), look=Look(found.data, 0, 1)).x0
+    x0 = encoded(found, both(*range(COUNT)), look=Look(found.options, 0, 1)).x0
     assert torch.equal(x0[::2], x0[1::2])
 
 
 def test_a_look_is_keyed_by_seed_iteration_and_slot():
-    data = DataConfig(pairs="x", crop="random")
+    data = PairsConfig(path="x", crop="random")
     looks = [
         Look(data, seed, iteration).place(slot)
         for seed, iteration, slot in ((0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1))
     ]
     assert len({place for place, _ in looks}) == 4
     assert Look(data, 0, 1).place(0) == looks[0]
-    assert Look(DataConfig(pairs="x", flip=False), 0, 1).place(0) == ((0.5, 0.5), False)
+    assert Look(PairsConfig(path="x", flip=False), 0, 1).place(0) == ((0.5, 0.5), False)
 
 
 def test_captions_are_dropped_and_pictures_mirrored_as_often_as_asked():
     """Of 2000 draws: std 8.9 at a share of 0.2, 22.4 at 0.5."""
-    look = Look(DataConfig(pairs="x"), 0, 1)
+    look = Look(PairsConfig(path="x"), 0, 1)
     dropped = sum(look.caption(slot, "text") == "" for slot in range(2000))
     assert abs(dropped - 400) < 4 * 17.9
     assert abs(sum(look.place(slot)[1] for slot in range(2000)) - 1000) < 4 * 22.4
-    never = Look(DataConfig(pairs="x", caption_dropout=0.0, flip=False), 0, 1)
+    never = Look(PairsConfig(path="x", caption_dropout=0.0, flip=False), 0, 1)
     assert all(never.caption(slot, "text") == "text" and not never.place(slot)[1] for slot in range(50))
 
 
 def test_the_posterior_is_drawn_anew_in_every_iteration(folder):
     found = given(folder, flip=False)
-    first, again, second = (encoded(found, both(0), look=Look(found.data, 0, k)).x0 for k in (1, 1, 2))
+    first, again, second = (encoded(found, both(0), look=Look(found.options, 0, k)).x0 for k in (1, 1, 2))
     assert torch.equal(first, again)
     noise = (first[0] - latent(0)) / 0.1  # the toy's std
     assert abs(float(noise.std()) - 1) < 0.5
     assert not torch.equal(first, second)
     mean = given(folder, flip=False, posterior="mean")
-    assert torch.equal(encoded(mean, both(0), look=Look(mean.data, 0, 1)).x0, torch.stack([latent(0), latent(100)]))
+    assert torch.equal(encoded(mean, both(0), look=Look(mean.options, 0, 1)).x0, torch.stack([latent(0), latent(100)]))
 
 
 # ---- what cannot be read
@@ -224,24 +223,26 @@ def test_a_larger_share_of_all_pairs_so_far_than_allowed_stops_the_run(folder):
     found = given(folder)
     found.require_readable(17, 64)  # 6.4 + 4 * 2.4 + 1
     found.require_readable(7, 64)  # of 128 up to 27.4
-    with pytest.raises(ConfigError, match=r"49 of 192 pairs .* more than data\.pair_options\.max_broken=0\.1"):
+    with pytest.raises(ConfigError, match=r"49 of 192 pairs .* more than data\.pairs\.records\.max_broken=0\.1"):
         found.require_readable(25, 64)
     for share, borne in ((0.0, 1), (1.0, 64)):
-        strict = given(folder, pair_options=PreferenceOptions(max_broken=share))
+        strict = given(folder, records=PreferenceOptions(max_broken=share))
         strict.require_readable(borne, 64)
     with pytest.raises(ConfigError, match="go on with --resume"):
-        given(folder, pair_options=PreferenceOptions(max_broken=0.0)).require_readable(2, 64)
+        given(folder, records=PreferenceOptions(max_broken=0.0)).require_readable(2, 64)
 
 
 def test_the_share_that_may_be_broken_does_not_make_another_set_or_another_run(folder):
     """So a stopped run can go on with a larger one, whether the line is added, changed or left out."""
     options = [PreferenceOptions(), PreferenceOptions(max_broken=0.5)]
-    one, two = (given(folder, pair_options=option) for option in options)
+    one, two = (given(folder, records=option) for option in options)
     two.source.load_state_dict(one.source.state_dict())
-    trees = [to_tree(DataConfig(pairs="x", pair_options=option)) for option in options]
-    assert differences({"data": trees[0]}, {"data": trees[1]}) == []
-    other = to_tree(DataConfig(pairs="x", pair_options=PreferenceOptions(chosen="good")))
-    assert differences({"data": trees[0]}, {"data": other}) == ["data.pair_options.chosen was 'chosen', now 'good'"]
+    trees = [to_tree(PairsConfig(path="x", records=option)) for option in options]
+    assert differences({"data": {"pairs": trees[0]}}, {"data": {"pairs": trees[1]}}) == []
+    other = to_tree(PairsConfig(path="x", records=PreferenceOptions(chosen="good")))
+    assert differences({"data": {"pairs": trees[0]}}, {"data": {"pairs": other}}) == [
+        "data.pairs.records.chosen was 'chosen', now 'good'"
+    ]
 
 
 def test_a_record_that_has_gone_masks_its_slot(folder):
@@ -265,7 +266,7 @@ def test_a_picture_is_opened_when_its_slot_is_asked_for_and_not_before(folder):
 
 
 def test_facts_and_counts_are_those_of_the_sets(folder):
-    found = given(folder, eval_pairs=str(folder / "pairs.jsonl"), max_eval_pairs=4)
+    found = given(folder, eval=str(folder / "pairs.jsonl"), max_eval=4)
     assert len(found.held_out_numbers) == 4
     assert found.facts()["eval_pairs"]["usable"] == COUNT
     assert found.captions()[0] == ""
@@ -274,9 +275,9 @@ def test_facts_and_counts_are_those_of_the_sets(folder):
 
 def test_held_out_pairs_are_a_random_part_in_the_sets_order(folder, monkeypatch):
     """Sets are often sorted by source or time: their head is no sample of them."""
-    parts = {tuple(given(folder, eval_pairs=str(folder), max_eval_pairs=3).held_out_numbers)}
-    assert len(parts | {tuple(given(folder, eval_pairs=str(folder), max_eval_pairs=3).held_out_numbers)}) == 1
-    found = given(folder, eval_pairs=str(folder), max_eval_pairs=3)
+    parts = {tuple(given(folder, eval=str(folder), max_eval=3).held_out_numbers)}
+    assert len(parts | {tuple(given(folder, eval=str(folder), max_eval=3).held_out_numbers)}) == 1
+    found = given(folder, eval=str(folder), max_eval=3)
     seen = set()
     for seed in range(30):
         found.seed = seed
@@ -286,8 +287,8 @@ def test_held_out_pairs_are_a_random_part_in_the_sets_order(folder, monkeypatch)
         seen |= {tuple(numbers)}
     assert len(seen) > 10
     monkeypatch.setattr("flowrl.data.given_samples.HELD_OUT", 5)
-    assert len(given(folder, eval_pairs=str(folder)).held_out_numbers) == 5
-    assert given(folder, eval_pairs=str(folder), max_eval_pairs=99).held_out_numbers == list(range(COUNT))
+    assert len(given(folder, eval=str(folder)).held_out_numbers) == 5
+    assert given(folder, eval=str(folder), max_eval=99).held_out_numbers == list(range(COUNT))
     assert given(folder).held_out_numbers == []
 
 
@@ -298,8 +299,8 @@ def test_epochs_of_labelled_pictures_are_told_of_each_class(folder):
     from flowrl.run.given_collector import PairCollector
 
     def epochs(method: str) -> dict[str, float]:
-        found = given(folder, method, pairs_per_iteration=12)
-        return PairCollector._epochs(SimpleNamespace(config=SimpleNamespace(data=found.data), given=found))
+        found = given(folder, method, per_iteration=12)
+        return PairCollector._epochs(SimpleNamespace(config=SimpleNamespace(data=found.options), given=found))
 
     expected = {"pairs/liked_epochs_per_iteration": 1.6, "pairs/disliked_epochs_per_iteration": 0.4}
     assert epochs("diffusion_kto") == pytest.approx(expected)

@@ -28,7 +28,7 @@ SMALL = (
 def small(recipe: Path) -> list[str]:
     """Overrides that make it so; given pairs are those of `make_pairs`."""
     if "pairs:" in recipe.read_text():
-        return [*SMALL, "data.pairs=pairs", "data.pairs_per_iteration=2"]
+        return [*SMALL, "data.pairs.path=pairs", "data.pairs.per_iteration=2"]
     return [*SMALL, "rollout.prompts_per_iteration=2"]
 
 

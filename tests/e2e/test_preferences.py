@@ -15,7 +15,7 @@ from flowrl.data.preferences import PreferenceSource, load_preferences
 from tests.e2e.conftest import assert_same_gradient, digest, finish, start, train
 
 SCENE = (
-    "data={pairs: pairs, eval_prompts: 'shapes:heldout', max_eval_prompts: 2, pairs_per_iteration: 4, flip: false}",
+    "data={pairs: {path: pairs, per_iteration: 4, flip: false}, eval_prompts: 'shapes:heldout', max_eval_prompts: 2}",
     "rollout={num_inference_steps: 3, batch_size: 4}",
     "rewards=[]",
     "eval={rewards: [{path: brightness.py}], batch_size: 8}",
@@ -112,7 +112,7 @@ def test_one_and_two_processes_take_the_same_first_update(pairs: Path, name: str
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_process_without_a_held_out_pair_takes_part(pairs: Path, shard: bool):
     make_pairs(pairs / "heldout", 1, seed=1000)
-    data = SCENE[0].replace("data={", "data={eval_pairs: heldout, ")
+    data = SCENE[0].replace("pairs: {", "pairs: {eval: heldout, ")
     full = (
         "model={name: sd3, path: tiny-sd3, lora: null, max_sequence_length: 9}",
         f"model.shard={str(shard).lower()}",
@@ -134,8 +134,8 @@ def test_a_table_like_pick_a_pics_is_learned_from_and_held_out_pairs_preferred(p
     labels = [k % 2 for k in range(8)] + [0.5]
     write_votes(place / f"train.{form}", labels)
     make_pairs(place / "heldout", 6, seed=1000)
-    data = f"pairs: train.{form}, eval_pairs: heldout, pairs_per_iteration: 8, caption_dropout: 0.0"
-    words = (*SCENE[1:3], "data={" + data + "}", "eval={}", "optim.updates_per_iteration=1", "optim.ema=null")
+    data = f"path: train.{form}, eval: heldout, per_iteration: 8, caption_dropout: 0.0"
+    words = (*SCENE[1:3], "data={pairs: {" + data + "}}", "eval={}", "optim.updates_per_iteration=1", "optim.ema=null")
     summary = train("iterations=8", "optim.batch_size=16", *words, "algorithm={name: diffusion_dpo, beta: 50}")
     rows = told("run")
     assert rows[0]["policy/margin"] == pytest.approx(0, abs=1e-6)
@@ -165,7 +165,7 @@ def test_a_broken_picture_is_counted_and_many_stop_the_run_with_what_was_trained
     with pytest.raises(ConfigError, match=r"of 8 pairs drawn so far have a picture that cannot be read"):
         train(*many)
     assert [folder.name for folder in Path("runs/many/checkpoints").glob("iteration-*")] == ["iteration-000001"]
-    train(*many, "data.pair_options={max_broken: 1}", resume=True)
+    train(*many, "data.pairs.records={max_broken: 1}", resume=True)
     assert len(told("many")) == 3
 
 

@@ -148,7 +148,7 @@ def test_a_method_that_learns_its_own_prompts_keeps_all_of_them(read):
     [
         ({"eval_share": 1.0}, "eval_share=1.0 is a share"),
         ({"eval_share": -0.1}, "give 0 to below 1"),
-        ({"prompts": None, "pairs": "set", "eval_share": 0.3}, "eval_share=0.3 has no meaning with pairs"),
+        ({"prompts": None, "pairs": {"path": "set"}, "eval_share": 0.3}, "eval_share=0.3 has no meaning with pairs"),
     ],
 )
 def test_a_share_that_means_nothing_is_refused(read, data, words):
