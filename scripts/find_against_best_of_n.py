@@ -32,7 +32,8 @@ import torch
 from flowrl.config.load import load_config, resolve
 from flowrl.core.console import log, set_up_logging
 from flowrl.core.rng import derive
-from flowrl.evaluation.evaluator import Evaluation
+from flowrl.evaluation.evaluator import Setting
+from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import interval
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.report import row_line
@@ -91,10 +92,12 @@ def values_of(session: Session, found: Evaluation, judge: str) -> tuple[np.ndarr
 def drawn(session: Session, count: int, purpose: str, judge: str, *, base: bool) -> tuple[np.ndarray, np.ndarray]:
     """(training values, judgements) of `count` pictures a prompt, [P, count], from the laws or from N(0, 1)."""
     options: dict[str, Any] = {"learned": None} if base else {}
-    evaluator = replace(session.parts.evaluator, seed=derive(0, purpose), samples_per_prompt=count, **options)
-    steps = session.config.rollout.num_inference_steps
+    evaluator = session.parts.evaluator
+    evaluator = replace(evaluator, seed=derive(0, purpose), **options)
+    evaluator = replace(evaluator, options=replace(evaluator.options, samples_per_prompt=count))
+    setting = Setting(purpose, 0, session.eval_guidance, session.config.rollout.num_inference_steps, save=False)
     with session.weights.using(session.parts.optimizer.role):
-        found = evaluator(purpose, 0, guidance_scale=session.eval_guidance, num_inference_steps=steps, save=False)
+        found = evaluator(setting)
     return values_of(session, found, judge)
 
 

@@ -23,7 +23,7 @@ import lab
 import make_rewards_doc
 import numpy as np
 
-from flowrl.evaluation.evaluator import Evaluation
+from flowrl.evaluation.results import Evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "proxy"

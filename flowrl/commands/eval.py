@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from flowrl.evaluation.evaluator import Evaluation
+    from flowrl.evaluation.results import Evaluation
     from flowrl.run.assembly import Parts
 
 
@@ -29,8 +29,8 @@ def command(
     from flowrl.core.contents import require_unedited
     from flowrl.core.errors import no_exit
     from flowrl.core.files import out_folder
-    from flowrl.evaluation.evaluator import Evaluation
-    from flowrl.evaluation.statistics import summary
+    from flowrl.evaluation.results import Evaluation
+    from flowrl.evaluation.statistics import accuracy, summary
     from flowrl.run.inputs import collect
     from flowrl.run.report import told_accuracy
     from flowrl.run.trainer import Trainer
@@ -56,7 +56,7 @@ def command(
             f"{parts.prompts.counted(value['n'])} x {result.scores[name].shape[1]} seeds)"
         )
     if result.agreement is not None:
-        print(told_accuracy(result.agreement.interval()))
+        print(told_accuracy(accuracy(result.agreement)))
     if base is not None:
         _against(base, result, parts)
 

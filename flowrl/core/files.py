@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -78,6 +79,19 @@ def read_object(file: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise damaged(file, TypeError(f"it holds a {type(found).__name__}"), remedy)
     return found
+
+
+def json_ready(value: Any) -> Any:
+    """A copy of plain data for JSON, which knows neither NaN nor infinity: null stands for them.
+
+    >>> json_ready({"a": [0.5, float("nan")], "b": float("inf")})
+    {'a': [0.5, None], 'b': None}
+    """
+    if isinstance(value, dict):
+        return {k: json_ready(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def damaged(file: Path, error: Exception, remedy: str) -> ConfigError:

@@ -24,28 +24,32 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms.base import EdgeMethod, Method
+from flowrl.config.resolved import Resolved
 from flowrl.core import media
 from flowrl.core.console import Progress, log
-from flowrl.core.errors import Abandoned, Diverged, RewardError
-from flowrl.core.files import write_atomically
+from flowrl.core.errors import Diverged, RewardError
+from flowrl.core.files import json_ready, write_atomically
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages, aggregate
 from flowrl.credit.tree_credit import by_path, fuse, log_probs_on_ways
 from flowrl.data.prompts import identity
 from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching
-from flowrl.models.base import decoded
+from flowrl.evaluation.evaluator import Evaluator, images_of
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Policy
 from flowrl.rollout.trajectories import Rollout
-from flowrl.run.assembly import Parts
 from flowrl.scoring.build import build_scorer
+from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.divergence import Health
 from flowrl.training.signals import NEVER, Stop
 
@@ -57,7 +61,14 @@ LEAF_PX = 128
 class EvalTree:
     """Rolls out and writes the tree of an evaluation; does nothing for a method whose plan has none."""
 
-    parts: Parts
+    resolved: Resolved
+    method: Method
+    policy: Policy
+    schedule: Schedule
+    rewards: Sequence[WeightedReward]
+    """Those that are trained on."""
+    evaluator: Evaluator
+    """Of the same evaluations."""
 
     def __call__(self, tag: str, iteration: int, stop: Stop = NEVER) -> None:
         """With the weights that are in the network.
@@ -71,23 +82,23 @@ class EvalTree:
             Abandoned: on all processes; nothing is written.
             Elsewhere: the first process failed.
         """
-        parts, planned = self.parts, max(iteration, 1)
-        plan = parts.algorithm.plan(parts.schedule, parts.sampler, planned, parts.resolved.run.seed)
-        if plan.tree is None or not parts.prompts.evaluated:
+        evaluator, seed = self.evaluator, self.resolved.run.seed
+        plan = self.method.plan(self.schedule, self.policy.sampler, max(iteration, 1), seed)
+        if plan.tree is None or not evaluator.prompts or evaluator.folder is None:
             return
-        drawn = self._roll_out(plan, tag, stop) if parts.sharded else None
+        folder = evaluator.folder / "eval"
+        drawn = self._roll_out(plan, tag, stop) if evaluator.sharded else None
 
         def write() -> None:
-            if parts.world.main:
-                self._write(tag, iteration, plan, drawn or self._roll_out(plan, tag, stop), stop)
+            if evaluator.world.main:
+                self._write(folder, tag, iteration, drawn or self._roll_out(plan, tag, stop), stop)
 
-        parts.world.in_step(write)
+        evaluator.world.in_step(write)
 
-    def _write(self, tag: str, iteration: int, plan: StepPlan, rollout: Rollout, stop: Stop) -> None:
+    def _write(self, folder: Path, tag: str, iteration: int, rollout: Rollout, stop: Stop) -> None:
         """Score a rollout and write what came of it."""
-        parts, planned = self.parts, max(iteration, 1)
-        health = Health()
-        images = health.seen(rollout.samples.x0, self._decoded(rollout, stop))
+        health, size, device = Health(), self.resolved.run.rollout.batch_size, self.evaluator.world.device
+        images = health.seen(rollout.samples.x0, images_of(rollout, self.policy.adapter, device, size, stop))
         try:
             if health.spoiled:
                 raise health.error("in it", "the evaluation says more")
@@ -96,74 +107,55 @@ class EvalTree:
             # The evaluation that follows meets the same, and ends the run on all processes.
             log.warning("the tree of %s is not drawn: %s", tag, error)
             return
-        credit, note = credited(self._copy(), rollout, weights, planned)
+        # A copy of the method: what it remembers is looked at, and nothing is added.
+        method: EdgeMethod = self.resolved.algorithm.build()
+        method.load_state_dict(self.method.state_dict())
+        credit, note = credited(method, rollout, weights, max(iteration, 1))
         columns = math.ceil(math.sqrt(len(images)))
         sheet, (height, width) = media.contact_sheet(images, columns, LEAF_PX)
         record = {
             "tag": tag,
             "iteration": iteration,
-            "method": parts.resolved.algorithm.name,
-            "prompt": parts.prompts.evaluated[0].text,
-            "guidance_scale": parts.policy.guidance_scale,
-            **told(rollout, weights, credit, parts.algorithm.config.path_weight),
+            "method": self.resolved.algorithm.name,
+            "prompt": self.evaluator.prompts[0].text,
+            "guidance_scale": self.policy.guidance_scale,
+            **told(rollout, weights, credit, method.config.path_weight),
             "sheet": {"columns": columns, "width": width, "height": height},
             "note": note,
         }
-        folder = parts.evaluator.folder / "eval"
         media.write(sheet, folder / f"tree-{tag}")
         write_atomically(folder / f"tree-{tag}.json", json.dumps(record))
 
     def _roll_out(self, plan: StepPlan, tag: str, stop: Stop) -> Rollout:
         """One tree, not scored yet."""
-        parts, prompt, algorithm = self.parts, self.parts.prompts.evaluated[0], self._method
+        evaluator, policy, method = self.evaluator, self.policy, self.method
+        assert isinstance(method, EdgeMethod)  # its plan has a tree
+        prompt, device = evaluator.prompts[0], evaluator.world.device
         ids, rows = [SampleId(0, leaf) for leaf in range(plan.leaves)], torch.zeros(plan.leaves, dtype=torch.int64)
-        noise = Noise(parts.evaluator.seed, "tree", None, parts.adapter.latent_shape())
-        cond, size = parts.texts.lookup([prompt]), parts.resolved.run.rollout.batch_size
-        options: dict[str, Any] = {"batch_size": size, "device": parts.world.device}
-        options |= {"form": algorithm.log_prob_form(parts.sampler)}
-        bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=parts.world.main)
+        noise = Noise(evaluator.seed, "tree", None, policy.adapter.latent_shape())
+        cond, size = evaluator.texts.lookup([prompt]), self.resolved.run.rollout.batch_size
+        options: dict[str, Any] = {"batch_size": size, "device": device, "form": method.log_prob_form(policy.sampler)}
+        bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=evaluator.world.main)
         bar.update(0)
         options |= {"progress": bar.update, "stop": stop.in_step}
         try:
-            samples, edges = run(parts.policy, plan, noise, ids, cond, rows, **options)
+            samples, edges = run(policy, plan, noise, ids, cond, rows, **options)
         finally:
             bar.close()
-        paths = log_probs_on_ways(edges, ids, plan).T[None] if algorithm.weighs_paths else None
+        paths = log_probs_on_ways(edges, ids, plan).T[None] if method.weighs_paths else None
         unknown = torch.empty(0)
         drawn = (samples, edges, cond, rows, unknown, {}, 0.0)
         return Rollout(plan, *drawn, prompts=(identity(prompt),), paths=paths)
 
-    def _decoded(self, rollout: Rollout, stop: Stop) -> Tensor:
-        """Pictures of the leaves, [L, 3, H, W], or clips [L, F, 3, H, W]."""
-        parts, x0 = self.parts, rollout.samples.x0
-        made = []
-        for b in torch.arange(len(x0)).split(parts.resolved.run.rollout.batch_size):
-            if stop.here():
-                raise Abandoned
-            made.append(decoded(parts.adapter, x0[b].to(parts.world.device), rollout.cond, rollout.rows[b]).cpu())
-        return torch.cat(made)
-
     def _scored(self, rollout: Rollout, images: Tensor, stop: Stop) -> tuple[Rollout, Tensor]:
         """With rewards [R, 1, L] and outputs [1, L]; and the weights [R]."""
-        prompt, count, trained = self.parts.prompts.evaluated[0], len(images), self.parts.scorer
-        assert trained is not None  # a plan with a tree has rewards to compare
+        prompt, count = self.evaluator.prompts[0], len(images)
         # A scorer of its own: the trained one counts calls and failures for the row of an iteration.
-        scorer = build_scorer(trained.entries)
+        scorer = build_scorer(self.rewards)
         scorer.stop = stop.here
         scores = scorer.score(images, [prompt.text] * count, [prompt.metadata] * count)
         raw = {name: values[None] for name, values in scores.raw.items()}
         return replace(rollout, rewards=scores.values[:, None], raw=raw), scores.weights
-
-    @property
-    def _method(self) -> EdgeMethod:
-        algorithm: Any = self.parts.algorithm
-        return algorithm
-
-    def _copy(self) -> EdgeMethod:
-        """The method as a checkpoint would bring it back: what it remembers may be looked at, and nothing is added."""
-        copy: Any = self.parts.resolved.algorithm.build()
-        copy.load_state_dict(self.parts.algorithm.state_dict())
-        return copy
 
 
 def credited(
@@ -211,13 +203,13 @@ def told(rollout: Rollout, weights: Tensor, credit: Advantages | None, path_weig
         edges["pruned"].append(noisy and left_out)
     several = [k for k in range(tree.num_steps) if len(tree.children(k)) > len(tree.at(k))]
     return {
-        "sigmas": _plain(rollout.plan.schedule.sigmas.tolist()),
+        "sigmas": _rounded(rollout.plan.schedule.sigmas.tolist()),
         "splits": several,
-        "nodes": {"place": [k for k, _ in places], "leaf": [leaf for _, leaf in places], "reward": _plain(rewards)},
-        "edges": edges | {name: _plain(edges[name]) for name in ("reward", "advantage")},
+        "nodes": {"place": [k for k, _ in places], "leaf": [leaf for _, leaf in places], "reward": _rounded(rewards)},
+        "edges": edges | {name: _rounded(edges[name]) for name in ("reward", "advantage")},
         "leaves": {
-            "reward": _plain(total[0].tolist()),
-            "raw": {name: _plain(values[0].tolist()) for name, values in rollout.raw.items()},
+            "reward": _rounded(total[0].tolist()),
+            "raw": {name: _rounded(values[0].tolist()) for name, values in rollout.raw.items()},
         },
     }
 
@@ -227,6 +219,5 @@ def _edges(tree: Branching) -> list[tuple[int, int]]:
     return [(k, leaf) for k in range(tree.num_steps) for leaf in tree.children(k).tolist()]
 
 
-def _plain(values: Sequence[float]) -> list[float | None]:
-    """NaN is not JSON."""
-    return [round(v, 6) if math.isfinite(v) else None for v in values]
+def _rounded(values: Sequence[float]) -> list[float | None]:
+    return json_ready([round(v, 6) for v in values])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from flowrl.evaluation.evaluator import Evaluation
+from flowrl.evaluation.results import Agreement, Evaluation
 
 BOOTSTRAP = 10_000
 
@@ -54,6 +51,11 @@ def summary(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     """Metric -> mean with interval over distinct prompts."""
     groups = evaluation.groups
     return {name: _over_prompts(_prompt_means(table), groups) for name, table in evaluation.scores.items()}
+
+
+def accuracy(agreement: Agreement) -> dict[str, float]:
+    """Mean with interval over captions of the held-out pairs that the network prefers as the data do."""
+    return interval(agreement.right, agreement.captions)
 
 
 def difference(base: Evaluation, tuned: Evaluation) -> dict[str, dict[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from flowrl.algorithms.base import Method, Networks, NoiseMethod
 from flowrl.config.checks import check_model, check_trained
 from flowrl.config.resolved import Resolved
-from flowrl.config.schema import EvalConfig, RunConfig
+from flowrl.config.schema import RunConfig
 from flowrl.core.console import log
 from flowrl.core.contents import Input, set_of
 from flowrl.core.errors import ConfigError
@@ -130,10 +130,11 @@ class _Data:
         return [*self.train, *self.evaluated, *(self.given.captions() if self.given is not None and cache else ())]
 
 
-def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool = True) -> Parts:
+def assemble(resolved: Resolved, world: World, folder: Path | None, *, training: bool = True) -> Parts:
     """Load what the configuration names, cheapest first, and try the rewards before anything is trained.
 
-    `training` False leaves out what no evaluation needs: the backbone of saliency maps.
+    Evaluations write below `folder`, if there is one. `training` False leaves out what no evaluation needs: the
+    backbone of saliency maps.
 
     Raises:
         ConfigError, ModelError, RewardError: something the user can mend.
@@ -167,8 +168,19 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
     _require_whole_groups(algorithm, resolved.slots, world)
     learned_with = (config, algorithm, Networks(policy, weights), optimizer, world, schedule)
     learner = Learner(*learned_with, sharded=sharded, lookup=partial(_embedded, texts))
-    evaluator = _evaluator(config.eval, adapter, texts, watched, world, folder, data.evaluated, sharded, learned)
-    marks = made_with(resolved, data.evaluated, _outputs(watched))
+    evaluator = Evaluator(
+        adapter=adapter,
+        texts=texts,
+        scorer=watched,
+        world=world,
+        folder=folder,
+        prompts=tuple(data.evaluated),
+        options=config.eval,
+        sharded=sharded,
+        made_with=made_with(resolved, data.evaluated, _outputs(watched)),
+        learned=learned,
+        remedy=learner.remedy,
+    )
     return Parts(
         resolved=resolved,
         world=world,
@@ -186,7 +198,7 @@ def assemble(resolved: Resolved, world: World, folder: Path, *, training: bool =
         sampler=sampler,
         policy=policy,
         learner=learner,
-        evaluator=replace(evaluator, remedy=learner.remedy, made_with=marks),
+        evaluator=evaluator,
         maps=_maps(algorithm, adapter, world) if training else None,
         sharded=sharded,
         learned=learned,
@@ -268,33 +280,6 @@ def _noise(
     cast_frozen(component_names(adapter.network).values(), options)
     adapter.to(world.device)
     return noise_weights(algorithm, train, adapter.latent_shape(), world.device)
-
-
-def _evaluator(
-    options: EvalConfig,
-    adapter: ModelAdapter,
-    texts: Texts,
-    scorer: Scorer | None,
-    world: World,
-    folder: Path,
-    prompts: Sequence[Prompt],
-    sharded: bool,
-    learned: LearnedNoise | None,
-) -> Evaluator:
-    return Evaluator(
-        adapter=adapter,
-        texts=texts,
-        scorer=scorer,
-        world=world,
-        folder=folder,
-        prompts=tuple(prompts),
-        seed=derive(0, "evaluation"),
-        samples_per_prompt=options.samples_per_prompt,
-        batch_size=options.batch_size,
-        save_images=options.save_images,
-        sharded=sharded,
-        learned=learned,
-    )
 
 
 def _require_samples(resolved: Resolved, world: World) -> None:

@@ -23,7 +23,7 @@ from flowrl.config.schema import RunConfig
 from flowrl.core import contents
 from flowrl.core.contents import Input
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import damaged, of_evaluation, read_object, write_atomically
+from flowrl.core.files import damaged, json_ready, of_evaluation, read_object, write_atomically
 from flowrl.core.strict import Options
 from flowrl.core.versions import versions
 from flowrl.evaluation.held_out import splits
@@ -154,16 +154,7 @@ class RunFolder:
                 file.unlink()
 
     def write_json(self, name: str, value: Any) -> None:
-        write_atomically(self.path / name, json.dumps(_plain(value), indent=1) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """NaN is not JSON."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, float) and value != value:
-        return None
-    return value
+        write_atomically(self.path / name, json.dumps(json_ready(value), indent=1) + "\n")
 
 
 def differences(old: Options, new: Options, may_change: Sequence[str] = _MAY_CHANGE, prefix: str = "") -> list[str]:

@@ -19,7 +19,7 @@ from flowrl.credit.advantages import Advantages
 from flowrl.data.given_samples import PAIR, Given, Latents, Look, Slot, latents_of, slot_of
 from flowrl.data.labels import LabelledSource
 from flowrl.diffusion.plan import deterministic
-from flowrl.evaluation.evaluator import Agreement
+from flowrl.evaluation.results import Agreement
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.assembly import Parts

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.files import read_rows, write_atomically, writing
+from flowrl.core.files import json_ready, read_rows, write_atomically, writing
 
 
 class MetricsFile:
@@ -18,9 +17,8 @@ class MetricsFile:
         self.file = file
 
     def append(self, row: dict[str, Any]) -> None:
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         with writing(self.file), self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(clean) + "\n")
+            stream.write(json.dumps(json_ready(row)) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
 

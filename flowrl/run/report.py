@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowrl.core.console import log
-from flowrl.evaluation.evaluator import Evaluation
 from flowrl.evaluation.held_out import RunPrompts
-from flowrl.evaluation.statistics import difference, summary, win_rate
+from flowrl.evaluation.results import Evaluation
+from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
 from flowrl.gallery import build as build_gallery
 from flowrl.run.folder import RunFolder
 from flowrl.run.session import Session
@@ -54,8 +54,17 @@ class Report:
         if not file.is_file():
             return None
         found, prompts = Evaluation.load(file), tuple(prompt.text for prompt in evaluator.prompts)
-        settings = (tag, session.iteration, guidance_scale, session.eval_steps, prompts, evaluator.samples_per_prompt)
-        unlike = Evaluation(*settings, {}, made_with=dict(evaluator.made_with)).unlike(found)
+        now = Evaluation(
+            tag=tag,
+            iteration=session.iteration,
+            guidance_scale=guidance_scale,
+            num_inference_steps=session.eval_steps,
+            prompts=prompts,
+            seeds=evaluator.options.samples_per_prompt,
+            scores={},
+            made_with=dict(evaluator.made_with),
+        )
+        unlike = now.unlike(found)
         if unlike:
             log.warning("%s was made with other values of: %s; it is made anew", file, ", ".join(unlike))
         return None if unlike else found
@@ -148,7 +157,7 @@ class Report:
                 for name in result["difference"]
             }
             if tuned.agreement is not None:
-                result["implicit_accuracy"] = tuned.agreement.interval()
+                result["implicit_accuracy"] = accuracy(tuned.agreement)
         if self.session.world.main:
             self.folder.write_json("summary.json", result)
         return result

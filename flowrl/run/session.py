@@ -28,8 +28,9 @@ from flowrl.core.console import Progress
 from flowrl.core.phases import phase
 from flowrl.credit.advantages import Advantages
 from flowrl.evaluation.evaluation_tree import EvalTree
-from flowrl.evaluation.evaluator import Evaluation
-from flowrl.models.base import ModelAdapter, decoded
+from flowrl.evaluation.evaluator import Setting, images_of
+from flowrl.evaluation.results import Evaluation
+from flowrl.models.base import ModelAdapter
 from flowrl.models.weights import Weights
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.assembly import assemble
@@ -66,13 +67,13 @@ class Session:
         training: bool = True,
     ) -> None:
         self.resolved = resolved(config, *overrides)
-        self.config, self.folder = self.resolved.run, folder
+        self.config = self.resolved.run
         self._joined, self.world = world is None, world or join()
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         with phase("loading"):
-            self.parts = parts = assemble(self.resolved, self.world, folder or Path(), training=training)
+            self.parts = parts = assemble(self.resolved, self.world, folder, training=training)
         self.stop = (signals or Signals()).stop(self.world, sharded=parts.sharded)
         for scorer in (parts.scorer, parts.watched):
             if scorer is not None:
@@ -84,6 +85,8 @@ class Session:
         else:
             self.collector = PairCollector(parts, self.stop)
             self.held_out = HeldOutPairs(parts) if parts.given.held_out_numbers else None
+        trained = () if parts.scorer is None else parts.scorer.entries
+        self.tree = EvalTree(self.resolved, parts.algorithm, parts.policy, parts.schedule, trained, parts.evaluator)
         self.iteration = 0
         """The last finished one."""
         self.between_updates = True
@@ -178,15 +181,9 @@ class Session:
 
     # ---- looking at it
 
-    @torch.no_grad()
     def images(self, rollout: Rollout) -> Tensor:
         """Images of this process's samples in [0, 1], [B, 3, H, W], or videos [B, F, 3, H, W]; decoded once more."""
-        x0, size = rollout.samples.x0, self.config.rollout.batch_size
-        made = [
-            decoded(self.parts.adapter, x0[b].to(self.world.device), rollout.cond, rollout.rows[b]).cpu()
-            for b in torch.arange(len(x0)).split(size)
-        ]
-        return torch.cat(made)
+        return images_of(rollout, self.model, self.world.device, self.config.rollout.batch_size)
 
     @property
     def eval_steps(self) -> int:
@@ -225,26 +222,18 @@ class Session:
             Abandoned, Diverged, RewardError: on all processes; no scores are written.
             Elsewhere: another process failed otherwise.
         """
-        config, iteration = self.config, self.iteration if iteration is None else iteration
+        iteration = self.iteration if iteration is None else iteration
+        scale = self.eval_guidance if guidance_scale is None else guidance_scale
+        setting = Setting(tag, iteration, scale, self.eval_steps, limit, save)
         evaluator = self.parts.evaluator
-        total = len(evaluator.prompts[:limit]) * config.eval.samples_per_prompt // self.world.size
+        total = len(evaluator.prompts[:limit]) * evaluator.options.samples_per_prompt // self.world.size
         with phase("evaluation"), self.weights.using(self.parts.optimizer.role):
-            if tree and self.folder is not None:
-                # Before the scores: an evaluation that is there has its tree, whenever a signal came.
-                EvalTree(self.parts)(tag, iteration, self.stop)
+            if tree:  # before the scores: an evaluation that is there has its tree, whenever a signal came
+                self.tree(tag, iteration, self.stop)
             bar = Progress(total, f"evaluating {tag}", show=self.world.main)
+            agreement = self.held_out if judge else None
             try:
-                return evaluator(
-                    tag,
-                    iteration,
-                    guidance_scale=self.eval_guidance if guidance_scale is None else guidance_scale,
-                    num_inference_steps=self.eval_steps,
-                    limit=limit,
-                    save=save and self.folder is not None,
-                    progress=bar.update,
-                    stop=self.stop,
-                    agreement=self.held_out if judge else None,
-                )
+                return evaluator(setting, progress=bar.update, stop=self.stop, agreement=agreement)
             finally:
                 bar.close()
 

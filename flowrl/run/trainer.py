@@ -13,8 +13,8 @@ from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
 from flowrl.core.console import log, set_up_logging
 from flowrl.core.contents import require_unedited
-from flowrl.evaluation.evaluator import Evaluation
 from flowrl.evaluation.held_out import require_same_split
+from flowrl.evaluation.results import Evaluation
 from flowrl.planning.out_of_memory import explaining
 from flowrl.run import checkpoint
 from flowrl.run.ending import Ending

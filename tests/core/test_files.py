@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from flowrl.core import media
 from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.files import out_folder, read_rows, write_atomically, writing
-from flowrl.evaluation.evaluator import Evaluation
+from flowrl.evaluation.results import Evaluation
 from flowrl.gallery.places import comparison_folder, page_folder
 from flowrl.run.folder import RunFolder
 from flowrl.run.metrics_file import MetricsFile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from flowrl.config.schema import EvalConfig
 from flowrl.core import media, registry
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import SampleId
@@ -20,6 +22,7 @@ from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.tree_shapes import Branching
 from flowrl.evaluation.evaluation_tree import EvalTree
+from flowrl.evaluation.evaluator import Evaluator
 from flowrl.reward import Card, Reward
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
@@ -56,21 +59,23 @@ class Place:
         rollout, build = SimpleNamespace(batch_size=5), lambda: self.module.build(self.config)
         self.grow = EvalTree(
             SimpleNamespace(
-                resolved=SimpleNamespace(
-                    run=SimpleNamespace(seed=0, rollout=rollout), algorithm=SimpleNamespace(name=name, build=build)
-                ),
-                algorithm=self.algorithm,
-                schedule=self.schedule,
-                sampler=self.sampler,
-                policy=self.policy,
+                run=SimpleNamespace(seed=0, rollout=rollout), algorithm=SimpleNamespace(name=name, build=build)
+            ),
+            self.algorithm,
+            self.policy,
+            self.schedule,
+            self.scorer.entries,
+            Evaluator(
                 adapter=self.adapter,
                 texts=Texts(self.adapter, [p.text for p in self.prompts], cache=False),
-                prompts=SimpleNamespace(evaluated=self.prompts),
                 scorer=self.scorer,
                 world=world or World(0, 1, CPU),
+                folder=folder,
+                prompts=self.prompts,
+                options=EvalConfig(),
+                seed=3,
                 sharded=sharded,
-                evaluator=SimpleNamespace(seed=3, folder=folder),
-            )
+            ),
         )
 
     def plan(self, iteration: int = 1):
@@ -224,10 +229,10 @@ def test_the_plan_is_that_of_the_iteration(tmp_path):
 def test_neither_batch_size_nor_processes_change_it(tmp_path):
     place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
     whole = place.record()
-    place.grow.parts.resolved.run.rollout.batch_size = 64
+    place.grow.resolved.run.rollout.batch_size = 64
     other = place.record()
     close(other["leaves"]["reward"], whole["leaves"]["reward"])
-    place.grow.parts.world = OneOf(0, 2, CPU)
+    place.grow = replace(place.grow, evaluator=replace(place.grow.evaluator, world=OneOf(0, 2, CPU)))
     assert place.record() == other
 
 

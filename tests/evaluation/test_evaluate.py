@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from flowrl.config.schema import EvalConfig
 from flowrl.core.errors import Abandoned
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
 from flowrl.data.text_cache import Texts
 from flowrl.evaluation import statistics
-from flowrl.evaluation.evaluator import Agreement, Evaluation, Evaluator
-from flowrl.evaluation.statistics import difference, interval, summary, win_rate
+from flowrl.evaluation.evaluator import Evaluator, Setting
+from flowrl.evaluation.results import Agreement, Evaluation
+from flowrl.evaluation.statistics import accuracy, difference, interval, summary, win_rate
 from flowrl.reward import Card, Reward
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
@@ -213,10 +215,10 @@ def score(images, prompts, metadata) -> dict[str, torch.Tensor]:
     return {"light": images.mean((1, 2, 3)) + bonus, "corner": images[:, 0, 0, 0]}
 
 
-def evaluator(folder: Path, adapter: ToyAdapter, *, world=None, batch_size: int = 6, **options) -> Evaluator:
+def evaluator(folder: Path, adapter: ToyAdapter, *, world=None, sharded: bool = False, **options) -> Evaluator:
     prompts = tuple(Prompt(f"prompt {k}", {"bonus": k}) for k in range(5))
     reward = Reward(score=score, card=Card(outputs=("light", "corner")))
-    settings = {"samples_per_prompt": 2, "save_images": None, "seed": 3} | options
+    options = {"samples_per_prompt": 2, "save_images": None, "batch_size": 6} | options
     return Evaluator(
         adapter=adapter,
         texts=Texts(adapter, [p.text for p in prompts], cache=False),
@@ -224,13 +226,16 @@ def evaluator(folder: Path, adapter: ToyAdapter, *, world=None, batch_size: int 
         world=world or World(0, 1, CPU),
         folder=folder,
         prompts=prompts,
-        batch_size=batch_size,
-        **settings,
+        options=EvalConfig(**options),
+        seed=3,
+        sharded=sharded,
     )
 
 
 def call(which: Evaluator, tag: str = "base", **options) -> Evaluation:
-    return which(tag, 0, **({"guidance_scale": 1.0, "num_inference_steps": 4} | options))
+    setting = {"guidance_scale": 1.0, "num_inference_steps": 4}
+    setting |= {name: options.pop(name) for name in ("guidance_scale", "limit", "save") if name in options}
+    return which(Setting(tag, 0, **setting), **options)
 
 
 def test_an_evaluation_repeats_bitwise_and_moves_with_the_weights(tmp_path):
@@ -388,10 +393,10 @@ def test_an_evaluation_without_rewards_keeps_its_seeds_and_what_is_preferred(tmp
 def test_the_interval_of_agreement_resamples_captions_and_not_pairs():
     """Ten pairs of one caption that always agree are one observation, and an unreadable one is none."""
     right = np.where(np.arange(100) < 70, 1.0, 0.0)
-    single = Agreement(right, np.arange(100)).interval()
+    single = accuracy(Agreement(right, np.arange(100)))
     assert single == interval(right)
     values, captions = np.append(np.repeat(right, 10), NAN), np.append(np.repeat(np.arange(100), 10), 100)
-    many = Agreement(values, captions).interval()
+    many = accuracy(Agreement(values, captions))
     assert (many["mean"], many["n"]) == (pytest.approx(0.7), 1000)
     assert (many["low"], many["high"]) == pytest.approx((single["low"], single["high"]))
-    assert Agreement(np.repeat(right, 10), np.arange(1000)).interval()["low"] > many["low"] + 0.04
+    assert accuracy(Agreement(np.repeat(right, 10), np.arange(1000)))["low"] > many["low"] + 0.04

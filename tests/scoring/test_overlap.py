@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from flowrl.commands import score
+from flowrl.config.schema import EvalConfig
 from flowrl.core import media
 from flowrl.core.errors import Abandoned
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import deterministic
-from flowrl.evaluation.evaluator import Evaluator
+from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
@@ -256,10 +257,8 @@ def evaluator(folder, adapter, scorer: Scorer) -> Evaluator:
         world=World(0, 1, torch.device("cpu")),
         folder=folder,
         prompts=prompts,
+        options=EvalConfig(batch_size=2, save_images=0),
         seed=3,
-        samples_per_prompt=1,
-        batch_size=2,
-        save_images=0,
     )
 
 
@@ -277,7 +276,7 @@ def test_an_evaluation_samples_the_next_prompts_while_a_reward_scores(tmp_path):
 
         adapter.network.register_forward_pre_hook(seen)
         evaluate = evaluator(tmp_path, adapter, Scorer([entry(reward, overlap=overlap)]))
-        return evaluate("base", 0, guidance_scale=1.0, num_inference_steps=steps, save=False).scores["mine"]
+        return evaluate(Setting("base", 0, 1.0, steps, save=False)).scores["mine"]
 
     waits = Waits()
     beside = run(True, waits)
@@ -288,9 +287,8 @@ def test_an_evaluation_samples_the_next_prompts_while_a_reward_scores(tmp_path):
 def test_an_evaluation_that_is_stopped_waits_for_no_reward(tmp_path):
     waits, done = Waits(), []
     evaluate = evaluator(tmp_path, ToyAdapter(), Scorer([entry(waits, overlap=True)]))
-    options = {"guidance_scale": 1.0, "num_inference_steps": 2}
     with pytest.raises(Abandoned):
-        evaluate("base", 0, **options, progress=done.append, stop=Stop(in_step=lambda: len(done) == 1))
+        evaluate(Setting("base", 0, 1.0, 2), progress=done.append, stop=Stop(in_step=lambda: len(done) == 1))
     assert not waits.event.is_set()
     assert waits.came == []
     waits.event.set()

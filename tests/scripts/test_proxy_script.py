@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from flowrl.config.load import load_config, resolve
-from flowrl.evaluation.evaluator import Evaluation
+from flowrl.evaluation.results import Evaluation
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "configs" / "proxy"

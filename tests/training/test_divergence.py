@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from flowrl.config.load import load_config
+from flowrl.config.schema import EvalConfig
 from flowrl.core.errors import Abandoned, Diverged, RewardFailure
 from flowrl.data.text_cache import Texts
-from flowrl.evaluation.evaluator import Evaluator
+from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.divergence import Health, remedy
 from flowrl.training.world import World
@@ -104,9 +105,7 @@ def evaluator(adapter, folder: Path, **options) -> Evaluator:
         ALONE,
         folder,
         tuple(PROMPTS),
-        0,
-        2,
-        2,
+        EvalConfig(samples_per_prompt=2, batch_size=2, save_images=0),
         0,
         **(learner | options),
     )
@@ -117,14 +116,14 @@ def test_an_evaluation_ends_without_scores_and_without_a_reward_too(tmp_path, sc
     options = {} if scored else {"scorer": None}
     asked = replace(evaluator(Spoiled(NAN, 0, 1), tmp_path), **options)
     with pytest.raises(Diverged, match=r"pictures are NaN after iteration 4 \(6 of 6 samples\): lower the rate"):
-        asked("tuned", 4, guidance_scale=1.0, num_inference_steps=2)
+        asked(Setting("tuned", 4, 1.0, 2))
     with pytest.raises(Diverged, match=r"NaN before any update.*'trained': False"):
-        asked("base", 0, guidance_scale=1.0, num_inference_steps=2)
+        asked(Setting("base", 0, 1.0, 2))
     assert not (tmp_path / "eval" / "tuned.json").exists()
 
 
 def test_an_evaluation_with_a_few_of_them_has_no_score_for_these(tmp_path):
-    found = evaluator(Spoiled(NAN, 1), tmp_path)("tuned", 4, guidance_scale=1.0, num_inference_steps=2)
+    found = evaluator(Spoiled(NAN, 1), tmp_path)(Setting("tuned", 4, 1.0, 2))
     assert np.isnan(found.scores["mine"]).tolist() == [[False, True]] * 3
 
 

@@ -21,7 +21,7 @@ from flowrl.config.resolved import Resolved
 from flowrl.core import media
 from flowrl.core.console import Progress, log, set_up_logging
 from flowrl.core.errors import Abandoned, ConfigError
-from flowrl.core.files import fsync
+from flowrl.core.files import fsync, json_ready
 from flowrl.core.phases import phase
 from flowrl.core.rng import derive, permutation
 from flowrl.core.types import SampleId
@@ -79,13 +79,9 @@ def judge(number: int, scores: Scores) -> Group:
         return Group(number, 0, 0, math.nan, masked, ({}, {}))
     best = int(total.masked_fill(~valid, -math.inf).argmax())
     worst = int(total.masked_fill(~valid, math.inf).argmin())
-    told = [{"total": float(total[k])} | {n: _number(v[k]) for n, v in scores.raw.items()} for k in (best, worst)]
+    named = {"total": total, **scores.raw}
+    told = [json_ready({name: float(values[k]) for name, values in named.items()}) for k in (best, worst)]
     return Group(number, best, worst, float(total[best] - total[worst]), masked, (told[0], told[1]))
-
-
-def _number(value: Tensor) -> float | None:
-    """NaN, of a reward of weight 0 that failed, is not JSON."""
-    return float(value) if bool(value.isfinite()) else None
 
 
 class Pairing:

@@ -1,0 +1,121 @@
+"""The result of an evaluation: scores by prompt and seed, and what the network prefers of held-out pairs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.core.files import damaged, json_ready, of_evaluation, read_object, write_atomically
+from flowrl.data.prompts import distinct_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Whether the network prefers what the data prefer, of N held-out pairs."""
+
+    right: np.ndarray
+    """[N] float64: 1, 0, or 1/2 where it does not tell them apart, NaN for a pair that cannot be read."""
+    captions: np.ndarray
+    """[N] int64: pairs of one number have one caption, and are no independent draws."""
+
+    def mean(self) -> float:
+        return float(np.nanmean(self.right))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Scores of P prompts x S fixed seeds, with the ODE sampler.
+
+    `scores[metric]` is [P, S] float64, NaN where a reward could not score; without a reward there are pictures alone.
+    """
+
+    tag: str
+    iteration: int
+    guidance_scale: float
+    num_inference_steps: int
+    prompts: tuple[str, ...]
+    seeds: int
+    scores: dict[str, np.ndarray]
+    agreement: Agreement | None = None
+    distinct: tuple[int, ...] | None = None
+    """[P] number of the distinct prompt; None: texts tell (files of older versions)."""
+    made_with: dict[str, str] = field(default_factory=dict)
+    """Fingerprints of the model, the prompts and what gives each score (run/inputs.py); none in older files."""
+
+    @property
+    def groups(self) -> np.ndarray:
+        """[P] int64, counted from 0 in order: prompts of one number are the same, and no independent draws."""
+        return np.asarray(distinct_numbers(self.prompts) if self.distinct is None else self.distinct, dtype=np.int64)
+
+    def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
+        """What the two were made with that is not the same, in words; with `score` of the other scores nothing."""
+        plain = ("prompts", "seeds", "guidance_scale", "num_inference_steps")
+        found = [what.replace("_", " ") for what in plain if getattr(self, what) != getattr(other, what)]
+        for what in sorted(self.made_with.keys() & other.made_with.keys()):
+            told = "the model" if what == "model" else what if what == "prompts" else f"what gives {what[6:]}"
+            asked = score is None or not what.startswith("score ") or what == f"score {score}"
+            if asked and told not in found and self.made_with[what] != other.made_with[what]:
+                found.append(told)
+        return found
+
+    def save(self, folder: Path) -> None:
+        """`eval/<tag>.json`, with every digit: a number made from the file is bitwise the one made in memory."""
+        record = {
+            "tag": self.tag,
+            "iteration": self.iteration,
+            "guidance_scale": self.guidance_scale,
+            "num_inference_steps": self.num_inference_steps,
+            "seeds": list(range(self.seeds)),
+            "prompts": list(self.prompts),
+            "distinct": self.groups.tolist(),
+            "scores": json_ready({name: table.tolist() for name, table in self.scores.items()}),
+            "images": f"eval/{self.tag}",
+            "made_with": self.made_with,
+        }
+        if self.agreement is not None:
+            record["agreement"] = json_ready(self.agreement.right.tolist())
+            record["agreement_captions"] = self.agreement.captions.tolist()
+        write_atomically(folder / f"{self.tag}.json", json.dumps(record))
+
+    @staticmethod
+    def load(file: Path) -> Evaluation:
+        """What `save` wrote.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        record = read_object(file, of_evaluation(file))
+        try:
+            return _evaluation(record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(file, error, of_evaluation(file)) from error
+
+
+def _evaluation(record: dict[str, Any]) -> Evaluation:
+    scores = {name: np.asarray(table, dtype=np.float64) for name, table in record["scores"].items()}
+    agreement = None
+    if "agreement" in record:
+        right = np.asarray(record["agreement"], dtype=np.float64)
+        agreement = Agreement(right, np.asarray(record["agreement_captions"], dtype=np.int64))
+    prompts, seeds = tuple(record["prompts"]), len(record["seeds"])
+    for name, table in scores.items():
+        if len(table) != len(prompts) or (prompts and table.shape != (len(prompts), seeds)):
+            raise ValueError(f"scores.{name} is {list(table.shape)} for {len(prompts)} prompts and {seeds} seeds")
+    if len(record.get("distinct", prompts)) != len(prompts):
+        raise ValueError(f"distinct has {len(record['distinct'])} numbers for {len(prompts)} prompts")
+    return Evaluation(
+        tag=record["tag"],
+        iteration=int(record["iteration"]),
+        guidance_scale=float(record["guidance_scale"]),
+        num_inference_steps=int(record["num_inference_steps"]),
+        prompts=prompts,
+        seeds=seeds,
+        scores=scores,
+        agreement=agreement,
+        distinct=tuple(map(int, record["distinct"])) if "distinct" in record else None,
+        made_with=dict(record.get("made_with") or {}),
+    )
