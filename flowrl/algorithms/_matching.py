@@ -85,7 +85,7 @@ class GivenOptions(Options):
     """Options of the methods whose samples are images of the data."""
 
     times: TimesConfig | None = None
-    """Where on the path the samples are noised to; see `flowrl/diffusion/training_times.py`. null: `timesteps` on
+    """Rule of the times that the samples are noised to; see `flowrl/diffusion/training_times.py`. null: `timesteps` on
     noise-prediction models, `logit_normal` on flows."""
     guidance_scale: float | None = None
     """Guidance scale of the forwards in training; null: none where guidance is CFG, the rollout's where the network
@@ -105,7 +105,7 @@ class DrawnOptions(Options):
     """Options of the methods that draw their samples and credit them by rewards."""
 
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete"))
-    """Where on the path the samples are noised to; see `flowrl/diffusion/training_times.py`."""
+    """Rule of the times that the samples are noised to; see `flowrl/diffusion/training_times.py`."""
     guidance_scale: float | None = None
     """As of `GivenOptions`."""
     passes: int = 1

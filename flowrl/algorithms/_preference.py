@@ -26,9 +26,9 @@ def margin(outputs: Outputs, against: str, space: Space, sign: Tensor | None = N
     Both rows of a pair have its margin: a mean over rows is the mean over pairs.
 
     Args:
-        outputs: of the policy and of `against`; whole pairs, by `batch.group`.
+        outputs: those of the policy and of `against`; whole pairs, by `batch.group`.
         against: the network that the margin is taken against.
-        space: of the errors.
+        space: that of the errors.
         sign: [M]; None: the advantages, +1 and -1.
     """
     batch = outputs.batch

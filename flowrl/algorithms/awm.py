@@ -37,7 +37,7 @@ LEVEL = "tested"
 class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete_wo_init"))
     weighting: ErrorWeighting = "ghuber"
-    """How the error becomes a log-prob; see `flowrl/losses/matching.py`."""
+    """Weight of the error in the log-prob; see `flowrl/losses/matching.py`."""
     power: float = 0.25
     """p of `ghuber`, in (0, 1]."""
     ratio: Literal["term", "sample"] = "term"
@@ -52,7 +52,7 @@ class Config(DrawnOptions):
     ema_kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1.0))
     """Pull to a slow average of the policy."""
     ema: LagConfig = field(default_factory=lambda: LagConfig(limit=0.3))
-    """How slow it is."""
+    """Pace of that average."""
     off_policy: bool = False
     """Sample with the average and take the ratio against it."""
 

@@ -1,4 +1,4 @@
-"""Diffusion-DPO: given pairs of pictures, the error on the preferred one falls against that on the other.
+"""Diffusion-DPO: given pairs of images, the error on the preferred one falls against that on the other.
 
     1. pairs (c, x_w, x_l) of the data; no rollout, no reward
     2. one sigma and one eps for both: x = alpha x0 + sigma eps

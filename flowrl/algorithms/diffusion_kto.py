@@ -1,6 +1,6 @@
-"""Diffusion-KTO: pictures that were liked or not, without pairs; what is gained saturates as human utility does.
+"""Diffusion-KTO: images that were liked or not, without pairs; the gain saturates as human utility does.
 
-    1. pictures (c, x, y) of the data, y = +1 liked, -1 not, with a fixed share of liked ones
+    1. images (c, x, y) of the data, y = +1 liked, -1 not, with a fixed share of liked ones
     2. x = alpha x0 + sigma eps; g = l_ref - l, l = mean (v - v*)^2, the reference without CFG
     3. z = max(mean of g over all terms of the update, 0) (a pass of its own, reduced over all processes); or the mean
        of the liked terms' and the disliked terms' means, of either sign
@@ -37,9 +37,9 @@ class Config(GivenOptions):
     offset: Literal["mean", "class_means"] = "mean"
     """z: the mean of g over all terms, at least 0; or the mean of the two classes' means, of either sign."""
     liked_share: float = 0.8
-    """Of the pictures that are drawn."""
+    """Share of liked images among those that are drawn."""
     mixed: Literal["positive", "negative", "drop"] = "positive"
-    """What a picture counts as that won one pair and lost another."""
+    """Label of an image that won one pair and lost another."""
     space: Space = "output"
     """Errors of what the network predicts, or of the noise that this implies."""
 

@@ -6,7 +6,7 @@
     4. loss = A_max / beta (r L+ + (1 - r) L-) + kl mean (v - v_ref)^2, L = mean (x+- - x0)^2 / w, w = mean |x+- - x0|
     5. after the iteration: old <- d old + (1 - d) policy; d grows with the optimizer steps
 
-At v = v_old the loss does not depend on r, only its gradient does: a flat loss curve is no fault.
+At v = v_old the loss does not depend on r, only its gradient does: a flat loss curve is not a fault.
 `filter` (Edit-R1) leaves out groups without spread or nearly solved, and can retire prompts that are both.
 
 Source: arXiv 2509.16117; NVlabs/DiffusionNFT:scripts/train_nft_sd3.py. arXiv 2510.16888; PKU-YuanGroup/UniWorld-V2.
@@ -42,7 +42,7 @@ OLD_SCHEDULES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterConfig:
-    """Which groups are trained, by mean and std of their weighted raw rewards."""
+    """Groups that are trained, by mean and std of their weighted raw rewards."""
 
     least_std: float = 0.05
     """Groups with less are left out."""
@@ -60,12 +60,12 @@ class Config(DrawnOptions):
     adaptive: bool = True
     """Divide each branch by its mean absolute error; false leaves its time weight plain."""
     mode: AdvantageMode = "all"
-    """Which advantages count: all, one sign only, 1 for the positive ones, or the sign alone."""
+    """Advantages that count: all, one sign only, 1 for the positive ones, or the sign alone."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-4))
     """Pull to the untouched network."""
     old: Literal["none", "ramp", "late"] | LagConfig = "ramp"
-    """How `old` lags: not at all (released type 0), min(0.001 steps, 0.5) (type 1), from step 75 on (type 2)."""
+    """Lag of `old`: none (released type 0), min(0.001 steps, 0.5) (type 1), from step 75 on (type 2)."""
     filter: FilterConfig | None = None
 
     def __post_init__(self) -> None:

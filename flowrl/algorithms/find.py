@@ -1,6 +1,6 @@
 """FIND: the law of the initial noise is learned for each prompt; the network stays frozen.
 
-    1. z ~ N(mu, s^2), per prompt; x0 by a deterministic solver: z decides the picture, one decision an episode
+    1. z ~ N(mu, s^2), per prompt; x0 by a deterministic solver: z decides the image, one decision an episode
     2. A = r - V(mu, s, text), and 5 steps of V towards r; or r less the group's mean
     3. rho = exp(log p(z; mu, s) - log p_old(z)), the law that drew z
     4. loss = max(-k A rho, -k A clamp(rho, 1 - c, 1 + c)) + prior * mean[mu^2 + (s - 1)^2];  s >= 1e-4 after each step
@@ -37,9 +37,9 @@ _GROUP = AdvantageConfig(std="none", clip=None)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(Options):
     solver: Solver = "ode"
-    """How a rollout is solved; `sa` is refused."""
+    """Solver of the rollout; `sa` is refused."""
     baseline: Literal["value", "group"] = "value"
-    """What a reward is compared with: V, or the other samples of its prompt (`advantages`)."""
+    """Baseline of a reward: V, or the other samples of its prompt (`advantages`)."""
     value: ValueConfig = field(default_factory=ValueConfig)
     advantages: AdvantageConfig = field(default_factory=lambda: _GROUP)
     """Rule of `baseline: group`."""
@@ -96,27 +96,27 @@ class Find(NoiseMethod[Config]):
         self.roles = () if config.refresh == 1 else ("old",)
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        """Where V is the baseline, rewards as they are: `calibrated` takes it away."""
+        """Rewards as they are if V is the baseline: `calibrated` subtracts it."""
         if self.config.baseline == "group":
             return self.rule(rewards, weights, prompts)
         return plain_rewards(rewards, weights)
 
     def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
         """(A [P, G], V's mean squared error) of the laws `numbers` [P] that drew the samples; then V's own steps."""
-        judge, total = weights.calibration, credit.values.squeeze(2)
-        if judge is None:
+        critic, total = weights.calibration, credit.values.squeeze(2)
+        if critic is None:
             return total, None
         assert self.value is not None
         with torch.no_grad():
             laws = weights.network.laws(numbers)
-            advantage = total - judge(laws, numbers).cpu()[:, None]
+            advantage = total - critic(laws, numbers).cpu()[:, None]
         rewards = torch.where(credit.valid, total, torch.nan).to(laws.mean)
         # Not before: fitted to these very rewards, it would take a part of their noise for its own.
-        judge.fit(laws, numbers, rewards, self.value.steps)
+        critic.fit(laws, numbers, rewards, self.value.steps)
         return advantage, float(advantage[credit.valid].square().mean())
 
     def log_prob(self, latents: Tensor, numbers: Tensor, weights: NoiseWeights) -> Tensor:
-        """Of latents [M, ...] under the laws `numbers` [M] as they are now, [M] float64."""
+        """Log-prob of latents [M, ...] under the laws `numbers` [M] as they are now, [M] float64."""
         laws = weights.network.laws(numbers)
         return gaussian_log_prob(latents, laws.mean, laws.std, self.config.log_prob)
 

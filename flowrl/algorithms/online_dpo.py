@@ -48,9 +48,9 @@ class Config(DrawnOptions):
     space: Space = "output"
     """Errors of what the network predicts, or of the noise that this implies: on a flow beta times (1 - sigma)^2."""
     least_gap: float = 0.0
-    """A pair whose weighted rewards differ by no more than this is left out."""
+    """Least difference of a pair's weighted rewards, exclusive; a pair below it is left out."""
     behaviour: Literal["policy", "reference", "lagged"] = "policy"
-    """Who draws the samples. `lagged` is the policy as it was at the last refresh, and the margin's reference too."""
+    """Role that draws the samples. `lagged` is the policy at the last refresh, and the margin's reference too."""
     ref_update: int = 40
     """Optimizer steps between refreshes of `lagged`."""
 

@@ -49,7 +49,7 @@ class Config(DrawnOptions):
             raise ValueError(f"best={self.best} must be at least 1")
 
     def check_group(self, group_size: int) -> None:
-        """Raise ValueError where a group has no more samples than are kept."""
+        """Refuse a group that has no more samples than are kept."""
         if self.best >= group_size:
             raise ValueError(f"best={self.best} keeps every sample of a group of {group_size}; lower it")
 

@@ -9,7 +9,7 @@ sample has all the weight. `policy/weight` and `policy/weight_square` are means 
 other is the effective sample size (sum w)^2 / sum w^2 as a share of the samples.
 
 A network that imitates its own samples copies their discretisation error, and the next samples err twice: contrast and
-reward fall within tens of iterations, whatever is rewarded. So the samples come from a network that stays behind
+reward fall within tens of iterations, whatever is rewarded. So the samples come from a network that lags behind
 (`refresh`), as in yifan123/flow_grpo (`ref_update_step`).
 
 Source: arXiv 2305.13301 (its baselines); yifan123/flow_grpo:scripts/train_sd3_sft.py; arXiv 2502.06061 for exp and KL.
@@ -75,7 +75,7 @@ class Rwr(SampleMethod[Config]):
         return summed(policy + pull(self.config.kl, outputs, "reference"), metrics | outputs.metrics())
 
     def weights(self, total: Tensor) -> Tensor:
-        """Of weighted rewards [P, G], never negative, [P, G] float64; NaN has weight 0."""
+        """Weights [P, G] float64 of weighted rewards [P, G], never negative; 0 for NaN."""
         config = self.config
         if config.weighting == "softmax":
             return total.shape[1] * softmax_weights(total, config.temperature)

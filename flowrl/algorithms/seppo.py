@@ -1,15 +1,15 @@
-"""SePPO: the policy against a random earlier self, with preferred pictures of the data and no losers.
+"""SePPO: the policy against a random earlier self, with preferred images of the data and no losers.
 
     1. every `every` optimizer steps the policy is kept as a checkpoint, the newest `keep` of them; a round is what lies
        between
     2. a round has one of the kept checkpoints, drawn uniformly, as its reference (the newest is the policy itself until
        the round's first update); it also draws x_r for each prompt
     3. slot (c, x_w of the data, x_r); one sigma and one eps for both
-    4. s = sign(l_ref(x_w) - l(x_w)), over all times of the slot, 0 counting as +1: +1, the policy fits the picture of
+    4. s = sign(l_ref(x_w) - l(x_w)), over all times of the slot, 0 counting as +1: +1, the policy fits the image of
        the data better than its earlier self, and x_r loses; -1, it does not, and x_r wins too
     5. loss = -log sigmoid(-beta / 2 [(l - l_ref)(x_w) - s (l - l_ref)(x_r)])
 
-No training code is released; the paper's -beta T omega is in beta, with Diffusion-DPO's 1/2. Whether its two pictures
+No training code is released; the paper's -beta T omega is in beta, with Diffusion-DPO's 1/2. Whether its two images
 share their noise is not said; here they do.
 
 Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
@@ -54,14 +54,14 @@ class Config(GivenOptions):
     space: Space = "output"
     """Errors of what the network predicts, or of the noise that this implies."""
     anchor: Anchor = "sign"
-    """What becomes of x_r where the earlier self fits the data better: it wins too, `indicator`: it is left out,
+    """Fate of x_r where the earlier self fits the data better: `sign`: it wins too, `indicator`: it is left out,
     `loser`: it loses all the same, without any criterion."""
     every: int = 30
     """Optimizer steps between checkpoints: a round."""
     keep: int = 7
     """Newest checkpoints kept, the initial network being the first."""
     solver: Solver = "dpm2_midpoint"
-    """How x_r is solved."""
+    """Solver of x_r."""
 
     def __post_init__(self) -> None:
         GivenOptions.__post_init__(self)
@@ -140,7 +140,7 @@ def _name(place: int) -> str:
 
 
 def drawn_checkpoint(made: int, keep: int, seed: int) -> int:
-    """Which of so many checkpoints is the reference of the present round: uniform over the newest `keep`.
+    """Number of the checkpoint that is the reference of the round, of `made`: uniform over the newest `keep`.
 
     >>> drawn_checkpoint(1, 7, 0)
     0

@@ -1,6 +1,6 @@
-"""SFT: fine-tuning on the preferred pictures alone, the plain regression that every preference method must beat.
+"""SFT: fine-tuning on the preferred images alone, the plain regression that every preference method must beat.
 
-    1. pictures (c, x_w) of the data; rejected ones are not opened
+    1. images (c, x_w) of the data; rejected ones are not opened
     2. x = alpha x0 + sigma eps
     3. loss = mean (v - v*)^2 + kl mean (v - v_ref)^2
 

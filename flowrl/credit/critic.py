@@ -1,4 +1,4 @@
-"""V, a small network that expects a reward: what methods without a group compare with."""
+"""V, a small network that expects a reward: the baseline of methods without a group."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _WIDTHS = (256, 256, 256)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueConfig:
-    """Of V."""
+    """Options of V."""
 
     learning_rate: float = 1e-4
     steps: int = 5
-    """Per iteration."""
+    """Steps per iteration."""
 
     def __post_init__(self) -> None:
         if not (self.learning_rate > 0 and self.steps > 0):
@@ -40,7 +40,7 @@ class Perceptron(nn.Module):
         self.gains = nn.ParameterList(gains)
 
     def forward(self, features: Tensor, step: Tensor | None = None) -> Tensor:
-        """Of features [M, F] at steps [M], [M]."""
+        """Expected rewards [M] of features [M, F] at steps [M]."""
         for k, layer in enumerate(self.hidden):
             features = layer(features)
             if step is not None:
@@ -53,10 +53,10 @@ class ValueNetwork:
     """A perceptron with an AdamW of its own.
 
     Args:
-        inputs: features of a row.
-        seed: of the initial weights.
-        learning_rate: of AdamW.
-        device: where it lies.
+        inputs: number of features of a row.
+        seed: that of the initial weights.
+        learning_rate: that of AdamW.
+        device: its own.
         num_steps: denoising steps that it tells apart; None: none.
     """
 

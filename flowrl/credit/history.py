@@ -1,4 +1,4 @@
-"""What a prompt's samples are compared with: the batch, or what the prompt earned in this and earlier iterations.
+"""Baselines of the rule `batch`: the batch, or the rewards of the prompt in this and earlier iterations.
 
 Source: arXiv 2305.13301; kvablack/ddpo-pytorch:ddpo_pytorch/stat_tracking.py, scripts/train.py.
 """
@@ -34,7 +34,7 @@ class HistoryConfig:
 
 
 class RewardHistory:
-    """The newest rewards of every prompt that was drawn, keyed by its whole text and its pictures.
+    """The newest rewards of every prompt that was drawn, keyed by its whole text and its images.
 
     The official code's key is the text's first 77 tokens, where longer prompts may collide.
     """
@@ -65,12 +65,12 @@ class RewardHistory:
 
     def state(self) -> list[list[Any]]:
         """Plain data; numbers come back from JSON to the last bit."""
-        return [[text, list(pictures), list(own)] for (text, pictures), own in self.rewards.items()]
+        return [[text, list(images), list(own)] for (text, images), own in self.rewards.items()]
 
     def load_state(self, state: list[list[Any]]) -> None:
         """Inverse of `state`."""
         self.rewards = {
-            (text, tuple(pictures)): deque(own, maxlen=self.config.buffer_size) for text, pictures, own in state
+            (text, tuple(images)): deque(own, maxlen=self.config.buffer_size) for text, images, own in state
         }
 
 

@@ -43,7 +43,7 @@ def preference_loss(margin: Tensor, beta: float) -> Tensor:
 
 
 def anchor_sign(gain: Tensor, how: Anchor) -> Tensor:
-    """What becomes of the policy's own sample, from how much better than the reference the anchor is fitted, [M].
+    """Sign of the policy's own sample, from how much better than the reference the anchor is fitted, [M].
 
         gain = l_ref - l on the anchor      sign       +1 it loses, -1 it wins too
                                             indicator  +1 it loses, 0 it is left out
@@ -63,7 +63,7 @@ def anchor_sign(gain: Tensor, how: Anchor) -> Tensor:
 
 
 def label_loss(gain: Tensor, sign: Tensor, offset: Tensor | float, beta: float, utility: Utility) -> Tensor:
-    """-U(u), u = y beta (g - z), up to a constant: a label for each picture, no pairs; [M].
+    """-U(u), u = y beta (g - z), up to a constant: a label for each image, no pairs; [M].
 
         kahneman_tversky  1 - sigmoid(u)        gains and losses fade, full weight near the offset
         loss_averse       -log sigmoid(u)       what is still wrong weighs most
@@ -71,8 +71,8 @@ def label_loss(gain: Tensor, sign: Tensor, offset: Tensor | float, beta: float, 
 
     Args:
         gain: g = l_ref - l [M].
-        sign: y, +1 for a picture that was liked and -1 for one that was not, [M].
-        offset: z, what a gain is measured against.
+        sign: y, +1 for an image that was liked and -1 for one that was not, [M].
+        offset: z, subtracted from the gain.
         beta: scale of gains.
         utility: as above.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 NoiseForm = Literal["sum", "sqrt", "mean"]
 
 Bounds = tuple[float, float] | tuple[Tensor, Tensor]
-"""How far a ratio may fall and rise; tensors are shaped like the ratio."""
+"""Largest fall and rise of a ratio; tensors are shaped like the ratio."""
 
 
 def clipped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: Bounds) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The learned law of the initial noise: a mean and a std for every latent value of every prompt, and their judge.
+"""The learned law of the initial noise: a mean and a std for every latent value of every prompt, and their critic.
 
 A law is N(mean, std^2), at first N(0, 1). Each prompt's mean and std are parameters of their own, so that AdamW leaves
 those of other prompts alone. `learned_noise.safetensors` holds all laws as [P, ...] with the prompts in its metadata.
@@ -29,7 +29,7 @@ class LearnedNoise(nn.Module):
     """The laws of P prompts.
 
     Args:
-        prompts: text and pictures of each; repeats count once.
+        prompts: text and images of each; repeats count once.
         shape: of one sample's latents.
     """
 
@@ -52,7 +52,7 @@ class LearnedNoise(nn.Module):
         return torch.tensor([self.rows[prompt] for prompt in prompts], dtype=torch.int64)
 
     def laws(self, numbers: Tensor) -> Gaussians:
-        """Of `numbers` [M], with gradients, on the parameters' device."""
+        """The laws of `numbers` [M], with gradients, on the parameters' device."""
         distinct, place = numbers.unique(return_inverse=True)
         rows = distinct.tolist()
         mean, std = (torch.stack([values[row] for row in rows]) for values in (self.mean, self.std))
@@ -94,8 +94,8 @@ class Calibration:
     Args:
         text: features of each of the P prompts, [P, F].
         values: of one sample's latents.
-        seed: of the initial weights.
-        learning_rate: of its own AdamW.
+        seed: that of the initial weights.
+        learning_rate: that of its own AdamW.
     """
 
     def __init__(self, text: Tensor, values: int, seed: int, learning_rate: float) -> None:
@@ -114,7 +114,7 @@ class Calibration:
             self.critic.descend((self(laws, numbers)[:, None] - rewards.nan_to_num())[known])
 
 
-_JUDGE = "value"
+_CRITIC = "value"
 _ROUNDING = 1e-5  # a law that was scaled before rests
 
 
@@ -160,15 +160,15 @@ class NoiseWeights(Weights):
                 noise.std[k].mul_(moment**-0.5)
 
     def state(self) -> dict[str, Tensor]:
-        judge = {} if self.calibration is None else self.calibration.critic.state()
-        return super().state() | {f"{_JUDGE}/{name}": value for name, value in judge.items()}
+        critic = {} if self.calibration is None else self.calibration.critic.state()
+        return super().state() | {f"{_CRITIC}/{name}": value for name, value in critic.items()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        prefix = f"{_JUDGE}/"
-        judge = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        prefix = f"{_CRITIC}/"
+        critic = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         super().load_state({name: value for name, value in tensors.items() if not name.startswith(prefix)})
         if self.calibration is not None:
-            self.calibration.critic.load_state(judge)
+            self.calibration.critic.load_state(critic)
 
     def save(self, folder: Path, pipeline_class: Any = None) -> None:
         """`learned_noise.safetensors`, which `flowrl sample` draws with."""
@@ -176,6 +176,6 @@ class NoiseWeights(Weights):
 
 
 def learned(weights: Weights) -> NoiseWeights:
-    """The weights of a run whose method needs "noise"."""
+    """The weights of a run on the initial noise, as what they are."""
     assert isinstance(weights, NoiseWeights)
     return weights

@@ -16,7 +16,7 @@ from flowrl.models.base import ModelAdapter, branches, unguided
 from flowrl.models.weights import Weights
 
 Space = Literal["output", "eps"]
-"""Where errors are taken: of what the network predicts, or of the noise that this implies."""
+"""Quantity whose error is taken: the network's output, or the noise that it implies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,15 @@ class Table:
     """n transitions on the CPU."""
 
     latents: Tensor
-    """Where each starts, [n, ...]."""
+    """Start of each, [n, ...]."""
     next_latents: Tensor
-    """Where it went, [n, ...]."""
+    """End of each, [n, ...]."""
     step: Tensor
     """Index into the plan, [n] int64."""
     old_log_prob: Tensor
     """Under the policy that drew it, [n] float32."""
     reward: Tensor
-    """Of the finished picture, [n] float32."""
+    """Reward of the finished image, [n] float32."""
     prompt: Tensor
     """Number of its prompt, [n] int64."""
 
@@ -74,10 +74,10 @@ class Transitions:
 
     def state(self) -> list[list[Any]]:
         """The prompts as plain data; `tensors` has the rest."""
-        return [[text, list(pictures)] for text, pictures in self.prompts]
+        return [[text, list(images)] for text, images in self.prompts]
 
     def load_state(self, state: list[list[Any]]) -> None:
-        self.prompts = [(text, tuple(pictures)) for text, pictures in state]
+        self.prompts = [(text, tuple(images)) for text, images in state]
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.table is None else self.table.tensors()
