@@ -35,15 +35,15 @@ class Routes:
     noisy: Tensor
     """Whether that step is by the law, [K, B]."""
 
-    @staticmethod
-    def of(plan: StepPlan, ids: Sequence[SampleId], *, shared_start: bool) -> Routes:
+    @classmethod
+    def of(cls, plan: StepPlan, ids: Sequence[SampleId], *, shared_start: bool) -> Routes:
         """Of a batch.
 
         Raises:
             ValueError: it does not hold whole trees.
         """
         if plan.tree is not None:
-            return Routes._of_trees(plan, ids)
+            return cls._of_trees(plan, ids)
         steps, each = len(plan), torch.arange(len(ids))
         node = each.repeat(steps + 1, 1)
         if shared_start:

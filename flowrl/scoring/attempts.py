@@ -82,7 +82,7 @@ class Attempts:
             return self._known_or_scored(batch)
         # No reward's fault, so none is asked: it could only raise, or make a number of what is none.
         self.tell(f"{len(batch) - len(rows)} of {len(batch)} pictures hold NaN or inf, so they have no score")
-        scores = self._masked(len(batch))
+        scores = self.masked(len(batch))
         for name, values in (self._known_or_scored(batch.pick(rows)) if rows else {}).items():
             scores[name][rows] = values
         return scores
@@ -104,15 +104,15 @@ class Attempts:
     def _scored(self, batch: Batch) -> dict[str, Tensor]:
         tries = self.retries + 1
         for attempt in range(1, tries + 1):
-            scores = self._once(batch, f"try {attempt} of {tries}")
+            scores = self.attempt(batch, f"try {attempt} of {tries}")
             if scores is not None:
                 return scores
         if self.isolate and len(batch) > 1:
             return Search(self, batch).run()
-        return self._masked(len(batch))
+        return self.masked(len(batch))
 
-    def _once(self, batch: Batch, note: str) -> dict[str, Tensor] | None:
-        """None, told and counted, where it raises."""
+    def attempt(self, batch: Batch, note: str) -> dict[str, Tensor] | None:
+        """The scores of one call; None, told and counted, if it raises."""
         self.counts.calls += 1
         try:
             return self.once(batch.images, batch.prompts, batch.metadata)
@@ -127,7 +127,8 @@ class Attempts:
             log.debug("reward %r raised this, %s", self.name, note, exc_info=error)
             return None
 
-    def _masked(self, count: int) -> dict[str, Tensor]:
+    def masked(self, count: int) -> dict[str, Tensor]:
+        """Scores of so many samples that have none."""
         return {name: torch.full((count,), torch.nan) for name in self.outputs}
 
 
@@ -141,7 +142,7 @@ class Search:
 
     def __init__(self, attempts: Attempts, batch: Batch) -> None:
         self.attempts, self.batch = attempts, batch
-        self.scores = attempts._masked(len(batch))
+        self.scores = attempts.masked(len(batch))
         self.left: int | None = 2 * math.ceil(math.log2(len(batch)))
         """Failures that it still takes to give up; None once a call has succeeded."""
 
@@ -160,7 +161,7 @@ class Search:
             return True
         part = self.batch.part(low, high)
         alone = f" for the prompt {part.prompts[0]!r}" if high - low == 1 else ""
-        found = self.attempts._once(part, f"a part of {high - low} of its batch{alone}")
+        found = self.attempts.attempt(part, f"a part of {high - low} of its batch{alone}")
         if found is not None:
             self._keep(found, low, high)
             return True
