@@ -1,0 +1,83 @@
+"""The base of methods on finished samples: what a method has that writes its loss alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from flowrl.algorithms import awm
+from flowrl.algorithms._matching import AnchorConfig, LagConfig
+from flowrl.algorithms.base import Networks, Options, SampleMethod
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
+from tests.toys import ToyAdapter, assert_same_gradient, noising_of, roll_out, terms_gradient
+
+REWARDS = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])
+OFF = AnchorConfig(coef=0.0)
+
+
+class Weighted(SampleMethod):
+    """Matching errors, weighted by advantages."""
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        outputs = self.outputs(batch, networks)
+        loss = batch.advantage.double() * outputs.error()
+        return summed(loss, {"policy/loss": loss} | outputs.metrics())
+
+
+def test_a_method_that_is_its_loss_alone_is_awm_on_policy_without_its_stabilisers():
+    times = TimesConfig(name="logit_normal", count=1)
+    options = {"weighting": "uniform", "advantage_max": 5.0, "kl": OFF, "ema_kl": OFF, "solver": "ode"}
+    found = []
+    for method in (Weighted(Options()), awm.build(awm.Config(times=times, **options))):
+        session = roll_out(ToyAdapter(), algorithm=method)
+        found.append(terms_gradient(session, noising_of(session, REWARDS)))
+    assert_same_gradient(*found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lagging(Options):
+    reference_guidance: float | None = 2.0
+
+
+class Followed(SampleMethod[Lagging]):
+    """A method with a role of each kind."""
+
+    compared = ("reference", "slow")
+    remembers = ("refreshes", "behaviour")
+
+    def __init__(self, config: Lagging) -> None:
+        super().__init__(config)
+        self.behaviour = "drawing"
+        self.lags, self.refresh = {"slow": LagConfig(start=0.5)}, ("drawing", 10)
+
+
+class Moves(list):
+    def follow(self, role: str, decay: float) -> None:
+        self.append((role, decay))
+
+
+def test_roles_are_those_that_are_compared_that_lag_and_that_draw_each_once():
+    method = Followed(Lagging())
+    assert method.roles == ("reference", "slow", "drawing")
+    assert method.frozen == 2
+
+
+def test_a_role_is_refreshed_when_it_is_due_and_a_checkpoint_knows_how_often_it_was():
+    method, moves = Followed(Lagging()), Moves()
+    for updates in (4, 11, 19, 35):
+        resumed = Followed(Lagging())
+        resumed.load_state_dict(method.state_dict())
+        method = resumed
+        method.after_iteration(updates, moves)
+    assert [role for role, _ in moves] == ["slow", "slow", "drawing", "slow", "slow", "drawing"]
+    assert dict(moves)["drawing"] == 0.0
+    assert method.state_dict() == {"refreshes": 3, "behaviour": "drawing"}
+
+
+@pytest.mark.parametrize("state", [{}, {"refreshes": 1}, {"refreshes": 1, "behaviour": "nobody"}])
+def test_a_state_with_less_or_with_a_role_that_there_is_not_is_refused(state):
+    with pytest.raises(ValueError, match="the checkpoint"):
+        Followed(Lagging()).load_state_dict(state)
