@@ -15,15 +15,15 @@ import torch
 from flowrl.core.transport import pack
 from flowrl.core.wire import SCHEMA, fingerprint, plain_card, write_picture
 from flowrl.reward import Card, Reward
+from flowrl.scoring.server.app import Service
+from flowrl.scoring.server.batching import Batcher
+from flowrl.scoring.server.counters import Counters
+from flowrl.scoring.server.frames import Result
+from flowrl.scoring.server.listener import bind, run
+from flowrl.scoring.server.messages import Item, Limits
+from flowrl.scoring.server.process import Runner, WorkerFailed
+from flowrl.scoring.server.worker import score_items
 from flowrl.scoring.weighted import WeightedReward
-from flowrl.serving.app import Service
-from flowrl.serving.batching import Batcher
-from flowrl.serving.counters import Counters
-from flowrl.serving.frames import Result
-from flowrl.serving.messages import Item, Limits
-from flowrl.serving.process import Runner, WorkerFailed
-from flowrl.serving.server import bind, run
-from flowrl.serving.worker import score_items
 
 PIXELS = 6
 

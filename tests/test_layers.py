@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # In reading order. A late import and one under TYPE_CHECKING count: they hide a circle and do not break it.
 ORDER = (
     *("core", "reward", "shapes", "diffusion", "gallery", "samplers", "models", "losses", "credit", "data", "rollout"),
-    *("scoring", "algorithms", "training", "config", "evaluation", "planning", "run", "contracts", "serving"),
+    *("scoring", "algorithms", "training", "config", "evaluation", "planning", "run", "contracts"),
     *("commands", "cli"),
 )
 PURE = ("diffusion", "losses", "credit")

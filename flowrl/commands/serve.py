@@ -28,7 +28,7 @@ def command(
     grace_s: Annotated[float, typer.Option("--grace-s", help="For what was begun, after SIGTERM.", min=0)] = 30,
 ) -> None:
     """Serve rewards until a signal; train with the reward `remote`."""
-    from flowrl.serving.messages import Limits
+    from flowrl.scoring.server.messages import Limits
 
     _require_extra()
     token = _token(host, token_file, token_env)
@@ -61,11 +61,11 @@ def _serve(
     import signal
 
     from flowrl.core.errors import ConfigError
-    from flowrl.serving.app import Service
-    from flowrl.serving.batching import Batcher
-    from flowrl.serving.counters import Counters
-    from flowrl.serving.process import Worker, WorkerFailed
-    from flowrl.serving.server import bind, run
+    from flowrl.scoring.server.app import Service
+    from flowrl.scoring.server.batching import Batcher
+    from flowrl.scoring.server.counters import Counters
+    from flowrl.scoring.server.listener import bind, run
+    from flowrl.scoring.server.process import Worker, WorkerFailed
 
     try:
         sock = bind(host, port)

@@ -23,10 +23,10 @@ from flowrl.core.transport import pack
 from flowrl.core.wire import SCHEMA, Picture, write_picture
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import jpeg
+from flowrl.scoring.server.messages import Item, Limits
+from flowrl.scoring.server.process import Worker, WorkerFailed
+from flowrl.scoring.server.worker import score_items
 from flowrl.scoring.weighted import WeightedReward
-from flowrl.serving.messages import Item, Limits
-from flowrl.serving.process import Worker, WorkerFailed
-from flowrl.serving.worker import score_items
 from tests.serving import Inline, brightness, message, pictures, serving
 
 REWARD = '''
@@ -419,7 +419,7 @@ def test_an_exception_outside_of_the_reward_costs_its_request_and_not_the_server
 
 
 def test_a_decoder_may_raise_anything_and_costs_its_own_picture_alone(monkeypatch):
-    from flowrl.serving import worker
+    from flowrl.scoring.server import worker
 
     def decoded(picture, own=worker.unpack):
         if picture.shape == (3, 2, 2):

@@ -24,10 +24,10 @@ from flowrl.core.wire import fingerprint, plain_card
 from flowrl.reward import RewardError
 from flowrl.scoring.entries import RewardPlan, reward_plan
 from flowrl.scoring.one_call import score_once
+from flowrl.scoring.server.frames import Result, failed, pack_frame, read_frame, unpack_items
+from flowrl.scoring.server.messages import Item
 from flowrl.scoring.surroundings import Conduct
 from flowrl.scoring.weighted import WeightedReward
-from flowrl.serving.frames import Result, failed, pack_frame, read_frame, unpack_items
-from flowrl.serving.messages import Item
 
 
 def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:

@@ -10,7 +10,7 @@ import struct
 from typing import IO, Any
 
 from flowrl.core.wire import Picture
-from flowrl.serving.messages import Item, dumps
+from flowrl.scoring.server.messages import Item, dumps
 
 LENGTHS = struct.Struct(">IQ")
 """Bytes of the header, and of the pictures."""

@@ -17,9 +17,9 @@ import fastapi
 from starlette.requests import ClientDisconnect
 
 from flowrl.core.wire import SCHEMA
-from flowrl.serving.batching import Batcher
-from flowrl.serving.counters import Counters
-from flowrl.serving.messages import Limits, Refusal, Request, dumps, parse_request
+from flowrl.scoring.server.batching import Batcher
+from flowrl.scoring.server.counters import Counters
+from flowrl.scoring.server.messages import Limits, Refusal, Request, dumps, parse_request
 
 _REMEMBERED = 1024
 """Answers kept for clients that ask again because they lost the first."""

@@ -19,8 +19,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Protocol
 
-from flowrl.serving.frames import LENGTHS, Result, pack_frame, pack_items
-from flowrl.serving.messages import Item
+from flowrl.scoring.server.frames import LENGTHS, Result, pack_frame, pack_items
+from flowrl.scoring.server.messages import Item
 
 _END_S = 2.0
 """A worker that was told to end and has not after this is killed."""
@@ -31,7 +31,7 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flowrl.serving.worker", "flowrl.scoring.entries", "flowrl.core.transport"])
+    context.set_forkserver_preload(["flowrl.scoring.server.worker", "flowrl.scoring.entries", "flowrl.core.transport"])
     # multiprocessing starts it by `python -c`, which looks in the working directory first: a user's types.py there
     # would end it.
     before = os.environ.get(_SAFE_PATH)
@@ -49,7 +49,7 @@ def _context() -> ForkServerContext:
 def _work(connection: socket.socket) -> None:
     """In the worker. The server itself imports nothing of it: it needs no torch."""
     os.environ.pop(_SAFE_PATH, None)  # a reward may start scripts of its own
-    from flowrl.serving.worker import main
+    from flowrl.scoring.server.worker import main
 
     main(connection)
 
