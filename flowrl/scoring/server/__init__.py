@@ -1,4 +1,4 @@
-"""Rewards over HTTP: `flowrl serve`. The messages are those of `rewards/_wire.py`; the client is the reward `remote`.
+"""Rewards over HTTP: `flowrl serve`. The messages are those of `flowrl/core/wire.py`; the client is the reward `remote`.
 
 messages.py   limits, and requests read strictly
 app.py        endpoints: token, body, repeated requests
@@ -6,5 +6,5 @@ batching.py   requests of many clients joined into batches for one reward
 process.py    a worker process as the server sees it: started, given a deadline, killed
 worker.py     what runs in it: decodes pictures and scores them
 counters.py   numbers for Prometheus
-server.py     sockets, deadlines of connections, signals
+listener.py   sockets, deadlines of connections, signals
 """
