@@ -8,7 +8,7 @@ E edges, R rewards, F frames, C/H/W channels and pixels (latents: [B, C, h, w] o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ Unit = Literal["term", "sample", "group", "prompt"]
 """What a forward must hold whole: a term, all terms of a sample, a prompt's samples at one time, or all its terms."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """One transition per sample: where it starts, where it ends, what the network is fed.
 
@@ -42,8 +42,7 @@ class Step:
 
     def at(self, rows: Tensor) -> Step:
         """The steps of `rows` [n]."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Step(**{name: value[rows] for name, value in found.items() if value is not None})
+        return Step(**{name: value[rows] for name, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)

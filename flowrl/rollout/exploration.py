@@ -42,8 +42,8 @@ class ExplorationConfig:
     """Prompts of the first iteration whose whole pool is drawn in full for that check; 0 checks nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("pool", "num_inference_steps", "batch_size"):
-            value = getattr(self, name)
+        counts = {"pool": self.pool, "num_inference_steps": self.num_inference_steps, "batch_size": self.batch_size}
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be positive")
         if not 0 <= self.least_hit_rate <= 1:

@@ -42,8 +42,8 @@ def collect(resolved: Resolved) -> list[Input]:
     found = []
     for key, module in _components(resolved):
         found += [_input(key, "code", file) for file in code_files(module)]
-    for key in ("prompts", "eval_prompts"):
-        source = getattr(resolved.run.data, key)
+    data = resolved.run.data
+    for key, source in (("prompts", data.prompts), ("eval_prompts", data.eval_prompts)):
         file = None if source is None else embedded_prompts(source) or Path(source)
         if file is not None and file.is_file():
             found.append(_input(f"data.{key}", "prompts", file, source))

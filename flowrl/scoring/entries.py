@@ -283,8 +283,8 @@ def check_plans(plans: Sequence[tuple[str, RewardPlan]]) -> None:
             distinct.append((key, plan))
             continue
         where, other = earlier
-        for option in ("prefix", "timeout"):
-            mine, theirs = getattr(plan.entry, option), getattr(other.entry, option)
+        a, b = plan.entry, other.entry
+        for option, mine, theirs in (("prefix", a.prefix, b.prefix), ("timeout", a.timeout, b.timeout)):
             if mine != theirs:
                 raise ConfigError(
                     f"{key}.{option}={mine}: it is the reward of {where} ({plan.name}) with the same options, which "

@@ -73,10 +73,13 @@ def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[Weighted
                 f"rewards: the gate of {entry.name!r} names the output {entry.gate.output!r}; there are {outputs}"
             )
         other = first[id(entry.reward)]
-        for option in ("retries", "isolate", "cache"):
-            if getattr(entry, option) is not getattr(other, option) and getattr(entry, option) != getattr(
-                other, option
-            ):
+        compared = {
+            "retries": (entry.retries, other.retries),
+            "isolate": (entry.isolate, other.isolate),
+            "cache": (entry.cache, other.cache),
+        }
+        for option, (mine, theirs) in compared.items():
+            if mine is not theirs and mine != theirs:
                 raise ValueError(
                     f"rewards: two entries of {entry.name!r} are scored in one pass and cannot differ in {option}; "
                     "set it alike in both"
