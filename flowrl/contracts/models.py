@@ -13,7 +13,7 @@ from flowrl.models.base import branches, unguided
 from flowrl.rollout.library import Model
 from flowrl.rollout.policy import Evaluations
 
-PROMPTS = ("a small red circle", "a large blue square")
+PROMPTS = ("a red circle", "two blue squares on the left")
 STEPS = 4
 
 
