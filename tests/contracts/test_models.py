@@ -264,8 +264,8 @@ def test_a_position_of_the_latents_is_the_place_of_the_picture_that_it_moves(nam
 def test_a_class_that_is_not_known_keeps_no_map_of_its_tokens(monkeypatch):
     # A copy: put back into the table itself, the class would come last, and docs/models.md has its order.
     others = {kind: family for kind, family in FAMILIES.items() if kind != "ChromaPipeline"}
-    for module in ("_families", "generic"):
-        monkeypatch.setattr(f"flowrl.models.{module}.FAMILIES", others)
+    for module in ("families", "adapter"):
+        monkeypatch.setattr(f"flowrl.models.generic.{module}.FAMILIES", others)
     with pytest.raises(ModelError, match=r"algorithm\.spatial: this model's latents are packed .*spatial=null"):
         packed_grid(adapter("chroma"))
 
