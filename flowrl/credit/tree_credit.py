@@ -157,7 +157,7 @@ def by_grain(total: Tensor, tree: Branching, grains: int, scale: Scale) -> Tenso
 
 
 def increments(total: Tensor, tree: Branching, *, gain: Gain, turning: float, scale: Scale) -> Tensor:
-    """What each noisy step of a trunk added (`branching.completions`), compared over the trees of a prompt, [P, G, K].
+    """What each noisy step of a trunk added (`tree_shapes.completions`), compared over a prompt's trees, [P, G, K].
 
     With R_t the reward of leaf t, d_t = R_t - R_{t-1} and D = R_n - R_0, a turning point is where the sign of d_t
     begins to agree with that of D. Step t is credited, by `gain`:

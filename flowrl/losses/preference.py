@@ -1,6 +1,6 @@
 """Losses on preferences: pairs (Diffusion-DPO, SePPO) and labels (Diffusion-KTO), per row until the caller sums.
 
-l = matching error (`matching_losses.py`)        l_ref = that of the reference, at the same sigma and eps
+l = matching error (`losses/matching.py`)        l_ref = that of the reference, at the same sigma and eps
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewards over HTTP: `flowrl serve`. The messages are those of `flowrl/core/wire.py`; the client is the reward `remote`.
+"""Rewards over HTTP: `flowrl serve`. The messages are those of `core/wire.py`; the client is the reward `remote`.
 
 messages.py   limits, and requests read strictly
 app.py        endpoints: token, body, repeated requests
