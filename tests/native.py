@@ -17,7 +17,7 @@ from flowrl.algorithms.flow_grpo import FlowGrpo
 from flowrl.config.load import load_config, resolve
 from flowrl.core import registry
 from flowrl.core.types import SampleId
-from flowrl.diffusion.plan import deterministic, window
+from flowrl.diffusion.plan import solver_plan, window
 from flowrl.diffusion.process import FlowProcess
 from flowrl.models import generic
 from flowrl.models.base import LoraSettings
@@ -81,7 +81,7 @@ def drawn(model: Any, batch: int, guidance_scale: float, steps: int) -> tuple[Te
     ids = [SampleId(slot, 0) for slot in range(batch)]
     noise = Noise(0, "parity", None, model.latent_shape())
     cond = model.encode(PROMPTS[:batch])
-    policy, plan = Policy(model, Ode(), guidance_scale), deterministic(model.schedule(steps))
+    policy, plan = Policy(model, Ode(), guidance_scale), solver_plan(model.schedule(steps))
     samples, _ = run(policy, plan, noise, ids, cond, torch.arange(batch), batch_size=batch)
     return noise.initial(ids), samples.x0
 

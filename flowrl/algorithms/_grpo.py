@@ -13,9 +13,10 @@ from flowrl.algorithms.base import EdgeMethod, Networks, Options
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.saliency import SpatialConfig
-from flowrl.diffusion.plan import StepPlan, noisy_steps, step_subsets, window
+from flowrl.diffusion.plan import StepPlan, noisy_steps, window
 from flowrl.diffusion.process import Process, VPProcess
 from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.windows import step_subsets
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.losses.ratio import Bounds, clipped_ratio_loss
 from flowrl.samplers.base import KLDivisor, LogProbForm, Sampler, StepDistribution

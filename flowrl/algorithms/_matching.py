@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor
 
 from flowrl.algorithms.base import Options, require_positive
-from flowrl.diffusion.solvers import Solver
+from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.matching import elbo_weight
 from flowrl.rollout.outputs import Outputs
@@ -110,7 +110,7 @@ class DrawnOptions(Options):
     """As of `GivenOptions`."""
     passes: int = 1
     """Times that an iteration goes through its samples; noise and times of a sample stay the same."""
-    solver: Solver = "dpm2_midpoint"
+    solver: SolverName = "dpm2_midpoint"
     """Solver of the rollout; `sa` adds noise."""
     solver_noise: float = 0.0
     """tau of `sa`, between sigma 0.3 and 0.9."""
@@ -123,10 +123,13 @@ class DrawnOptions(Options):
             )
         if self.solver_noise < 0:
             raise ValueError(f"solver_noise={self.solver_noise} must not be negative")
-        if self.solver_noise > 0 and self.solver != "sa":
+        if self.solver_noise > 0 and not SOLVERS[self.solver].stochastic:
             raise ValueError(f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}")
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         self.terms(num_steps)
-        if self.solver == "sa" and num_steps < 3:
-            raise ValueError(f"solver=sa needs at least 3 steps, rollout.num_inference_steps is {num_steps}")
+        least = SOLVERS[self.solver].least_steps
+        if num_steps < least:
+            raise ValueError(
+                f"solver={self.solver} needs at least {least} steps, rollout.num_inference_steps is {num_steps}"
+            )

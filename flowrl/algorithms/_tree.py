@@ -13,9 +13,10 @@ from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
 from flowrl.credit import tree_credit as credit_on
 from flowrl.credit.advantages import AdvantageConfig, Advantages, aggregate
 from flowrl.credit.tree_credit import Scale
-from flowrl.diffusion.plan import StepPlan, subset, window
+from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching, offshoots
+from flowrl.diffusion.windows import subset
 from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler
 

@@ -25,10 +25,10 @@ from flowrl.credit.advantages import AdvantageConfig, Advantages
 from flowrl.credit.critic import ValueConfig, ValueNetwork
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.credit.tree_credit import propagated
-from flowrl.diffusion.plan import StepPlan, deterministic, stochastic_solver, window
+from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.process import Process
 from flowrl.diffusion.schedules import Schedule
-from flowrl.diffusion.solvers import Solver
+from flowrl.diffusion.solvers import SolverName
 from flowrl.diffusion.training_times import Times, TimesConfig, draw, of_process
 from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.models.weights import Weights
@@ -85,7 +85,7 @@ class Options:
     """Resolution shift of the grid that the plan presumes."""
     passes: ClassVar[int] = 1
     """Times that an iteration goes through its data."""
-    solver: ClassVar[Solver] = "ode"
+    solver: ClassVar[SolverName] = "ode"
     """Solver of the steps without noise."""
     solver_noise: ClassVar[float] = 0.0
     """tau of the solver `sa`."""
@@ -359,9 +359,7 @@ class SampleMethod(Method[C]):
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         """Steps of the solver alone."""
-        if self.config.solver == "sa":
-            return stochastic_solver(schedule, self.config.solver_noise)
-        return deterministic(schedule, self.config.solver)
+        return solver_plan(schedule, self.config.solver, self.config.solver_noise)
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """By the advantage rule; of given images the signs of the data."""
@@ -417,7 +415,7 @@ class NoiseMethod(Method[C]):
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         """Steps of a deterministic solver."""
-        return deterministic(schedule, self.config.solver)
+        return solver_plan(schedule, self.config.solver)
 
     def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
         """(advantages [P, G] by the laws `numbers` [P] that drew the samples, V's mean squared error)."""

@@ -29,9 +29,10 @@ from flowrl.algorithms._tree import DepthwiseConfig, DepthwiseGrpo, totals
 from flowrl.credit import tree_credit as credit_on
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import DepthWindow
-from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window
+from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching, splits
+from flowrl.diffusion.windows import MixWindow, mix_window
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"

@@ -29,9 +29,10 @@ from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase, totals
 from flowrl.algorithms.base import Networks
 from flowrl.core.types import Edges
 from flowrl.credit.advantages import AdvantageConfig, Advantages
-from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window
+from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching, splits
+from flowrl.diffusion.windows import MixWindow, mix_window
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler
@@ -61,7 +62,7 @@ class Config(TreeConfig):
     """Of each node in the window; a tree has children^size leaves."""
     window: MixWindow = field(default_factory=MixWindow)
     """Where the tree is; its `size` is the depth d, at most all steps but the last two. See
-    `flowrl/diffusion/plan.py`."""
+    `flowrl/diffusion/windows.py`."""
     growth: float = 0.5
     """How much noisier the last layer is than the first, times d / (d - 1); 0: all alike. A sampler whose noise level
     has a bound must keep it at the last layer."""

@@ -24,7 +24,7 @@ from flowrl.algorithms.base import Networks, NoiseMethod, Options, require_posit
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages
 from flowrl.credit.critic import ValueConfig
-from flowrl.diffusion.solvers import Solver
+from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.losses.batches import InitialBatch, LossOutput, summed
 from flowrl.losses.ratio import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
 from flowrl.models.weights import Weights
@@ -36,7 +36,7 @@ _GROUP = AdvantageConfig(std="none", clip=None)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(Options):
-    solver: Solver = "ode"
+    solver: SolverName = "ode"
     """Solver of the rollout; `sa` is refused."""
     baseline: Literal["value", "group"] = "value"
     """Baseline of a reward: V, or the other samples of its prompt (`advantages`)."""
@@ -63,8 +63,10 @@ class Config(Options):
     """Times that an iteration goes through its samples."""
 
     def __post_init__(self) -> None:
-        if self.solver == "sa":
-            raise ValueError("solver=sa adds noise on the way, so z would not decide the picture; use ode or a dpm one")
+        if SOLVERS[self.solver].stochastic:
+            raise ValueError(
+                f"solver={self.solver} adds noise on the way, so z would not decide the picture; use ode or a dpm one"
+            )
         if self.advantages.name == "separate":
             raise ValueError("advantages.name=separate: there is one loss for all rewards; use per_reward or gdpo")
         if self.baseline == "value" and self.advantages != _GROUP:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
-from flowrl.diffusion.plan import StepPlan, random_window, window
+from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import splits
+from flowrl.diffusion.windows import random_window
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"

@@ -18,8 +18,9 @@ from typing import ClassVar
 
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
 from flowrl.credit.advantages import AdvantageConfig
-from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window, window
+from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.windows import MixWindow, mix_window
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
@@ -31,7 +32,7 @@ class Config(ClippedConfig):
     WINDOWED: ClassVar[bool] = True
 
     window: MixWindow = field(default_factory=MixWindow)
-    """Where the window is; see `flowrl/diffusion/plan.py`."""
+    """Where the window is; see `flowrl/diffusion/windows.py`."""
     advantages: AdvantageConfig = field(
         default_factory=lambda: AdvantageConfig(name="per_reward", std="group", eps=1e-8, ddof=1)
     )

@@ -18,8 +18,9 @@ from typing import ClassVar, Literal
 from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.flash import flash
-from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window
+from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.windows import MixWindow, mix_window
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
@@ -31,7 +32,7 @@ class Config(ClippedConfig):
     WINDOWED: ClassVar[bool] = True
 
     window: MixWindow = field(default_factory=lambda: MixWindow(interval=20))
-    """Where the window is; see `flowrl/diffusion/plan.py`."""
+    """Where the window is; see `flowrl/diffusion/windows.py`."""
     ratio_kept: float = 0.4
     """Share of the nodes behind the window that are kept, in (0, 1]."""
     shift: float = 3.0

@@ -30,7 +30,7 @@ from flowrl.algorithms.base import Networks, SampleMethod, require_positive
 from flowrl.core.rng import stream
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
-from flowrl.diffusion.solvers import Solver
+from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import group_mean
 from flowrl.losses.preference import Anchor, anchor_sign, preference_loss
@@ -60,7 +60,7 @@ class Config(GivenOptions):
     """Optimizer steps between checkpoints: a round."""
     keep: int = 7
     """Newest checkpoints kept, the initial network being the first."""
-    solver: Solver = "dpm2_midpoint"
+    solver: SolverName = "dpm2_midpoint"
     """Solver of x_r."""
 
     def __post_init__(self) -> None:
@@ -68,8 +68,10 @@ class Config(GivenOptions):
         require_positive(every=self.every, keep=self.keep)
         if self.beta is not None:
             require_positive(beta=self.beta)
-        if self.solver == "sa":
-            raise ValueError("solver=sa: the earlier self is to draw without noise; use a deterministic solver")
+        if SOLVERS[self.solver].stochastic:
+            raise ValueError(
+                f"solver={self.solver}: the earlier self is to draw without noise; use a deterministic solver"
+            )
 
 
 class Seppo(SampleMethod[Config]):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule, shift_sigmas
-from flowrl.diffusion.solvers import Solver
+from flowrl.diffusion.solvers import SolverName
 
 
 def flow_timestep(sigma: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def flash(
     *,
     ratio: float,
     shift: float,
-    solver: Solver = "dpm2_midpoint",
+    solver: SolverName = "dpm2_midpoint",
     timestep: Callable[[Tensor], Tensor] = flow_timestep,
 ) -> StepPlan:
     """`window` on a grid shortened behind it by `flash_schedule`, where `solver` takes the steps."""

@@ -15,7 +15,7 @@ scxue/advantage_weighted_matching.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,20 +23,7 @@ from torch import Tensor
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import expand
 from flowrl.diffusion.schedules import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Trail:
-    """What the solver keeps of the node it has left."""
-
-    start: Tensor
-    """Its latents, corrected, [B, ...]."""
-    x0_hat: Tensor
-    noise: Tensor
-    """xi of the step that left it."""
-    step: Step
-    first: bool
-    """Whether it was the first node: the step that left it was of order 1 and stays as it is."""
+from flowrl.diffusion.solver_base import Node, Solver
 
 
 def sa_schedule(schedule: Schedule) -> Schedule:
@@ -63,42 +50,47 @@ def noise_levels(schedule: Schedule, noise_level: float, low: float = 0.3, high:
     return tuple(noise_level if low <= sigma <= high else 0.0 for sigma in schedule.sigmas[:-1].tolist())
 
 
-def sa_step(
-    prediction: Prediction, x: Tensor, step: Step, trail: Trail | None, noise: Tensor, *, last: bool
-) -> tuple[Tensor, Trail]:
-    """One step from the predicted latents x [B, ...], after they are corrected; float32.
+class SaSolver(Solver):
+    """The SA-Solver; the noise level of a step is its tau."""
 
-    Args:
-        prediction: the network's belief at x.
-        x: [B, ...].
-        step: its `noise_level` is tau.
-        trail: of the step before; None at the first.
-        noise: xi, standard normal, [B, ...].
-        last: this step ends at sigma 0.
-    """
-    m0, before = prediction.x0_hat, trail
-    if before is not None and not before.first:
-        gain = _gain(before.step) * _span(before.step) / 2
-        x = _first_order(before.start, before.x0_hat, before.step, before.noise)
-        x = x + expand(gain.float(), x) * (m0 - before.x0_hat)
-    left = Trail(x, m0, noise, step, first=before is None)
-    if last:
-        return m0, left
-    ahead = _first_order(x, m0, step, noise)
-    if before is not None:
-        gain = _gain(step) * _span(step).square() / 2 / _span(before.step)
-        ahead = ahead + expand(gain.float(), x) * (m0 - before.x0_hat)
-    return ahead, left
+    stochastic = True
+    least_steps = 3
+
+    def grid(self, schedule: Schedule) -> Schedule:
+        return sa_schedule(schedule)
+
+    def noise_levels(self, schedule: Schedule, noise_level: float) -> tuple[float, ...]:
+        return noise_levels(schedule, noise_level)
+
+    def step(
+        self, prediction: Prediction, here: Node, before: Node | None, *, last: bool = False
+    ) -> tuple[Tensor, Node]:
+        """One step from the predicted latents `here.x`, after they are corrected; see `Solver.step`."""
+        if before is not None and before.noise is None:  # a step by another rule has nothing to correct
+            before = None
+        x, m0, step = here.x, here.x0_hat, here.step
+        if before is not None and not before.first:
+            gain = _gain(before.step) * _span(before.step) / 2
+            x = _first_order(before) + expand(gain.float(), x) * (m0 - before.x0_hat)
+        left = replace(here, x=x, first=before is None)
+        if last:
+            return m0, left
+        ahead = _first_order(left)
+        if before is not None:
+            gain = _gain(step) * _span(step).square() / 2 / _span(before.step)
+            ahead = ahead + expand(gain.float(), x) * (m0 - before.x0_hat)
+        return ahead, left
 
 
-def _first_order(x: Tensor, m0: Tensor, step: Step, noise: Tensor) -> Tensor:
+def _first_order(node: Node) -> Tensor:
     """F(m0)."""
+    x, step = node.x, node.step
     tau2, h = step.noise_level.double().square(), _span(step)
     keep = (-tau2 * h).exp() * step.sigma_next.double() / step.sigma.double()
     take = -step.alpha_next.double() * torch.expm1(-(1 + tau2) * h)
-    spread = step.sigma_next.double() * (-torch.expm1(-2 * tau2 * h)).sqrt()
-    ahead = expand(keep.float(), x) * x.float() + expand(take.float(), x) * m0
-    return ahead + expand(spread.float(), x) * noise
+    std = step.sigma_next.double() * (-torch.expm1(-2 * tau2 * h)).sqrt()
+    ahead = expand(keep.float(), x) * x.float() + expand(take.float(), x) * node.x0_hat
+    return ahead + expand(std.float(), x) * node.noise
 
 
 def _gain(step: Step) -> Tensor:

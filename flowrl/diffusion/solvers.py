@@ -17,6 +17,7 @@ Source: arXiv 2211.01095; Tencent-Hunyuan/MixGRPO:fastvideo/utils/sampling_utils
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,40 +25,36 @@ import torch
 from torch import Tensor
 
 from flowrl.core.types import Prediction, Step
-from flowrl.diffusion.process import Process, euler_mean, expand
+from flowrl.diffusion.process import ddim_mean, expand
+from flowrl.diffusion.sa_solver import SaSolver
+from flowrl.diffusion.solver_base import Node, Solver
 
-Solver = Literal["ode", "dpm1", "dpm2_midpoint", "dpm2_heun", "sa"]
-"""`sa` is the stochastic one: flowrl/diffusion/sa_solver.py."""
+SolverName = Literal["ode", "dpm1", "dpm2_midpoint", "dpm2_heun", "sa"]
+
+
+class Ode(Solver):
+    """The plain step of the ODE."""
+
+    def step(
+        self, prediction: Prediction, here: Node, before: Node | None, *, last: bool = False
+    ) -> tuple[Tensor, Node]:
+        return ddim_mean(prediction, here.step, here.step.sigma_next), here
 
 
 @dataclass(frozen=True, slots=True)
-class History:
-    """What order 2 knows of the node before, whether its step was stochastic or not."""
+class Dpm(Solver):
+    """DPM-Solver++ in data prediction."""
 
-    x0_hat: Tensor
-    """[B, ...] float32."""
-    lam: Tensor
-    """ln alpha - ln sigma, [B] float64; -inf at pure noise."""
+    weight: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Weight of D1 / alpha' from 1 - e^-H and H, [B] float64 each; None: order 1."""
 
-    @staticmethod
-    def of(prediction: Prediction, step: Step) -> History:
-        return History(prediction.x0_hat, _lam(step.alpha, step.sigma))
-
-    def at(self, rows: Tensor) -> History:
-        """Of `rows` [n], where several chains come from one place."""
-        return History(self.x0_hat[rows], self.lam[rows])
-
-
-def solve(
-    solver: Solver, process: Process, prediction: Prediction, x: Tensor, step: Step, history: History | None
-) -> Tensor:
-    """Next latents of a deterministic step from x [B, ...], float32; `history` None: order 1, as on a last step."""
-    if solver == "ode":
-        return euler_mean(process, prediction, step)
-    first = _dpm(x, prediction.x0_hat, step)
-    if solver == "dpm1" or history is None:
-        return first
-    return first + _correction(solver, prediction.x0_hat, step, history)
+    def step(
+        self, prediction: Prediction, here: Node, before: Node | None, *, last: bool = False
+    ) -> tuple[Tensor, Node]:
+        ahead = _dpm(here.x, here.x0_hat, here.step)
+        if self.weight is not None and before is not None and not last:
+            ahead = ahead + _correction(self.weight, here, before)
+        return ahead, here
 
 
 def _dpm(x: Tensor, x0_hat: Tensor, step: Step) -> Tensor:
@@ -74,17 +71,26 @@ def _dpm(x: Tensor, x0_hat: Tensor, step: Step) -> Tensor:
     return expand(keep.float(), x) * x.float() + expand(take.float(), x0_hat) * x0_hat
 
 
-def _correction(solver: Solver, x0_hat: Tensor, step: Step, history: History) -> Tensor:
-    """What order 2 adds."""
+def _correction(weight: Callable[[Tensor, Tensor], Tensor], here: Node, before: Node) -> Tensor:
+    """The addition of order 2, [B, ...]."""
+    step = here.step
     lam = _lam(step.alpha, step.sigma)
     h = _lam(step.alpha_next, step.sigma_next) - lam
-    gone = -torch.expm1(-h)
-    factor = gone / 2 if solver == "dpm2_midpoint" else 1 - gone / h
-    weight = step.alpha_next.double() * factor * h / (lam - history.lam)
-    # Infinite H: the last node (sigma' = 0), where the weight would be infinite and order 1 is exact.
-    weight = torch.where(h.isfinite(), weight, 0.0)
-    return expand(weight.float(), x0_hat) * (x0_hat - history.x0_hat)
+    back = lam - _lam(before.step.alpha, before.step.sigma)
+    gain = step.alpha_next.double() * weight(-torch.expm1(-h), h) * h / back
+    # Infinite H: the last node (sigma' = 0), where the gain would be infinite and order 1 is exact.
+    gain = torch.where(h.isfinite(), gain, 0.0)
+    return expand(gain.float(), here.x0_hat) * (here.x0_hat - before.x0_hat)
 
 
 def _lam(alpha: Tensor, sigma: Tensor) -> Tensor:
     return alpha.double().log() - sigma.double().log()
+
+
+SOLVERS: dict[SolverName, Solver] = {
+    "ode": Ode(),
+    "dpm1": Dpm(),
+    "dpm2_midpoint": Dpm(lambda gone, h: gone / 2),
+    "dpm2_heun": Dpm(lambda gone, h: 1 - gone / h),
+    "sa": SaSolver(),
+}

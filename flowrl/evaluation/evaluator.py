@@ -20,7 +20,7 @@ from flowrl.core.rng import derive
 from flowrl.core.types import Condition, SampleId
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
 from flowrl.data.text_cache import Texts
-from flowrl.diffusion.plan import deterministic
+from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.results import Agreement, Evaluation
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.rollout.learned_noise import LearnedNoise
@@ -132,7 +132,7 @@ class Evaluator:
     ) -> list[tuple[list[SampleId], Scores]]:
         """This process's samples with their scores; the images are written to the folder `kept`, if any."""
         policy = Policy(self.adapter, Ode(), setting.guidance_scale)
-        plan, prompts = deterministic(self.adapter.schedule(setting.num_inference_steps)), self.prompts[: setting.limit]
+        plan, prompts = solver_plan(self.adapter.schedule(setting.num_inference_steps)), self.prompts[: setting.limit]
         laws = None if self.learned is None else self.learned.drawn_from(numbers_of(self.learned, prompts))
         noise = Noise(self.seed, "eval", None, self.adapter.latent_shape(), laws=laws)
         due: list[tuple[list[SampleId], Scores]] = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.core.rng import normal
 from flowrl.core.types import Condition
-from flowrl.diffusion.plan import deterministic
+from flowrl.diffusion.plan import solver_plan
 from flowrl.diffusion.process import euler_mean
 from flowrl.models.base import LoraSettings
 from flowrl.models.generic.adapter import Generic
@@ -98,7 +98,7 @@ def euler(model: Generic, x: Tensor, guidance_scale: float) -> Tensor:
     cond, grid = encoded(model, PROMPTS[:1]), model.schedule(STEPS)
     with torch.no_grad():
         for k in range(len(grid)):
-            step = deterministic(grid).steps(torch.tensor([k]), model.process, model.device)
+            step = solver_plan(grid).steps(torch.tensor([k]), model.process, model.device)
             raw = model.predict(x, step.timestep, cond, guidance_scale)
             belief = model.process.predict(raw, x, step.sigma, model.prediction_type, step.alpha)
             x = euler_mean(model.process, belief, step)

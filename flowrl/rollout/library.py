@@ -19,7 +19,7 @@ from flowrl.core.strict import validate
 from flowrl.core.types import Condition, Identity, SampleId
 from flowrl.data.prompts import Prompt, identity
 from flowrl.data.text_cache import Texts
-from flowrl.diffusion.plan import deterministic
+from flowrl.diffusion.plan import solver_plan
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.models.classes import choose
 from flowrl.models.weights import Weights, trainable
@@ -120,7 +120,7 @@ class Model:
         ids, rows = [SampleId(slot, 0) for slot in range(len(cond))], torch.arange(len(cond))
         policy, plan = (
             Policy(self.adapter, Ode(), guidance_scale),
-            deterministic(self.adapter.schedule(num_inference_steps)),
+            solver_plan(self.adapter.schedule(num_inference_steps)),
         )
         noise = Noise(seed, "sample", None, self.latent_shape)
         samples, _ = run(policy, plan, noise, ids, cond, rows, batch_size=batch_size, device=self.device)

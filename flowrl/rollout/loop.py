@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from torch import Tensor
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import Condition, Edges, Prediction, SampleId, Samples, Step
 from flowrl.diffusion.plan import StepPlan
-from flowrl.diffusion.sa_solver import sa_step
-from flowrl.diffusion.solvers import History, solve
+from flowrl.diffusion.solver_base import Node
+from flowrl.diffusion.solvers import SOLVERS
 from flowrl.models.base import channel_axis
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
@@ -90,7 +89,8 @@ class _Front:
     leads: Tensor
     """First sample of each node, [N] ascending."""
     x: Tensor
-    history: History | None
+    before: Node | None
+    """The node that each row has left; None at the start, and in trees, whose solver needs none."""
     stored: Tensor
     """Numbers among the recorded nodes, [N]; -1 where a row is not one."""
 
@@ -122,7 +122,6 @@ class _Walk:
         self.policy, self.plan, self.noise, self.ids, self.cond = policy, plan, noise, ids, cond
         self.recorder, self.device, self.process = recorder, device, policy.adapter.process
         self.routes = Routes.of(plan, ids, shared_start=noise.shared_start)
-        self.trail: Any = None
 
     def __call__(self, batch_size: int) -> tuple[Tensor, Edges]:
         """(clean latents [B, ...] float32, the trained edges), on the CPU."""
@@ -142,16 +141,17 @@ class _Walk:
         """What the rows of a place become, by where their steps end."""
         step = self.plan.steps(torch.full((len(front.x),), k), self.process, self.device)
         prediction = self._predict(front, step, batch_size)
-        # Stochastic steps leave their x0_hat too: a solver that follows a window goes on from them.
-        history = None if self.plan.tree is not None else History.of(prediction, step)
         found = []
         for move in self.routes.moves(k, front.leads):
             rows = move.parent.to(front.x.device)
             if move.noisy:
                 x_next, stored = self._draw(k, front, step, prediction, move)
+                # Stochastic steps leave a node too: a solver that follows a window goes on from them.
+                left = Node(front.x, prediction.x0_hat, step)
             else:
-                x_next, stored = self._solve(k, front, step, prediction, move.end)[rows], torch.full((len(rows),), -1)
-            part = _Front(move.leads, x_next, None if history is None else history.at(rows), stored)
+                x_next, left = self._solve(k, front, step, prediction, move.end)
+                x_next, stored = x_next[rows], torch.full((len(rows),), -1)
+            part = _Front(move.leads, x_next, None if self.plan.tree is not None else left.at(rows), stored)
             found.append((move.end, part))
         return found
 
@@ -187,17 +187,16 @@ class _Walk:
         latents = front.x, front.stored, move.parent, x_next
         return x_next, self.recorder.add(k, *latents, move.leads, law, prediction.velocity)
 
-    def _solve(self, k: int, front: _Front, step: Step, prediction: Prediction, end: int) -> Tensor:
-        """All rows one step on, without a law."""
-        plan, x, last = self.plan, front.x, end == len(self.plan)
-        if plan.solver[k] == "sa":
-            noisy = plan.noise_level[k] > 0
-            xi = self.noise.step(self._ids(front.leads), k).to(self.device) if noisy else torch.zeros_like(x)
-            x_next, self.trail = sa_step(prediction, x, step, self.trail, xi, last=last)
-            return x_next
+    def _solve(self, k: int, front: _Front, step: Step, prediction: Prediction, end: int) -> tuple[Tensor, Node]:
+        """All rows one step on, without a law, and the nodes that they leave."""
+        plan, solver, x, noise = self.plan, SOLVERS[self.plan.solver[k]], front.x, None
         if end != plan.end(k):
             step = plan.steps(step.index, self.process, self.device, torch.full((len(x),), end))
-        return solve(plan.solver[k], self.process, prediction, x, step, None if last else front.history)
+        if solver.stochastic:
+            noisy = plan.noise_level[k] > 0
+            noise = self.noise.step(self._ids(front.leads), k).to(self.device) if noisy else torch.zeros_like(x)
+        here = Node(x, prediction.x0_hat, step, noise)
+        return solver.step(prediction, here, front.before, last=end == len(plan))
 
     def _ids(self, samples: Tensor) -> list[SampleId]:
         return [self.ids[j] for j in samples.tolist()]

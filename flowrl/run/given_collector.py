@@ -18,7 +18,7 @@ from flowrl.core.types import Condition, SampleId, Samples, no_edges
 from flowrl.credit.advantages import Advantages
 from flowrl.data.given_samples import PAIR, Given, Latents, Look, Slot, latents_of, slot_of
 from flowrl.data.labels import LabelledSource
-from flowrl.diffusion.plan import deterministic
+from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.results import Agreement
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import Rollout
@@ -216,7 +216,7 @@ class HeldOutPairs:
         ids, first = self._ids(slots), (slots[0] - self.slots[0]) * len(PAIR)
         samples = Samples(latents.x0[first : first + len(ids)], tuple(ids))
         cond = parts.texts.lookup([latents.texts[slot] for slot in slots])
-        rows, plan = slots_and_rows(ids)[1], deterministic(parts.schedule)
+        rows, plan = slots_and_rows(ids)[1], solver_plan(parts.schedule)
         rollout = Rollout(plan, samples, no_edges(samples), cond, rows, rewards, {}, math.nan)
         sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
         learner = parts.learner

@@ -14,7 +14,8 @@ from flowrl.algorithms.dynamic_tree_rpo import Config, DynamicTreeRpo, TuningCon
 from flowrl.algorithms.g2rpo import Config as G2rpoConfig
 from flowrl.algorithms.g2rpo import build as g2rpo
 from flowrl.contracts.grids import flow_schedule, vp_schedule
-from flowrl.diffusion.plan import MixWindow, StepPlan
+from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.windows import MixWindow
 from flowrl.samplers import cps, dance_sde, ddim, flow_sde
 from flowrl.samplers.base import step_std
 from tests.toys import Session, ToyAdapter, nudge, replay_of, roll_out, rollout_of

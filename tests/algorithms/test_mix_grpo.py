@@ -7,7 +7,7 @@ import torch
 
 from flowrl.algorithms import flow_grpo, mix_grpo, mix_grpo_flash
 from flowrl.contracts.grids import flow_schedule
-from flowrl.diffusion.plan import MixWindow
+from flowrl.diffusion.windows import MixWindow
 from flowrl.rollout.policy import Evaluations
 from flowrl.samplers import flow_sde
 from tests.toys import ToyAdapter, bitwise, off_policy, roll_out

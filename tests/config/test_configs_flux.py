@@ -13,8 +13,8 @@ from flowrl.commands.plan import step_plan
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.core.types import SampleId
-from flowrl.diffusion.plan import step_subsets
 from flowrl.diffusion.schedules import shift_sigmas
+from flowrl.diffusion.windows import step_subsets
 from flowrl.planning.tree_work import tree_work
 from tests import recipes
 from tests.recipes import ADAMW, EMA, FOLDER, NO_EMA, adapter, advantages, check_values, saved

@@ -15,7 +15,7 @@ from flowrl.core.errors import ModelError
 from flowrl.core.types import SampleId
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.data.text_cache import Texts
-from flowrl.diffusion.plan import deterministic
+from flowrl.diffusion.plan import solver_plan
 from flowrl.models.base import LoraSettings, channel_axis, packed_grid
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.families import FAMILIES
@@ -47,7 +47,7 @@ def drawn(model: Generic, batch: int, guidance_scale: float, steps: int) -> tupl
     ids = [SampleId(slot, 0) for slot in range(batch)]
     noise = Noise(0, "parity", None, model.latent_shape())
     cond = model.encode(tiny.PROMPTS[:batch])
-    policy, plan = Policy(model, Ode(), guidance_scale), deterministic(model.schedule(steps))
+    policy, plan = Policy(model, Ode(), guidance_scale), solver_plan(model.schedule(steps))
     samples, _ = run(policy, plan, noise, ids, cond, torch.arange(batch), batch_size=batch)
     return noise.initial(ids), samples.x0
 

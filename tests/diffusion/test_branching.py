@@ -15,8 +15,9 @@ from flowrl.contracts.grids import flow_schedule
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages
-from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window, window
+from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.tree_shapes import Branching, completions, offshoots, splits
+from flowrl.diffusion.windows import MixWindow, mix_window
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy

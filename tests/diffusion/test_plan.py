@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.contracts.grids import flow_schedule, vp_schedule
-from flowrl.diffusion.plan import StepPlan, deterministic, window
+from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.process import FlowProcess, VPProcess
 from flowrl.diffusion.schedules import Schedule
 
@@ -27,7 +27,7 @@ def test_a_window_is_stochastic_and_trained_at_its_own_steps_only():
 
 
 def test_a_deterministic_plan_has_no_noise_and_trains_nothing():
-    plan = deterministic(flow_schedule(3))
+    plan = solver_plan(flow_schedule(3))
     assert plan.stochastic == (False, False, False)
     assert plan.train == ()
 

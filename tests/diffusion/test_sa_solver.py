@@ -11,17 +11,18 @@ from torch.testing import assert_close
 
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core.types import Prediction, SampleId
-from flowrl.diffusion.plan import StepPlan, deterministic, stochastic_solver
+from flowrl.diffusion.plan import StepPlan, solver_plan
 from flowrl.diffusion.process import FlowProcess
-from flowrl.diffusion.sa_solver import noise_levels, sa_schedule, sa_step
+from flowrl.diffusion.sa_solver import SaSolver, noise_levels, sa_schedule
 from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.solver_base import Node
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
 from flowrl.samplers.ode import Ode
 from tests.toys import SHAPE, ToyAdapter
 
-FLOW = FlowProcess()
+FLOW, SA = FlowProcess(), SaSolver()
 STD, MEAN = 0.5, 1.5
 
 
@@ -40,10 +41,11 @@ def gaussian_belief(x: Tensor, sigma: Tensor) -> Prediction:
 
 def solved(plan: StepPlan, x: Tensor, noises: list[Tensor], *, stop: int | None = None) -> Tensor:
     """The solver along the plan on Gaussian data, from x [1, n]; `stop` before the last steps."""
-    trail = None
+    before = None
     for k in range(len(plan) if stop is None else stop):
         step = plan.steps(torch.tensor([k]), FLOW)
-        x, trail = sa_step(gaussian_belief(x, step.sigma), x, step, trail, noises[k], last=k == len(plan) - 1)
+        belief = gaussian_belief(x, step.sigma)
+        x, before = SA.step(belief, Node(x, belief.x0_hat, step, noises[k]), before, last=k == len(plan) - 1)
     return x
 
 
@@ -84,11 +86,11 @@ def test_a_grid_that_it_cannot_walk_is_refused(grid, words):
 
 def test_without_noise_an_order_1_step_is_ddim():
     """forward_process 1.8.6: the first step is of order 1."""
-    plan = stochastic_solver(flow_schedule(10), 0.0)
+    plan = solver_plan(flow_schedule(10), "sa", 0.0)
     step = plan.steps(torch.tensor([0, 0]), FLOW)
     x, v = draw(2, 3), draw(2, 3, seed=1)
     prediction = FLOW.predict(v, x, step.sigma, "velocity")
-    ahead, _ = sa_step(prediction, x, step, None, draw(2, 3, seed=2), last=False)
+    ahead, _ = SA.step(prediction, Node(x, prediction.x0_hat, step, draw(2, 3, seed=2)), None)
     sigma, sigma_next = (value[:, None] for value in (step.sigma, step.sigma_next))
     ddim = (1 - sigma_next) * prediction.x0_hat + sigma_next * prediction.eps_hat
     assert_close(ahead, ddim, rtol=1e-5, atol=1e-6)
@@ -144,18 +146,18 @@ def test_predictor_and_corrector_are_those_of_the_sheet_with_one_noise(noise_lev
     plan = StepPlan(
         Schedule(torch.tensor([0.9, 0.7, 0.5, 0.3, 0.0]), torch.zeros(4)), (noise_level,) * 4, (), ("sa",) * 4
     )
-    x, trail = torch.tensor([[0.2]]), None
+    x, before = torch.tensor([[0.2]]), None
     for k, noise in enumerate([0.3, -1.1, 0.7]):
         step = plan.steps(torch.tensor([k]), FLOW)
         m = torch.tensor([[beliefs[k]]])
-        x, trail = sa_step(Prediction(m, m, m), x, step, trail, torch.tensor([[noise]]), last=False)
+        x, before = SA.step(Prediction(m, m, m), Node(x, m, step, torch.tensor([[noise]])), before)
         assert float(x) == pytest.approx(expected[k], abs=2e-6)
 
 
 def test_the_last_step_is_the_belief():
-    plan = stochastic_solver(flow_schedule(5), 0.4)
+    plan = solver_plan(flow_schedule(5), "sa", 0.4)
     step, m = plan.steps(torch.tensor([4]), FLOW), draw(1, 3)
-    assert torch.equal(sa_step(Prediction(m, m, m), draw(1, 3, seed=1), step, None, m, last=True)[0], m)
+    assert torch.equal(SA.step(Prediction(m, m, m), Node(draw(1, 3, seed=1), m, step, m), None, last=True)[0], m)
 
 
 # ---- whole trajectories on Gaussian data
@@ -198,7 +200,7 @@ def test_without_noise_it_is_exact_in_the_limit_and_of_order_2_at_least():
 @pytest.mark.parametrize("noise_level", [0.0, 0.4, 1.0])
 def test_the_end_samples_have_the_mean_and_the_std_of_the_data(noise_level):
     """60000 samples: the standard errors are 0.002; the last belief replaces x, so the std falls short by a little."""
-    plan = stochastic_solver(flow_schedule(60), noise_level)
+    plan = solver_plan(flow_schedule(60), "sa", noise_level)
     noises = [draw(1, 60_000, seed=k + 1) for k in range(60)]
     found = solved(plan, draw(1, 60_000), noises)
     assert float(found.mean()) == pytest.approx(MEAN, abs=0.012)
@@ -212,7 +214,7 @@ def finals(noise_level: float, batch_size: int, seed: int = 0) -> Tensor:
     adapter = ToyAdapter()
     cond, rows = adapter.encode(["one", "two"]), torch.tensor([0, 0, 0, 1, 1, 1])
     ids = [SampleId(slot, sample) for slot in range(2) for sample in range(3)]
-    plan = stochastic_solver(flow_schedule(8), noise_level)
+    plan = solver_plan(flow_schedule(8), "sa", noise_level)
     noise = Noise(seed, "rollout", 1, SHAPE)
     samples, edges = run(Policy(adapter, Ode(), 1.0), plan, noise, ids, cond, rows, batch_size=batch_size)
     assert len(edges) == 0
@@ -227,7 +229,7 @@ def test_a_rollout_depends_on_its_noise_and_not_on_its_batches():
 
 
 def test_its_steps_have_no_law_though_they_have_noise():
-    plan = stochastic_solver(flow_schedule(8), 0.4)
+    plan = solver_plan(flow_schedule(8), "sa", 0.4)
     assert max(plan.noise_level) == 0.4
     assert not any(plan.stochastic)
     assert plan.train == ()
@@ -238,4 +240,4 @@ def test_its_steps_have_no_law_though_they_have_noise():
 def test_another_solver_takes_no_noise_level():
     with pytest.raises(ValueError, match="takes its law from the sampler"):
         StepPlan(flow_schedule(3), (0.4, 0.0, 0.0), (), ("dpm1",) * 3)
-    assert deterministic(flow_schedule(3), "dpm1").solver == ("dpm1",) * 3
+    assert solver_plan(flow_schedule(3), "dpm1").solver == ("dpm1",) * 3

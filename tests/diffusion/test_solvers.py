@@ -13,10 +13,12 @@ from torch.testing import assert_close
 
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core.types import Prediction, SampleId, Step
-from flowrl.diffusion.plan import StepPlan, deterministic
+from flowrl.diffusion.plan import StepPlan, solver_plan
 from flowrl.diffusion.process import FlowProcess, Process, VPProcess
 from flowrl.diffusion.schedules import Schedule, shifted_linspace
-from flowrl.diffusion.solvers import History, Solver, solve
+from flowrl.diffusion.solver_base import Node
+from flowrl.diffusion.solvers import SOLVERS as TABLE
+from flowrl.diffusion.solvers import SolverName
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
@@ -24,7 +26,7 @@ from flowrl.samplers.ode import Ode
 from tests.toys import SHAPE, ToyAdapter
 
 FLOW, VP = FlowProcess(), VPProcess()
-SOLVERS = get_args(Solver)
+SOLVERS = [name for name, solver in TABLE.items() if not solver.stochastic]
 ORDER_2 = ("dpm2_midpoint", "dpm2_heun")
 
 
@@ -46,6 +48,21 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def solve(name: SolverName, prediction: Prediction, x: Tensor, step: Step, before: Node | None = None) -> Tensor:
+    """The next latents alone."""
+    return TABLE[name].step(prediction, Node(x, prediction.x0_hat, step), before)[0]
+
+
+def node(prediction: Prediction, step: Step) -> Node:
+    """A node that was left; no solver without noise looks at its latents."""
+    return Node(prediction.x0_hat, prediction.x0_hat, step)
+
+
+def test_every_name_has_its_solver():
+    assert set(get_args(SolverName)) == set(TABLE)
+    assert [name for name, solver in TABLE.items() if solver.stochastic] == ["sa"]
+
+
 # ---- one step
 
 
@@ -53,7 +70,7 @@ def test_order_1_takes_the_golden_euler_step():
     """grpo_family 0.1: x 1, v 0.5, sigma 0.8 -> 0.6 gives 0.9."""
     x, step = torch.ones(1, 3), step_between(FLOW, 0.8, 0.6)
     prediction = FLOW.predict(torch.full((1, 3), 0.5), x, step.sigma, "velocity")
-    assert_close(solve("dpm1", FLOW, prediction, x, step, None), torch.full((1, 3), 0.9), rtol=0, atol=1e-6)
+    assert_close(solve("dpm1", prediction, x, step, None), torch.full((1, 3), 0.9), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +80,12 @@ def test_order_1_takes_the_golden_euler_step():
 )
 def test_order_1_is_the_ode_step_on_every_step_of_a_grid(process, schedule):
     """grpo_family 5.6.4: identical maps; on VP the ODE step is DDIM."""
-    step = deterministic(schedule).steps(torch.arange(len(schedule)), process)
+    step = solver_plan(schedule).steps(torch.arange(len(schedule)), process)
     x = draw(len(schedule), 5)
     prediction = belief(process, x, draw(len(schedule), 5, seed=1), step)
-    found = solve("dpm1", process, prediction, x, step, None)
+    found = solve("dpm1", prediction, x, step, None)
     assert_close(found, Ode().transition(process, prediction, x, step).mean, rtol=1e-5, atol=1e-6)
-    assert torch.equal(
-        solve("ode", process, prediction, x, step, None), Ode().transition(process, prediction, x, step).mean
-    )
+    assert torch.equal(solve("ode", prediction, x, step, None), Ode().transition(process, prediction, x, step).mean)
 
 
 def test_order_2_adds_half_of_d1_or_the_heun_weight_of_it():
@@ -82,9 +97,9 @@ def test_order_2_adds_half_of_d1_or_the_heun_weight_of_it():
     expected = {"dpm2_midpoint": first - 0.6 * gone * d1 / 2, "dpm2_heun": first + 0.6 * (gone / h + 1) * d1}
     before, here = step_between(FLOW, 0.9, 0.7), step_between(FLOW, 0.7, 0.4)
     at, value = torch.tensor([[x]]), torch.tensor([[m0]])
-    history = History.of(belief(FLOW, at, torch.tensor([[m1]]), before), before)
+    history = node(belief(FLOW, at, torch.tensor([[m1]]), before), before)
     for solver, number in expected.items():
-        found = solve(solver, FLOW, belief(FLOW, at, value, here), at, here, history)
+        found = solve(solver, belief(FLOW, at, value, here), at, here, history)
         assert float(found) == pytest.approx(number, abs=1e-6)
 
 
@@ -95,12 +110,12 @@ def test_heun_is_exact_where_the_belief_is_linear_in_lambda(process):
     lam = [float(t.alpha.double().log() - t.sigma.double().log()) for t in (before, here)]
     end = float(here.alpha_next.double().log() - here.sigma_next.double().log())
     x, base, slope = draw(1, 4), draw(1, 4, seed=1), draw(1, 4, seed=2)
-    history = History.of(belief(process, x, base + lam[0] * slope, before), before)
+    history = node(belief(process, x, base + lam[0] * slope, before), before)
     prediction = belief(process, x, base + lam[1] * slope, here)
     at = torch.linspace(lam[1], end, 10001, dtype=torch.float64)[:, None]
     integral = torch.trapezoid(at.exp() * (base + at * slope), at.squeeze(1), dim=0)
     exact = 0.4 / 0.7 * x + 0.4 * integral
-    assert_close(solve("dpm2_heun", process, prediction, x, here, history), exact.float(), rtol=1e-5, atol=1e-5)
+    assert_close(solve("dpm2_heun", prediction, x, here, history), exact.float(), rtol=1e-5, atol=1e-5)
 
 
 # ---- fall-backs
@@ -113,8 +128,8 @@ def test_a_step_to_sigma_0_is_exactly_the_belief(solver, process, remembers):
     """grpo_family 5.3: at sigma' = 0 x' = x0_hat; also with a history, where D1 would be infinite."""
     before, step = step_between(process, 0.5, 0.2, rows=2), step_between(process, 0.2, 0.0, rows=2)
     x, x0_hat = draw(2, 3), draw(2, 3, seed=1)
-    history = History.of(belief(process, x, draw(2, 3, seed=2), before), before) if remembers else None
-    assert torch.equal(solve(solver, process, belief(process, x, x0_hat, step), x, step, history), x0_hat)
+    history = node(belief(process, x, draw(2, 3, seed=2), before), before) if remembers else None
+    assert torch.equal(solve(solver, belief(process, x, x0_hat, step), x, step, history), x0_hat)
 
 
 @pytest.mark.parametrize("solver", ORDER_2)
@@ -125,16 +140,16 @@ def test_order_2_after_a_node_at_sigma_1_is_order_1(solver, process):
     x = draw(1, 3)
     prediction = belief(process, x, draw(1, 3, seed=1), step)
     noise = Prediction(draw(1, 3, seed=2), x, x)
-    first = solve("dpm1", process, prediction, x, step, None)
-    assert torch.equal(solve(solver, process, prediction, x, step, History.of(noise, before)), first)
-    assert torch.equal(solve(solver, process, prediction, x, step, None), first)
+    first = solve("dpm1", prediction, x, step, None)
+    assert torch.equal(solve(solver, prediction, x, step, node(noise, before)), first)
+    assert torch.equal(solve(solver, prediction, x, step, None), first)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_first_step_from_pure_noise_is_finite(solver):
     """lambda is -inf at sigma = 1: x' = sigma' x + alpha' x0_hat."""
     x, x0_hat, step = draw(1, 3), draw(1, 3, seed=1), step_between(FLOW, 1.0, 0.9)
-    found = solve(solver, FLOW, belief(FLOW, x, x0_hat, step), x, step, None)
+    found = solve(solver, belief(FLOW, x, x0_hat, step), x, step, None)
     assert_close(found, 0.9 * x + 0.1 * x0_hat, rtol=0, atol=1e-6)
 
 
@@ -142,11 +157,11 @@ def test_a_first_step_from_pure_noise_is_finite(solver):
 def test_every_row_has_its_own_coefficients_and_the_result_is_float32(solver):
     """One batch over steps of a grid equals the steps one by one; latents in half precision are computed in float32."""
     index = torch.tensor([4, 2, 7])
-    plan = deterministic(flow_schedule(9))
+    plan = solver_plan(flow_schedule(9))
     before, step = plan.steps(index - 1, FLOW), plan.steps(index, FLOW)
     x = draw(3, 2, 2).bfloat16()
     prediction, older = (belief(FLOW, x.float(), draw(3, 2, 2, seed=s), step) for s in (1, 2))
-    whole = solve(solver, FLOW, prediction, x, step, History.of(older, before))
+    whole = solve(solver, prediction, x, step, node(older, before))
     assert whole.dtype == torch.float32
     for row in range(3):
 
@@ -154,28 +169,28 @@ def test_every_row_has_its_own_coefficients_and_the_result_is_float32(solver):
             fields = [name for name in value.__dataclass_fields__ if getattr(value, name) is not None]
             return replace(value, **{name: getattr(value, name)[row : row + 1] for name in fields})
 
-        history = History.of(pick(older), pick(before))
-        alone = solve(solver, FLOW, pick(prediction), x[row : row + 1].float(), pick(step), history)
+        history = node(pick(older), pick(before))
+        alone = solve(solver, pick(prediction), x[row : row + 1].float(), pick(step), history)
         assert_close(whole[row : row + 1], alone, rtol=0, atol=0)
 
 
 # ---- whole trajectories
 
 
-def gaussian_flow(solver: Solver, sigmas: Tensor, std: float = 0.5) -> float:
+def gaussian_flow(solver: SolverName, sigmas: Tensor, std: float = 0.5) -> float:
     """Relative error at the end of the exact ODE of data N(0, std^2), where x0_hat = (1 - sigma) std^2 / var * x."""
 
     def spread(sigma: Tensor) -> Tensor:
         return ((1 - sigma).square() * std**2 + sigma.square()).sqrt()
 
-    plan = deterministic(Schedule(sigmas.float(), torch.zeros(len(sigmas) - 1)))
+    plan = solver_plan(Schedule(sigmas.float(), torch.zeros(len(sigmas) - 1)))
     start = torch.ones(1, 1)
     x, history = start, None
     for k in range(len(plan)):
         step = plan.steps(torch.tensor([k]), FLOW)
         gain = (1 - step.sigma) * std**2 / spread(step.sigma).square()
         prediction = belief(FLOW, x, gain * x, step)
-        x, history = solve(solver, FLOW, prediction, x, step, history), History.of(prediction, step)
+        x, history = solve(solver, prediction, x, step, history), node(prediction, step)
     exact = spread(sigmas[-1]) / spread(sigmas[0])
     return abs(float(x) / float(exact) - 1)
 

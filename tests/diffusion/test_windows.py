@@ -12,8 +12,9 @@ from torch.testing import assert_close
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core.types import SampleId
 from flowrl.diffusion.flash import flash, flash_schedule
-from flowrl.diffusion.plan import MixWindow, StepPlan, mix_window, random_window, step_subsets, subset
+from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule, shift_sigmas, shifted_linspace
+from flowrl.diffusion.windows import MixWindow, mix_window, random_window, step_subsets, subset
 
 
 def mix_schedule(num_steps: int, shift: float = 3.0) -> Schedule:

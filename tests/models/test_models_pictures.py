@@ -14,7 +14,7 @@ from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.types import Condition
 from flowrl.data.prompts import Prompt, require_pictures
 from flowrl.data.text_cache import Texts
-from flowrl.diffusion.plan import deterministic
+from flowrl.diffusion.plan import solver_plan
 from flowrl.models.base import decoded
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.images import content
@@ -92,7 +92,7 @@ def own_call(
 
 
 def euler(model: Generic, x: Tensor, cond: Condition, scale: float) -> Tensor:
-    policy, plan = Policy(model, Ode(), scale), deterministic(model.schedule(4))
+    policy, plan = Policy(model, Ode(), scale), solver_plan(model.schedule(4))
     with torch.no_grad():
         for k in range(4):
             step = plan.steps(torch.tensor([k]), model.process)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import SampleId
-from flowrl.diffusion.plan import deterministic
+from flowrl.diffusion.plan import solver_plan
 from flowrl.models import sd3
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights import Weights, lora_file, read_lora
@@ -37,7 +37,7 @@ def draw(model: sd3.Sd3, guidance_scale: float, steps: int) -> tuple[torch.Tenso
     noise = Noise(0, "parity", None, model.latent_shape())
     cond = model.encode(tiny.PROMPTS)
     policy = Policy(model, Ode(), guidance_scale)
-    samples, _ = run(policy, deterministic(model.schedule(steps)), noise, ids, cond, torch.arange(2), batch_size=2)
+    samples, _ = run(policy, solver_plan(model.schedule(steps)), noise, ids, cond, torch.arange(2), batch_size=2)
     return noise.initial(ids), samples.x0
 
 

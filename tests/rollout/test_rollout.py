@@ -11,9 +11,11 @@ from torch.testing import assert_close
 from flowrl.algorithms.flow_grpo import Config
 from flowrl.core.types import Edges, SampleId, Samples
 from flowrl.diffusion.flash import flash
-from flowrl.diffusion.plan import MixWindow, StepPlan, deterministic, mix_window, random_window, window
+from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.schedules import Schedule, shifted_linspace
-from flowrl.diffusion.solvers import History, solve
+from flowrl.diffusion.solver_base import Node
+from flowrl.diffusion.solvers import SOLVERS
+from flowrl.diffusion.windows import MixWindow, mix_window, random_window
 from flowrl.models._experts import Experts
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
@@ -112,7 +114,7 @@ def test_a_deterministic_plan_records_nothing_and_draws_no_step_noise(monkeypatc
     monkeypatch.setattr(Noise, "step", lambda *a: pytest.fail("step noise was drawn"))
     samples, edges = run(
         session.policy,
-        deterministic(adapter.schedule(6)),
+        solver_plan(adapter.schedule(6)),
         session.noise,
         session.ids,
         session.cond,
@@ -289,7 +291,7 @@ def test_the_deterministic_step_is_the_euler_step_whatever_the_sampler():
     with torch.no_grad():
         v = adapter.predict(x, step.timestep, cond, 1.0)
         belief = session.policy.predict(x, step, cond)
-        found = solve("ode", adapter.process, belief, x, step, None)
+        found = SOLVERS["ode"].step(belief, Node(x, belief.x0_hat, step), None)[0]
         noiseless = dataclasses.replace(step, noise_level=torch.zeros(6))
         law = flow_sde.build(flow_sde.Config())
         same = dataclasses.replace(session.policy, sampler=law).transition(x, noiseless, cond).mean
@@ -343,10 +345,10 @@ def test_a_mix_window_as_wide_as_the_grid_is_flow_grpo_without_its_last_two_step
     euler = session.noise.initial(session.ids)
     with torch.no_grad():
         for k in range(6):
-            step = deterministic(schedule).steps(torch.full((6,), k), session.adapter.process)
+            step = solver_plan(schedule).steps(torch.full((6,), k), session.adapter.process)
             v = session.adapter.predict(euler, step.timestep, session.cond.index(session.rows), 1.0)
             euler = euler + v * (step.sigma_next - step.sigma)[:, None, None, None]
-    samples, edges = walk(session, deterministic(schedule))
+    samples, edges = walk(session, solver_plan(schedule))
     assert_close(samples.x0, euler, rtol=0, atol=1e-5)
     assert len(edges) == 0
 
@@ -360,7 +362,7 @@ def test_latents_at_the_windows_entry_are_those_of_the_ode():
         for k in range(3):
             step = session.plan.steps(torch.full((6,), k), session.adapter.process)
             belief = session.policy.predict(x, step, session.cond.index(session.rows))
-            x = solve("ode", session.adapter.process, belief, x, step, None)
+            x = SOLVERS["ode"].step(belief, Node(x, belief.x0_hat, step), None)[0]
     assert torch.equal(entry, x)
 
 
@@ -417,8 +419,8 @@ def test_a_solver_goes_on_from_the_beliefs_of_the_window_before_it(solver):
                 x = session.policy.distribution(belief, x, step).sample(session.noise.step(session.ids, k))
             else:
                 kind = "ode" if k == 0 else "dpm1" if k == len(plan) - 1 else solver
-                x = solve(kind, session.adapter.process, belief, x, step, history)
-            history = History.of(belief, step)
+                x, _ = SOLVERS[kind].step(belief, Node(x, belief.x0_hat, step), history)
+            history = Node(x, belief.x0_hat, step)
     assert torch.equal(samples.x0, x)
 
 

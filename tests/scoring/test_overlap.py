@@ -15,7 +15,7 @@ from flowrl.core import media
 from flowrl.core.errors import Abandoned
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
-from flowrl.diffusion.plan import deterministic
+from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rollout.noise import Noise
@@ -70,7 +70,7 @@ def collector(scorer: Scorer, stop=lambda: False) -> Collector:
 def draw(scorer: Scorer, stop=lambda: False):
     """Three batches of three forwards each; `stop` is asked before each."""
     noise = Noise(0, "rollout", 1, SHAPE)
-    plan = deterministic(ToyAdapter().schedule(3))
+    plan = solver_plan(ToyAdapter().schedule(3))
     return collector(scorer, stop)._draw("", PROMPTS, GROUP, plan, noise, Timer(), {})
 
 

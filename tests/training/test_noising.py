@@ -19,7 +19,7 @@ from flowrl.algorithms import awm, crd, dgpo, diffusion_dpo, diffusion_kto, diff
 from flowrl.contracts.grids import flow_schedule
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig
-from flowrl.diffusion.plan import deterministic, stochastic_solver
+from flowrl.diffusion.plan import solver_plan
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import NoisedBatch
 from flowrl.rollout.loop import run
@@ -354,7 +354,7 @@ def test_a_rollout_keeps_its_samples_and_not_its_trajectories(solver):
     peaks = []
     for num_steps in (5, 25):
         adapter, grid = ToyAdapter(), flow_schedule(num_steps)
-        plan = stochastic_solver(grid, 0.4) if solver == "sa" else deterministic(grid, solver)
+        plan = solver_plan(grid, solver, 0.4)
         ids, rows = [SampleId(0, k) for k in range(6)], torch.zeros(6, dtype=torch.int64)
         noise, cond = Noise(0, "rollout", 1, SHAPE), adapter.encode(["prompt"])
         with Alive() as alive:

@@ -15,7 +15,7 @@ from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.data.prompt_sources import Columns, load_prompts
 from flowrl.data.prompts import Prompt
-from flowrl.diffusion.plan import StepPlan, deterministic, window
+from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models.weights import lora_file
 from flowrl.scoring.entries import RewardPlan
@@ -42,9 +42,9 @@ def rollout_plan(resolved: Resolved, schedule: Schedule) -> StepPlan:
     The method's own window of steps is for training, and is not looked at.
     """
     if resolved.run.rollout.sampler is None:
-        return deterministic(schedule)
+        return solver_plan(schedule)
     level = resolved.sampler.build().default_noise_level()
-    return window(schedule, level) if level > 0 and len(schedule) > 1 else deterministic(schedule)
+    return window(schedule, level) if level > 0 and len(schedule) > 1 else solver_plan(schedule)
 
 
 def training_prompts(resolved: Resolved) -> list[Prompt]:

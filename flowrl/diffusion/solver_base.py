@@ -1,0 +1,71 @@
+"""The interface of a solver: how the steps are taken that draw nothing from a sampler's law.
+
+A solver keeps no memory of its own. What it may need of the node before comes to its step, and the node that the step
+has left is returned beside the next latents: `x, before = solver.step(prediction, here, before, last=False)`, where
+`before` is None at the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from flowrl.core.types import Prediction, Step
+from flowrl.diffusion.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the path that a step starts from, by the sampler's law or by a solver: the state of a solver."""
+
+    x: Tensor
+    """Latents, [B, ...]."""
+    x0_hat: Tensor
+    """The network's belief there, [B, ...] float32."""
+    step: Step
+    """The step that starts there."""
+    noise: Tensor | None = None
+    """Standard normal noise of a stochastic solver's step, [B, ...]; None of other steps."""
+    first: bool = False
+    """Whether a stochastic solver began here: its step was of order 1 and stays as it is."""
+
+    def at(self, rows: Tensor) -> Node:
+        """The nodes of `rows` [n], where several chains come from one place."""
+        noise = None if self.noise is None else self.noise[rows]
+        return Node(self.x[rows], self.x0_hat[rows], self.step.at(rows), noise, self.first)
+
+
+class Solver:
+    """A solver of the path from noise to data."""
+
+    stochastic: ClassVar[bool] = False
+    """Whether a step adds noise by its noise level; it then has no density that could be trained."""
+    least_steps: ClassVar[int] = 1
+    """Steps that a grid must have."""
+
+    def grid(self, schedule: Schedule) -> Schedule:
+        """The grid that it walks in place of `schedule`.
+
+        Raises:
+            ValueError: it cannot walk that one.
+        """
+        return schedule
+
+    def noise_levels(self, schedule: Schedule, noise_level: float) -> tuple[float, ...]:
+        """The noise level of every step of its grid; 0 adds none."""
+        return (0.0,) * len(schedule)
+
+    def step(
+        self, prediction: Prediction, here: Node, before: Node | None, *, last: bool = False
+    ) -> tuple[Tensor, Node]:
+        """The latents at the end of the step that starts `here`, [B, ...] float32, and the node as it was left.
+
+        Args:
+            prediction: the network's belief at `here.x`.
+            here: with noise where the solver is stochastic.
+            before: the node before; None at the first step.
+            last: whether the step ends the path.
+        """
+        raise NotImplementedError
