@@ -33,7 +33,6 @@ from tests import tiny_pipelines as tiny
 
 LORA = LoraSettings(rank=4, alpha=10)
 PROMPTS = tiny.PROMPTS
-CLASSES = {"sd": "Sd", "sdxl": "Sdxl", "sd3": "Sd3", "flux": "Flux", "qwen_image": "QwenImage", "wan": "Wan"}
 
 
 def tokens(pipe: Any) -> dict[str, int]:
@@ -46,7 +45,7 @@ def adapter(family: str, pipe: Any, size: tuple[int, int], **options: Any) -> An
     """The family's adapter around a pipeline in memory."""
     module = registry.load("models", family)
     options = tokens(pipe) | options
-    return getattr(module, CLASSES[family])(pipe, module.Config(path="tiny", height=size[0], width=size[1], **options))
+    return module.FAMILY.adapter(pipe, module.Config(path="tiny", height=size[0], width=size[1], **options))
 
 
 def halved(pipe: Any) -> Any:

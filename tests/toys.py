@@ -23,7 +23,8 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess, expand
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
-from flowrl.models.base import guided
+from flowrl.models.base import ModelAdapter
+from flowrl.models.guidance import guided
 from flowrl.models.weights import Weights
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
@@ -78,7 +79,7 @@ class ToyNetwork(nn.Module):
         return self.outer(torch.tanh(self.inner(x) + hidden[:, :, None, None]))
 
 
-class ToyAdapter:
+class ToyAdapter(ModelAdapter):
     """Flow with shift 3 by default; with `vp` an SD1.x-like noise-prediction model."""
 
     lora_targets = ("embed",)
@@ -91,9 +92,6 @@ class ToyAdapter:
         self.key_per_step = key_per_step
         self.encoded: list[list[str]] = []
         self.freed = False
-
-    def dead_lora_modules(self) -> tuple[str, ...]:
-        return ()
 
     def encode(self, prompts: Sequence[str]) -> Condition:
         if self.freed:

@@ -118,10 +118,8 @@ def _probe(plan, resolved) -> str:
     found = run_prompts(resolved.run, resolved.algorithm.build().needs)
     prompts = (found.train or found.evaluated)[:2]  # given pairs bring no prompts
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
-    model = resolved.model.config
-    call = getattr(model, "call", {})
-    frames = getattr(model, "num_frames", call.get("num_frames", call.get("frames", 1)))
-    scores = score_once(plan.build(), probe_batch(len(prompts), PROBE_PX, PROBE_PX, frames), texts, metadata)
+    images = probe_batch(len(prompts), PROBE_PX, PROBE_PX, resolved.model.config.frames)
+    scores = score_once(plan.build(), images, texts, metadata)
     return ", ".join(f"{name} {value.tolist()}" for name, value in scores.items())
 
 

@@ -174,7 +174,6 @@ def geometry(
 
 
 def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
-    from flowrl.models.base import branches
 
     run, algorithm = resolved.run, resolved.algorithm.build()
     # A method evaluates each of its roles once beside every forward of the update; one on samples says how many.
@@ -191,7 +190,7 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
         f"{_samples_text(resolved, plan, share, trained)}; {run.iterations} iterations = "
         f"{run.iterations * updates * algorithm.passes} updates"
     )
-    guided = " (CFG: each sample twice)" if branches(adapter, run.rollout.guidance_scale) > 1 else ""
+    guided = " (CFG: each sample twice)" if adapter.branches(run.rollout.guidance_scale) > 1 else ""
     if run.rollout.shared_noise and plan.tree is None:
         guided += ", at most (one start, one forward)"
     table.add_row("samples per process", *(f"{g.samples:,}" for g in rows))

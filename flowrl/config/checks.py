@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ConfigError
 from flowrl.diffusion.plan import StepPlan
-from flowrl.models.base import unguided
+from flowrl.models.base import ModelAdapter
 from flowrl.rollout.outputs import is_cfg
 from flowrl.samplers.base import takes_vp
 from flowrl.scoring.entries import check_plans
@@ -39,31 +38,32 @@ def check(resolved: Resolved) -> None:
         _check_noise(resolved)
 
 
-def check_model(resolved: Resolved, adapter: Any) -> list[str]:
+def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     """What should be known of a checkpoint distilled to few steps; nothing of others. `adapter` None: not known yet.
 
     Raises:
         ConfigError: the KL's divisor is not for its process, a guidance scale changes nothing, or a distilled
             checkpoint does not take it.
     """
-    if adapter is not None:
-        _method_checks(resolved, lambda: resolved.algorithm.config.check_process(adapter.process))
-    how, run, method = getattr(adapter, "distilled", ""), resolved.run, resolved.algorithm
+    if adapter is None:
+        return []
+    _method_checks(resolved, lambda: resolved.algorithm.config.check_process(adapter.process))
+    how, run, method = adapter.distilled, resolved.run, resolved.algorithm
     scales = [("rollout.guidance_scale", run.rollout.guidance_scale), ("eval.guidance_scale", run.eval.guidance_scale)]
     scales.append(("algorithm.guidance_scale", method.config.guidance_scale))
     scales += [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
-    if adapter is not None and is_cfg(adapter):
-        _check_below(scales, unguided(adapter), type(getattr(adapter, "pipeline", adapter)).__name__)
+    if is_cfg(adapter):
+        _check_below(scales, adapter.unguided, adapter.kind)
     if not how:
         return []
     for key, scale in scales:
         try:
-            if scale is not None and hasattr(adapter, "check_guidance"):
+            if scale is not None:
                 adapter.check_guidance(scale)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from None
     notes = [f"the model is distilled {how}: made for 1 to 8 steps; evaluations take its deterministic steps"]
-    if getattr(resolved.model.config, "distilled", how) is None:
+    if resolved.model.config.distilled is None:
         notes[0] += "; if it is not, set model.distilled=none"
     if method.build().needs == "samples":
         notes.append(

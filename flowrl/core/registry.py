@@ -29,7 +29,7 @@ BASES = {"samplers": ("flowrl.samplers.base", "Sampler"), "algorithms": ("flowrl
 """(module, class) that every component of a kind extends."""
 PLUGINS = {"rewards": "flowrl.rewards"}
 """Entry-point groups of the kinds that packages may add to."""
-_HELPERS = {"base", "classes", "guidance", "savings", "weights"}
+_HELPERS = {"base", "classes", "guidance", "paths", "savings", "weights"}
 """Modules in the folders that are no components."""
 
 

@@ -25,7 +25,7 @@ from flowrl.data.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.data.options import PairsConfig
 from flowrl.data.preference_records import Picture, Preference, Unreadable
 from flowrl.data.preferences import PreferenceSet, PreferenceSource, load_preferences
-from flowrl.models.base import ModelAdapter, encoded_pictures
+from flowrl.models.base import ModelAdapter
 
 PAIR: tuple[Member, ...] = ("chosen", "rejected")
 HELD_OUT = 500
@@ -219,7 +219,7 @@ def latents_of(
         if waiting:
             rows = [row for row, _ in waiting]
             noise = None if look is None else look.posterior(x0.shape[1:], [ids[row].slot for row in rows])
-            x0[rows] = encoded_pictures(adapter, torch.stack([picture for _, picture in waiting]), noise).float().cpu()
+            x0[rows] = adapter.encode_pictures(torch.stack([picture for _, picture in waiting]), noise).float().cpu()
             waiting.clear()
 
     for row, i in enumerate(ids):
@@ -249,5 +249,5 @@ def require_encoder(adapter: ModelAdapter) -> None:
     Raises:
         ModelError: it makes no latents of pictures.
     """
-    sides = getattr(adapter, "height", 1), getattr(adapter, "width", 1)
-    encoded_pictures(adapter, torch.full((1, 3, *sides), 0.5))
+    sides = adapter.height, adapter.width
+    adapter.encode_pictures(torch.full((1, 3, *sides), 0.5))

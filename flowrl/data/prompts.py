@@ -27,8 +27,7 @@ def require_pictures(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str,
 
     Their embeddings lie in one table, so they must be made alike.
     """
-    least, most = picture_limits(adapter)
-    kind = type(getattr(adapter, "pipeline", adapter)).__name__
+    (least, most), kind = adapter.picture_limits, adapter.kind
     for number, prompt in enumerate(prompts, 1):
         count, where = len(prompt.pictures), f"{key}: prompt {number}, {prompt.text[:60]!r},"
         if count > most:
@@ -43,11 +42,6 @@ def require_pictures(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str,
             raise ConfigError(
                 f"{where} has {'a' if count else 'no'} picture, unlike the first prompt; give one to all or to none"
             )
-
-
-def picture_limits(adapter: ModelAdapter) -> tuple[int, int]:
-    """Least and most pictures of a prompt; an adapter that does not say takes text only."""
-    return getattr(adapter, "picture_limits", (0, 0))
 
 
 class PromptSource:

@@ -12,34 +12,36 @@ import torch
 from torch import nn
 
 from flowrl.core.errors import ModelError
-from flowrl.models.base import ModelConfig, lacks, loading, null_components, require_folder, resolve_path, torch_dtype
+from flowrl.models.base import ModelConfig, torch_dtype
+from flowrl.models.paths import lacks, loading, null_components, require_folder, resolve_path
 from flowrl.models.savings import check_available, quantization
 
 
-def _quiet_loading() -> None:
-    """Loading takes seconds: the libraries' own bars would drown the run's messages."""
+def quiet_diffusers(name: str) -> Any:
+    """A class of diffusers. Loading takes seconds: the libraries' own bars would drown the run's messages."""
     import diffusers
     import transformers
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    return _class(diffusers, name)
 
 
-def load_pipeline(pipeline_class: Any, vae_class: Any, config: ModelConfig, **components: object) -> Any:
-    """The configured pipeline, by `from_pretrained` or `from_single_file`, with the configured VAE.
+def load_pipeline(pipeline_name: str, vae_name: str, config: ModelConfig, **components: object) -> Any:
+    """The configured pipeline of a class of diffusers, by `from_pretrained` or `from_single_file`, with its VAE.
 
     Components that the folder declares as null are passed as None. The VAE decodes in float32: pictures are scored,
     and half precision shifts the scores.
     """
     require_folder(config.path)
-    _require_class(config.path, pipeline_class)
-    _quiet_loading()
+    _require_class(config.path, pipeline_name)
+    pipeline_class = quiet_diffusers(pipeline_name)
     check_available(config)
     path, dtype = resolve_path(config.path), torch_dtype(config.dtype)
     options: dict[str, object] = {"dtype": dtype, **null_components(path), **components}
     if config.vae is not None:
         with loading("model.vae", config.vae):
-            options["vae"] = vae_class.from_pretrained(config.vae, dtype=dtype)
+            options["vae"] = quiet_diffusers(vae_name).from_pretrained(config.vae, dtype=dtype)
     with loading("model.path", config.path):
         options |= quantization(pipeline_class, path, config)
         if path.endswith(".safetensors"):
@@ -49,34 +51,34 @@ def load_pipeline(pipeline_class: Any, vae_class: Any, config: ModelConfig, **co
         else:
             pipeline = pipeline_class.from_pretrained(path, revision=config.revision, variant=config.variant, **options)
     for name in ("vae", "scheduler"):
-        if getattr(pipeline, name, None) is None and name in pipeline.components:
+        if name in pipeline.components and pipeline.components[name] is None:
             raise ModelError(lacks(type(pipeline).__name__, name))
     pipeline.set_progress_bar_config(disable=True)
-    if isinstance(getattr(pipeline, "vae", None), nn.Module):
+    if isinstance(pipeline.components.get("vae"), nn.Module):
         pipeline.vae.float()
     return pipeline
 
 
-def _require_class(path: str, pipeline_class: type) -> None:
+def _require_class(path: str, pipeline_name: str) -> None:
     """Raise ModelError where a local folder is of another class than a native adapter is for."""
     index = Path(resolve_path(path)) / "model_index.json"
-    if not index.is_file() or pipeline_class.__name__ == "DiffusionPipeline":
+    if not index.is_file() or pipeline_name == "DiffusionPipeline":
         return
     found = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
-    if found != pipeline_class.__name__:
+    if found != pipeline_name:
         raise ModelError(
-            f"model.path={path!r} is a {found}, and this adapter is for {pipeline_class.__name__}; leave model.name "
+            f"model.path={path!r} is a {found}, and this adapter is for {pipeline_name}; leave model.name "
             "out, and the class decides"
         )
 
 
-def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: Any = None, absent: Collection[str] = ()) -> Any:
+def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: str = "", absent: Collection[str] = ()) -> Any:
     """A folder's pipeline on the meta device: every network by its configuration, no weights, no tokenizers.
 
     Args:
         folder: with model_index.json and the parts' JSON files.
         dtype: of every network but the VAE, which is float32 as in a run.
-        kind: the pipeline's class, where it is not the one that the folder names.
+        kind: name of the pipeline's class; empty: the one that the folder names.
         absent: components to leave out.
 
     Raises:
@@ -86,8 +88,8 @@ def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: Any = None, absent:
     import transformers
 
     index = diffusers.DiffusionPipeline.load_config(folder)
-    kind = kind or _class(diffusers, index["_class_name"])
-    accepted = inspect.signature(kind.__init__).parameters
+    made_by = _class(diffusers, kind or index["_class_name"])
+    accepted = inspect.signature(made_by.__init__).parameters
     parts: dict[str, Any] = {}
     for name, value in index.items():
         if name not in accepted:
@@ -102,7 +104,7 @@ def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: Any = None, absent:
             continue
         made = _class(diffusers if library == "diffusers" else transformers, class_name)
         parts[name] = _part(made, folder / name, torch.float32 if name == "vae" else dtype)
-    pipeline = kind(**parts)
+    pipeline = made_by(**parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

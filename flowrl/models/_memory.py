@@ -40,12 +40,17 @@ class MemorySettings:
             if part not in OFFLOADED:
                 raise ValueError(f"group_offload has {part!r}; there are: {', '.join(OFFLOADED)}")
 
+    @property
+    def few_bits(self) -> dict[str, str]:
+        """The options that store weights in few bits, as far as they are set."""
+        both = {"layerwise_casting": self.layerwise_casting, "quantize": self.quantize}
+        return {name: value for name, value in both.items() if value is not None}
+
 
 def require_frozen(settings: MemorySettings, lora: object | None) -> None:
     """Raise ValueError where weights that are to be trained would be stored in few bits."""
-    for name in ("layerwise_casting", "quantize"):
-        value = getattr(settings, name)
-        if value is not None and lora is None:
+    for name, value in settings.few_bits.items():
+        if lora is None:
             raise ValueError(
                 f"memory.{name}={value} needs lora: full fine-tuning trains these weights, and steps smaller than "
                 "their spacing would be lost; set model.lora, or leave it out"
@@ -54,9 +59,8 @@ def require_frozen(settings: MemorySettings, lora: object | None) -> None:
 
 def require_own_type(settings: MemorySettings, shard: bool) -> None:
     """Raise ValueError where weights that are split over processes would change their type in each layer."""
-    for name in ("layerwise_casting", "quantize"):
-        value = getattr(settings, name)
-        if shard and value is not None:
+    for name, value in settings.few_bits.items():
+        if shard:
             raise ValueError(
                 f"shard=true with memory.{name}={value}: FSDP2 gathers weights as they are stored, and these change "
                 "their type in each layer; leave one of the two out"

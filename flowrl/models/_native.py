@@ -1,24 +1,41 @@
-"""What native adapters have in common: a flow pipeline taken apart, frozen but for its denoiser, its encoders freed."""
+"""What native families have in common: a pipeline taken apart, its denoiser called directly, its encoders freed."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
-from flowrl.diffusion.process import FlowProcess, PredictionType, Process
-from flowrl.models.base import ModelConfig, check_size, lacks, require_picture_size, torch_dtype
+from flowrl.models._loading import load_pipeline, meta_pipeline
+from flowrl.models.base import (
+    ModelAdapter,
+    ModelConfig,
+    check_size,
+    require_channels,
+    require_picture_size,
+    torch_dtype,
+)
+from flowrl.models.paths import lacks
 from flowrl.models.savings import place, switch_on
 from flowrl.models.weights import component_names
 
 Part = Callable[[str], dict[str, Any]]
 """Name of a component -> its configuration, as a checkpoint has it in JSON."""
+LONG = 1000
+"""Positions above which a text encoder's table says nothing of the length of prompts."""
 NO_ENCODERS = "the text encoders were freed; encode every prompt before free_text_encoders()"
+
+
+def latent_channels(vae: Mapping[str, Any]) -> int | None:
+    """Channels of a VAE's latents by its configuration; None where that does not say it."""
+    return vae.get("z_dim") or vae.get("latent_channels")
 
 
 def on_euler(part: Part) -> bool:
@@ -26,8 +43,75 @@ def on_euler(part: Part) -> bool:
     return part("scheduler").get("_class_name") == "FlowMatchEulerDiscreteScheduler"
 
 
-class Native:
-    """`pipeline` holds every part, `network` what is trained; a family adds its encoding, schedule and forward.
+def whole(config: Any) -> dict[str, Any]:
+    """Nothing of the pipeline is left out."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How a native family is recognised and loaded; its module takes `build`, `skeleton` and `takes` from here."""
+
+    adapter: Callable[[Any, Any], Native]
+    """(pipeline, Config) -> the adapter."""
+    pipeline: str
+    """Its class in diffusers."""
+    vae: str = "AutoencoderKL"
+    """The class of its VAE."""
+    denoiser: str = "transformer"
+    """The component that is trained."""
+    channels: tuple[int, int]
+    """Of the denoiser and of its VAE where their configurations do not say it: diffusers' defaults."""
+    patch: int = 1
+    """Latent pixels a side of one packed token."""
+    left_out: Callable[[Any], dict[str, Any]] = whole
+    """Config -> arguments of `from_pretrained` that load less than the whole pipeline."""
+    fits: Callable[[Part], bool] = on_euler
+    """What else a checkpoint must be: on a scheduler whose grid the family makes."""
+
+    def build(self, config: ModelConfig) -> Native:
+        """The adapter with the configured pipeline's weights."""
+        return self.adapter(load_pipeline(self.pipeline, self.vae, config, **self.left_out(config)), config)
+
+    def skeleton(self, config: ModelConfig, folder: Path) -> Native:
+        """The adapter on the meta device, from a pipeline folder's JSON files alone: shapes, schedule, counts.
+
+        It has no tokenizers and no weights; `config.path` and `config.vae` are not read.
+        """
+        absent = (*self.left_out(config), "feature_extractor", "image_encoder")
+        return self.adapter(meta_pipeline(folder, torch_dtype(config.dtype), kind=self.pipeline, absent=absent), config)
+
+    def takes(self, part: Part) -> bool:
+        """Whether a checkpoint of the class is one for text alone, on the family's grid."""
+        taken, made = self.channels
+        found = part(self.denoiser).get("in_channels", taken)
+        return self.fits(part) and found == self.patch**2 * (latent_channels(part("vae")) or made)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowConfig(ModelConfig):
+    """Options of flow families with one long text encoder."""
+
+    LONGEST: ClassVar[int] = 512
+    max_sequence_length: int = 512
+    """Text tokens per prompt."""
+    shift: float | None = None
+    """Static shift of the sigmas in place of the scheduler's own; null: what the pipeline does with this image size.
+    DanceGRPO and MixGRPO publish 3."""
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        if not 1 <= self.max_sequence_length <= self.LONGEST:
+            raise ValueError(f"max_sequence_length={self.max_sequence_length} must be in 1..{self.LONGEST}")
+        if self.shift is not None and self.shift <= 0:
+            raise ValueError(f"shift={self.shift} must be positive; null takes the pipeline's own")
+
+
+class Native(ModelAdapter):
+    """The adapter of a family; `pipeline` holds every part, `network` what is trained.
+
+    A family declares the class attributes, and writes `texts`, `schedule` and `predict`. By default its VAE is an
+    AutoencoderKL: images to latents and back by one shift and scale for all channels.
 
     Args:
         pipeline: a diffusers pipeline of the family.
@@ -35,64 +119,152 @@ class Native:
         network: what is trained, if it is not the pipeline's transformer alone.
     """
 
-    config: Any
-    """The family's own, set by it."""
-    process: Process = FlowProcess()
-    prediction_type: PredictionType = "velocity"
+    patch: ClassVar[int] = 1
+    """Latent pixels a side of one packed token; 1: latents are not packed."""
+    text_width: ClassVar[str] = "joint_attention_dim"
+    """Entry of the denoiser's configuration: width of a token's embedding."""
+    pooled_width: ClassVar[str | None] = None
+    """Entry with the width of a prompt's pooled embedding; None: there is none."""
+    latent_shift: float | None = None
+    """Of the VAE's latents; None takes its configuration's."""
 
-    def __init__(self, pipeline: Any, config: ModelConfig, network: nn.Module | None = None) -> None:
+    def __init__(self, pipeline: Any, config: Any, network: nn.Module | None = None) -> None:
         self.pipeline = pipeline
         self.config: Any = config
         self._had_encoder = pipeline.text_encoder is not None
-        self.network: nn.Module = pipeline.transformer if network is None else network
+        self.network = pipeline.transformer if network is None else network
         self.device = torch.device("cpu")
-        self._dtype = torch_dtype(config.dtype)
-        self.unconditional: Condition | None = None  # of the negative prompt, one row; encode() makes it
+        self.dtype = torch_dtype(config.dtype)
         for name, part in pipeline.components.items():
             if part is not None and (name == "vae" or name.startswith("text_encoder")):
                 part.requires_grad_(False).eval()
         self.network.eval()
-        switch_on(pipeline, component_names(self.network).values(), config)
+        networks = list(component_names(self.network).values())
+        switch_on(pipeline, networks, config)
+        require_channels(networks[0], self.patch**2 * (latent_channels(pipeline.vae.config) or 0))
+        self._set_size()
 
-    def _sides(
-        self, config: ModelConfig, default: tuple[int, int], unit: int, largest: int | None = None
-    ) -> tuple[int, int]:
-        """(height, width) in pixels, as configured or by default.
+    # ---- sizes
 
-        Raises:
-            ModelError: a side is no multiple of `unit`, or above `largest`.
-        """
-        height = default[0] if config.height is None else config.height
-        width = default[1] if config.width is None else config.width
-        check_size("height", height, unit, largest)
-        check_size("width", width, unit, largest)
-        return height, width
+    def sides(self) -> tuple[tuple[int, int], int, int | None]:
+        """((height, width) by default, unit, largest side or None), in pixels; a side is a multiple of the unit."""
+        scale = self.pipeline.vae_scale_factor
+        default = self.pipeline.default_sample_size * scale
+        return (default, default), self.patch * scale, None
 
-    def _require_encoders(self) -> None:
+    def _set_size(self) -> None:
+        (height, width), unit, largest = self.sides()
+        self.height = height if self.config.height is None else self.config.height
+        self.width = width if self.config.width is None else self.config.width
+        check_size("height", self.height, unit, largest)
+        check_size("width", self.width, unit, largest)
+
+    def grid(self) -> tuple[int, int] | None:
+        """(rows, columns) of packed tokens; None where latents are not packed."""
+        if self.patch == 1:
+            return None
+        unit = self.patch * self.pipeline.vae_scale_factor
+        return self.height // unit, self.width // unit
+
+    def latent_shape(self) -> tuple[int, ...]:
+        channels, scale, grid = self.network.config.in_channels, self.pipeline.vae_scale_factor, self.grid()
+        if grid is None:
+            return (channels, self.height // scale, self.width // scale)
+        return (grid[0] * grid[1], channels)
+
+    # ---- prompts
+
+    def texts(self, prompts: list[str]) -> Condition:
+        """Embeddings of prompts, by the pipeline's own `encode_prompt`."""
+        raise NotImplementedError
+
+    def negative(self) -> Condition | None:
+        """What guidance leads away from, one row; None where there is no such guidance."""
+        return self.texts([self.config.negative_prompt])
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], pictures: Sequence[Sequence[Any]] | None = None) -> Condition:
         if self.pipeline.text_encoder is None:
-            kind = type(self.pipeline).__name__
-            raise ModelError(NO_ENCODERS if self._had_encoder else lacks(kind, "text_encoder"))
+            raise ModelError(NO_ENCODERS if self._had_encoder else lacks(self.kind, "text_encoder"))
+        if self.unconditional is None:
+            self.unconditional = self.negative()
+        return self.texts(list(prompts))
 
     def free_text_encoders(self) -> None:
         for name in [name for name in self.pipeline.components if name.startswith("text_encoder")]:
             setattr(self.pipeline, name, None)
         gc.collect()
 
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of one prompt's embedding, or the most that it may have."""
+        return self.config.max_sequence_length
+
+    def condition_shapes(self) -> dict[str, tuple[int, ...]]:
+        widths = self.network.config
+        shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (self.text_tokens, widths[self.text_width])}
+        return shapes if self.pooled_width is None else shapes | {"pooled": (widths[self.pooled_width],)}
+
+    def encoder_tokens(self, name: str, encoder: Any) -> int:
+        # CLIP pads to its table of positions; that of a language model is far longer than any prompt.
+        positions = vars(encoder.config).get("max_position_embeddings") or LONG
+        return positions if positions < LONG else self.config.max_sequence_length
+
+    def blank_condition(self, batch: int) -> Condition:
+        shapes = self.condition_shapes()
+        return Condition({name: torch.empty(batch, *shape, dtype=self.dtype) for name, shape in shapes.items()})
+
+    # ---- the pipeline's own call
+
+    def scheduler(self) -> Any:
+        """The pipeline's, with what the configuration sets otherwise."""
+        return self.pipeline.scheduler
+
     def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
-        """Arguments with which the pipeline's own call draws one prompt as configured.
+        """Arguments with which the pipeline's own call draws one prompt as configured; its scheduler is set too."""
+        self.pipeline.scheduler = self.scheduler()
+        call = {"num_inference_steps": steps, "guidance_scale": guidance_scale}
+        return call | {"height": self.height, "width": self.width} | self.text_options()
 
-        Where the configuration sets another shift, the pipeline is given a scheduler that has it.
-        """
-        return {
-            "num_inference_steps": steps,
-            "guidance_scale": guidance_scale,
-            "height": self.height,
-            "width": self.width,
-            "max_sequence_length": self.config.max_sequence_length,
-        }
+    def text_options(self) -> dict[str, Any]:
+        """Arguments of the pipeline's text encoding."""
+        return {"max_sequence_length": self.config.max_sequence_length}
 
-    def batch_key(self, step_index: int) -> int:
-        return 0
+    # ---- images
+
+    # The pipelines' own packing has no public name.
+
+    def packed(self, latents: Tensor) -> Tensor:
+        """The VAE's latents [B, C, h, w] as the network has them."""
+        return latents if self.patch == 1 else self.pipeline._pack_latents(latents, *latents.shape)
+
+    def unpacked(self, latents: Tensor) -> Tensor:
+        """The network's latents as the VAE has them."""
+        if self.patch == 1:
+            return latents
+        return self.pipeline._unpack_latents(latents, self.height, self.width, self.pipeline.vae_scale_factor)
+
+    def _shift(self) -> float:
+        return (self.pipeline.vae.config.shift_factor or 0.0) if self.latent_shift is None else self.latent_shift
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+        vae = self.pipeline.vae
+        latents = self.unpacked(latents) / vae.config.scaling_factor + self._shift()
+        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+    @torch.no_grad()
+    def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
+        require_picture_size(pictures, self.height, self.width)
+        vae = self.pipeline.vae
+        posterior = vae.encode(2 * pictures.to(self.device, vae.dtype) - 1).latent_dist
+        latents = self.packed(posterior.mean.float())
+        if noise is not None:
+            if noise.shape != latents.shape:
+                raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
+            latents = latents + self.packed(posterior.std.float()) * noise.to(self.device)
+        return (latents - self._shift()) * vae.config.scaling_factor
 
     def to(self, device: torch.device) -> None:
         place(self.pipeline, self.config, device)
@@ -101,41 +273,10 @@ class Native:
             self.unconditional = self.unconditional.to(device)
 
 
-class NativeImages(Native):
-    """A family whose VAE is an AutoencoderKL: pictures to latents and back by one shift and scale for all channels."""
-
-    height: int
-    width: int
-
-    @property
-    def _shift(self) -> float:
-        """Of the VAE's latents."""
-        return self.pipeline.vae.config.shift_factor or 0.0
-
-    def _packed(self, latents: Tensor) -> Tensor:
-        """The VAE's latents [B, C, h, w] as the network has them."""
-        return latents
-
-    def _unpacked(self, latents: Tensor) -> Tensor:
-        """The network's latents as the VAE has them, [B, C, h, w]."""
-        return latents
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        latents = self._unpacked(latents) / vae.config.scaling_factor + self._shift
-        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-        return (images.float() / 2 + 0.5).clamp(0, 1)
-
-    @torch.no_grad()
-    def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Clean latents of pictures: `models.base.encoded_pictures`."""
-        require_picture_size(pictures, self.height, self.width)
-        vae = self.pipeline.vae
-        law = vae.encode(2 * pictures.to(self.device, vae.dtype) - 1).latent_dist
-        latents = self._packed(law.mean.float())
-        if noise is not None:
-            if noise.shape != latents.shape:
-                raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
-            latents = latents + self._packed(law.std.float()) * noise.to(self.device)
-        return (latents - self._shift) * vae.config.scaling_factor
+def decoded_frames(vae: Any, latents: Tensor) -> Tensor:
+    """Frames [B, F, 3, H, W] in [0, 1] of latents [B, C, T, h, w]: a VAE with a mean and a std for each channel."""
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    mean = torch.tensor(vae.config.latents_mean, device=latents.device).view(shape)
+    std = torch.tensor(vae.config.latents_std, device=latents.device).view(shape)
+    frames = vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0].transpose(1, 2)
+    return (frames.float() / 2 + 0.5).clamp(0, 1)

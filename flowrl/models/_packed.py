@@ -10,18 +10,10 @@ from flowrl.core.errors import ModelError
 from flowrl.diffusion.schedules import Schedule, shifted_linspace
 
 
-def token_grid(height: int, width: int, vae_scale_factor: int) -> tuple[int, int]:
-    """(rows, columns) of tokens of a picture in pixels.
-
-    >>> token_grid(512, 768, 8)
-    (32, 48)
-    """
-    unit = 2 * vae_scale_factor
-    return height // unit, width // unit
-
-
-def statically_shifted(scheduler: Any, shift: float) -> Any:
+def with_shift(scheduler: Any, shift: float | None) -> Any:
     """A scheduler that makes of the pipeline's even sigmas what `grid_schedule` makes with `shift`."""
+    if shift is None:
+        return scheduler
     return type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift, shift_terminal=None)
 
 

@@ -50,7 +50,7 @@ def path_of(scheduler: Any) -> Path:
         raise ModelError(
             f"{kind.__name__} is no plain grid of flow steps; load the pipeline with FlowMatchEulerDiscreteScheduler"
         )
-    if hasattr(scheduler, "alphas_cumprod") and predicted in _VP_PREDICTIONS:
+    if "alphas_cumprod" in vars(scheduler) and predicted in _VP_PREDICTIONS:
         return Path(VPProcess(), _VP_PREDICTIONS[predicted])
     raise ModelError(
         f"{kind.__name__} with prediction_type={predicted!r} is neither a flow nor a noise process x = alpha x0 + "

@@ -17,9 +17,9 @@ own schedulers do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.vp_schedules import Spacing, alphas_cumprod, betas, level_at, spaced
-from flowrl.models._native import NativeImages, Part
+from flowrl.models._native import Native, Part
 from flowrl.models._schedulers import (
     CONSISTENCY,
     Distilled,
@@ -40,7 +40,8 @@ from flowrl.models._schedulers import (
     refuse_cfg,
     vp_grid,
 )
-from flowrl.models.base import ModelConfig, autocast, classifier_free, guided, require_channels
+from flowrl.models.base import ModelConfig, autocast
+from flowrl.models.guidance import classifier_free, guided
 
 # huggingface/trl:trl/trainer/ddpo_trainer.py: attention of every block, self- and cross-attention
 LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")
@@ -67,16 +68,42 @@ class UNetConfig(ModelConfig):
             raise ValueError(f"guidance_rescale={self.guidance_rescale} must lie in [0, 1]")
 
 
-class UNetImages(NativeImages):
-    """A family adds `_texts`, and what else its network is given."""
+class Texts(Protocol):
+    """The text encoders of a family: what differs between SD and SDXL."""
+
+    tokens: int
+    """Tokens of one prompt's embedding."""
+    pooled: int | None
+    """Width of a prompt's pooled embedding; None: there is none."""
+
+    def encode(
+        self, prompts: list[str], negative: list[str] | None, device: torch.device
+    ) -> tuple[Condition, Condition]:
+        """(of the prompts, of what guidance leads away from), as many rows each."""
+        ...
+
+    def added(self, cond: Condition, sizes: Tensor) -> dict[str, Tensor] | None:
+        """What the network is given besides the text; `sizes` is `UNet.sizes`."""
+        ...
+
+
+class UNet(Native):
+    """The adapter of a UNet family.
+
+    Args:
+        pipeline: a diffusers pipeline of the family.
+        config: the family's Config.
+        texts: pipeline -> its text encoders.
+    """
 
     lora_targets = LORA_TARGETS
-    _shift = 0.0  # these pipelines know of none
+    text_width = "cross_attention_dim"
+    latent_shift = 0.0  # these pipelines know of none
 
-    def __init__(self, pipeline: Any, config: UNetConfig) -> None:
-        NativeImages.__init__(self, pipeline, config, pipeline.unet)
-        require_channels(pipeline.unet, pipeline.vae.config.latent_channels)
-        if getattr(pipeline.vae.config, "latents_mean", None) is not None:
+    def __init__(self, pipeline: Any, config: UNetConfig, texts: Callable[[Any], Texts]) -> None:
+        self.encoders = texts(pipeline)
+        Native.__init__(self, pipeline, config, pipeline.unet)
+        if pipeline.vae.config.get("latents_mean") is not None:
             raise ModelError("model.vae: its latents have a mean of their own (latents_mean); use model.name=generic")
         own = pipeline.scheduler
         self.path = path_of(own)
@@ -99,11 +126,13 @@ class UNetImages(NativeImages):
                 "model.timestep_spacing=lcm: those timesteps are what a consistency model was distilled on, and this "
                 "checkpoint is none; use leading, trailing or linspace, or say model.distilled=consistency"
             )
-        side = pipeline.unet.config.sample_size
-        default = (side, side) if isinstance(side, int) else tuple(side)
-        unit = pipeline.vae_scale_factor
-        self.height, self.width = self._sides(config, (default[0] * unit, default[1] * unit), unit)
-        self._text_tokens = pipeline.text_encoder.config.max_position_embeddings if pipeline.text_encoder else 0
+        # Original height and width, crop's top and left, target height and width.
+        self.sizes = torch.tensor([[self.height, self.width, 0, 0, self.height, self.width]], dtype=torch.float32)
+
+    def sides(self) -> tuple[tuple[int, int], int, int | None]:
+        side, unit = self.network.config.sample_size, self.pipeline.vae_scale_factor
+        height, width = (side, side) if isinstance(side, int) else side
+        return (height * unit, width * unit), unit, None
 
     def _as_distilled(self, values: Any) -> None:
         if self.config.guidance_rescale or self.config.negative_prompt is not None:
@@ -117,31 +146,30 @@ class UNetImages(NativeImages):
             self._distilled_steps = values.get("original_inference_steps", 50)
             self._scaling = values.get("timestep_scaling", 10.0)
 
-    def dead_lora_modules(self) -> tuple[str, ...]:
-        return ()
-
     # ---- prompts
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Condition:
-        if self.unconditional is None:
-            _, self.unconditional = self._encode([""])
-        return self._encode(list(prompts))[0]
+    @property
+    def text_tokens(self) -> int:
+        return self.encoders.tokens
 
-    def _encode(self, prompts: list[str]) -> tuple[Condition, Condition]:
-        """(of the prompts, of what guidance leads away from), as many rows each."""
-        self._require_encoders()
-        negative = self.config.negative_prompt
-        return self._texts(prompts, None if negative is None else [negative] * len(prompts))
+    def condition_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = super().condition_shapes()
+        return shapes if self.encoders.pooled is None else shapes | {"pooled": (self.encoders.pooled,)}
 
-    def _texts(self, prompts: list[str], negative: list[str] | None) -> tuple[Condition, Condition]:
-        raise NotImplementedError
+    def texts(self, prompts: list[str]) -> Condition:
+        return self._both(prompts)[0]
+
+    def negative(self) -> Condition:
+        return self._both([""])[1]
+
+    def text_options(self) -> dict[str, Any]:
+        return {}
+
+    def _both(self, prompts: list[str]) -> tuple[Condition, Condition]:
+        away = self.config.negative_prompt
+        return self.encoders.encode(prompts, None if away is None else [away] * len(prompts), self.device)
 
     # ---- steps
-
-    def latent_shape(self) -> tuple[int, ...]:
-        scale = self.pipeline.vae_scale_factor
-        return (self.network.config.in_channels, self.height // scale, self.width // scale)
 
     def schedule(self, num_inference_steps: int) -> Schedule:
         values = self._ddim.config
@@ -181,7 +209,7 @@ class UNetImages(NativeImages):
             scales = torch.full((len(x),), guidance_scale - 1)
             size = self.network.config.time_cond_proj_dim
             embedded = self.pipeline.get_guidance_scale_embedding(scales, embedding_dim=size)
-            raw = self._forward(x, timestep, cond, embedded.to(self.device, self._dtype))
+            raw = self._forward(x, timestep, cond, embedded.to(self.device, self.dtype))
         return self._consistent(raw, x, timestep) if self.distilled == CONSISTENCY else raw
 
     def _rescaled(self, negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
@@ -191,19 +219,15 @@ class UNetImages(NativeImages):
         return found * (share * positive.std(dims, keepdim=True) / found.std(dims, keepdim=True) + 1 - share)
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition, guidance: Tensor | None = None) -> Tensor:
-        with autocast(self.device, self._dtype):
+        with autocast(self.device, self.dtype):
             return self.network(
-                x.to(self._dtype),
+                x.to(self.dtype),
                 timestep,
                 encoder_hidden_states=cond["prompt_embeds"],
                 timestep_cond=guidance,
-                added_cond_kwargs=self._added(cond),
+                added_cond_kwargs=self.encoders.added(cond, self.sizes),
                 return_dict=False,
             )[0]
-
-    def _added(self, cond: Condition) -> dict[str, Tensor] | None:
-        """What the network is given beside the text."""
-        return None
 
     def _consistent(self, raw: Tensor, x: Tensor, timestep: Tensor) -> Tensor:
         """f = c_skip x + c_out x0_hat, [B, ...] float32 (arXiv 2310.04378, with the constants of LCMScheduler)."""
@@ -214,15 +238,17 @@ class UNetImages(NativeImages):
         shape = (-1, *[1] * (x.ndim - 1))
         return skip.float().reshape(shape) * x.float() + out.float().reshape(shape) * belief.x0_hat
 
+    def scheduler(self) -> Any:
+        """DDIM with the configured grid, unless distilled."""
+        if self.distilled:
+            return self.pipeline.scheduler
+        options: dict[str, Any] = {"timestep_spacing": self.spacing}
+        if self.config.final_alpha == "first":
+            options["set_alpha_to_one"] = False
+        return type(self._ddim).from_config(self._ddim.config, **options)
+
     def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
-        """Arguments with which the pipeline's own call draws one prompt as configured, by DDIM unless distilled."""
-        if not self.distilled:
-            options: dict[str, Any] = {"timestep_spacing": self.spacing}
-            if self.config.final_alpha == "first":
-                options["set_alpha_to_one"] = False
-            self.pipeline.scheduler = type(self._ddim).from_config(self._ddim.config, **options)
-        call = {"num_inference_steps": steps, "guidance_scale": guidance_scale}
-        call |= {"height": self.height, "width": self.width}
+        call = super().own_call(steps, guidance_scale)
         if self.config.guidance_rescale:
             call["guidance_rescale"] = self.config.guidance_rescale
         if self.config.negative_prompt is not None:
@@ -230,10 +256,10 @@ class UNetImages(NativeImages):
         return call
 
 
-def takes(part: Part) -> bool:
-    """Whether a checkpoint of the class is one for text alone, on a plain VP process."""
-    scheduler, vae = part("scheduler"), part("vae")
-    if part("unet").get("in_channels", 4) != vae.get("latent_channels", 4) or vae.get("latents_mean") is not None:
+def on_noise(part: Part) -> bool:
+    """Whether a checkpoint is on a plain VP process."""
+    scheduler = part("scheduler")
+    if part("vae").get("latents_mean") is not None:
         return False
     kind = scheduler.get("_class_name", "")
     other = kind.startswith(("FlowMatch", "EDM")) or scheduler.get("use_flow_sigmas")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.core import assets
 from flowrl.core.errors import ModelError as ModelError
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.types import Condition
-from flowrl.diffusion.process import PredictionType, Process
+from flowrl.diffusion.process import FlowProcess, PredictionType, Process
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models._memory import MemorySettings, require_frozen, require_own_type
 
@@ -80,65 +77,132 @@ class ModelConfig:
         require_frozen(self.memory, self.lora)
         require_own_type(self.memory, self.shard)
 
+    @property
+    def frames(self) -> int:
+        """Frames of what is made, as configured; 1: images."""
+        return 1
 
-class ModelAdapter(Protocol):
-    """One model family behind the loop.
 
-    One that makes clips declares `num_frames`, how many `decode` gives (1: pictures), so that rewards can be tried.
-    Latents are [B, C, h, w] or [B, C, T, h, w]. Where the channels stand elsewhere it declares `channel_axis`; packed
-    ones [B, tokens, C] have 2, and `grid()`, the (h, w) or (T, h, w) that the tokens are read from, row by row.
-    A checkpoint distilled to few steps says how in `distilled`, in words (empty: it is none), and refuses guidance
-    scales that it does not take in `check_guidance(scale)`.
-    One that can make latents of pictures has `encode_pictures(pictures, noise=None)`; see `encoded_pictures` below.
+class ModelAdapter:
+    """The interface of a model family behind the loop, with a default for what most families share.
+
+    A family sets `process`, `prediction_type`, `lora_targets` and `network`, and writes `encode`, `latent_shape`,
+    `schedule`, `predict`, `decode` and `to`. Latents are [B, C, h, w] or [B, C, T, h, w]; others say where the channels
+    stand in `channel_axis`. No loop, LoRA, EMA or placement logic inside.
     """
 
-    process: Process
-    prediction_type: PredictionType
-    lora_targets: tuple[str, ...]
+    pipeline: Any = None
+    """The diffusers pipeline whose parts it uses; None: it has none."""
+    process: Process = FlowProcess()
+    prediction_type: PredictionType = "velocity"
     network: nn.Module
     """The denoiser: the only trainable part."""
+    own_network: bool = True
+    """The adapter calls `network` itself, so that a cheaper copy can stand in for it."""
+    lora_targets: tuple[str, ...] = ()
+    """Module suffixes that a LoRA binds to unless the run names its own."""
+    height: int = 64
+    """Of an image, in pixels."""
+    width: int = 64
+    num_frames: int = 1
+    """Frames of what `decode` gives; 1: images."""
+    channel_axis: int = 1
+    """Axis of the latents [B, ...] that holds the channels: 2 for packed ones [B, tokens, C]."""
+    unguided: float = 1.0
+    """Largest scale at which CFG does nothing."""
+    distilled: str = ""
+    """How the checkpoint was distilled to few steps, in words; empty: it was not."""
+    picture_limits: tuple[int, int] = (0, 0)
+    """Least and most images that a prompt must and may have; with them `encode` takes RGB images for each prompt."""
+    decodes_with_cond: bool = False
+    """A part of the video is given (a first frame) and not among the latents: `decode` wants the conditions too."""
+    text_batch: int = 64
+    """Most prompts in one forward of the text encoders."""
+    unconditional: Condition | None = None
+    """What guidance leads away from, one row, made by `encode`; None: none yet, or the pipeline's own affair."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the pipeline's class, for messages."""
+        return type(self if self.pipeline is None else self.pipeline).__name__
 
     def dead_lora_modules(self) -> tuple[str, ...]:
         """Adapted modules whose output the network never uses: they can have no gradient."""
-        ...
+        return ()
 
-    def encode(self, prompts: Sequence[str]) -> Condition:
-        """Text embeddings of P prompts, on the model's device.
-
-        An adapter that takes pictures says how many a prompt must and may have, `picture_limits = (least, most)`;
-        its `encode(prompts, pictures)` then gets a list of RGB pictures for each prompt. Others take text only.
-        """
-        ...
+    def encode(self, prompts: Sequence[str], pictures: Sequence[Sequence[Any]] | None = None) -> Condition:
+        """Text embeddings of P prompts, on the model's device."""
+        raise NotImplementedError
 
     def free_text_encoders(self) -> None:
         """Drop the encoders; `encode` raises from then on."""
-        ...
+
+    def condition_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one prompt's embeddings: what `encode` returns, without its first dimension."""
+        raise NotImplementedError
+
+    def encoder_tokens(self, name: str, encoder: nn.Module) -> int:
+        """Tokens of a prompt in a text encoder, by the name of the component."""
+        raise NotImplementedError
+
+    def blank_condition(self, batch: int) -> Condition:
+        """Embeddings of `batch` prompts without values, for measurements."""
+        raise NotImplementedError
 
     def latent_shape(self) -> tuple[int, ...]:
-        """Of one sample, without the batch dimension."""
-        ...
+        """Shape of one sample, without the batch dimension."""
+        raise NotImplementedError
+
+    def grid(self) -> tuple[int, ...] | None:
+        """(h, w), or (T, h, w) of videos, that packed tokens are read from, row by row; None for other latents."""
+        return None
 
     def schedule(self, num_inference_steps: int) -> Schedule:
         """The pipeline's own grid for that many steps."""
-        ...
+        raise NotImplementedError
+
+    def branches(self, guidance_scale: float) -> int:
+        """Samples that go through the network for each guided one: 2 under CFG."""
+        return 1 + (guidance_scale > self.unguided)
+
+    def check_guidance(self, guidance_scale: float) -> None:
+        """Raise ModelError where the checkpoint cannot be guided so."""
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         """Raw network output at x [B, ...] and timestep [B] (network units), guided; [B, ...]."""
-        ...
+        raise NotImplementedError
+
+    def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        """Arguments with which the pipeline's own call draws one prompt as configured."""
+        raise NotImplementedError
 
     def batch_key(self, step_index: int) -> int:
         """Steps with the same key may share a forward."""
-        ...
+        return 0
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents.
+    def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents."""
+        raise NotImplementedError
 
-        Where a part of the clip is given (a first frame) and not among the latents, the adapter says
-        `decodes_with_cond = True` and is called with their conditions too; see `decoded` below.
+    def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Clean latents [B, ...] float32 of images, on the adapter's device: `decode` undoes it.
+
+        Args:
+            pictures: [B, 3, H, W] in [0, 1], of the size that the model makes.
+            noise: standard normal, shaped like the latents: a draw of the VAE's posterior, mean + std * noise. None:
+                the mean.
+
+        Raises:
+            ModelError: the adapter has no encoder, or makes images of another size.
         """
-        ...
+        raise ModelError(
+            f"model: {type(self).__name__} makes no latents of pictures, so a method that trains on given pictures "
+            "cannot use it; use a native adapter of an image family (docs/models.md)"
+        )
 
-    def to(self, device: torch.device) -> None: ...
+    def to(self, device: torch.device) -> None:
+        """Move every part to the device."""
+        raise NotImplementedError
 
 
 def torch_dtype(name: DtypeName) -> torch.dtype:
@@ -150,82 +214,9 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
-Forward = Callable[[Tensor, Tensor, Condition], Tensor]
-"""x [B, ...], timestep [B], B conditions -> network output [B, ...]."""
-
-
-def classifier_free(negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
-    """u + s (c - u), all [B, ...]."""
-    return negative + guidance_scale * (positive - negative)
-
-
-def guided(
-    forward: Forward,
-    x: Tensor,
-    timestep: Tensor,
-    cond: Condition,
-    unconditional: Condition | None,
-    guidance_scale: float,
-    *,
-    combine: Callable[[Tensor, Tensor, float], Tensor] = classifier_free,
-    separate: bool = False,
-) -> Tensor:
-    """Classifier-free guidance. Both branches carry gradient; as in diffusers, guidance_scale <= 1 means none.
-
-    Args:
-        forward: the network.
-        x: latents, [B, ...].
-        timestep: [B].
-        cond: B rows.
-        unconditional: one row.
-        guidance_scale: s.
-        combine: (unconditional output, conditional output, s) -> output, each [B, ...].
-        separate: two forwards instead of one on a doubled batch (unconditional half first): where texts differ in
-            length, and where a rollout of large latents would not fit twice.
-
-    Raises:
-        ModelError: there is nothing to guide away from.
-    """
-    if guidance_scale <= 1:
-        return forward(x, timestep, cond)
-    if unconditional is None:
-        raise ModelError("guidance needs the embedding of the empty prompt: call encode() first")
-    rows = unconditional.index(torch.zeros(len(x), dtype=torch.int64))
-    if separate:
-        negative, positive = forward(x, timestep, rows), forward(x, timestep, cond)
-    else:
-        output = forward(torch.cat([x, x]), torch.cat([timestep, timestep]), Condition.collate([rows, cond]))
-        negative, positive = output.chunk(2)
-    return combine(negative, positive, guidance_scale)
-
-
 def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tensor) -> Tensor:
-    """Pictures of clean latents [B, ...]; `rows` [B] are their conditions in `cond`, for adapters that want them."""
-    if getattr(adapter, "decodes_with_cond", False):
-        decode: Any = adapter.decode
-        return decode(latents, cond.index(rows))
-    return adapter.decode(latents)
-
-
-def encoded_pictures(adapter: ModelAdapter, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
-    """Clean latents [B, ...] float32 of pictures [B, 3, H, W] in [0, 1], on the adapter's device: `decode` undoes it.
-
-    Args:
-        adapter: the model.
-        pictures: of the size that it makes.
-        noise: standard normal, shaped like the latents: a draw of the VAE's posterior, mean + std * noise. None: the
-            mean.
-
-    Raises:
-        ModelError: the adapter has no encoder, or makes pictures of another size.
-    """
-    encode = getattr(adapter, "encode_pictures", None)
-    if encode is None:
-        raise ModelError(
-            f"model: {type(adapter).__name__} makes no latents of pictures, so a method that trains on given pictures "
-            "cannot use it; use a native adapter of an image family (docs/models.md)"
-        )
-    return encode(pictures, noise)
+    """Images of clean latents [B, ...]; `rows` [B] are their conditions in `cond`, for adapters that want them."""
+    return adapter.decode(latents, cond.index(rows)) if adapter.decodes_with_cond else adapter.decode(latents)
 
 
 def require_picture_size(pictures: Tensor, height: int, width: int) -> None:
@@ -237,37 +228,19 @@ def require_picture_size(pictures: Tensor, height: int, width: int) -> None:
         )
 
 
-def channel_axis(adapter: ModelAdapter) -> int:
-    """Axis of its latents [B, ...] that holds the channels: 1 unless it says otherwise."""
-    return getattr(adapter, "channel_axis", 1)
-
-
 def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:
     """(h, w), or (T, h, w) of clips, that the tokens of packed latents are read from; None for latents with positions.
 
     Raises:
         ModelError: the latents are packed, and the adapter does not say where each token lies in the picture.
     """
-    own = getattr(adapter, "grid", None)
-    grid = None if own is None else own()
-    shape = adapter.latent_shape()
+    grid, shape = adapter.grid(), adapter.latent_shape()
     if grid is not None or len(shape) > 2:
         return grid
     raise ModelError(
         f"algorithm.spatial: this model's latents are packed to {shape}, and of its class it is not known where each "
         "token lies in the picture (docs/models.md); set algorithm.spatial=null"
     )
-
-
-def branches(adapter: ModelAdapter, guidance_scale: float) -> int:
-    """Samples that go through the network for each guided one: 2 under CFG unless the adapter says otherwise."""
-    own = getattr(adapter, "branches", None)
-    return 1 + (guidance_scale > unguided(adapter)) if own is None else own(guidance_scale)
-
-
-def unguided(adapter: ModelAdapter) -> float:
-    """The scale up to which CFG does nothing: 1 unless the adapter says otherwise."""
-    return getattr(adapter, "unguided", 1.0)
 
 
 def require_channels(network: Any, expected: int) -> None:
@@ -288,101 +261,3 @@ def check_size(name: str, value: int, unit: int, largest: int | None = None) -> 
     near = near if largest is None else min(near, largest)
     limits = "" if largest is None else f" in {unit}..{largest}"
     raise ModelError(f"model.{name}={value} must be a multiple of {unit}{limits}; use {near}")
-
-
-def asset_folder(name: str) -> Path | None:
-    """Folder of an embedded pipeline, or None."""
-    return assets.asset_folder(name, "model_index.json")
-
-
-def resolve_path(path: str) -> str:
-    """A path as diffusers wants it: the folder of an asset, an existing local path, or the hub id itself.
-
-    Raises:
-        ModelError: it looks like a local path and is not there, or is a pickle.
-    """
-    asset = asset_folder(path)
-    if asset is not None:
-        return str(asset)
-    local = Path(path).expanduser()
-    if local.suffix in {".ckpt", ".pt", ".bin", ".pth"}:
-        raise ModelError(f"model.path={path!r}: pickle checkpoints are not read; convert it to .safetensors")
-    if local.exists():
-        return str(local)
-    if path.startswith((".", "/", "~")) or local.suffix == ".safetensors" or path.count("/") != 1:
-        raise ModelError(
-            f"model.path={path!r}: no such file, folder or embedded asset; a hub id looks like 'owner/name'"
-        )
-    return path
-
-
-def lacks(kind: str, component: str) -> str:
-    """Why a pipeline with a null component is refused."""
-    return (
-        f"{kind} needs its component {component!r}, which this model leaves out (null in model_index.json); give a "
-        "complete pipeline folder"
-    )
-
-
-def require_folder(path: str) -> None:
-    """Raise ModelError where a local path is no whole pipeline; hub ids and single files pass."""
-    folder = Path(resolve_path(path))
-    if not folder.exists() or folder.suffix == ".safetensors":
-        return
-    index = folder / "model_index.json"
-    if not index.is_file():
-        raise ModelError(
-            f"model.path={path!r} is no pipeline folder: it has no model_index.json; give the folder that "
-            "save_pretrained() of a pipeline wrote, or a hub id"
-        )
-    try:
-        parts = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"model.path={path!r}: its model_index.json cannot be read: {error}") from None
-    listed = [name for name, value in parts.items() if isinstance(value, list) and len(value) == 2 and value[0]]
-    missing = [name for name in listed if not (folder / name).is_dir()]
-    if missing:
-        raise ModelError(
-            f"model.path={path!r}: its model_index.json names {missing[0]!r}, but there is no folder "
-            f"{missing[0]!r}; copy the whole pipeline"
-        )
-
-
-def null_components(path: str) -> dict[str, None]:
-    """Parts that a local folder's model_index.json declares absent; diffusers wants them said explicitly."""
-    file = Path(path) / "model_index.json"
-    if not file.is_file():
-        return {}
-    index = json.loads(file.read_text(encoding="utf-8"))
-    return {name: None for name, value in index.items() if value == [None, None]}
-
-
-@contextmanager
-def loading(key: str, path: str) -> Iterator[None]:
-    """Turn what a hub, a folder or a file can raise into one ModelError that names the key and the remedy."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except ModelError:
-        raise
-    except (HfHubHTTPError, OSError, ValueError, SafetensorError) as error:
-        # diffusers wraps the hub's own errors in OSError: the reason is further down the chain.
-        chain: list[BaseException] = [error]
-        while (below := chain[-1].__cause__ or chain[-1].__context__) is not None:
-            chain.append(below)
-        if any(isinstance(e, GatedRepoError) for e in chain):
-            text = f"{key}={path!r} is gated: accept its licence on its hub page, then run 'hf auth login'"
-        elif any(isinstance(e, RepositoryNotFoundError) for e in chain):
-            text = (
-                f"{key}={path!r}: the hub has no such repository, or it is private: check the spelling, "
-                "or run 'hf auth login'"
-            )
-        else:
-            reason = (str(error).splitlines() or [""])[0]
-            text = (
-                f"{key}={path!r} could not be loaded ({type(error).__name__}: {reason}); "
-                "without a network, give a folder that is already here or an embedded asset such as tiny-sd3"
-            )
-        raise ModelError(text) from error

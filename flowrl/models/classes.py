@@ -16,7 +16,7 @@ from typing import Any
 from flowrl.core import registry
 from flowrl.core.assets import asset_roots
 from flowrl.core.errors import ModelError
-from flowrl.models.base import asset_folder, loading, require_folder, resolve_path
+from flowrl.models.paths import asset_folder, loading, require_folder, resolve_path
 
 GENERIC = "generic"
 

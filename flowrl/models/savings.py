@@ -19,6 +19,8 @@ from flowrl.core.errors import ModelError
 from flowrl.models.base import ModelConfig, torch_dtype
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+"""Options of `memory.layerwise_casting` -> the type that weights are stored in."""
 _PLAIN_ATTENTION = ("AttnProcessor", "AttnProcessor2_0", "JointAttnProcessor2_0")
 _INSTALL = {"flash": "flash-attn --no-build-isolation", "xformers": "'flowrl[xformers]'"}
 """First word of a backend's name -> what pip installs."""
@@ -108,9 +110,11 @@ def switch_on(pipeline: Any, networks: Iterable[nn.Module], config: ModelConfig)
             network.enable_gradient_checkpointing()
         if config.attention is not None:
             _set_attention(network, config.attention)
-    vae = getattr(pipeline, "vae", None)
-    for option, switch in (("vae_slicing", "enable_slicing"), ("vae_tiling", "enable_tiling")):
-        if getattr(config.memory, option):
+    vae, memory = pipeline.components.get("vae"), config.memory
+    options = (("vae_slicing", memory.vae_slicing), ("vae_tiling", memory.vae_tiling))
+    for option, wanted in options:
+        switch = option.replace("vae_", "enable_")
+        if wanted:
             try:
                 getattr(vae, switch)()
             except (AttributeError, NotImplementedError):
@@ -126,6 +130,7 @@ def _set_attention(network: Any, name: str) -> None:
     with attention_backend("native"):
         network.set_attention_backend(name)
     processors = [p for m in network.modules() if (p := getattr(m, "processor", None)) is not None]
+    # The only sign that a processor goes through diffusers' backends.
     if any(hasattr(p, "_attention_backend") for p in processors):
         return
     kinds = {type(p).__name__ for p in processors}
@@ -150,7 +155,7 @@ def cast_frozen(networks: Iterable[Any], config: ModelConfig) -> None:
         return
     for network in networks:
         network.enable_layerwise_casting(
-            storage_dtype=getattr(torch, config.memory.layerwise_casting),
+            storage_dtype=FLOAT8[config.memory.layerwise_casting],
             compute_dtype=torch_dtype(config.dtype),
             skip_modules_classes=CONVOLUTIONS,
         )
@@ -177,7 +182,7 @@ def place(pipeline: Any, config: ModelConfig, device: torch.device) -> None:
             "and this run is on the CPU; leave it out"
         )
     for name in visiting:
-        offload(getattr(pipeline, name), device)
+        offload(pipeline.components[name], device)
     if visiting:
         for name, part in pipeline.components.items():
             if isinstance(part, nn.Module) and name not in visiting:

@@ -9,17 +9,16 @@ its checkpoints are stored. The safety checker is not loaded: it would blacken w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from flowrl.core.types import Condition
-from flowrl.models._loading import load_pipeline, meta_pipeline
-from flowrl.models._unet import UNetConfig, UNetImages, takes
-from flowrl.models.base import torch_dtype
+from flowrl.models._native import Family
+from flowrl.models._unet import UNet, UNetConfig, on_noise
 
 LEVEL = "tested"
-PIPELINE = "StableDiffusionPipeline"
-__all__ = ["LEVEL", "PIPELINE", "Config", "Sd", "build", "skeleton", "takes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,36 +26,42 @@ class Config(UNetConfig):
     """Options of every UNet family."""
 
 
-class Sd(UNetImages):
-    """Adapter of the family; `pipeline` holds every part, `network` the denoiser."""
+class Clip:
+    """The pipeline's one text encoder."""
 
-    def __init__(self, pipeline: Any, config: Config) -> None:
-        UNetImages.__init__(self, pipeline, config)
-        pipeline.safety_checker = None
+    pooled = None
 
-    def _texts(self, prompts: list[str], negative: list[str] | None) -> tuple[Condition, Condition]:
-        embeds, away = self.pipeline.encode_prompt(prompts, self.device, 1, True, negative_prompt=negative)
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline, encoder = pipeline, pipeline.text_encoder
+        self.tokens = 0 if encoder is None else encoder.config.max_position_embeddings
+
+    def encode(
+        self, prompts: list[str], negative: list[str] | None, device: torch.device
+    ) -> tuple[Condition, Condition]:
+        embeds, away = self.pipeline.encode_prompt(prompts, device, 1, True, negative_prompt=negative)
         return Condition({"prompt_embeds": embeds}), Condition({"prompt_embeds": away})
 
-    def condition_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one prompt's embeddings: what `encode` returns, without its first dimension."""
-        return {"prompt_embeds": (self._text_tokens, self.network.config.cross_attention_dim)}
+    def added(self, cond: Condition, sizes: Tensor) -> None:
+        return None
 
 
-def build(config: Config) -> Sd:
-    from diffusers import AutoencoderKL, StableDiffusionPipeline
+def sd(pipeline: Any, config: Config) -> UNet:
+    """The adapter of the family."""
+    made = UNet(pipeline, config, Clip)
+    pipeline.safety_checker = None
+    return made
 
-    left_out = {"safety_checker": None, "requires_safety_checker": False}
-    return Sd(load_pipeline(StableDiffusionPipeline, AutoencoderKL, config, **left_out), config)
+
+def _unchecked(config: Config) -> dict[str, Any]:
+    return {"safety_checker": None, "requires_safety_checker": False}
 
 
-def skeleton(config: Config, folder: Path) -> Sd:
-    """The adapter on the meta device, from a pipeline folder's JSON files alone: shapes, schedule, counts.
-
-    It has no tokenizer and no weights; `config.path` and `config.vae` are not read.
-    """
-    from diffusers import StableDiffusionPipeline
-
-    absent = ("feature_extractor", "image_encoder")
-    pipeline = meta_pipeline(folder, torch_dtype(config.dtype), kind=StableDiffusionPipeline, absent=absent)
-    return Sd(pipeline, config)
+FAMILY = Family(
+    adapter=sd,
+    pipeline="StableDiffusionPipeline",
+    denoiser="unet",
+    channels=(4, 4),
+    left_out=_unchecked,
+    fits=on_noise,
+)
+PIPELINE, build, skeleton, takes = FAMILY.pipeline, FAMILY.build, FAMILY.skeleton, FAMILY.takes

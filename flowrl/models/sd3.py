@@ -7,20 +7,17 @@ so does this adapter, since it calls the pipeline's own `encode_prompt`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._loading import load_pipeline, meta_pipeline
-from flowrl.models._native import NativeImages, Part, on_euler
-from flowrl.models.base import ModelConfig, autocast, guided, torch_dtype
+from flowrl.models._native import Family, Native
+from flowrl.models.base import ModelConfig, autocast
+from flowrl.models.guidance import guided
 
 # yifan123/flow_grpo:scripts/train_sd3.py
 LORA_TARGETS = (
@@ -35,7 +32,6 @@ LORA_TARGETS = (
 )
 
 LEVEL = "tested"
-PIPELINE = "StableDiffusion3Pipeline"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,32 +42,27 @@ class Config(ModelConfig):
     """False replaces T5 by zero tokens, as SD3 allows: 9 GB less in bf16."""
 
 
-class Sd3(NativeImages):
-    """Adapter of the family; `pipeline` holds every part, `network` the denoiser."""
-
+class Sd3(Native):
     lora_targets = LORA_TARGETS
+    pooled_width = "pooled_projection_dim"
 
     def __init__(self, pipeline: Any, config: Config) -> None:
-        NativeImages.__init__(self, pipeline, config)
-        default = pipeline.default_sample_size * pipeline.vae_scale_factor
+        Native.__init__(self, pipeline, config)
+        clip = pipeline.text_encoder
+        self._clip_tokens = 0 if clip is None else clip.config.max_position_embeddings
+
+    def sides(self) -> tuple[tuple[int, int], int, int | None]:
         # Whole patches, and no longer than the table of position embeddings.
-        unit = pipeline.vae_scale_factor * pipeline.patch_size
-        largest = self.network.config.pos_embed_max_size * unit
-        self.height, self.width = self._sides(config, (default, default), unit, largest)
+        default, scale, _ = super().sides()
+        unit = scale * self.pipeline.patch_size
+        return default, unit, self.network.config.pos_embed_max_size * unit
 
     def dead_lora_modules(self) -> tuple[str, ...]:
         # The last block drops its text tokens, so their queries reach nothing.
         last = len(self.network.transformer_blocks) - 1
         return (f"transformer_blocks.{last}.attn.add_q_proj",)
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Condition:
-        if self.unconditional is None:
-            self.unconditional = self._encode([""])
-        return self._encode(list(prompts))
-
-    def _encode(self, prompts: list[str]) -> Condition:
-        self._require_encoders()
+    def texts(self, prompts: list[str]) -> Condition:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             prompt_2=None,
@@ -82,15 +73,12 @@ class Sd3(NativeImages):
         )
         return Condition({"prompt_embeds": embeds, "pooled": pooled})
 
-    def latent_shape(self) -> tuple[int, ...]:
-        scale = self.pipeline.vae_scale_factor
-        return (self.network.config.in_channels, self.height // scale, self.width // scale)
+    def negative(self) -> Condition:
+        return self.texts([""])
 
-    def condition_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one prompt's embeddings: what `encode` returns, without its first dimension."""
-        sizes, clip_tokens = self.network.config, self.pipeline.tokenizer_max_length
-        tokens = clip_tokens + self.config.max_sequence_length
-        return {"prompt_embeds": (tokens, sizes.joint_attention_dim), "pooled": (sizes.pooled_projection_dim,)}
+    @property
+    def text_tokens(self) -> int:
+        return self._clip_tokens + self.config.max_sequence_length
 
     def schedule(self, num_inference_steps: int) -> Schedule:
         from diffusers import FlowMatchEulerDiscreteScheduler
@@ -121,9 +109,9 @@ class Sd3(NativeImages):
         return guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale)
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
-        with autocast(self.device, self._dtype):
+        with autocast(self.device, self.dtype):
             return self.network(
-                hidden_states=x.to(self._dtype),
+                hidden_states=x.to(self.dtype),
                 timestep=timestep,
                 encoder_hidden_states=cond["prompt_embeds"],
                 pooled_projections=cond["pooled"],
@@ -131,26 +119,9 @@ class Sd3(NativeImages):
             )[0]
 
 
-def takes(part: Part) -> bool:
-    """Whether a checkpoint of the class is one for text alone, on the family's grid."""
-    return on_euler(part) and part("transformer").get("in_channels", 16) == part("vae").get("latent_channels", 4)
+def _without_t5(config: Config) -> dict[str, Any]:
+    return {} if config.load_t5 else {"text_encoder_3": None, "tokenizer_3": None}
 
 
-def build(config: Config) -> Sd3:
-    from diffusers import AutoencoderKL, StableDiffusion3Pipeline
-
-    left_out: dict[str, Any] = {} if config.load_t5 else {"text_encoder_3": None, "tokenizer_3": None}
-    return Sd3(load_pipeline(StableDiffusion3Pipeline, AutoencoderKL, config, **left_out), config)
-
-
-def skeleton(config: Config, folder: Path) -> Sd3:
-    """The adapter on the meta device, from a pipeline folder's JSON files alone: shapes, schedule, counts.
-
-    It has no tokenizers and no weights; `config.path` and `config.vae` are not read.
-    """
-    from diffusers import StableDiffusion3Pipeline
-
-    absent = () if config.load_t5 else ("text_encoder_3",)
-    pipeline = meta_pipeline(folder, torch_dtype(config.dtype), kind=StableDiffusion3Pipeline, absent=absent)
-    pipeline.tokenizer_max_length = pipeline.text_encoder.config.max_position_embeddings
-    return Sd3(pipeline, config)
+FAMILY = Family(adapter=Sd3, pipeline="StableDiffusion3Pipeline", channels=(16, 4), left_out=_without_t5)
+PIPELINE, build, skeleton, takes = FAMILY.pipeline, FAMILY.build, FAMILY.skeleton, FAMILY.takes

@@ -11,7 +11,6 @@ Refiners are refused: they start from another model's latents.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +18,12 @@ from torch import Tensor
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
-from flowrl.models import _unet
-from flowrl.models._loading import load_pipeline, meta_pipeline
-from flowrl.models._native import Part
-from flowrl.models._unet import UNetConfig, UNetImages
-from flowrl.models.base import lacks, torch_dtype
+from flowrl.models._native import Family, Part
+from flowrl.models._unet import UNet, UNetConfig, on_noise
+from flowrl.models.paths import lacks
 
 LEVEL = "tested"
-PIPELINE = "StableDiffusionXLPipeline"
-SIZES = 6  # original height and width, crop's top and left, target height and width
+SIZES = 6  # what the network is told of the image: UNet.sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,39 +31,41 @@ class Config(UNetConfig):
     """Options of every UNet family."""
 
 
-class Sdxl(UNetImages):
-    """Adapter of the family; `pipeline` holds every part, `network` the denoiser."""
+class TwoClips:
+    """The pipeline's two text encoders beside each other, and the image's size."""
 
-    def __init__(self, pipeline: Any, config: Config) -> None:
+    def __init__(self, pipeline: Any) -> None:
         for name in ("text_encoder", "text_encoder_2"):
-            if getattr(pipeline, name) is None:
+            if pipeline.components[name] is None:
                 raise ModelError(lacks(type(pipeline).__name__, name) + "; a refiner has one text encoder alone")
-        self._pooled = pipeline.text_encoder_2.config.projection_dim
-        if not _sized(pipeline.unet.config, self._pooled):
+        self.pipeline = pipeline
+        self.tokens = pipeline.text_encoder.config.max_position_embeddings
+        self.pooled = pipeline.text_encoder_2.config.projection_dim
+        if not _sized(pipeline.unet.config, self.pooled):
             raise ModelError(
                 "model.path: this UNet is told other sizes than the picture's, as a refiner is, which starts from "
                 "another model's latents; use the base checkpoint"
             )
-        UNetImages.__init__(self, pipeline, config)
-        self._time_ids = torch.tensor([[self.height, self.width, 0, 0, self.height, self.width]], dtype=torch.float32)
 
-    def _texts(self, prompts: list[str], negative: list[str] | None) -> tuple[Condition, Condition]:
+    def encode(
+        self, prompts: list[str], negative: list[str] | None, device: torch.device
+    ) -> tuple[Condition, Condition]:
         embeds, away, pooled, pooled_away = self.pipeline.encode_prompt(
-            prompts, device=self.device, do_classifier_free_guidance=True, negative_prompt=negative
+            prompts, device=device, do_classifier_free_guidance=True, negative_prompt=negative
         )
         return (
             Condition({"prompt_embeds": embeds, "pooled": pooled}),
             Condition({"prompt_embeds": away, "pooled": pooled_away}),
         )
 
-    def condition_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one prompt's embeddings: what `encode` returns, without its first dimension."""
-        embeds = (self._text_tokens, self.network.config.cross_attention_dim)
-        return {"prompt_embeds": embeds, "pooled": (self._pooled,)}
-
-    def _added(self, cond: Condition) -> dict[str, Tensor]:
+    def added(self, cond: Condition, sizes: Tensor) -> dict[str, Tensor]:
         pooled = cond["pooled"]
-        return {"text_embeds": pooled, "time_ids": self._time_ids.to(pooled).expand(len(pooled), -1)}
+        return {"text_embeds": pooled, "time_ids": sizes.to(pooled).expand(len(pooled), -1)}
+
+
+def sdxl(pipeline: Any, config: Config) -> UNet:
+    """The adapter of the family."""
+    return UNet(pipeline, config, TwoClips)
 
 
 def _sized(unet: Any, pooled: int) -> bool:
@@ -75,24 +73,10 @@ def _sized(unet: Any, pooled: int) -> bool:
     return unet.get("projection_class_embeddings_input_dim") == SIZES * unet.get("addition_time_embed_dim", 0) + pooled
 
 
-def takes(part: Part) -> bool:
-    """Whether a checkpoint of the class is a base one, for text alone."""
-    return _unet.takes(part) and _sized(part("unet"), part("text_encoder_2").get("projection_dim", 512))
+def _base(part: Part) -> bool:
+    """Whether a checkpoint is a base one on a plain VP process."""
+    return on_noise(part) and _sized(part("unet"), part("text_encoder_2").get("projection_dim", 512))
 
 
-def build(config: Config) -> Sdxl:
-    from diffusers import AutoencoderKL, StableDiffusionXLPipeline
-
-    return Sdxl(load_pipeline(StableDiffusionXLPipeline, AutoencoderKL, config), config)
-
-
-def skeleton(config: Config, folder: Path) -> Sdxl:
-    """The adapter on the meta device, from a pipeline folder's JSON files alone: shapes, schedule, counts.
-
-    It has no tokenizers and no weights; `config.path` and `config.vae` are not read.
-    """
-    from diffusers import StableDiffusionXLPipeline
-
-    absent = ("feature_extractor", "image_encoder")
-    pipeline = meta_pipeline(folder, torch_dtype(config.dtype), kind=StableDiffusionXLPipeline, absent=absent)
-    return Sdxl(pipeline, config)
+FAMILY = Family(adapter=sdxl, pipeline="StableDiffusionXLPipeline", denoiser="unet", channels=(4, 4), fits=_base)
+PIPELINE, build, skeleton, takes = FAMILY.pipeline, FAMILY.build, FAMILY.skeleton, FAMILY.takes

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
+from flowrl.models._experts import Experts
 from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig
 from flowrl.models.savings import cast_frozen
 
@@ -29,8 +30,6 @@ def lora_file(path: Path) -> Path:
 
 def component_names(network: nn.Module) -> dict[str, nn.Module]:
     """Denoisers by the name that a pipeline gives them: one, or those of a family with several experts."""
-    from flowrl.models._experts import Experts
-
     if isinstance(network, Experts):
         return dict(network.items())
     return {"unet" if "UNet" in type(network).__name__ else "transformer": network}
@@ -172,6 +171,7 @@ class Weights:
     def follow(self, role: str, decay: float) -> None:
         """role <- decay * role + (1 - decay) * policy."""
         copies = self.copies[role]
+        # One kernel for all of them; torch has no public name for it.
         torch._foreach_lerp_(
             [copies[name] for name in self.values], [p.detach() for p in self.values.values()], 1 - decay
         )
@@ -347,6 +347,7 @@ def _save_lora_weights(folder: Path, *, transformer_lora_layers: Any, transforme
     """diffusers' own layout, for the pipelines that have no writer of it."""
     from diffusers.loaders.lora_base import LoraBaseMixin
 
+    # What the public writers of other pipelines call.
     LoraBaseMixin._save_lora_weights(
         save_directory=folder,
         lora_layers={"transformer": transformer_lora_layers},

@@ -18,17 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowrl.models.base import ModelConfig, torch_dtype
+from flowrl.models.savings import FLOAT8
 
 _NF4_BLOCK = 64
 
 
-def quantise(networks: Iterable[nn.Module], config: ModelConfig) -> None:
+def quantise(networks: Iterable[Any], config: ModelConfig) -> None:
     """Linear weights as `memory.quantize` loads them: before the adapter is there, which is not quantised."""
     if config.memory.quantize is None:
         return
     dtype = torch_dtype(config.dtype)
     for network in networks:
-        kept = tuple(getattr(network, "_keep_in_fp32_modules", None) or ())
+        # diffusers says in a private attribute alone which layers it does not quantise.
+        kept = tuple(network._keep_in_fp32_modules or ())
         for name, module in network.named_modules():
             if isinstance(module, nn.Linear) and not any(f"{part}." in f"{name}." for part in kept):
                 _to_int8(module) if config.memory.quantize == "int8" else _to_nf4(module, dtype)
@@ -38,7 +40,7 @@ def imitate_casting(networks: Iterable[nn.Module], config: ModelConfig) -> None:
     """Layers that `cast_frozen` has cast, without diffusers' hooks: those swap tensors, which fake ones cannot."""
     if config.memory.layerwise_casting is None:
         return
-    stored, dtype = getattr(torch, config.memory.layerwise_casting), torch_dtype(config.dtype)
+    stored, dtype = FLOAT8[config.memory.layerwise_casting], torch_dtype(config.dtype)
     for network in networks:
         for module in network.modules():
             if isinstance(module, nn.Linear | nn.Embedding) and module.weight.dtype == stored:

@@ -39,9 +39,10 @@ from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
 from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import StepPlan
-from flowrl.models.base import loading, torch_dtype
+from flowrl.models.base import torch_dtype
 from flowrl.models.classes import config_folder
 from flowrl.models.generic.outline import Unmeasurable
+from flowrl.models.paths import loading
 from flowrl.models.savings import cast_frozen, offloaded, require_known
 from flowrl.models.weights import Weights, component_names
 from flowrl.planning import few_bits, forwards
@@ -299,7 +300,7 @@ def _phases(resolved: Resolved) -> tuple[str, ...]:
 def _pictures(resolved: Resolved, adapter: Any, samples: int) -> int:
     """Host memory of an iteration's pictures: given ones are opened a batch at a time."""
     held = min(samples, resolved.run.rollout.batch_size) if resolved.members else samples
-    return held * 3 * getattr(adapter, "num_frames", 1) * adapter.height * adapter.width * _FLOAT
+    return held * 3 * adapter.num_frames * adapter.height * adapter.width * _FLOAT
 
 
 def _weights(adapter: Any, resolved: Resolved, prompts: int) -> Weights:

@@ -41,9 +41,10 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = _FLOP.get(func._overloadpacket)
+        formula = _FLOP.get(func.overloadpacket)
         if formula is not None:
             self.flop += formula(*args, **kwargs, out_val=result)
+        # A storage's address in C++: fake tensors have no data_ptr, and Python objects of one storage differ.
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor):
@@ -69,13 +70,11 @@ def faked(*modules: nn.Module) -> Iterator[None]:
     # Small tables and constants that are no part of a module come as they are.
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in (sub for module in modules for sub in module.modules()):
-            for name, p in part._parameters.items():
-                if p is not None:
-                    part._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
-            for name, b in part._buffers.items():
-                if b is not None:
-                    part._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
-            for name, t in vars(part).items():
+            for name, p in list(part.named_parameters(recurse=False)):
+                setattr(part, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad))
+            for name, b in list(part.named_buffers(recurse=False)):
+                setattr(part, name, torch.empty(b.shape, dtype=b.dtype))
+            for name, t in list(vars(part).items()):
                 if isinstance(t, torch.Tensor):  # tables that are no buffers, as Qwen-Image's rotary ones
                     setattr(part, name, torch.empty(t.shape, dtype=t.dtype))
         yield

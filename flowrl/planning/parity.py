@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 def found(model: Generic) -> Iterator[tuple[str, str]]:
     """(what, value) of everything that was read off the pipeline or found by probing."""
     scheduler, (slope, offset) = model.pipeline.scheduler, model.time_map()
-    yield "class", model.name
+    yield "class", model.kind
     yield "process", f"{type(model.process).__name__}, predicts {model.prediction_type} ({type(scheduler).__name__})"
     yield (
         "guidance",

@@ -18,7 +18,6 @@ from flowrl.core.types import Condition, Edges, Prediction, SampleId, Samples, S
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.solver_base import Node
 from flowrl.diffusion.solvers import SOLVERS
-from flowrl.models.base import channel_axis
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
 from flowrl.rollout.recorder import COLUMNS, Recorder, join
@@ -72,7 +71,7 @@ def run(
     latents, parts, nodes_before, size = [], [], 0, plan.drawn_together(batch_size)
     for start in range(0, len(ids), size):
         part, picked = list(ids[start : start + size]), cond.index(rows[start : start + size])
-        recorder = Recorder(form, columns, channel_axis(policy.adapter))
+        recorder = Recorder(form, columns, policy.adapter.channel_axis)
         x0, edges = _Walk(policy, plan, noise, part, picked, recorder, device, stop)(batch_size)
         parts.append((edges, nodes_before, start))
         nodes_before += len(edges.nodes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.core.types import Prediction
 from flowrl.losses.batches import NoisedBatch
 from flowrl.losses.matching import mean_square
-from flowrl.models.base import ModelAdapter, branches, unguided
+from flowrl.models.base import ModelAdapter
 from flowrl.models.weights import Weights
 
 Space = Literal["output", "eps"]
@@ -99,10 +99,10 @@ def training_guidance(adapter: ModelAdapter, rollout: float, own: float | None) 
     """
     if own is not None:
         return own
-    return unguided(adapter) if is_cfg(adapter) else rollout
+    return adapter.unguided if is_cfg(adapter) else rollout
 
 
 def is_cfg(adapter: ModelAdapter) -> bool:
     """Whether guidance costs another forward; else the network takes it as an input."""
-    none = unguided(adapter)
-    return branches(adapter, none + 1) > branches(adapter, none)
+    none = adapter.unguided
+    return adapter.branches(none + 1) > adapter.branches(none)

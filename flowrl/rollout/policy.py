@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flowrl.core.types import Condition, Prediction, Step
-from flowrl.models.base import ModelAdapter, channel_axis
+from flowrl.models.base import ModelAdapter
 from flowrl.samplers.base import Sampler, StepDistribution
 
 
@@ -35,7 +35,7 @@ class Policy:
         """The sampler's law on that belief."""
         law = self.sampler.transition(self.adapter.process, prediction, x, step)
         std = law.std if step.std_scale is None else step.std_scale * law.std
-        return replace(law, std=std, channel_axis=channel_axis(self.adapter))
+        return replace(law, std=std, channel_axis=self.adapter.channel_axis)
 
 
 class Evaluations:

@@ -46,7 +46,7 @@ class Preview:
         self.network: Any = None
         if kind == "policy":
             return
-        if hasattr(adapter, "reentry"):
+        if not adapter.own_network:
             raise ModelError(
                 f"rollout.exploration.network={kind!r}: the generic adapter enters the pipeline's own network; use the "
                 "family's native adapter, or network=policy"
@@ -102,13 +102,12 @@ class Preview:
         if self.kind == "policy":
             yield
             return
-        adapter: Any = self.adapter
-        kept = adapter.network
-        adapter.network = self.network
+        kept = self.adapter.network
+        self.adapter.network = self.network
         try:
             yield
         finally:
-            adapter.network = kept
+            self.adapter.network = kept
 
 
 class _Cast(nn.Module):
@@ -155,9 +154,10 @@ def _require(kind: PreviewKind) -> None:
 def _without_adapter(network: nn.Module) -> nn.Module:
     """A frozen copy of the network as it was before peft wrapped its layers."""
     found: Any = copy.deepcopy(network)
-    found._forward_pre_hooks.clear()  # the run's own count of evaluations
+    # The run's own count of evaluations; torch has no public list of hooks.
+    found._forward_pre_hooks.clear()
     for part in found.modules():
-        if hasattr(part, "unload_lora") and getattr(part, "peft_config", None):
+        if vars(part).get("peft_config"):
             part.unload_lora()
     return found.requires_grad_(False).eval()
 

@@ -27,7 +27,7 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.evaluation.evaluator import Evaluator
 from flowrl.evaluation.held_out import RunPrompts, run_prompts
-from flowrl.models.base import ModelAdapter, ModelConfig, channel_axis, packed_grid, torch_dtype
+from flowrl.models.base import ModelAdapter, ModelConfig, packed_grid, torch_dtype
 from flowrl.models.savings import cast_frozen
 from flowrl.models.weights import Weights, component_names, trainable
 from flowrl.rollout.learned_noise import LearnedNoise, NoiseWeights
@@ -237,7 +237,7 @@ def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAd
     """The model, if rewards and prompts are of its kind."""
     adapter = resolved.model.build()
     for entry in () if watched is None else watched.distinct:
-        require_modality(entry.name, entry.reward.card, clips=getattr(adapter, "num_frames", 1) > 1)
+        require_modality(entry.name, entry.reward.card, clips=adapter.num_frames > 1)
     # Captions of pairs have no reference pictures.
     listed, (key, evaluated) = data.prompts.listed, data.prompts.looked_up
     first = listed[0] if data.given is None else Prompt("")
@@ -258,7 +258,7 @@ def _maps(algorithm: Method, adapter: ModelAdapter, world: World) -> Mapper | No
     spatial = algorithm.spatial
     if spatial is None:
         return None
-    layout = {"grid": packed_grid(adapter), "channel_axis": channel_axis(adapter)}
+    layout = {"grid": packed_grid(adapter), "channel_axis": adapter.channel_axis}
     return mapper(spatial, adapter.latent_shape(), world.device, **layout)
 
 

@@ -30,8 +30,9 @@ from flowrl.config.retired import run_tree
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.files import damaged, out_folder, writing
 from flowrl.models import sd3
-from flowrl.models.base import loading, null_components, resolve_path, torch_dtype
+from flowrl.models.base import torch_dtype
 from flowrl.models.classes import pipeline_class
+from flowrl.models.paths import loading, null_components, resolve_path
 from flowrl.models.weights import component_names, lora_file, lora_places, read_lora
 from flowrl.rollout.learned_noise import FILE, LearnedNoise
 from flowrl.run.handover import outdated, renew

@@ -146,8 +146,7 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
     """
     if scorer is None:
         return
-    height, width = getattr(adapter, "height", PROBE_PX), getattr(adapter, "width", PROBE_PX)
-    images = probe_batch(len(prompts), height, width, getattr(adapter, "num_frames", 1))
+    images = probe_batch(len(prompts), adapter.height, adapter.width, adapter.num_frames)
     given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
     told = [] if known is None else [entry.reward for entry in known.distinct]
     joined: dict[str, torch.Tensor] = {}

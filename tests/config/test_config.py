@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from flowrl.config.retired import run_tree
 from flowrl.config.schema import dump
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import apply_override, parse_yaml, validate
-from flowrl.diffusion.process import FlowProcess
+from flowrl.models.base import ModelAdapter
 from flowrl.scoring.entries import reward_plan
 
 TREE = {
@@ -745,6 +744,13 @@ def test_a_nested_name_that_is_missing_or_unknown_comes_with_the_valid_ones(read
     assert all(word in message for word in words), message
 
 
+def model_with(**facts: Any) -> ModelAdapter:
+    """A model of which nothing else is known."""
+    made = ModelAdapter()
+    vars(made).update(facts)
+    return made
+
+
 @pytest.mark.parametrize(
     ("key", "text"),
     [
@@ -757,20 +763,20 @@ def test_a_nested_name_that_is_missing_or_unknown_comes_with_the_valid_ones(read
 def test_guidance_below_the_scale_that_is_none_is_refused_where_it_changes_nothing(read, key, text):
     both = [f"{key}={text}", *(["rollout.guidance_scale=0.5"] if key.startswith("algorithm") else [])]
     resolved = resolve(read(*both))
-    message = refusal(check_model, resolved, SimpleNamespace(process=FlowProcess()))
+    message = refusal(check_model, resolved, ModelAdapter())
     assert message.startswith(key if not key.startswith("algorithm") else "rollout.guidance_scale")
     assert "guides above 1 only; set it to 1, which is no guidance" in message
     # The network takes the scale as an input; a pipeline that guides above 0; nothing is known yet.
     for adapter in (
-        SimpleNamespace(process=FlowProcess(), branches=lambda scale: 1),
-        SimpleNamespace(process=FlowProcess(), unguided=0.0),
+        model_with(branches=lambda scale: 1),
+        model_with(unguided=0.0),
         None,
     ):
         assert check_model(resolved, adapter) == []
     assert "guides above 0.7 only" in refusal(
-        check_model, resolve(read("rollout.guidance_scale=0.6")), SimpleNamespace(process=FlowProcess(), unguided=0.7)
+        check_model, resolve(read("rollout.guidance_scale=0.6")), model_with(unguided=0.7)
     )
-    assert check_model(resolve(read("rollout.guidance_scale=1")), SimpleNamespace(process=FlowProcess())) == []
+    assert check_model(resolve(read("rollout.guidance_scale=1")), ModelAdapter()) == []
 
 
 @pytest.mark.parametrize(

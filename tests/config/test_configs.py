@@ -13,7 +13,6 @@ import yaml
 from flowrl.commands.plan import PROCESSES, command, geometry, step_plan, transition_std
 from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ConfigError
-from flowrl.models.base import branches
 from flowrl.models.classes import choose
 from flowrl.planning import memory
 from tests.recipes import FOLDER, PAIRED, RECIPES, adapter, at, recipe
@@ -148,5 +147,5 @@ def test_its_plan_prints_without_a_network(offline, capsys, monkeypatch, name):
     branching = "edges trained" in text  # the steps of a tree say how many
     assert branching == (recipe(name).algorithm.name == "branch_grpo")
     assert branching or "sde, trained" in text
-    doubled = branches(model, recipe(name).run.rollout.guidance_scale) > 1
+    doubled = model.branches(recipe(name).run.rollout.guidance_scale) > 1
     assert ("CFG: each sample twice" in text) == doubled

@@ -17,6 +17,7 @@ from PIL import Image
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
 from flowrl.core.strict import validate
+from flowrl.models import _native, generic
 from flowrl.models._schedulers import path_of
 from flowrl.models.generic.options import find_networks
 from flowrl.run.trainer import Trainer
@@ -84,7 +85,8 @@ def configured(folder: Path, adapter: str, name: str, method: str, pipe: Any) ->
 def test_one_iteration_trains_and_saves(adapter, name, method, tmp_path, monkeypatch):
     pipe = tiny.make(name)
     # Larger language models are stubs, which no folder holds; a pipeline from a folder: tests/test_models_*.py.
-    monkeypatch.setattr(registry.load("models", adapter), "load_pipeline", lambda *_, **__: pipe)
+    loads = generic if adapter == "generic" else _native
+    monkeypatch.setattr(loads, "load_pipeline", lambda *_, **__: pipe)
     trainer = Trainer(configured(tmp_path, adapter, name, method, pipe))
     summary = trainer.fit()
     assert summary["status"] == "finished"

@@ -16,7 +16,7 @@ from flowrl.core.types import SampleId
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import solver_plan
-from flowrl.models.base import LoraSettings, channel_axis, packed_grid
+from flowrl.models.base import LoraSettings, packed_grid
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.weights import Weights
@@ -243,7 +243,7 @@ CHANNELS_LAST = ("flux", "qwen_image", "ltx", "chroma", "flux_2", "flux_2_klein"
 @pytest.mark.parametrize("name", [case for case in EVERY if case.values[0] in CHANNELS_LAST])
 def test_a_position_of_the_latents_is_the_place_of_the_picture_that_it_moves(name):
     model = adapter(name, tiny.CASES[name].sizes[1])
-    assert channel_axis(model) == 2
+    assert model.channel_axis == 2
     places = packed_grid(model) or tuple(n for axis, n in enumerate(model.latent_shape(), 1) if axis != 2)
     clean = torch.zeros(1, *model.latent_shape()).movedim(2, -1)
     before = model.decode(clean.movedim(-1, 2))[0]

@@ -10,7 +10,8 @@ from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 
 from flowrl.core.errors import ModelError
 from flowrl.models import sd3
-from flowrl.models.base import LoraSettings, asset_folder, null_components, resolve_path
+from flowrl.models.base import LoraSettings
+from flowrl.models.paths import asset_folder, null_components, resolve_path
 from tests import tiny_sd3 as tiny
 
 

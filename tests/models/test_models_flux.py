@@ -13,7 +13,7 @@ from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.schedules import shifted_linspace
 from flowrl.models import flux
-from flowrl.models.base import LoraSettings, branches, packed_grid
+from flowrl.models.base import LoraSettings, packed_grid
 from flowrl.models.weights import Weights
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
@@ -62,8 +62,8 @@ def test_every_sample_has_its_own_timestep(true_cfg):
 def test_the_embedded_guidance_costs_no_forward_and_is_seen():
     model = adapter()
     assert not torch.allclose(native.output(model, 3.5), native.output(model, 1.0), atol=1e-4)
-    assert [branches(model, scale) for scale in (1.0, 3.5)] == [1, 1]
-    assert branches(adapter(**TRUE_CFG), 1.0) == 2
+    assert [model.branches(scale) for scale in (1.0, 3.5)] == [1, 1]
+    assert adapter(**TRUE_CFG).branches(1.0) == 2
 
 
 def test_true_cfg_before_encoding_says_what_to_do():

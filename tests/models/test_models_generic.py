@@ -54,7 +54,7 @@ def around(name: str, made: Any, **options: Any) -> Generic:
 
 def test_a_folder_becomes_an_adapter_of_its_own_class(folder):
     model = generic.build(Config(path=str(folder), call=CALL))
-    assert model.name == "StableDiffusion3Pipeline"
+    assert model.kind == "StableDiffusion3Pipeline"
     assert isinstance(model.process, FlowProcess)
     assert (model.height, model.width) == (32, 32)
     assert next(model.pipeline.vae.parameters()).dtype == torch.float32

@@ -54,8 +54,7 @@ def build(name: str, path: Path, pipeline: Any = None, **options: Any) -> Any:
     config = module.Config(path=str(path), **({"height": 16, "width": 16} | own | options))
     if pipeline is None:
         return module.build(config)
-    kind = {"sd3": "Sd3", "flux": "Flux", "qwen_image": "QwenImage", "wan": "Wan", "generic": "Generic"}[name]
-    return getattr(module, kind)(pipeline, config)
+    return (module.Generic if name == "generic" else module.FAMILY.adapter)(pipeline, config)
 
 
 @EVERY

@@ -24,7 +24,6 @@ from flowrl.diffusion.process import VPProcess
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models import sd, sdxl
 from flowrl.models._schedulers import ADVERSARIAL, CONSISTENCY
-from flowrl.models.base import branches
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
@@ -307,7 +306,7 @@ def test_cps_with_all_its_noise_reproduces_the_consistency_models_own_call(scale
     """ddpo sheet 7, with the guidance that the network embeds: one forward at any scale."""
     pipe = consistency()
     model = adapter("sd", pipe)
-    assert [branches(model, s) for s in (1.0, 8.0)] == [1, 1]
+    assert [model.branches(s) for s in (1.0, 8.0)] == [1, 1]
     noise, x0 = drawn(model, cps.build(cps.Config()), 1.0, scale, 4)
     count = iter(range(4))
     monkeypatch.setattr(

@@ -177,7 +177,7 @@ def test_every_recipe_fits_its_model(name):
     run = recipe(name)
     config = run.model.config
     made = real(run.model.name, config.path, config.dtype)
-    adapter = type(made)(made.pipeline, config)
+    adapter = run.model.module.FAMILY.adapter(made.pipeline, config)
     names = [module for module, part in adapter.network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
     if config.lora is not None:
         for target in config.lora.targets or adapter.lora_targets:

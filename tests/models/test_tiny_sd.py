@@ -15,7 +15,7 @@ import torch
 from flowrl.rewards.shapes import detect, judge
 
 from flowrl import shapes
-from flowrl.models.base import resolve_path
+from flowrl.models.paths import resolve_path
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "assets" / "tiny-sd"

@@ -207,7 +207,7 @@ def test_the_policy_itself_needs_no_copy():
 
 def test_the_generic_adapter_has_no_copy():
     adapter = ToyAdapter()
-    adapter.reentry = object()
+    adapter.own_network = False
     with pytest.raises(ModelError, match=r"network='bfloat16': the generic adapter"):
         Preview(adapter, "bfloat16")
 

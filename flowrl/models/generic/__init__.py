@@ -24,9 +24,7 @@ __all__ = ["LEVEL", "Config", "Generic", "build", "skeleton"]
 
 def build(config: Config) -> Generic:
     """The adapter of the configured pipeline, with its weights."""
-    from diffusers import AutoModel, DiffusionPipeline
-
-    return Generic(load_pipeline(DiffusionPipeline, AutoModel, config), config)
+    return Generic(load_pipeline("DiffusionPipeline", "AutoModel", config), config)
 
 
 def skeleton(config: Config, folder: Path) -> Outline:

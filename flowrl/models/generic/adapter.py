@@ -16,7 +16,7 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.models._memory import require_native
 from flowrl.models._native import NO_ENCODERS
 from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
-from flowrl.models.base import ModelConfig, autocast, torch_dtype
+from flowrl.models.base import ModelAdapter, ModelConfig, autocast, torch_dtype
 from flowrl.models.generic.encoding import SHORT, Template, hushed, learn, one_by_one
 from flowrl.models.generic.entrance import PROBE_STEPS, Entrance
 from flowrl.models.generic.families import FAMILIES
@@ -44,12 +44,26 @@ class Config(ModelConfig):
         ModelConfig.__post_init__(self)
         require_native(self.shard)
 
+    @property
+    def frames(self) -> int:
+        return self.call.get("num_frames", self.call.get("frames", 1))
 
-class Generic(Entrance):
+
+class Generic(ModelAdapter):
     """Adapter around a pipeline; `pipeline` holds every part, `network` what is trained."""
 
+    own_network = False
+
     def __init__(self, pipeline: Any, config: Config) -> None:
-        Entrance.__init__(self, pipeline, config)
+        self.pipeline, self.config = pipeline, config
+        self.entrance = door = Entrance(pipeline, config)
+        self.family, self.networks, self.network = door.family, door.networks, door.network
+        self.reentry, self.guidance, self.call, self.pictures = door.reentry, door.guidance, door.call, door.pictures
+        self.path, self.process, self.prediction_type = door.path, door.path.process, door.path.prediction_type
+        self.size, self.height, self.width = door.size, door.size.height, door.size.width
+        self.distilled, self.num_frames, self.lora_targets = door.distilled, door.num_frames, door.lora_targets()
+        self.channel_axis, self.unguided = self.family.channel_axis, self.family.free_at
+        self.picture_limits, self.decodes_with_cond = door.pictures.limits, self.family.holds
         if self.path.is_flow and config.final_alpha != "model":
             raise ModelError(f"model.final_alpha={config.final_alpha}: a flow ends at sigma 0; leave it out")
         self.device, self.dtype = torch.device("cpu"), torch_dtype(config.dtype)
@@ -65,13 +79,13 @@ class Generic(Entrance):
             return self._template
         if self._freed:
             raise ModelError(NO_ENCODERS)
-        with self._explained(), hushed():
+        with self.entrance.explained(), hushed():
             template = learn(one_by_one(self._probe_calls) if self.family.singly else self._probe_calls)
             self._template = template
             self._probe = self._encode([SHORT], self._probe_pictures([SHORT]))
-            visit = self._enter(1, PROBE_GUIDANCE, **self._answers(self._probe), stop_at_network=True)
+            visit = self.entrance.enter(1, PROBE_GUIDANCE, **self._answers(self._probe), stop_at_network=True)
         if visit.latents is None or visit.timesteps is None or len(visit.latents) != 1:
-            raise ModelError(f"{self.name}: its loop does not start from the latents of prepare_latents()")
+            raise ModelError(f"{self.kind}: its loop does not start from the latents of prepare_latents()")
         self._shape, self._loop_dtype = tuple(visit.latents.shape[1:]), visit.latents.dtype
         self._grid_dtype = visit.timesteps.dtype
         if self.family.sized_by_picture:
@@ -83,7 +97,7 @@ class Generic(Entrance):
         self._times: dict[float, tuple[str, Tensor]] = {}
         self._entered = False
         self._mixable = not self.family.per_step
-        if self.name not in FAMILIES:
+        if self.kind not in FAMILIES:
             self._mixable = self._mixing_is_exact()
         return template
 
@@ -91,12 +105,12 @@ class Generic(Entrance):
         """What the scheduler is handed when the loop is entered with these latents [1, ...] of the probe."""
         options = {"timesteps": self._pin([timestep]), "latents": latents, "keep_dtype": True}
         with autocast(self.device, self.dtype):
-            stepped = self._enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options).latents
+            stepped = self.entrance.enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options).latents
         assert stepped is not None
         return stepped
 
     def _answers(self, cond: Condition) -> dict[str, Any]:
-        """Options of `_enter` that hand back what was encoded, for rows that may share a forward."""
+        """Options of an entry that hand back what was encoded, for rows that may share a forward."""
         assert self._template is not None
         options = self.pictures.rebuild(cond)
         answers = {"encode_prompt": self._template.rebuild(cond), **options.pop("answers", {})}
@@ -117,14 +131,15 @@ class Generic(Entrance):
         arguments |= options or self.pictures.arguments(pictures, len(prompts))
         return tuple(self.reentry.enter(arguments, stop_at_network=True).returned["encode_prompt"])
 
+    def dead_lora_modules(self) -> tuple[str, ...]:
+        return self.entrance.dead_lora_modules()
+
+    def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
+        return self.call.own(steps, guidance_scale)
+
     def latent_shape(self) -> tuple[int, ...]:
         self._learned()
         return self._shape
-
-    @property
-    def channel_axis(self) -> int:
-        """Of latents [B, ...]."""
-        return self.family.channel_axis
 
     def grid(self) -> tuple[int, ...] | None:
         """(h, w), or (T, h, w) of clips, that packed tokens are read from, row by row; None for other latents."""
@@ -134,18 +149,13 @@ class Generic(Entrance):
     def schedule(self, num_inference_steps: int) -> Schedule:
         self._learned()
         answers = self._answers(self._probe)
-        with torch.no_grad(), self._explained():
-            visit = self._enter(1, PROBE_GUIDANCE, steps=num_inference_steps, **answers, stop_at_network=True)
+        with torch.no_grad(), self.entrance.explained():
+            visit = self.entrance.enter(1, PROBE_GUIDANCE, steps=num_inference_steps, **answers, stop_at_network=True)
         assert visit.timesteps is not None
         grid = (visit.timesteps, visit.sigmas)
         return schedule_of(self.path, self.pipeline.scheduler, *grid, self.config.final_alpha, self.distilled)
 
     # ---- prompts
-
-    @property
-    def picture_limits(self) -> tuple[int, int]:
-        """Least and most pictures that a prompt must and may have."""
-        return self.pictures.limits
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], pictures: Sequence[Sequence[Image]] | None = None) -> Condition:
@@ -156,12 +166,12 @@ class Generic(Entrance):
             self.pictures.require(len(one))
         template = self._learned()
         if pictures is None and not self.family.singly:
-            with self._explained():
+            with self.entrance.explained():
                 return Condition.collate([self._encode(batch, ()) for batch in template.batches(list(prompts))])
         # One by one: a pipeline looks at the size of the first picture of a batch only, or takes one for all.
         rows = []
         for prompt, own in zip(prompts, pictures or [()] * len(prompts), strict=True):
-            with self._explained(f"with the {len(own)} picture(s) of the prompt {prompt[:60]!r}"):
+            with self.entrance.explained(f"with the {len(own)} picture(s) of the prompt {prompt[:60]!r}"):
                 rows.append(self._encode([prompt], self.pictures.fitted(own)))
         return Condition.collate(rows)
 
@@ -171,7 +181,7 @@ class Generic(Entrance):
 
         def enter(batch: int) -> Visit:
             texts = prompts if batch == len(prompts) else prompts * batch
-            return self._enter(batch, PROBE_GUIDANCE, prompts=texts, pictures=pictures, stop_at_network=True)
+            return self.entrance.enter(batch, PROBE_GUIDANCE, prompts=texts, pictures=pictures, stop_at_network=True)
 
         visit = enter(len(prompts))
         cond = self._template.condition(visit.returned["encode_prompt"], len(prompts))
@@ -225,7 +235,7 @@ class Generic(Entrance):
         if any(value != values[0] for value in values):
             times = torch.stack([self._time(value)[1] for value in values])
         with autocast(self.device, self.dtype):
-            visit = self._enter(
+            visit = self.entrance.enter(
                 len(x),
                 guidance_scale,
                 **self._answers(cond),
@@ -234,7 +244,7 @@ class Generic(Entrance):
                 times=times,
             )
         if visit.prediction is None or visit.prediction.shape != x.shape:
-            raise ModelError(f"{self.name}: its loop did not end in scheduler.step() with a prediction of {x.shape}")
+            raise ModelError(f"{self.kind}: its loop did not end in scheduler.step() with a prediction of {x.shape}")
         if not self._entered:
             self._require_own_latents(visit, x)
         return visit.prediction if self._sign == 1 else -visit.prediction
@@ -242,7 +252,7 @@ class Generic(Entrance):
     def _require_own_latents(self, visit: Visit, x: Tensor) -> None:
         """The loop must work on what prepare_latents() returned, unchanged."""
         if visit.latents is None or not torch.equal(visit.latents.to(self._loop_dtype), x.to(self._loop_dtype)):
-            raise ModelError(f"{self.name} changes the latents between prepare_latents() and scheduler.step()")
+            raise ModelError(f"{self.kind} changes the latents between prepare_latents() and scheduler.step()")
         self._entered = True
 
     def _pin(self, values: list[float]) -> Tensor:
@@ -256,7 +266,7 @@ class Generic(Entrance):
         if value not in self._times:
             x = torch.zeros(1, *self._shape, device=self.device)
             options = {"timesteps": self._pin([value]), "latents": x, "stop_at_network": True}
-            visit = self._enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options)
+            visit = self.entrance.enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options)
             self._times[value] = (visit.network, self._require_one_time(visit))
         return self._times[value]
 
@@ -266,7 +276,7 @@ class Generic(Entrance):
         if self.family.holds:
             fed = fed[fed != 0]  # what is held is clean
         if not bool((fed == fed[0]).all()):
-            raise ModelError(f"{self.name} feeds its network different timesteps within one sample")
+            raise ModelError(f"{self.kind} feeds its network different timesteps within one sample")
         return fed[0]
 
     @torch.no_grad()
@@ -291,11 +301,6 @@ class Generic(Entrance):
         slope = (float(high) - float(low)) / 500.0
         return slope, float(low) - 200.0 * slope
 
-    @property
-    def unguided(self) -> float:
-        """The scale up to which the pipeline's CFG does nothing."""
-        return self.family.free_at
-
     def branches(self, guidance_scale: float) -> int:
         """Forwards per sample: a scale that the network takes needs no second one, true CFG beside it does."""
         config = next(iter(self.networks.values())).config
@@ -314,11 +319,6 @@ class Generic(Entrance):
 
     # ---- pictures
 
-    @property
-    def decodes_with_cond(self) -> bool:
-        """A part of the clip is not among the latents: `decode` wants the conditions too."""
-        return self.family.holds
-
     @torch.no_grad()
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1]: the pipeline's call without its loop.
@@ -327,7 +327,7 @@ class Generic(Entrance):
         """
         self._learned()
         if self.family.holds and cond is None:
-            raise ValueError(f"{self.name} holds a part of the clip: decode(latents, cond) needs its conditions")
+            raise ValueError(f"{self.kind} holds a part of the clip: decode(latents, cond) needs its conditions")
         alone = self.family.holds or self.family.singly or self.family.decode_singly
         rows = torch.arange(len(latents)).split(1 if alone else len(latents))
         blank_rows = self._probe.index(torch.zeros(len(latents), dtype=torch.int64))
@@ -336,10 +336,10 @@ class Generic(Entrance):
 
     def _decode(self, latents: Tensor, cond: Condition) -> Tensor:
         options = {**self._answers(cond), "timesteps": self._pin([]), "output_type": "pt"}
-        visit = self._enter(len(latents), PROBE_GUIDANCE, latents=latents.float(), keep_dtype=True, **options)
+        visit = self.entrance.enter(len(latents), PROBE_GUIDANCE, latents=latents.float(), keep_dtype=True, **options)
         output = visit.output[0] if isinstance(visit.output, tuple) else visit.output
         if not torch.is_tensor(output) or len(output) != len(latents):
-            raise ModelError(f"{self.name} decodes to {type(output).__name__}, not to one picture or clip per sample")
+            raise ModelError(f"{self.kind} decodes to {type(output).__name__}, not to one picture or clip per sample")
         pictures = output.float().clamp(0, 1)
         return pictures[:, 0] if pictures.ndim == 5 and self.num_frames == 1 else pictures
 

@@ -172,9 +172,9 @@ def guidance_of(family: Family, pipeline: Any, parameters: Any, network: nn.Modu
     """How the pipeline is guided."""
     if family.guidance is not None:
         return family.guidance
-    if getattr(pipeline, "guider", None) is not None:
+    if pipeline.components.get("guider") is not None:
         return "guider"
-    embeds = bool(getattr(network.config, "guidance_embeds", False))
+    embeds = bool(network.config.get("guidance_embeds", False))
     if "guidance_scale" in parameters and (embeds or "true_cfg_scale" not in parameters):
         return "embedded" if embeds else "cfg"
     return "true_cfg" if "true_cfg_scale" in parameters else "none"
@@ -182,5 +182,4 @@ def guidance_of(family: Family, pipeline: Any, parameters: Any, network: nn.Modu
 
 def dead_modules(family: Family, network: nn.Module, prefix: str) -> tuple[str, ...]:
     """The family's unused modules by their names in the network."""
-    blocks = getattr(network, "transformer_blocks", ())
-    return tuple(prefix + name.format(last=len(blocks) - 1) for name in family.dead)
+    return tuple(prefix + name.format(last=len(network.transformer_blocks) - 1) for name in family.dead)

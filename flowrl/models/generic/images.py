@@ -110,7 +110,7 @@ class Pictures:
     @property
     def limits(self) -> tuple[int, int]:
         """Least and most pictures of a prompt."""
-        if self.family.pictures and getattr(self.config, "image_dim", None):
+        if self.family.pictures and self.config.get("image_dim"):
             # Such a Wan embeds one picture; with a table of positions always two, the first and the last frame.
             count = 1 if self.config.pos_embed_seq_len is None else 2
             return count, count

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
 from flowrl.core.registry import suggest
-from flowrl.models.base import ModelConfig, lacks
+from flowrl.models.base import ModelConfig
 from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
+from flowrl.models.paths import lacks
 
 _NETWORKS = ("transformer", "transformer_2", "unet")
 _OURS = {
@@ -35,7 +36,7 @@ def find_networks(pipeline: Any) -> dict[str, nn.Module]:
     Raises:
         ModelError: none of the known names.
     """
-    found = {name: part for name in _NETWORKS if isinstance(part := getattr(pipeline, name, None), nn.Module)}
+    found = {name: part for name in _NETWORKS if isinstance(part := pipeline.components.get(name), nn.Module)}
     if not found:
         raise ModelError(
             f"{type(pipeline).__name__} has no denoiser under the names {', '.join(_NETWORKS)}; "
@@ -66,7 +67,8 @@ def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> 
 
 def check_components(pipeline: Any) -> None:
     """Raise ModelError where a part is null that the pipeline's class does not call optional."""
-    optional = set(getattr(pipeline, "_optional_components", ()))
+    # diffusers says in a private attribute alone which parts may be null.
+    optional = set(pipeline._optional_components)
     # transformer_2 and a second or third text encoder are left out by some models of a family, on purpose.
     needed = {"vae", "scheduler", "text_encoder", "tokenizer"}
     for name, part in pipeline.components.items():
@@ -101,11 +103,11 @@ class Size:
             ModelError: there is no default, or a side is no multiple of the unit.
         """
         scale = _scale(pipeline)
-        patch = family.patch or getattr(network.config, "patch_size", None) or 1
+        patch = family.patch or network.config.get("patch_size") or 1
         patch = int(patch[-1]) if isinstance(patch, list | tuple) else int(patch)
         sides = []
-        for place, name in enumerate(("height", "width")):
-            side = getattr(config, name) or _default_side(pipeline, name, place, parameters, network, scale)
+        for place, (name, asked) in enumerate((("height", config.height), ("width", config.width))):
+            side = asked or _default_side(pipeline, name, place, parameters, network, scale)
             if side is None:
                 raise ModelError(f"{type(pipeline).__name__} has no default size: set model.height and model.width")
             if side <= 0 or side % (scale * patch):
@@ -138,8 +140,13 @@ class Size:
 
 def _scale(pipeline: Any) -> int:
     """Pixels a side of one latent pixel."""
-    scales = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor")
-    return next((int(value) for name in (*scales, "vae_scale_factor") if (value := getattr(pipeline, name, None))), 1)
+    names = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor")
+    return int(_attribute(pipeline, *names, "vae_scale_factor") or 1)
+
+
+def _attribute(pipeline: Any, *names: str) -> Any:
+    """The first of a pipeline's attributes that it has and that says something, or None: classes name them freely."""
+    return next((value for name in names if (value := getattr(pipeline, name, None))), None)
 
 
 def _default_side(
@@ -149,10 +156,10 @@ def _default_side(
     default = parameters[name].default if name in parameters else None
     if isinstance(default, int):
         return default
-    fixed = getattr(pipeline, f"default_{name}", None)
+    fixed = _attribute(pipeline, f"default_{name}")
     if isinstance(fixed, int):
         return fixed
-    sample = getattr(pipeline, "default_sample_size", None) or getattr(network.config, "sample_size", None)
+    sample = _attribute(pipeline, "default_sample_size") or network.config.get("sample_size")
     if isinstance(sample, list | tuple):
         sample = sample[place - 2]
     return int(sample) * scale if sample else None
@@ -163,9 +170,9 @@ def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, netw
     name = next((name for name in ("num_frames", "frames") if name in parameters), None)
     if name is None:
         return 1
-    asked = given.get(name) or parameters[name].default or getattr(network.config, "sample_frames", None) or 1
-    scales = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
-    step = next((int(value) for scale in scales if (value := getattr(pipeline, scale, None))), 1)
+    asked = given.get(name) or parameters[name].default or network.config.get("sample_frames") or 1
+    names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+    step = int(_attribute(pipeline, *names) or 1)
     # The pipelines round down to whole latent frames behind the first.
     return (int(asked) - 1) // step * step + 1
 

@@ -52,7 +52,7 @@ class Outline(Generic):
                 self._encoded = self._encode([LONG], self._probe_pictures([LONG]))
                 self._middle = float(Generic.schedule(self, PROBE_STEPS).timesteps[1])
             except NotImplementedError as error:
-                raise ModelError(f"{self.name}: {str(error).splitlines()[0]}") from error
+                raise ModelError(f"{self.kind}: {str(error).splitlines()[0]}") from error
 
     @contextmanager
     def _standing_in(self, pipeline: Any) -> Iterator[None]:
@@ -65,7 +65,7 @@ class Outline(Generic):
             if name.startswith("tokenizer") and encoder is not None:
                 made[name] = tokenizer(self._folder / name, encoder.config)
         pipeline.__dict__.update(made)
-        if hasattr(pipeline, "tokenizer_max_length") and "tokenizer" in made:
+        if "tokenizer_max_length" in vars(pipeline) and "tokenizer" in made:
             pipeline.tokenizer_max_length = made["tokenizer"].model_max_length
         try:
             yield
@@ -90,8 +90,10 @@ class Outline(Generic):
             }
         )
 
+    def encoder_tokens(self, name: str, encoder: nn.Module) -> int:
+        return self.text_tokens[name]
+
     def condition_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one prompt's embeddings."""
         return {name: tuple(value[0].shape) for name, value in self._encoded.tensors.items()}
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
@@ -112,7 +114,13 @@ class Outline(Generic):
             yield
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
             reason = (str(error).splitlines() or [""])[0]
-            raise Unmeasurable(f"{self.name} on tensors without values: {type(error).__name__}: {reason}") from error
+            raise Unmeasurable(f"{self.kind} on tensors without values: {type(error).__name__}: {reason}") from error
+
+
+def text_entries(config: Any) -> dict[str, Any]:
+    """Entries of an encoder's configuration, or of the part for text where it has several."""
+    entries = config.to_dict()
+    return entries.get("text_config") or entries
 
 
 class Answer(dict):
@@ -144,16 +152,17 @@ class StandIn(nn.Module):
         super().__init__()
         self.config, self.dtype, self.device = encoder.config, encoder.dtype, torch.device("cpu")
         self._kind, self._name, self._seen = type(encoder).__name__, name, seen
-        text = getattr(self.config, "text_config", self.config)
-        self._width = next(getattr(text, key) for key in ("hidden_size", "d_model") if hasattr(text, key))
-        self._layers = next(getattr(text, key) for key in ("num_hidden_layers", "num_layers") if hasattr(text, key))
+        text = text_entries(encoder.config)
+        self._width = next(text[key] for key in ("hidden_size", "d_model") if key in text)
+        self._layers = next(text[key] for key in ("num_hidden_layers", "num_layers") if key in text)
+        self._pooled = text_entries(encoder.config).get("projection_dim") or self._width
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Answer:
         batch, tokens = input_ids.shape
         self._seen[self._name] = max(self._seen.get(self._name, 0), tokens)
         values = (input_ids.to(self.dtype) + 1)[..., None] / 512
         state = values.expand(batch, tokens, self._width)
-        pooled = values.mean(1).expand(batch, getattr(self.config, "projection_dim", None) or self._width)
+        pooled = values.mean(1).expand(batch, self._pooled)
         states = {"last_hidden_state": state, "pooler_output": pooled, "hidden_states": (state,) * (self._layers + 1)}
         if self._kind.endswith("WithProjection"):
             return Answer({"text_embeds": pooled} | states)
@@ -166,7 +175,7 @@ def tokenizer(folder: Path, encoder: Any) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder)
-    positions = getattr(getattr(encoder, "text_config", encoder), "max_position_embeddings", None) or LONGEST
+    positions = text_entries(encoder).get("max_position_embeddings") or LONGEST
     return Tokens(positions if positions < 1000 else LONGEST)
 
 

@@ -142,13 +142,13 @@ class Reentry:
     ) -> None:
         kind = type(pipeline)
         self.pipeline, self.networks, self.holds = pipeline, networks, holds
-        self.answered = [name for name in ("encode_prompt", *answered) if callable(getattr(pipeline, name, None))]
-        self._call: Callable[..., Any] = getattr(kind.__call__, "__wrapped__", kind.__call__)
+        self.answered = [name for name in ("encode_prompt", *answered) if self._method(name) is not None]
+        self._call: Callable[..., Any] = inspect.unwrap(kind.__call__)
         self.parameters = inspect.signature(kind.__call__).parameters
         self._signatures = {name: inspect.signature(network.forward) for name, network in networks.items()}
         self._rest: dict[tuple, Prepared] = {}
         for part in ("encode_prompt", "prepare_latents"):
-            if not callable(getattr(pipeline, part, None)):
+            if self._method(part) is None:
                 raise ModelError(
                     f"{kind.__name__} has no {part}(): the generic adapter cannot enter its call again; "
                     "write a native adapter (docs/models.md)"
@@ -157,6 +157,11 @@ class Reentry:
         for name, network in networks.items():
             if self.time_argument(name) is None:
                 raise ModelError(f"{kind.__name__}: {type(network).__name__} takes no timestep")
+
+    def _method(self, name: str) -> Any:
+        """The pipeline's method of that name, or None."""
+        found = getattr(self.pipeline, name, None)
+        return found if callable(found) else None
 
     def time_argument(self, network: str) -> str | None:
         """Name of the network's timestep argument."""
@@ -211,7 +216,7 @@ class Reentry:
             with suppress(_Stop):
                 visit.output = self._call(self.pipeline, **options)
         visit.timesteps = scheduler.timesteps
-        sigmas = getattr(scheduler, "sigmas", None)
+        sigmas = vars(scheduler).get("sigmas")
         visit.sigmas = torch.as_tensor(sigmas) if sigmas is not None else None
         return visit
 
@@ -220,7 +225,7 @@ class Reentry:
         if values is not None:
             answers = iter(values)
             return lambda *_, **__: next(answers)
-        real = getattr(self.pipeline, method)
+        real = self._method(method)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             value = real(*args, **kwargs)

@@ -104,7 +104,7 @@ class Pairing:
         entries = build_rewards(resolved.rewards)
         self.scorer: Scorer = build_scorer(entries)
         self.adapter: ModelAdapter = resolved.model.build()
-        if getattr(self.adapter, "num_frames", 1) > 1:
+        if self.adapter.num_frames > 1:
             raise ConfigError(
                 "model.num_frames: `flowrl pairs` makes pairs of pictures, and this model makes clips; set it to 1"
             )
