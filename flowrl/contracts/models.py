@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from flowrl.contracts.laws import Law, law, require
-from flowrl.models.base import branches, unguided
 from flowrl.rollout.library import Model
 from flowrl.rollout.policy import Evaluations
 
@@ -24,12 +23,12 @@ def latents(model: Model, count: int) -> Tensor:
 
 def guided_scale(model: Model) -> float:
     """A guidance scale that does something; that of none for a model that takes no other."""
-    scale = 2 + unguided(model.adapter)
+    scale = 2 + model.adapter.unguided
     try:
         with torch.no_grad():
             predicted(model, latents(model, 1), [1], (0,), scale)
     except ValueError:
-        return unguided(model.adapter)
+        return model.adapter.unguided
     return scale
 
 
@@ -64,7 +63,7 @@ def prediction(model: Model) -> str:
     require(base.shape == x.shape, f"{tuple(base.shape)} for latents {tuple(x.shape)}")
     require(bool(base.isfinite().all()), "not finite")
     changes = {"prompt": ([1], (1,), scale), "timestep": ([-1], (0,), scale)}
-    if scale > unguided(model.adapter):
+    if scale > model.adapter.unguided:
         changes["guidance scale"] = ([1], (0,), 2 * scale)
     for what, (nodes, rows, other) in changes.items():
         found = predicted(model, x, nodes, rows, other)
@@ -100,8 +99,8 @@ def rows(model: Model) -> str:
 def forwards(model: Model) -> str:
     counter, x, costs = Evaluations(model.adapter.network), latents(model, 1), []
     guided_scale(model)  # the first forward may look at the pipeline too
-    for scale in (unguided(model.adapter), guided_scale(model)):
-        before, told = counter.rows, branches(model.adapter, scale)
+    for scale in (model.adapter.unguided, guided_scale(model)):
+        before, told = counter.rows, model.adapter.branches(scale)
         predicted(model, x, [1], (0,), scale)
         costs.append(counter.rows - before)
         require(costs[-1] == told, f"{costs[-1]} at guidance {scale:g}, and it says {told}")
