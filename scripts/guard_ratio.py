@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._grpo import GrpoBase
+from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.grpo_guard import normalised_log_ratio
 from flowrl.config.load import load_config, resolve
 from flowrl.core.console import log, set_up_logging
@@ -115,7 +115,7 @@ class Probe:
         for batch, _ in work.batches(number):
             policy, old = networks.transition(batch), batch.columns["mean_old"]
             values = {
-                "plain": GrpoBase.log_ratio(algorithm, policy, batch, sampler),
+                "plain": EdgeMethod.log_ratio(algorithm, policy, batch, sampler),
                 "ratio_norm": normalised_log_ratio(policy, old, batch.next_latents),
                 "own": algorithm.log_ratio(policy, batch, sampler),
                 "square": (policy.mean - old).square().flatten(1).mean(dim=1),

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from flowrl.core.types import Identity
-from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages, aggregate, unclipped
+from flowrl.credit.advantages import Advantages, RuleConfig, advantages, aggregate, unclipped
 from flowrl.credit.history import RewardHistory
 
 
 class Rule:
     """A configured advantage rule. What it remembers belongs into the checkpoint."""
 
-    def __init__(self, config: AdvantageConfig) -> None:
+    def __init__(self, config: RuleConfig) -> None:
         self.config = config
         self.history = None if config.history is None else RewardHistory(config.history)
 

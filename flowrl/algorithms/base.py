@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
-from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.credit.critic import ValueConfig, ValueNetwork
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.credit.tree_credit import propagated
@@ -30,6 +30,7 @@ from flowrl.diffusion.process import Process
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solvers import SolverName
 from flowrl.diffusion.training_times import Times, TimesConfig, draw, of_process
+from flowrl.diffusion.tree_shapes import Branching
 from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.models.weights import Weights
 from flowrl.rollout.learned_noise import NoiseWeights
@@ -69,7 +70,7 @@ class Options:
     """Sampler where the run names none."""
     least_trees: ClassVar[int] = 1
     """Trees that a prompt needs at least, to have something to compare."""
-    advantages: ClassVar[AdvantageConfig | None] = None
+    advantages: ClassVar[RuleConfig | None] = None
     """Advantage rule; None: that of `group` with its defaults, or the method credits by itself."""
     guidance_scale: ClassVar[float | None] = None
     """Guidance scale of the training forward; None: the rollout's."""
@@ -98,6 +99,11 @@ class Options:
     """Guidance scale of the role "reference" where guidance is CFG; None: that of the policy."""
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Snapshots of the weights that these options ask for."""
+        return ()
+
+    @property
     def by_position(self) -> bool:
         """Whether every latent position has its own ratio."""
         return self.spatial is not None and self.spatial.ratio == "position"
@@ -114,9 +120,18 @@ class Options:
         """
         return self.default_terms if self.times is None else self.times.terms(num_steps)
 
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching | None:
+        """The tree of an iteration on a grid of so many steps; None: there is none.
+
+        Raises:
+            ValueError: it does not fit the grid, naming the key.
+        """
+        return None
+
     def leaves(self, num_steps: int) -> int:
         """Samples of a tree on a grid of so many steps; 1: there is none."""
-        return 1
+        tree = self.tree(num_steps, 1, 0)
+        return 1 if tree is None else tree.leaves
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         """Refuse what the run's sampler and number of denoising steps do not allow."""
@@ -124,7 +139,7 @@ class Options:
     def check_group(self, group_size: int) -> None:
         """Refuse what a group of this size cannot give."""
         if self.advantages is not None:
-            self.advantages.check_group(group_size)
+            self.advantages.rule().check_group(group_size)
 
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
         """Refuse numbers of samples, denoising steps and optimizer steps of an iteration that do not go together."""
@@ -184,8 +199,9 @@ class Method(Generic[C]):
     """Attributes with plain data that belong into the checkpoint."""
 
     def __init__(self, config: C) -> None:
-        self.config, self.rule = config, Rule(config.advantages or AdvantageConfig())
-        self.passes = config.passes
+        rule = RuleConfig() if config.advantages is None else config.advantages.rule()
+        self.config, self.rule = config, Rule(rule)
+        self.passes, self.spatial = config.passes, config.spatial
 
     @property
     def frozen(self) -> int:
@@ -281,7 +297,7 @@ class EdgeMethod(Method[C]):
 
     def __init__(self, config: C) -> None:
         super().__init__(config)
-        self.spatial = config.spatial
+        self.roles = config.roles
 
     @property
     def weighs_paths(self) -> bool:
@@ -289,8 +305,8 @@ class EdgeMethod(Method[C]):
         return self.config.path_weight != 0
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        """All steps but the last are stochastic and trained."""
-        return window(schedule, sampler.default_noise_level())
+        """Stochastic and trained at `sde_steps`, or at all steps but the last."""
+        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
     def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
         """Credit by edge from that of the samples, if the plan branches: the mean of the leaves after an edge."""

@@ -19,20 +19,22 @@ and its width pruning by branch keeps the earliest half of each suffix (here: th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._tree import DepthwiseConfig, DepthwiseGrpo, totals
-from flowrl.credit import tree_credit as credit_on
+from flowrl.algorithms._tree import NodeConfig, by_nodes, path_weights, totals, tree_of, tree_plan
+from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
 from flowrl.credit.advantages import Advantages
-from flowrl.credit.tree_credit import DepthWindow
+from flowrl.credit.tree_credit import DepthWindow, Scale, depthwise, extremes, fuse, parent_top1
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching, splits
 from flowrl.diffusion.windows import MixWindow, mix_window
+from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
@@ -41,9 +43,16 @@ _PRESET = {"dance_sde": 1e-3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DepthwiseConfig):
+class Config(ClippedOptions):
     default_sampler: ClassVar[str] = "dance_sde"
 
+    path_weight: float = 0.0
+    """beta: leaves after an edge count by exp(beta z), z how likely the path to them was among them (standardised
+    log-prob); 0: all alike."""
+    advantages: NodeConfig = field(default_factory=NodeConfig)
+    """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
+    scale: Scale = field(default_factory=Scale)
+    """How nodes are compared (`flowrl/credit/tree_credit.py`)."""
     splits: list[int] | None = None
     """Steps at which every node has `children` children; null: where 0, 3, 6, 9 of 20 steps lie on the run's grid."""
     children: int = 2
@@ -63,7 +72,7 @@ class Config(DepthwiseConfig):
     {strategy: frozen, size: 4}."""
 
     def __post_init__(self) -> None:
-        DepthwiseConfig.__post_init__(self)
+        ClippedOptions.__post_init__(self)
         if self.spread is not None and not (math.isfinite(self.spread) and self.spread >= 0):
             raise ValueError(f"spread={self.spread} must be a number of at least 0, or null for independent siblings")
         given = self.splits
@@ -74,10 +83,10 @@ class Config(DepthwiseConfig):
 
     def clip(self, sampler: Sampler) -> float:
         law = type(sampler).__module__.rpartition(".")[2]
-        return _PRESET[law] if self.clip_range is None and law in _PRESET else DepthwiseConfig.clip(self, sampler)
+        return _PRESET[law] if self.clip_range is None and law in _PRESET else ClippedOptions.clip(self, sampler)
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        DepthwiseConfig.check(self, sampler, num_steps)
+        ClippedOptions.check(self, sampler, num_steps)
         if self.split_inflation != 1 and sampler.log_prob_form == "unscaled":
             raise ValueError(
                 f"split_inflation={self.split_inflation}: the sampler's log-prob form 'unscaled' leaves the std out, "
@@ -115,24 +124,33 @@ class Config(DepthwiseConfig):
         return found
 
 
-class BranchGrpo(DepthwiseGrpo[Config]):
+class BranchGrpo(EdgeMethod[Config]):
     level = LEVEL
+    loss = clipped_loss
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        found = DepthwiseGrpo.plan(self, schedule, sampler, iteration, seed)
+        found = tree_plan(self, schedule, sampler, iteration, seed)
         return replace(found, spread=self.config.spread, inflation=self.config.split_inflation)
 
-    def pruned(
-        self, credit: Advantages, rewards: Tensor, weights: Tensor, tree: Branching, iteration: int
-    ) -> Tensor | Literal[False]:
-        config, total = self.config, totals(credit, rewards, weights)
+    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+        config, paths = self.config, path_weights(rollout, self.config.path_weight)
+
+        def compare(total: Tensor, tree: Branching) -> Tensor:
+            return depthwise(fuse(total, tree, paths), total, tree, config.scale)
+
+        left_out = self.pruned(totals(credit, rollout.rewards, weights), tree_of(rollout), iteration)
+        return by_nodes(credit, rollout, weights, config.advantages, compare, left_out)
+
+    def pruned(self, total: Tensor, tree: Branching, iteration: int) -> Tensor:
+        """Edges that are left out by the rewards [P, G] of the leaves, [P, G, K] bool."""
+        config = self.config
         left_out = torch.zeros(*total.shape, tree.num_steps, dtype=torch.bool)
         if config.depth is not None:
             left_out[..., list(config.depth.steps(tree, iteration))] = True
         if config.prune == "parent_top1":
-            left_out |= credit_on.parent_top1(credit_on.fuse(total, tree), tree)
+            left_out |= parent_top1(fuse(total, tree), tree)
         elif config.prune == "extremes":
-            left_out |= credit_on.extremes(total, tree, config.keep)
+            left_out |= extremes(total, tree, config.keep)
         return left_out
 
 

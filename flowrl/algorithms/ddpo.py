@@ -16,30 +16,29 @@ Source: arXiv 2305.13301; kvablack/ddpo-pytorch:scripts/train.py, config/base.py
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from flowrl.algorithms._grpo import (
-    SubsetConfig,
-    SubsetGrpo,
-    Terms,
-    clipped_terms,
-    merged,
-    ratio_metrics,
-    with_reference,
-)
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.dance_grpo import check_kept, check_share, random_steps
+from flowrl.algorithms.flow_grpo import ClippedOptions, Terms, clipped_terms, merged, ratio_metrics, with_reference
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.history import HistoryConfig
+from flowrl.diffusion.plan import StepPlan, noisy_steps, window
+from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch
+from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(SubsetConfig):
+class Config(ClippedOptions):
     default_sampler: ClassVar[str] = "ddim"
-    LAST: ClassVar[bool] = True
 
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all that leave noise."""
+    timestep_fraction: float = 1.0
+    """Share of the trained steps that each sample keeps, rounded down."""
     estimator: Literal["importance", "score"] = "importance"
     """`importance`: the clipped ratio (DDPO-IS); `score`: REINFORCE (DDPO-SF), for one update per rollout."""
     advantages: AdvantageConfig = field(
@@ -49,13 +48,22 @@ class Config(SubsetConfig):
     """Times that an iteration goes through its samples."""
 
     def __post_init__(self) -> None:
-        SubsetConfig.__post_init__(self)
+        ClippedOptions.__post_init__(self)
+        check_share(self.timestep_fraction)
         if self.passes < 1:
             raise ValueError(f"passes={self.passes} must be at least 1")
         if self.estimator == "score" and self.passes > 1:
             raise ValueError(
                 f"passes={self.passes}: estimator=score is right for the policy that drew the samples; use 1"
             )
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        ClippedOptions.check(self, sampler, num_steps)
+        # The most there can be: whether the last step is among them is known once there is a grid.
+        self.check_trained(1, num_steps if self.sde_steps is None else len(self.sde_steps))
+
+    def check_trained(self, samples: int, trained: int) -> None:
+        check_kept(self.timestep_fraction, trained)
 
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
         """Refuse optimizer steps of an iteration that the estimator does not allow."""
@@ -66,21 +74,24 @@ class Config(SubsetConfig):
             )
 
 
-class Ddpo(SubsetGrpo[Config]):
-    level = LEVEL
+def noisy_plan(method: EdgeMethod[Any], schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+    """Stochastic and trained at `sde_steps`, or at all steps that leave noise."""
+    steps = noisy_steps(schedule) if method.config.sde_steps is None else method.config.sde_steps
+    return window(schedule, sampler.default_noise_level(), steps)
 
-    def __init__(self, config: Config) -> None:
-        SubsetGrpo.__init__(self, config)
-        self.passes = config.passes
+
+class Ddpo(EdgeMethod[Config]):
+    level = LEVEL
+    plan = noisy_plan
+    kept_edges = random_steps
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         policy, sampler = networks.transition(batch), networks.policy.sampler
         log_ratio = self.log_ratio(policy, batch, sampler)
         if self.config.estimator == "importance":
-            terms = clipped_terms(log_ratio, merged(batch), self.config.clip(sampler))
+            terms = clipped_terms(log_ratio, [merged(batch)], self.config.clip(sampler))
         else:
-            (advantage,) = merged(batch)
-            loss = -advantage * log_ratio  # less log p_old, a constant, so that it begins at 0
+            loss = -merged(batch) * log_ratio  # less log p_old, a constant, so that it begins at 0
             terms = Terms(loss, ratio_metrics(log_ratio, loss), {"policy/ratio": log_ratio.detach().exp()})
         return with_reference(terms, policy, batch, networks, self.config.kl)
 

@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
-from flowrl.algorithms._grpo import ClippedConfig, GrpoBase, KLConfig, merged, ratio_metrics
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms.base import EdgeMethod, Networks, Options
+from flowrl.algorithms.ddpo import noisy_plan
+from flowrl.algorithms.flow_grpo import check_steps, clip_preset, merged, ratio_metrics
+from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
-from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.credit.advantages import Advantages
 from flowrl.credit.critic import ValueConfig, ValueNetwork
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.losses.ratio import clamped_ratio_loss, clipped_ratio_loss
 from flowrl.rollout.transitions import Transitions
+from flowrl.samplers.base import Sampler
 
 LEVEL = "experimental"
 
@@ -44,22 +47,28 @@ class CriticConfig(ValueConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnchorKL(KLConfig):
+class AnchorKL:
     coef: float = 0.01
+    """Weight of the KL to the reference; 0 computes no reference."""
     form: Literal["gaussian", "eps_mse"] = "gaussian"
     """`gaussian`: KL of the step's two Gaussians, mean over dims of (mean - mean_ref)^2 / (2 std^2); `eps_mse`: mean of
     (eps_hat - eps_hat_ref)^2, as released."""
 
     def __post_init__(self) -> None:
-        if self.divisor is not None:
-            raise ValueError(f"kl.divisor={self.divisor!r}: leave it out; kl.form says which KL there is")
+        if self.coef < 0:
+            raise ValueError(f"coef={self.coef} must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedConfig):
+class Config(Options):
     default_sampler: ClassVar[str] = "ddim"
-    LAST: ClassVar[bool] = True
 
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all that leave noise."""
+    guidance_scale: float | None = None
+    """Guidance scale of the training forward; only rollout's or null is accepted."""
+    clip_range: float | None = None
+    """Bound on |ratio - 1|, in the units of the sampler's log-prob form; null: the published value for the sampler."""
     buffer: int = 1000
     """Newest transitions of the run that are kept."""
     batch: int = 24
@@ -75,20 +84,24 @@ class Config(ClippedConfig):
     kl: AnchorKL = field(default_factory=AnchorKL)
 
     def __post_init__(self) -> None:
-        ClippedConfig.__post_init__(self)
-        if self.advantages != AdvantageConfig():
-            raise ValueError("advantages: the value network is what rewards are compared with; leave it out")
-        if self.old_log_prob != "rollout":
-            raise ValueError(
-                f"old_log_prob={self.old_log_prob!r}: transitions are mixed anew for every update, so no batch of the "
-                "rollout or of an earlier update is repeated; use rollout"
-            )
-        for name in ("buffer", "batch", "policy_steps", "reward_weight"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        check_steps(self.sde_steps)
+        require_positive(
+            clip_range=self.clip_range,
+            buffer=self.buffer,
+            batch=self.batch,
+            policy_steps=self.policy_steps,
+            reward_weight=self.reward_weight,
+        )
 
-    def check_group(self, group_size: int) -> None:
-        """V compares a sample with no other of its prompt, so one is enough."""
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("reference",) if self.kl.coef > 0 else ()
+
+    def clip(self, sampler: Sampler) -> float:
+        return clip_preset(sampler, "plain") if self.clip_range is None else self.clip_range
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        self.clip(sampler)
 
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
         """Refuse updates that are counted elsewhere, and a buffer that can hold no iteration."""
@@ -110,11 +123,12 @@ class Config(ClippedConfig):
             )
 
 
-class Dpok(GrpoBase[Config]):
+class Dpok(EdgeMethod[Config]):
     level = LEVEL
+    plan = noisy_plan
 
     def __init__(self, config: Config) -> None:
-        GrpoBase.__init__(self, config)
+        super().__init__(config)
         self.passes = config.policy_steps
         self.transitions: Transitions = Transitions(config.buffer)
         self.critic: ValueNetwork | None = None
@@ -125,7 +139,6 @@ class Dpok(GrpoBase[Config]):
         return plain_rewards(rewards, weights)
 
     def judge(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
-        """The critic, made for so many features of a transition where there is none yet."""
         if self.critic is None:
             self.critic = ValueNetwork(features, seed, self.config.value.learning_rate, device, num_steps)
             if self.saved:
@@ -138,8 +151,7 @@ class Dpok(GrpoBase[Config]):
         law = policy.distribution(belief, batch.latents, batch.start).at(batch.parent)
         log_ratio, bound = self.log_ratio(law, batch, sampler), config.clip(sampler)
         rule = clamped_ratio_loss if config.surrogate == "clamp" else clipped_ratio_loss
-        (advantage,) = merged(batch)
-        surrogate, clipped = rule(log_ratio, advantage, (bound, bound))
+        surrogate, clipped = rule(log_ratio, merged(batch), (bound, bound))
         loss = config.reward_weight * surrogate
         metrics = ratio_metrics(log_ratio, loss) | {"policy/clip_fraction": clipped.float().sum()}
         if config.kl.coef > 0:

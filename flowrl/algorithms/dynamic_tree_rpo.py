@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import leaf_advantages
-from flowrl.algorithms._grpo import clipped_terms, merged, with_reference
-from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase, totals
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms._tree import by_leaves, totals, tree_plan
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_terms, merged, with_reference
 from flowrl.core.types import Edges
-from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching, splits
@@ -57,7 +57,7 @@ class TuningConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(TreeConfig):
+class Config(ClippedOptions):
     children: int = 2
     """Of each node in the window; a tree has children^size leaves."""
     window: MixWindow = field(default_factory=MixWindow)
@@ -70,10 +70,13 @@ class Config(TreeConfig):
     """s: how the clip range depends on the advantage; 0: not at all."""
     tuning: TuningConfig | None = None
     """LayerTuning; null: none."""
-    advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
+    path_weight: float = 0.0
+    """beta: leaves after an edge count by exp(beta z), z how likely the path to them was among them (standardised
+    log-prob); 0: all alike."""
+    advantages: RuleConfig = field(default_factory=lambda: RuleConfig(std="group"))
 
     def __post_init__(self) -> None:
-        TreeConfig.__post_init__(self)
+        ClippedOptions.__post_init__(self)
         if self.children < 2 or self.growth < 0 or self.clip_sensitivity < 0:
             raise ValueError(
                 f"children={self.children} must be at least 2, growth={self.growth} and "
@@ -83,7 +86,7 @@ class Config(TreeConfig):
             raise ValueError("advantages.clip=null: the weight of tuning is the advantage over its bound; give one")
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        TreeConfig.check(self, sampler, num_steps)
+        ClippedOptions.check(self, sampler, num_steps)
         depth, level, bound = self.depth(num_steps), sampler.default_noise_level(), sampler.largest
         share = (depth - 1) / depth
         if level * (1 + self.growth * share) > bound:
@@ -107,19 +110,20 @@ class Config(TreeConfig):
         return splits(num_steps, dict.fromkeys(steps, self.children), steps)
 
 
-class DynamicTreeRpo(TreeGrpoBase[Config]):
+class DynamicTreeRpo(EdgeMethod[Config]):
     level = LEVEL
 
     def __init__(self, config: Config) -> None:
-        TreeGrpoBase.__init__(self, config)
-        self.columns = () if config.tuning is None else ("velocity_old",)
+        super().__init__(config)
+        if config.tuning is not None:
+            self.columns, self.remembers = ("velocity_old",), ("mean",)
         self.mean: float | None = None
         """Running mean of rewards, before this iteration."""
         self.worth: Tensor | None = None
         """[P, G] weight of the tuning for each sample's tree."""
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        plan = TreeGrpoBase.plan(self, schedule, sampler, iteration, seed)
+        plan = tree_plan(self, schedule, sampler, iteration, seed)
         start, depth = plan.train[0], len(plan.train)
         layer = [1 + self.config.growth * (k - start) / depth for k in range(len(plan))]
         return replace(plan, noise_level=tuple(a * b for a, b in zip(plan.noise_level, layer, strict=True)))
@@ -127,7 +131,7 @@ class DynamicTreeRpo(TreeGrpoBase[Config]):
     def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
         if self.config.tuning is not None:
             self._judge(credit, totals(credit, rollout.rewards, weights), rollout.plan.leaves)
-        return TreeGrpoBase.on_tree(self, credit, rollout, weights, iteration)
+        return by_leaves(self, credit, rollout, weights, iteration)
 
     def _judge(self, credit: Advantages, total: Tensor, leaves: int) -> None:
         """Weight of each tree's best leaf, and the running mean behind this iteration."""
@@ -166,7 +170,7 @@ class DynamicTreeRpo(TreeGrpoBase[Config]):
         config, policy = self.config, networks.policy
         prediction = policy.predict(batch.latents, batch.start, batch.cond)
         law = policy.distribution(prediction, batch.latents, batch.start).at(batch.parent)
-        clip, (advantage,) = config.clip(policy.sampler), merged(batch)
+        clip, advantage = config.clip(policy.sampler), merged(batch)
         lean = config.clip_sensitivity * advantage
         bounds = clip * (1 - lean).clamp(min=_LEAST), clip * (1 + lean).clamp(min=_LEAST)
         terms = clipped_terms(self.log_ratio(law, batch, policy.sampler), [advantage], bounds)
@@ -176,16 +180,6 @@ class DynamicTreeRpo(TreeGrpoBase[Config]):
             metrics = {**terms.metrics, "policy/tuning": tuned.detach().sum()}
             terms = replace(terms, loss=terms.loss + tuned, metrics=metrics)
         return with_reference(terms, law, batch, networks, config.kl)
-
-    def state_dict(self) -> dict:
-        state = TreeGrpoBase.state_dict(self)
-        return state if self.config.tuning is None else state | {"mean": self.mean}
-
-    def load_state_dict(self, state: dict) -> None:
-        rest = dict(state)
-        if self.config.tuning is not None and "mean" in rest:
-            self.mean = rest.pop("mean")
-        TreeGrpoBase.load_state_dict(self, rest)
 
 
 def build(config: Config) -> DynamicTreeRpo:

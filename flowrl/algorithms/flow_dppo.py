@@ -11,21 +11,16 @@ Source: arXiv 2606.11025; Tencent-Hunyuan/UniRL:unirl/algorithms/flowdppo.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._grpo import (
-    GrpoBase,
-    GrpoConfig,
-    Terms,
-    merged,
-    ratio_metrics,
-    with_reference,
-)
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms.base import EdgeMethod, Networks, Options
+from flowrl.algorithms.flow_grpo import KLConfig, Terms, check_steps, merged, ratio_metrics, with_reference
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.process import Process
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import StepDistribution
 
@@ -33,16 +28,31 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(GrpoConfig):
+class Config(Options):
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    guidance_scale: float | None = None
+    """Guidance scale of the training forward; only rollout's or null is accepted."""
+    old_log_prob: Literal["rollout", "recompute"] = "rollout"
+    """`recompute` evaluates it once more at training geometry, where the two differ by more than the parity gate."""
     threshold: float = 1e-5
     """KL to the old policy from which on an aligned term is dropped; a mean over dims, so small latents need more."""
     divisor: Literal["variance", "none"] = "variance"
     """`variance`: the Gaussian KL; `none`: the plain square of the mean's change."""
 
     def __post_init__(self) -> None:
-        GrpoConfig.__post_init__(self)
+        check_steps(self.sde_steps)
         if not self.threshold >= 0:
             raise ValueError(f"threshold={self.threshold} must not be negative")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self.kl.roles
+
+    def check_process(self, process: Process) -> None:
+        self.kl.check_process(process)
 
 
 def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,12 +73,12 @@ def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tupl
     return torch.where(dropped, torch.zeros_like(ratio), -advantage * ratio), dropped
 
 
-class FlowDppo(GrpoBase[Config]):
+class FlowDppo(EdgeMethod[Config]):
     level = LEVEL
     columns = ("mean_old",)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
-        policy, (advantage,) = networks.transition(batch), merged(batch)
+        policy, advantage = networks.transition(batch), merged(batch)
         log_ratio = self.log_ratio(policy, batch, networks.policy.sampler)
         moved = policy.kl(StepDistribution(batch.columns["mean_old"], policy.std), divisor=self.config.divisor).detach()
         loss, dropped = masked_ratio_loss(log_ratio, advantage, moved >= self.config.threshold)

@@ -15,9 +15,10 @@ Source: yifan123/flow_grpo:scripts/train_sd3_fast.py (branching until 2025-10-13
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
+from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import splits
@@ -30,10 +31,9 @@ _LARGEST_PRESET = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedConfig):
-    SPATIAL: ClassVar[bool] = True
-    WINDOWED: ClassVar[bool] = True
-
+class Config(ClippedOptions):
+    spatial: SpatialConfig | None = None
+    """ViPO: advantages that count where an image has something to see (docs/algorithms/vipo.md); null: everywhere."""
     window_size: int = 3
     """Steps in the window (w); 0: all steps but the last, in every iteration."""
     low: int = 0
@@ -44,7 +44,7 @@ class Config(ClippedConfig):
     """Samples that share the way to the window, a divisor of `rollout.group_size`; null: none do."""
 
     def __post_init__(self) -> None:
-        ClippedConfig.__post_init__(self)
+        ClippedOptions.__post_init__(self)
         if self.window_size < 0 or self.low < 0:
             raise ValueError(f"window_size={self.window_size} and low={self.low} must not be negative")
         if self.high is not None and self.high < self.low + self.window_size:
@@ -61,11 +61,11 @@ class Config(ClippedConfig):
                 )
 
     def clip(self, sampler: Sampler) -> float:
-        preset = ClippedConfig.clip(self, sampler)
+        preset = ClippedOptions.clip(self, sampler)
         return preset if self.clip_range is not None else min(preset, _LARGEST_PRESET)
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedConfig.check(self, sampler, num_steps)
+        ClippedOptions.check(self, sampler, num_steps)
         self.steps(num_steps, 1, 0)
 
     def leaves(self, num_steps: int) -> int:
@@ -79,8 +79,9 @@ class Config(ClippedConfig):
         return random_window(num_steps, self.window_size, self.low, high, seed, iteration)
 
 
-class FlowGrpoFast(ClippedGrpo[Config]):
+class FlowGrpoFast(EdgeMethod[Config]):
     level = LEVEL
+    loss = clipped_loss
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         config, count = self.config, len(schedule)

@@ -18,41 +18,63 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from flowrl.algorithms._tree import DepthwiseGrpo, OffshootConfig
-from flowrl.credit import tree_credit as credit_on
-from flowrl.credit.tree_credit import Scale
-from flowrl.diffusion.tree_shapes import Branching, least_way
+from flowrl.algorithms._tree import NodeConfig, branching_steps, by_nodes, check_children, tree_plan
+from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.credit.advantages import Advantages
+from flowrl.credit.tree_credit import Scale, by_grain
+from flowrl.diffusion.tree_shapes import Branching, least_way, offshoots
+from flowrl.rollout.trajectories import Rollout
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(OffshootConfig):
+class Config(ClippedOptions):
     children: int = 12
     """G: children at each of the steps that branch."""
+    steps: list[int] | None = None
+    """Steps that may branch, counted from 0; null: of the first half of the grid those after which the
+    strides differ."""
+    steps_per_iteration: int | None = None
+    """So many of them are drawn in every iteration; null: all."""
+    merge: int = 1
+    """Grid steps that the stochastic step spans (E-GRPO)."""
     strides: list[int] = field(default_factory=lambda: [1, 2, 3])
     """Lambda: grid steps that one step behind the branch spans; a child has a leaf for each."""
+    advantages: NodeConfig = field(default_factory=NodeConfig)
+    """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
+    """How nodes are compared (`flowrl/credit/tree_credit.py`)."""
 
     def __post_init__(self) -> None:
-        OffshootConfig.__post_init__(self)
+        ClippedOptions.__post_init__(self)
+        check_children(self.children, self.merge)
         if not self.strides or min(self.strides) < 1 or len(set(self.strides)) < len(self.strides):
             raise ValueError(f"strides={self.strides}: at least one, each at least 1, none twice")
 
     def every_step(self, num_steps: int) -> list[int]:
-        """Where they are not given, of the first half of the grid those behind which the strides differ."""
+        """Those that may branch."""
         last = num_steps - self.merge - least_way(self.strides)
         return list(range(min(num_steps // 2, last + 1))) if self.steps is None else self.steps
 
-    def strides_of_children(self) -> tuple[int, ...]:
-        return tuple(self.strides)
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
+        every, count = self.every_step(num_steps), self.steps_per_iteration
+        steps = branching_steps(every, num_steps, self.merge, count, seed, iteration)
+        return offshoots(num_steps, steps, self.children, tuple(self.strides), self.merge)
 
 
-class G2rpo(DepthwiseGrpo[Config]):
+class G2rpo(EdgeMethod[Config]):
     level = LEVEL
+    plan = tree_plan
+    loss = clipped_loss
 
-    def compared(self, total: Tensor, tree: Branching, paths: Tensor | None) -> Tensor:
-        return credit_on.by_grain(total, tree, len(self.config.strides), self.config.scale)
+    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+        return by_nodes(credit, rollout, weights, self.config.advantages, self.compare)
+
+    def compare(self, total: Tensor, tree: Branching) -> Tensor:
+        """Advantages of the edges [P, G, K] from the rewards of the leaves [P, G]."""
+        return by_grain(total, tree, len(self.config.strides), self.config.scale)
 
 
 def build(config: Config) -> G2rpo:

@@ -21,15 +21,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._grpo import (
-    ClippedConfig,
-    GrpoBase,
-    Ratio,
-    clipped_terms,
-    merged,
-    with_reference,
-)
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClippedOptions, Ratio, clipped_loss
 from flowrl.core.types import Step
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.process import expand
@@ -41,7 +34,9 @@ Reweight = Literal["exact", "flow_grpo", "dance_grpo", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedConfig):
+class Config(ClippedOptions):
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     ratio_norm: bool = True
     """False keeps the plain ratio, with its own clip range."""
     reweight: Reweight = "exact"
@@ -59,7 +54,7 @@ class Config(ClippedConfig):
                 f"ratio_norm=true normalises a Gaussian log-prob, the sampler's form is {sampler.log_prob_form!r}: "
                 "use flow_sde or dance_sde, or set ratio_norm=false"
             )
-        ClippedConfig.check(self, sampler, num_steps)
+        ClippedOptions.check(self, sampler, num_steps)
 
 
 def normalised_log_ratio(policy: StepDistribution, mean_old: Tensor, x_next: Tensor) -> Tensor:
@@ -85,21 +80,19 @@ def step_weight(form: Reweight, sampler: Sampler, step: Step) -> Tensor | None:
     return 1 / gain if form == "exact" else gain / length.square()
 
 
-class GrpoGuard(GrpoBase[Config]):
+class GrpoGuard(EdgeMethod[Config]):
     level = LEVEL
     columns = ("mean_old",)
 
     def log_ratio(self, policy: StepDistribution, batch: Microbatch, sampler: Sampler) -> Tensor:
         if not self.config.ratio_norm:
-            return GrpoBase.log_ratio(self, policy, batch, sampler)
+            return super().log_ratio(policy, batch, sampler)
         return normalised_log_ratio(policy, batch.columns["mean_old"], batch.next_latents)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
-        policy, sampler = networks.transition(batch), networks.policy.sampler
-        log_ratio = self.log_ratio(policy, batch, sampler)
-        weight = step_weight(self.config.reweight, sampler, batch.step)
-        terms = clipped_terms(log_ratio, merged(batch), self.config.clip(sampler), weight)
-        return with_reference(terms, policy, batch, networks, self.config.kl)
+        return clipped_loss(
+            self, batch, networks, step_weight(self.config.reweight, networks.policy.sampler, batch.step)
+        )
 
 
 def build(config: Config) -> GrpoGuard:

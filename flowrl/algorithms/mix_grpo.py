@@ -14,10 +14,11 @@ Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO:fastvideo/train_grpo_flux.py, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
+from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
 from flowrl.credit.advantages import AdvantageConfig
+from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.windows import MixWindow, mix_window
@@ -27,10 +28,9 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedConfig):
-    SPATIAL: ClassVar[bool] = True
-    WINDOWED: ClassVar[bool] = True
-
+class Config(ClippedOptions):
+    spatial: SpatialConfig | None = None
+    """ViPO: advantages that count where an image has something to see (docs/algorithms/vipo.md); null: everywhere."""
     window: MixWindow = field(default_factory=MixWindow)
     """Where the window is; see `flowrl/diffusion/windows.py`."""
     advantages: AdvantageConfig = field(
@@ -38,12 +38,13 @@ class Config(ClippedConfig):
     )
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedConfig.check(self, sampler, num_steps)
+        ClippedOptions.check(self, sampler, num_steps)
         mix_window(self.window, num_steps, 0, 1)
 
 
-class MixGrpo(ClippedGrpo[Config]):
+class MixGrpo(EdgeMethod[Config]):
     level = LEVEL
+    loss = clipped_loss
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         steps = mix_window(self.config.window, len(schedule), seed, iteration)

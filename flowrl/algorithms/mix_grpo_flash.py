@@ -13,10 +13,12 @@ Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO:fastvideo/utils/sampling_utils
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
-from flowrl.algorithms._grpo import ClippedConfig, ClippedGrpo
+from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
 from flowrl.credit.advantages import AdvantageConfig
+from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.flash import flash
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
@@ -27,10 +29,9 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedConfig):
-    SPATIAL: ClassVar[bool] = True
-    WINDOWED: ClassVar[bool] = True
-
+class Config(ClippedOptions):
+    spatial: SpatialConfig | None = None
+    """ViPO: advantages that count where an image has something to see (docs/algorithms/vipo.md); null: everywhere."""
     window: MixWindow = field(default_factory=lambda: MixWindow(interval=20))
     """Where the window is; see `flowrl/diffusion/windows.py`."""
     ratio_kept: float = 0.4
@@ -44,19 +45,20 @@ class Config(ClippedConfig):
     )
 
     def __post_init__(self) -> None:
-        ClippedConfig.__post_init__(self)
+        ClippedOptions.__post_init__(self)
         if not 0 < self.ratio_kept <= 1:
             raise ValueError(f"ratio_kept={self.ratio_kept} must lie in (0, 1]")
         if not self.shift > 0:
             raise ValueError(f"shift={self.shift} must be positive")
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedConfig.check(self, sampler, num_steps)
+        ClippedOptions.check(self, sampler, num_steps)
         mix_window(self.window, num_steps, 0, 1)
 
 
-class MixGrpoFlash(ClippedGrpo[Config]):
+class MixGrpoFlash(EdgeMethod[Config]):
     level = LEVEL
+    loss = clipped_loss
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         config = self.config

@@ -21,15 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._grpo import (
-    ClippedConfig,
-    GrpoBase,
-    Terms,
-    clipped_terms,
-    merged,
-    with_reference,
-)
-from flowrl.algorithms.base import Networks
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClippedOptions, Terms, clipped_terms, merged, with_reference
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import Process
@@ -78,7 +71,9 @@ class TrustConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedConfig):
+class Config(ClippedOptions):
+    sde_steps: list[int] | None = None
+    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     equalise: bool = True
     """Weigh steps by S_i; false weighs all alike."""
     trust: TrustConfig = field(default_factory=TrustConfig)
@@ -98,13 +93,14 @@ def equaliser(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:
     return scale
 
 
-class SageGrpo(GrpoBase[Config]):
+class SageGrpo(EdgeMethod[Config]):
     level = LEVEL
+    remembers = ("trust_coef",)
 
     def __init__(self, config: Config) -> None:
-        GrpoBase.__init__(self, config)
+        super().__init__(config)
         trust = config.trust
-        self.coef = trust.coef
+        self.trust_coef = trust.coef
         self.anchor = {"moving": "anchor", "fixed": "reference", "none": ""}[trust.anchor] if trust.coef > 0 else ""
         self.old = trust.old if trust.coef > 0 and trust.old_weight > 0 else "none"
         self.roles = tuple(dict.fromkeys([*self.roles, *filter(None, [self.anchor])]))
@@ -118,7 +114,7 @@ class SageGrpo(GrpoBase[Config]):
         if self.config.equalise:
             scale = equaliser(batch.plan, sampler, networks.policy.adapter.process)
             weight = scale.to(log_ratio.device)[batch.step.index]
-        terms = clipped_terms(log_ratio, merged(batch), self.config.clip(sampler), weight)
+        terms = clipped_terms(log_ratio, [merged(batch)], self.config.clip(sampler), weight)
         if self.feedback:
             terms = self._trusted(terms, policy, log_ratio, batch, networks)
         return with_reference(terms, policy, batch, networks, self.config.kl)
@@ -136,24 +132,21 @@ class SageGrpo(GrpoBase[Config]):
             if self.old == "gaussian":
                 to_old = policy.kl(StepDistribution(batch.columns["mean_old"], policy.std))
             kl, metrics["policy/kl_old"] = kl + self.config.trust.old_weight * to_old, to_old.detach().sum()
-        metrics |= {"policy/trust_kl": kl.detach().sum(), "policy/trust_coef": kl.new_tensor(self.coef * len(batch))}
-        return Terms(terms.loss + self.coef * kl, terms.metrics | metrics, terms.per_step)
+        coef = self.trust_coef
+        metrics |= {"policy/trust_kl": kl.detach().sum(), "policy/trust_coef": kl.new_tensor(coef * len(batch))}
+        return Terms(terms.loss + coef * kl, terms.metrics | metrics, terms.per_step)
 
     def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
         trust = self.config.trust
         if self.feedback and trust.adaptive:
-            moved = self.coef * trust.factor if means["policy/trust_kl"] > trust.target else self.coef / trust.factor
-            self.coef = min(max(moved, trust.min_coef), trust.max_coef)
+            moved = (
+                self.trust_coef * trust.factor
+                if means["policy/trust_kl"] > trust.target
+                else self.trust_coef / trust.factor
+            )
+            self.trust_coef = min(max(moved, trust.min_coef), trust.max_coef)
         if self.anchor == "anchor" and updates % trust.every == 0:
             weights.snapshot("anchor")
-
-    def state_dict(self) -> dict:
-        return {"trust_coef": self.coef} | self.rule.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        if set(self.rule.load_state_dict(state)) != {"trust_coef"}:
-            raise ValueError(f"sage_grpo keeps {sorted(self.state_dict())}, the checkpoint has {sorted(state)}")
-        self.coef = float(state["trust_coef"])
 
 
 def build(config: Config) -> SageGrpo:

@@ -18,11 +18,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._grpo import KLConfig, clipped_terms, merged, with_reference
-from flowrl.algorithms._tree import DepthwiseGrpo, OffshootConfig
-from flowrl.algorithms.base import Networks
-from flowrl.credit.tree_credit import Scale
+from flowrl.algorithms._tree import NodeConfig, branching_steps, by_nodes, check_children, tree_plan
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClippedOptions, KLConfig, clipped_terms, merged, with_reference
+from flowrl.credit.advantages import Advantages
+from flowrl.credit.tree_credit import Scale, depthwise, fuse
+from flowrl.diffusion.tree_shapes import Branching, offshoots
 from flowrl.losses.batches import LossOutput, Microbatch
+from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import step_std
 
 LEVEL = "tested"
@@ -31,24 +34,57 @@ _RELEASED = 2.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(OffshootConfig):
+class Config(ClippedOptions):
+    children: int = 6
+    """k: children at each of the steps that branch."""
+    steps: list[int] | None = None
+    """Steps that may branch, counted from 0; null: all but the last."""
+    steps_per_iteration: int | None = None
+    """So many of them are drawn in every iteration; null: all."""
+    merge: int = 1
+    """Grid steps that the stochastic step spans (E-GRPO)."""
     noise_weight: Literal["normalised", "released", "none"] = "normalised"
     """w_i: std_i over its mean over all steps that may branch; 2.25 std_i; or 1."""
+    advantages: NodeConfig = field(default_factory=NodeConfig)
+    """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
+    """How nodes are compared (`flowrl/credit/tree_credit.py`)."""
     kl: KLConfig = field(default_factory=lambda: KLConfig(divisor="variance"))
 
+    def __post_init__(self) -> None:
+        ClippedOptions.__post_init__(self)
+        check_children(self.children, self.merge)
 
-class TempFlowGrpo(DepthwiseGrpo[Config]):
+    def every_step(self, num_steps: int) -> list[int]:
+        """Those that may branch."""
+        return list(range(num_steps - self.merge)) if self.steps is None else self.steps
+
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
+        every, count = self.every_step(num_steps), self.steps_per_iteration
+        steps = branching_steps(every, num_steps, self.merge, count, seed, iteration)
+        return offshoots(num_steps, steps, self.children, merge=self.merge)
+
+
+class TempFlowGrpo(EdgeMethod[Config]):
     level = LEVEL
+    plan = tree_plan
+
+    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+        return by_nodes(credit, rollout, weights, self.config.advantages, self.compare)
+
+    def compare(self, total: Tensor, tree: Branching) -> Tensor:
+        """Advantages of the edges [P, G, K] from the rewards of the leaves [P, G]."""
+        return depthwise(fuse(total, tree), total, tree, self.config.scale)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         policy, sampler = networks.transition(batch), networks.policy.sampler
         weight = self.weight(policy.std, batch, networks)
-        terms = clipped_terms(self.log_ratio(policy, batch, sampler), merged(batch), self.config.clip(sampler), weight)
+        log_ratio = self.log_ratio(policy, batch, sampler)
+        terms = clipped_terms(log_ratio, [merged(batch)], self.config.clip(sampler), weight)
         return with_reference(terms, policy, batch, networks, self.config.kl)
 
     def weight(self, std: Tensor, batch: Microbatch, networks: Networks) -> Tensor | None:
-        """Of each edge [E], from the std [E] of its step."""
+        """w of each edge [E], from the std [E] of its step."""
         if self.config.noise_weight == "none":
             return None
         if self.config.noise_weight == "released":

@@ -21,16 +21,19 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flowrl.algorithms._tree import DepthwiseConfig, DepthwiseGrpo
-from flowrl.credit import tree_credit as credit_on
-from flowrl.credit.tree_credit import Gain, Scale
+from flowrl.algorithms._tree import NodeConfig, by_nodes, tree_plan
+from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.credit.advantages import Advantages
+from flowrl.credit.tree_credit import Gain, Scale, increments
 from flowrl.diffusion.tree_shapes import Branching, completions
+from flowrl.rollout.trajectories import Rollout
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DepthwiseConfig):
+class Config(ClippedOptions):
     least_trees: ClassVar[int] = 2
 
     window: int | None = None
@@ -41,18 +44,19 @@ class Config(DepthwiseConfig):
     too; or d_t alone."""
     turning: float = 1.0
     """Of `whole`: weight of d_t at a turning point, beside D."""
+    advantages: NodeConfig = field(default_factory=NodeConfig)
+    """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
+    """How nodes are compared (`flowrl/credit/tree_credit.py`)."""
 
     def __post_init__(self) -> None:
-        DepthwiseConfig.__post_init__(self)
+        ClippedOptions.__post_init__(self)
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1")
         if not math.isfinite(self.turning):
             raise ValueError(f"turning={self.turning} must be finite")
         if self.scale.pool != "prompt":
             raise ValueError("scale.pool=tree: a chain has one step of each number; compare with prompt")
-        if self.path_weight:
-            raise ValueError(f"path_weight={self.path_weight}: a picture has one way here; set it to 0")
 
     def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
         window = min(9, num_steps - 1) if self.window is None else self.window
@@ -61,13 +65,18 @@ class Config(DepthwiseConfig):
         return completions(num_steps, range(window))
 
 
-class TpGrpo(DepthwiseGrpo[Config]):
+class TpGrpo(EdgeMethod[Config]):
     level = LEVEL
+    plan = tree_plan
+    loss = clipped_loss
 
-    def compared(self, total: Tensor, tree: Branching, paths: Tensor | None) -> Tensor:
-        return credit_on.increments(
-            total, tree, gain=self.config.gain, turning=self.config.turning, scale=self.config.scale
-        )
+    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+        return by_nodes(credit, rollout, weights, self.config.advantages, self.compare)
+
+    def compare(self, total: Tensor, tree: Branching) -> Tensor:
+        """Advantages of the edges [P, G, K] from the rewards of the leaves [P, G]."""
+        config = self.config
+        return increments(total, tree, gain=config.gain, turning=config.turning, scale=config.scale)
 
 
 def build(config: Config) -> TpGrpo:

@@ -17,26 +17,31 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flowrl.algorithms._tree import TreeConfig, TreeGrpoBase
+from flowrl.algorithms._tree import by_leaves, tree_plan
+from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
 from flowrl.core.rng import stream
-from flowrl.credit.advantages import AdvantageConfig
+from flowrl.credit.advantages import RuleConfig
 from flowrl.diffusion.tree_shapes import Branching, splits
 
 LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config(TreeConfig):
+class Config(ClippedOptions):
     children: int = 3
     """k; the tree has k^window leaves."""
     window: int = 3
     """w: neighbouring steps that split."""
     decay: float = 0.5
     """r: a window that starts one step later is drawn r times as often; 1 draws all alike."""
-    advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
+    path_weight: float = 0.0
+    """beta: leaves after an edge count by exp(beta z), z how likely the path to them was among them (standardised
+    log-prob); 0: all alike."""
+    advantages: RuleConfig = field(default_factory=lambda: RuleConfig(std="group"))
 
     def __post_init__(self) -> None:
-        TreeConfig.__post_init__(self)
+        ClippedOptions.__post_init__(self)
         if self.children < 2 or self.window < 1:
             raise ValueError(f"children={self.children} must be at least 2 and window={self.window} at least 1")
         if not 0 < self.decay <= 1:
@@ -54,8 +59,11 @@ class Config(TreeConfig):
         return splits(num_steps, dict.fromkeys(steps, self.children), steps)
 
 
-class TreeGrpo(TreeGrpoBase[Config]):
+class TreeGrpo(EdgeMethod[Config]):
     level = LEVEL
+    plan = tree_plan
+    on_tree = by_leaves
+    loss = clipped_loss
 
 
 def build(config: Config) -> TreeGrpo:

@@ -9,7 +9,7 @@ configuration is not translated: an old name in it is refused with the new one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,6 +89,18 @@ _RULE = {
     **{"name": "group", "std": "global", "eps": 1e-4, "clip": 5.0, "ddof": 0, "trimmed_ratio": 0.0},
     **{"min_deviation": 0.1, "select": None, "history": None},
 }
+_WINDOWED = ("flow_grpo_fast", "mix_grpo", "mix_grpo_flash")
+_BY_NODES = ("branch_grpo", "tempflow_grpo", "g2rpo", "tp_grpo")
+_TREES = (*_BY_NODES, "tree_grpo", "dynamic_tree_rpo")
+
+
+def _gone(methods: Sequence[str], defaults: dict[str, Any], remedy: str = "") -> list[Retired]:
+    """Options that several methods had only to refuse them, by their old defaults."""
+    return [
+        Retired(Place("algorithms", name, key), value, remedy) for name in methods for key, value in defaults.items()
+    ]
+
+
 RETIRED: tuple[Retired, ...] = (
     Retired(
         Place("algorithms", "ram", "kl"),
@@ -97,6 +109,28 @@ RETIRED: tuple[Retired, ...] = (
     ),
     Retired(Place("algorithms", "rwr", "advantages"), _RULE, "RWR weighs raw rewards, leave it out"),
     Retired(Place("algorithms", "raft", "advantages"), _RULE, "RAFT ranks raw rewards, leave it out"),
+    *_gone((*_WINDOWED, *_TREES), {"sde_steps": None}, "the method chooses its steps by itself, leave it out"),
+    *_gone(
+        (*_TREES, "ddpo", "dpok", "flow_dppo", "grpo_guard", "sage_grpo"),
+        {"spatial": None},
+        "its loss takes no advantages by position, leave it out or use flow_grpo, flow_grpo_fast, mix_grpo, "
+        "mix_grpo_flash or dance_grpo",
+    ),
+    *_gone(_TREES, {"advantages.select": None}, "it picks samples, and the edges of a tree belong to several"),
+    *_gone(
+        _BY_NODES,
+        {f"advantages.{key}": _RULE[key] for key in ("std", "eps", "ddof")},
+        "the method compares nodes by its scale, set algorithm.scale",
+    ),
+    *_gone(_BY_NODES, {f"advantages.{key}": _RULE[key] for key in ("trimmed_ratio", "min_deviation", "history")}),
+    *_gone(_BY_NODES[1:], {"path_weight": 0.0}, "no stochastic step follows the branch, leave it out"),
+    *_gone(("dpok",), {"advantages": _RULE}, "its value network is what rewards are compared with, leave it out"),
+    *_gone(
+        ("dpok",),
+        {"old_log_prob": "rollout"},
+        "transitions are mixed anew for every update, so no batch of the rollout is repeated; leave it out",
+    ),
+    *_gone(("dpok",), {"kl.divisor": None}, "algorithm.kl.form says which KL there is"),
 )
 ADDED = (Added(Place("run", "*", "data.eval_share"), 0.0),)
 

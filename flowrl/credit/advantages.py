@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,8 +29,12 @@ Std = Literal["global", "group", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdvantageConfig:
-    name: Literal["group", "per_reward", "gdpo", "separate", "median", "batch"] = "group"
+class RuleConfig:
+    """An advantage rule; a method with one loss per reward adds `separate` to the names."""
+
+    select: ClassVar[SelectConfig | None] = None
+
+    name: Literal["group", "per_reward", "gdpo", "median", "batch"] = "group"
     """The rule; see `flowrl/credit/advantages.py`."""
     std: Std = "global"
     """Divide by the std of all samples of the iteration, of the prompt's group, or not at all (Dr. GRPO).
@@ -48,8 +52,6 @@ class AdvantageConfig:
     """Mean and std leave out this share of a group's samples, the lowest."""
     min_deviation: float = 0.1
     """Of `median`: the deviation is at least this fraction of the group's std."""
-    select: SelectConfig | None = None
-    """Update on some samples of a prompt only; null: on all."""
     history: HistoryConfig | None = None
     """Of `batch`: mean and std of the prompt's own rewards, of this and earlier iterations, once there are enough;
     null: always of the batch."""
@@ -86,6 +88,10 @@ class AdvantageConfig:
         if self.trimmed_ratio:
             raise ValueError(f"trimmed_ratio={self.trimmed_ratio}: the rule 'batch' leaves no reward out; set it to 0")
 
+    def rule(self) -> RuleConfig:
+        """The rule that samples are compared by."""
+        return self
+
     def check_group(self, group_size: int) -> None:
         """Refuse what a group of this size cannot give; the configuration alone does not know the size."""
         if group_size < 2 and self.name != "batch":
@@ -100,6 +106,14 @@ class AdvantageConfig:
                 f"advantages.trimmed_ratio={self.trimmed_ratio} leaves fewer than 2 of {group_size} samples for mean "
                 f"and std; it must stay below {1 - 1 / group_size:.4g}"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageConfig(RuleConfig):
+    """An advantage rule, and the samples that are updated on."""
+
+    select: SelectConfig | None = None
+    """Update on some samples of a prompt only; null: on all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +142,7 @@ class Advantages:
 def advantages(
     rewards: Tensor,
     weights: Tensor,
-    config: AdvantageConfig,
+    config: RuleConfig,
     *,
     clipped: bool = True,
     past: Sequence[Tensor | None] | None = None,
@@ -171,7 +185,7 @@ def advantages(
 
 
 def unclipped(
-    rewards: Tensor, weights: Tensor, config: AdvantageConfig, *, past: Sequence[Tensor | None] | None = None
+    rewards: Tensor, weights: Tensor, config: RuleConfig, *, past: Sequence[Tensor | None] | None = None
 ) -> Advantages:
     """The same credit for a method that multiplies before it clips: values without the clip, and `bound`.
 

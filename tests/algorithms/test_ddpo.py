@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms import ddpo, flow_grpo
-from flowrl.algorithms._grpo import KLConfig
 from flowrl.algorithms.ddpo import Config, build
+from flowrl.algorithms.flow_grpo import KLConfig
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import StepPlan

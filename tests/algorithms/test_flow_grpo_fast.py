@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowrl.algorithms import flow_grpo
-from flowrl.algorithms._grpo import clip_preset
+from flowrl.algorithms.flow_grpo import clip_preset
 from flowrl.algorithms.flow_grpo_fast import Config, build
 from flowrl.contracts.grids import flow_schedule
 from flowrl.diffusion.process import euler_mean

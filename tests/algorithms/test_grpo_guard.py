@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms import flow_grpo
-from flowrl.algorithms._grpo import clipped_terms
+from flowrl.algorithms.flow_grpo import clipped_terms
 from flowrl.algorithms.grpo_guard import Config, build, normalised_log_ratio, step_weight
 from flowrl.contracts.grids import flow_schedule
 from flowrl.diffusion.plan import window

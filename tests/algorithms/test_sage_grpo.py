@@ -161,16 +161,16 @@ def test_the_controller_follows_the_target_within_its_bounds_and_survives_a_chec
     weights = roll_out(ToyAdapter(), algorithm=algorithm).weights
     for _ in range(3):
         algorithm.after_update(1, weights, {"policy/trust_kl": 1.0})
-    assert algorithm.coef == pytest.approx(1e-7 * 1.5**3)
+    assert algorithm.trust_coef == pytest.approx(1e-7 * 1.5**3)
     other = build(Config())
     other.load_state_dict(algorithm.state_dict())
-    assert other.coef == algorithm.coef
+    assert other.trust_coef == algorithm.trust_coef
     for _ in range(20):
         algorithm.after_update(1, weights, {"policy/trust_kl": 1.0})
-    assert algorithm.coef == 1e-5
+    assert algorithm.trust_coef == 1e-5
     for _ in range(20):
         algorithm.after_update(1, weights, {"policy/trust_kl": 0.0})
-    assert algorithm.coef == 1e-7
+    assert algorithm.trust_coef == 1e-7
 
 
 def test_the_roles_and_columns_are_those_that_the_switches_need():

@@ -535,7 +535,7 @@ def test_validate_refuses_what_is_no_mapping():
         (["algorithm={name: dpok}"], ("optim.updates_per_iteration=", "algorithm.policy_steps=5")),
         (["algorithm.sde_steps=[0, 3, 0]"], ("sde_steps=[0, 3, 0] names a step twice", "use [0, 3]")),
         (["algorithm={name: flow_grpo_fast, high: 12}"], ("12", "must end at 9 or before")),
-        (["algorithm={name: flow_grpo_fast, sde_steps: [0]}"], ("sde_steps=[0]", "leave it null")),
+        (["algorithm.advantages.name=separate"], ("algorithm.advantages.name = 'separate'", "per_reward", "gdpo")),
         (["algorithm={name: mix_grpo}", "rollout.num_inference_steps=2"], ("2 steps leave none", "at least 3")),
         (["algorithm={name: mix_grpo, window: {size: 0}}"], ("size=0 must be at least 1",)),
         # Clip presets and log-prob forms.
@@ -558,12 +558,28 @@ def test_validate_refuses_what_is_no_mapping():
         (["algorithm.kl={divisor: sigma}"], ("kl.divisor = 'sigma'", "'variance', 'flow_grpo' or 'none'")),
         (["algorithm={name: flow_dppo, divisor: flow_grpo}"], ("divisor = 'flow_grpo'", "'variance' or 'none'")),
         (["algorithm={name: grpo_guard, reweight: dance}"], ("'exact', 'flow_grpo', 'dance_grpo' or 'none'",)),
-        (["algorithm.advantages={name: grop}"], ("'group', 'per_reward', 'gdpo', 'separate', 'median' or 'batch'",)),
+        (["algorithm.advantages={name: grop}"], ("'group', 'per_reward', 'gdpo', 'median' or 'batch'",)),
         (["algorithm.advantages={std: batch}"], ("'global', 'group' or 'none'",)),
     ],
 )
 def test_combinations_that_no_component_can_judge_are_refused_before_a_model_is_loaded(read, overrides, words):
     message = refusal(resolve, read(*overrides))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "algorithm={name: flow_grpo_fast, sde_steps: [0]}",
+            ("algorithm.sde_steps=[0]", "by itself", "leave it out"),
+        ),
+        ("algorithm={name: dpok, old_log_prob: recompute}", ("algorithm.old_log_prob='recompute'", "leave it out")),
+        ("algorithm={name: dpok, kl: {divisor: none}}", ("algorithm.kl.divisor='none'", "algorithm.kl.form")),
+    ],
+)
+def test_an_option_that_other_methods_have_is_refused_with_what_to_do_instead(read, override, words):
+    message = refusal(read, override)
     assert all(word in message for word in words), message
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flowrl.algorithms import base, flow_grpo
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions
+from flowrl.config.retired import RETIRED, as_it_was
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core import registry
+from flowrl.core.strict import apply_override
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig, Advantages
 from flowrl.credit.history import HistoryConfig
@@ -87,6 +91,36 @@ def test_a_file_has_a_frozen_config_with_defaults_a_build_a_level_and_its_source
     assert "Source: " in module.__doc__
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, dataclasses.fields(config)[0].name, None)
+
+
+def ours(cls: type) -> int:
+    """Levels of inheritance above a class, as far as they are ours."""
+    return max((1 + ours(base) for base in cls.__bases__ if base.__module__.startswith("flowrl.")), default=0)
+
+
+@pytest.mark.parametrize("file", sorted(Path(base.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_no_class_stands_on_more_than_two_levels(file):
+    """What methods share is composed; a tower of classes or of options cannot be read in one file."""
+    module = importlib.import_module(f"flowrl.algorithms.{file.stem}")
+    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+    assert [f"{cls.__name__}: {ours(cls)}" for cls in own if ours(cls) > 2] == []
+
+
+@pytest.mark.parametrize("name", sorted({gone.old.name for gone in RETIRED if gone.old.kind == "algorithms"}))
+def test_a_run_folder_with_options_that_a_method_no_longer_has_still_opens(name):
+    config = registry.load("algorithms", name).Config
+    now = {"algorithm": {"name": name} | json.loads(json.dumps(dataclasses.asdict(config())))}
+    words = [f"algorithm.{gone.old.key}={json.dumps(gone.default)}" for gone in RETIRED if gone.old.name == name]
+    then = json.loads(json.dumps(now))
+    for word in words:
+        apply_override(then, word)
+    assert then != now
+    assert as_it_was(then, Path("config.yaml"))["algorithm"] == now["algorithm"]
+
+
+def test_the_whole_loss_of_flow_grpo_stands_in_its_file():
+    pieces = (flow_grpo.FlowGrpo.loss, flow_grpo.FlowGrpo.plan, flow_grpo.clipped_loss, flow_grpo.with_reference)
+    assert {piece.__module__ for piece in pieces} == {flow_grpo.__name__}
 
 
 @pytest.mark.parametrize("name", EDGES)

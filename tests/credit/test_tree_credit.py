@@ -13,7 +13,8 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms import branch_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
-from flowrl.algorithms._tree import DepthwiseConfig
+from flowrl.algorithms._tree import NodeConfig
+from flowrl.algorithms.flow_grpo import ClippedOptions
 from flowrl.contracts.grids import flow_schedule
 from flowrl.core import registry
 from flowrl.core.types import Samples
@@ -538,10 +539,11 @@ def test_its_page_tells_every_option(name):
     """What all of them share stands on one page; an option that a method sets otherwise stands on its own too."""
     root, config = Path(__file__).resolve().parents[2] / "docs" / "algorithms", registry.load("algorithms", name).Config
     page, shared = ((root / f"{file}.md").read_text(encoding="utf-8") for file in (name, "trees"))
-    common = {field.name: getattr(DepthwiseConfig(), field.name) for field in dataclasses.fields(DepthwiseConfig)}
+    common = {field.name: getattr(ClippedOptions(), field.name) for field in dataclasses.fields(ClippedOptions)}
+    common |= {"advantages": NodeConfig(), "path_weight": 0.0, "scale": Scale()}
     for field in dataclasses.fields(config):
-        if field.name in ("sde_steps", "spatial", "guidance_scale"):
-            continue  # refused, or every method's
+        if field.name == "guidance_scale":
+            continue  # every method's
         own = field.name not in common or getattr(config(), field.name) != common[field.name]
         assert f"`algorithm.{field.name}`" in (page if own else shared), field.name
 
