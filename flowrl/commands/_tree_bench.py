@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 LEAVES, STEPS = 16, 20
@@ -62,17 +62,13 @@ class Cost:
     update_s: list[float] = field(default_factory=list)
 
     def add(self, row: dict[str, Any], seconds: float, cpu_s: float) -> None:
-        values = {
-            "rollout": row["nfe/rollout"],
-            "train": row["nfe/train"],
-            "dead": row["advantage/dead_group_share"],
-            "seconds": seconds,
-            "cpu_s": cpu_s,
-            "rollout_s": row["time/rollout_s"],
-            "update_s": row["time/update_s"],
-        }
-        for part in fields(self):
-            getattr(self, part.name).append(values[part.name])
+        self.rollout.append(row["nfe/rollout"])
+        self.train.append(row["nfe/train"])
+        self.dead.append(row["advantage/dead_group_share"])
+        self.seconds.append(seconds)
+        self.cpu_s.append(cpu_s)
+        self.rollout_s.append(row["time/rollout_s"])
+        self.update_s.append(row["time/update_s"])
 
 
 def measure(overrides: list[str], rounds: int, methods: Mapping[str, tuple[str, ...]] = METHODS) -> dict[str, Cost]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.config.resolved import Resolved
-from flowrl.config.schema import RunConfig
+from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive
 from flowrl.core.types import Identity
@@ -180,11 +180,8 @@ def require_same_split(trained: RunConfig, now: RunConfig, prompts: RunPrompts) 
     """
     if prompts.share is None:
         return
-    changed = [
-        f"data.{key} was {getattr(trained.data, key)!r}, now {getattr(now.data, key)!r}"
-        for key in _DECIDES
-        if getattr(trained.data, key) != getattr(now.data, key)
-    ]
+    then, here = to_tree(trained.data), to_tree(now.data)
+    changed = [f"data.{key} was {then[key]!r}, now {here[key]!r}" for key in _DECIDES if then[key] != here[key]]
     if trained.seed != now.seed:
         changed.append(f"seed was {trained.seed}, now {now.seed}")
     if changed:

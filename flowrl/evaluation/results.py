@@ -53,8 +53,13 @@ class Evaluation:
 
     def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
         """What the two were made with that is not the same, in words; with `score` of the other scores nothing."""
-        plain = ("prompts", "seeds", "guidance_scale", "num_inference_steps")
-        found = [what.replace("_", " ") for what in plain if getattr(self, what) != getattr(other, what)]
+        both = {
+            "prompts": (self.prompts, other.prompts),
+            "seeds": (self.seeds, other.seeds),
+            "guidance scale": (self.guidance_scale, other.guidance_scale),
+            "num inference steps": (self.num_inference_steps, other.num_inference_steps),
+        }
+        found = [what for what, (own, others) in both.items() if own != others]
         for what in sorted(self.made_with.keys() & other.made_with.keys()):
             told = "the model" if what == "model" else what if what == "prompts" else f"what gives {what[6:]}"
             asked = score is None or not what.startswith("score ") or what == f"score {score}"
