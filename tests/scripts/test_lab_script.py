@@ -25,7 +25,7 @@ eval: {num_inference_steps: 2}
 FILES = {
     "configs/quickstart.yaml": RECIPE,
     "docs/lab/notes.md": "## Notes\n",
-    "flowrl/run/trainer.py": "from flowrl import metrics\nfrom flowrl.rollout.loop import run\n",
+    "flowrl/run/trainer.py": "from flowrl.training import metrics\nfrom flowrl.rollout.loop import run\n",
     "flowrl/rollout/loop.py": "def run():\n    from flowrl.diffusion.process import path\n",
     "flowrl/diffusion/process.py": "path = 1\n",
     "flowrl/training/metrics.py": "log = 1\n",
@@ -137,7 +137,7 @@ def test_a_changed_file_changes_the_fingerprint_it_belongs_to(lab: ModuleType, n
 )
 def test_what_only_a_reader_sees_is_not_in_the_fingerprint(lab: ModuleType, text: str):
     recipe = lab.recipes()["quickstart"]
-    file = lab.ROOT / "flowrl" / "process.py"
+    file = lab.ROOT / "flowrl" / "diffusion" / "process.py"
     file.write_text("x = 1 + 2\ny = 3\n")
     before = lab.fingerprints(recipe)
     file.write_text(text + ("y = 3\n" if text.startswith("x") else "x = 1 + 2\ny = 3\n"))
@@ -145,11 +145,10 @@ def test_what_only_a_reader_sees_is_not_in_the_fingerprint(lab: ModuleType, text
 
 
 def test_a_module_that_moves_is_the_same_code(lab: ModuleType):
-    recipe, old = lab.recipes()["quickstart"], lab.ROOT / "flowrl" / "process.py"
+    recipe, old = lab.recipes()["quickstart"], lab.ROOT / "flowrl" / "diffusion" / "process.py"
     before = lab.fingerprints(recipe)
-    (lab.ROOT / "flowrl" / "diffusion").mkdir()
     old.rename(lab.ROOT / "flowrl" / "diffusion" / "paths.py")
-    user = lab.ROOT / "flowrl" / "rollout.py"
+    user = lab.ROOT / "flowrl" / "rollout" / "loop.py"
     user.write_text(user.read_text().replace("flowrl.diffusion.process", "flowrl.diffusion.paths"))
     assert lab.fingerprints(recipe) == before
     touch(lab, "flowrl/diffusion/paths.py")
@@ -172,11 +171,11 @@ def test_the_real_quickstart_depends_on_the_loop_and_not_on_the_gallery(lab: Mod
     tree = lab.read_recipe(lab.recipes()["quickstart"])
     found = {str(file.relative_to(SCRIPTS.parent)) for file in _lab_fingerprints.code_files(tree)}
     wanted = (
-        "advantages",
-        "config",
-        "learner",
-        "optim",
-        "rollout",
+        "credit/advantages",
+        "config/schema",
+        "training/learner",
+        "training/optim",
+        "rollout/loop",
         "samplers/ode",
         "algorithms/_grpo",
         "models/weights",

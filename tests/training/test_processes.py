@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.core import status
+from flowrl.core import files, status
 from flowrl.core.errors import Abandoned, ConfigError, Diverged, Elsewhere, RewardError
 from flowrl.core.files import fsync, write_atomically
 from flowrl.run import checkpoint
@@ -159,7 +159,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(tmp_path: Path):
 def test_a_text_file_is_on_the_disk_before_it_has_its_name_and_its_name_is_too(tmp_path: Path, monkeypatch):
     events: list[str] = []
     sync, replace = fsync, os.replace
-    monkeypatch.setattr(checkpoint, "fsync", lambda path: (events.append(Path(path).name), sync(path)))
+    monkeypatch.setattr(files, "fsync", lambda path: (events.append(Path(path).name), sync(path)))
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append("named"), replace(a, b)))
     write_atomically(tmp_path / "summary.json", "{}")
     assert events == [".summary.json.tmp", "named", tmp_path.name]
