@@ -15,7 +15,7 @@ rewards only is dead: its advantages are exactly 0 under every rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -140,12 +140,7 @@ class Advantages:
 
 
 def advantages(
-    rewards: Tensor,
-    weights: Tensor,
-    config: RuleConfig,
-    *,
-    clipped: bool = True,
-    past: Sequence[Tensor | None] | None = None,
+    rewards: Tensor, weights: Tensor, config: RuleConfig, *, past: Sequence[Tensor | None] | None = None
 ) -> Advantages:
     """Advantages of all samples of an iteration by the configured rule.
 
@@ -153,35 +148,12 @@ def advantages(
         rewards: training values [R, P, G]; NaN marks a failure.
         weights: [R]; a reward of weight 0 is only logged.
         config: the rule.
-        clipped: False leaves `config.clip` out.
         past: of the rule `batch`: the rewards [n] that each prompt is compared with; None: those of the iteration.
 
     Raises:
         ValueError: rewards that do not fit the configuration, naming the key.
     """
-    if rewards.ndim != 3:
-        raise ValueError(f"rewards must be [R, P, G], got {tuple(rewards.shape)}")
-    config.check_group(rewards.shape[2])
-    eps, clip, ddof, trimmed = config.eps, config.clip if clipped else None, config.ddof, config.trimmed_ratio
-    if config.name == "group":
-        total = aggregate(rewards, weights)
-        credit = group_advantages(total, std=config.std, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
-    elif config.name == "median":
-        total = aggregate(rewards, weights)
-        credit = median_advantages(total, eps=eps, clip=clip, ddof=ddof, min_deviation=config.min_deviation)
-    elif config.name == "batch":
-        total = aggregate(rewards, weights)
-        values, dead = compared(total, past, eps=eps, ddof=ddof, scaled=config.std == "global")
-        credit = _credit(values[:, :, None], total.isfinite(), dead, clip)
-    elif config.name == "gdpo":
-        credit = gdpo_advantages(rewards, weights, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
-    else:
-        rule = per_reward_advantages if config.name == "per_reward" else separate_advantages
-        credit = rule(rewards, weights, std=config.std, eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed)
-    if config.select is not None:
-        # Columns hold their reward's weight, so their sum ranks a sample as its loss does.
-        credit = replace(credit, kept=select(credit.values.sum(dim=2), credit.kept, config.select))
-    return credit
+    return _clipped(_compared(rewards, weights, config, past), config)
 
 
 def unclipped(
@@ -191,13 +163,32 @@ def unclipped(
 
     Who takes part is decided by the clipped values, as without the multiplication.
     """
-    credit, bound = advantages(rewards, weights, config, past=past), None
-    values = advantages(rewards, weights, config, clipped=False, past=past).values
+    found = _compared(rewards, weights, config, past)
+    bound = None
     if config.clip is not None:
-        bound = torch.full(values.shape[2:], config.clip)
-        if config.name == "separate":  # these columns hold their reward's weight, which follows the clip
-            bound = bound * weights[weights != 0].float().abs()
-    return replace(credit, values=values, bound=bound)
+        bound = torch.full(found.values.shape[2:], config.clip)
+        bound = bound if found.weights is None else bound * found.weights.abs()
+    return replace(_clipped(found, config), values=found.within(None), bound=bound)
+
+
+def _compared(rewards: Tensor, weights: Tensor, config: RuleConfig, past: Sequence[Tensor | None] | None) -> Compared:
+    """By the rule; see `advantages`."""
+    if rewards.ndim != 3:
+        raise ValueError(f"rewards must be [R, P, G], got {tuple(rewards.shape)}")
+    config.check_group(rewards.shape[2])
+    # Only `batch` has a past, and without one it compares like the others.
+    return RULES[config.name](rewards, weights, config) if past is None else batch(rewards, weights, config, past)
+
+
+def _clipped(found: Compared, config: RuleConfig) -> Advantages:
+    """The credit within the configured clip, of the samples that are selected."""
+    values, kept = found.within(config.clip), found.valid & ~found.dead[:, None]
+    if found.left_out is not None:
+        kept = kept & ~found.left_out
+    if config.select is not None:
+        # Columns hold their reward's weight, so their sum ranks a sample as its loss does.
+        kept = select(values.sum(dim=2), kept, config.select)
+    return Advantages(values=values, valid=found.valid, dead=found.dead, kept=kept)
 
 
 # ---- from many rewards to one
@@ -244,106 +235,90 @@ def _without_lowest(filled: Tensor, valid: Tensor, ratio: float) -> Tensor:
     return valid & (order.argsort(dim=1) >= dropped)
 
 
-def _normalised(total: Tensor, std: Std, eps: float, ddof: int, trimmed_ratio: float) -> tuple[Tensor, Tensor]:
-    """(total - mean of its group) / (std + eps), [P, G] float64, 0 where `total` is not finite; and dead groups."""
-    if total.ndim != 2:
-        raise ValueError(f"rewards must be [P, G], got {tuple(total.shape)}")
+def _normalised(total: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor]:
+    """(total - mean of its group) / (std + eps), [P, G] float64, 0 where `total` is not finite; and dead groups.
+
+    The statistics leave out the int(n * trimmed_ratio) lowest rewards of a group of n; where the others are all equal,
+    only `eps` and the clip bound the lowest.
+    """
     total = total.double()
     valid = total.isfinite()
     filled = torch.where(valid, total, 0.0)
-    counted = _without_lowest(filled, valid, trimmed_ratio) if trimmed_ratio else valid
+    counted = _without_lowest(filled, valid, config.trimmed_ratio) if config.trimmed_ratio else valid
     centred = torch.where(valid, filled - _masked_mean(filled, counted, 1), 0.0)
-    if std == "group":
-        scale = _masked_mean(centred.square(), counted, 1, ddof).sqrt() + eps
-    elif std == "global":
+    if config.std == "group":
+        scale = _masked_mean(centred.square(), counted, 1, config.ddof).sqrt() + config.eps
+    elif config.std == "global":
         pooled, mask = filled.reshape(1, -1), counted.reshape(1, -1)
-        scale = _masked_mean((pooled - _masked_mean(pooled, mask, 1)).square(), mask, 1, ddof).sqrt() + eps
-    elif std == "none":
+        squares = (pooled - _masked_mean(pooled, mask, 1)).square()
+        scale = _masked_mean(squares, mask, 1, config.ddof).sqrt() + config.eps
+    elif config.std == "none":
         scale = torch.ones(1, 1, dtype=torch.float64)
     else:
-        raise ValueError(f"std={std!r}; use 'global', 'group' or 'none'")
+        raise ValueError(f"std={config.std!r}; use 'global', 'group' or 'none'")
     dead = _dead(filled, valid)
     # Exactly 0, not the rounding error of the mean, which a small std would magnify.
     return torch.where(dead[:, None], 0.0, _over(centred, scale)), dead
 
 
-def _credit(values: Tensor, valid: Tensor, dead: Tensor, clip: float | None) -> Advantages:
-    """Values [P, G, R'] float64 clipped and rounded."""
-    if clip is not None:
-        values = values.clamp(-clip, clip)
-    return Advantages(values=values.float(), valid=valid, dead=dead, kept=valid & ~dead[:, None])
-
-
-# ---- the rules
-
-
-def group_advantages(
-    total: Tensor,
-    *,
-    std: Std = "group",
-    eps: float = 1e-4,
-    clip: float | None = 5.0,
-    ddof: int = 0,
-    trimmed_ratio: float = 0.0,
-) -> Advantages:
-    """(reward - mean of its group) / (std + eps), clipped to +-clip.
-
-    Args:
-        total: one reward per sample, [P, G]; NaN masks.
-        std: over the group, over all samples of the iteration ("global"), or no division ("none").
-        eps: added to the std.
-        clip: bound on the absolute advantage, None for none.
-        ddof: 0 as numpy and Flow-GRPO, 1 as torch and DanceGRPO.
-        trimmed_ratio: mean and std leave out the int(n * ratio) lowest rewards of a group of n (MixGRPO); where
-            the others are all equal, only `eps` and `clip` bound the lowest.
-
-    Source: arXiv 2505.05470; yifan123/flow_grpo:flow_grpo/stat_tracking.py. arXiv 2503.20783 for no std.
-
-    >>> group_advantages(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), eps=0.0).values.squeeze(2).tolist()
-    [[-1.0, 1.0], [0.0, 0.0]]
-    """
-    values, dead = _normalised(total, std, eps, ddof, trimmed_ratio)
-    return _credit(values[:, :, None], total.isfinite(), dead, clip)
-
-
-def _each(rewards: Tensor, std: Std, eps: float, ddof: int, trimmed_ratio: float) -> tuple[Tensor, Tensor, Tensor]:
+def _each(rewards: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Every reward normalised by itself: [P, G, R] float64; samples valid in all of them; groups dead in all."""
     valid = rewards.isfinite().all(dim=0)
     # A sample that one reward could not score has no advantage, so the others' statistics go without it too.
-    parts = [_normalised(torch.where(valid, r, torch.nan), std, eps, ddof, trimmed_ratio) for r in rewards]
+    parts = [_normalised(torch.where(valid, r, torch.nan), config) for r in rewards]
     values, dead = (torch.stack(part, dim=-1) for part in zip(*parts, strict=True))
     return values, valid, dead.all(dim=-1)
 
 
-def per_reward_advantages(
-    rewards: Tensor,
-    weights: Tensor,
-    *,
-    std: Std = "group",
-    eps: float = 1e-4,
-    clip: float | None = 5.0,
-    ddof: int = 0,
-    trimmed_ratio: float = 0.0,
-) -> Advantages:
-    """Each reward normalised by itself, then their sum with weights rescaled to an absolute sum of 1, one clip.
+# ---- the rules: rewards [R, P, G] and weights [R] to what samples are credited with, before the clip
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Rewards compared by a rule."""
+
+    values: Tensor
+    """[P, G, R'] float64, not clipped."""
+    valid: Tensor
+    """[P, G] bool."""
+    dead: Tensor
+    """[P] bool."""
+    left_out: Tensor | None = None
+    """[P, G] bool: samples that the rule does not train; None: it trains all."""
+    weights: Tensor | None = None
+    """[R'] float32: factors of the columns, which follow the clip; None: 1."""
+
+    def within(self, clip: float | None) -> Tensor:
+        """The values within +-clip (None: as they are), rounded to float32, times the weights."""
+        values = self.values if clip is None else self.values.clamp(-clip, clip)
+        return values.float() if self.weights is None else values.float() * self.weights
+
+
+def group(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
+    """(sum of weighted rewards - mean of its group) / (std + eps).
+
+    Source: arXiv 2505.05470; yifan123/flow_grpo:flow_grpo/stat_tracking.py. arXiv 2503.20783 for no std.
+
+    >>> table = torch.tensor([[[0.0, 1.0], [1.0, 1.0]]])
+    >>> group(table, torch.ones(1), RuleConfig(std="group", eps=0.0)).values.squeeze(2).tolist()
+    [[-1.0, 1.0], [0.0, 0.0]]
+    """
+    total = aggregate(rewards, weights)
+    values, dead = _normalised(total, config)
+    return Compared(values[:, :, None], total.isfinite(), dead)
+
+
+def per_reward(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
+    """Each reward normalised by itself, then their sum with weights rescaled to an absolute sum of 1.
 
     Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO, `advantage_aggr`.
     """
     rewards, weights = _live(rewards, weights)
-    values, valid, dead = _each(rewards, std, eps, ddof, trimmed_ratio)
-    summed = (values * (weights / weights.abs().sum())).sum(dim=2, keepdim=True)
-    return _credit(summed, valid, dead, clip)
+    values, valid, dead = _each(rewards, config)
+    return Compared((values * (weights / weights.abs().sum())).sum(dim=2, keepdim=True), valid, dead)
 
 
-def gdpo_advantages(
-    rewards: Tensor,
-    weights: Tensor,
-    *,
-    eps: float = 1e-4,
-    clip: float | None = 5.0,
-    ddof: int = 0,
-    trimmed_ratio: float = 0.0,
-) -> Advantages:
+def gdpo(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
     """Each reward normalised within its group; the weighted sum of these, normalised over the whole batch.
 
     Weights act on normalised advantages, so a reward's scale is irrelevant. One reward alone is plain GRPO.
@@ -352,42 +327,28 @@ def gdpo_advantages(
     """
     rewards, weights = _live(rewards, weights)
     if len(rewards) == 1:
-        total = aggregate(rewards, weights)
-        return group_advantages(total, std="group", eps=eps, clip=clip, ddof=ddof, trimmed_ratio=trimmed_ratio)
-    values, valid, dead = _each(rewards, "group", eps, ddof, trimmed_ratio)
+        return group(rewards, weights, config)
+    values, valid, dead = _each(rewards, config)
     pooled, mask = (values * weights).sum(dim=2).reshape(1, -1), valid.reshape(1, -1)
     centred = pooled - _masked_mean(pooled, mask, 1)
-    scale = _masked_mean(centred.square(), mask, 1, ddof).sqrt() + eps
+    scale = _masked_mean(centred.square(), mask, 1, config.ddof).sqrt() + config.eps
     whitened = _over(centred, scale).reshape(valid.shape)
     whitened = torch.where(valid & ~dead[:, None], whitened, 0.0)
-    return _credit(whitened[:, :, None], valid, dead, clip)
+    return Compared(whitened[:, :, None], valid, dead)
 
 
-def separate_advantages(
-    rewards: Tensor,
-    weights: Tensor,
-    *,
-    std: Std = "group",
-    eps: float = 1e-4,
-    clip: float | None = 5.0,
-    ddof: int = 0,
-    trimmed_ratio: float = 0.0,
-) -> Advantages:
-    """Each reward normalised and clipped by itself, times its weight, kept apart: values [P, G, R'].
+def separate(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
+    """Each reward normalised by itself and kept apart, its weight after the clip.
 
     For one clipped loss per reward: weight * max(-A ratio, -A bounded) is max of the same with weight * A.
 
     Source: arXiv 2505.07818; XueZeyue/DanceGRPO, HunyuanVideo scripts.
     """
     rewards, weights = _live(rewards, weights)
-    values, valid, dead = _each(rewards, std, eps, ddof, trimmed_ratio)
-    credit = _credit(values, valid, dead, clip)
-    return replace(credit, values=credit.values * weights.float())
+    return Compared(*_each(rewards, config), weights=weights.float())
 
 
-def median_advantages(
-    total: Tensor, *, eps: float = 1e-3, clip: float | None = 5.0, ddof: int = 0, min_deviation: float = 0.1
-) -> Advantages:
+def median(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
     """(reward - median of its group) / (median absolute deviation + eps); the median sample is not trained.
 
     The deviation is 0 where half of the rewards are equal; the official code then divides by eps alone. Here it
@@ -395,7 +356,7 @@ def median_advantages(
 
     Source: arXiv 2601.22582; lotusroot-kim/MC-GRPO (eps 1e-3).
     """
-    total = total.double()
+    total = aggregate(rewards, weights)
     valid = total.isfinite()
     filled = torch.where(valid, total, 0.0)
     last = torch.where(valid, total, torch.inf)
@@ -404,8 +365,32 @@ def median_advantages(
     centred = torch.where(valid, filled - filled.gather(1, sample), 0.0)
     deviation = torch.where(valid, centred.abs(), torch.inf).sort(dim=1).values.gather(1, middle)
     mean = _masked_mean(filled, valid, 1)
-    spread = _masked_mean((filled - mean).square(), valid, 1, ddof).sqrt()
+    std = _masked_mean((filled - mean).square(), valid, 1, config.ddof).sqrt()
     dead = _dead(filled, valid)
-    values = torch.where(dead[:, None], 0.0, _over(centred, torch.maximum(deviation, min_deviation * spread) + eps))
-    credit = _credit(values[:, :, None], valid, dead, clip)
-    return replace(credit, kept=credit.kept.scatter(1, sample, False))
+    scale = torch.maximum(deviation, config.min_deviation * std) + config.eps
+    values = torch.where(dead[:, None], 0.0, _over(centred, scale))
+    left_out = torch.zeros_like(valid).scatter(1, sample, True)
+    return Compared(values[:, :, None], valid, dead, left_out)
+
+
+def batch(
+    rewards: Tensor, weights: Tensor, config: RuleConfig, past: Sequence[Tensor | None] | None = None
+) -> Compared:
+    """(reward - mean) / (std + eps) over the iteration, or over the rewards `past` of a prompt; see `advantages`.
+
+    Source: arXiv 2305.13301; kvablack/ddpo-pytorch:ddpo_pytorch/stat_tracking.py.
+    """
+    total = aggregate(rewards, weights)
+    values, dead = compared(total, past, eps=config.eps, ddof=config.ddof, scaled=config.std == "global")
+    return Compared(values[:, :, None], total.isfinite(), dead)
+
+
+Rule = Callable[[Tensor, Tensor, RuleConfig], Compared]
+RULES: dict[str, Rule] = {
+    "group": group,
+    "per_reward": per_reward,
+    "gdpo": gdpo,
+    "separate": separate,
+    "median": median,
+    "batch": batch,
+}

@@ -8,17 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.credit.advantages import (
-    AdvantageConfig,
-    advantages,
-    aggregate,
-    gdpo_advantages,
-    group_advantages,
-    median_advantages,
-    per_reward_advantages,
-    separate_advantages,
-)
+from flowrl.credit.advantages import AdvantageConfig, advantages, aggregate
 from flowrl.losses.ratio import clipped_ratio_loss
+from tests.credit import rules
 
 NAN = float("nan")
 
@@ -124,26 +116,26 @@ def test_per_reward_is_the_mix_grpo_sum_with_weights_rescaled():
     """grpo_family 0.5, advantage_aggr: sum of (w_k / sum w) A_k, one clip."""
     r = draw()[:2, :3]
     merged = (2 * centred_over_std(r[0], 1) + 6 * centred_over_std(r[1], 1)) / 8
-    found = per_reward_advantages(r, torch.tensor([2.0, 6.0]), ddof=1, clip=1.0)
+    found = rules.by("per_reward", r, torch.tensor([2.0, 6.0]), ddof=1, clip=1.0)
     assert_close(found.values.squeeze(2).double(), merged.clamp(-1, 1), rtol=1e-5, atol=1e-6)
-    again = per_reward_advantages(r, torch.tensor([0.2, 0.6]), ddof=1, clip=1.0)
+    again = rules.by("per_reward", r, torch.tensor([0.2, 0.6]), ddof=1, clip=1.0)
     assert_close(again.values, found.values)
 
 
 def test_a_negative_weight_turns_its_reward_round_and_no_other():
     r = draw()[:2, :3]
-    found = per_reward_advantages(r, torch.tensor([1.0, -3.0]), clip=None)
-    turned = per_reward_advantages(torch.stack([r[0], -r[1]]), torch.tensor([1.0, 3.0]), clip=None)
+    found = rules.by("per_reward", r, torch.tensor([1.0, -3.0]), clip=None)
+    turned = rules.by("per_reward", torch.stack([r[0], -r[1]]), torch.tensor([1.0, 3.0]), clip=None)
     assert_close(found.values, turned.values)
 
 
-@pytest.mark.parametrize("rule", [per_reward_advantages, gdpo_advantages, separate_advantages])
+@pytest.mark.parametrize("rule", ["per_reward", "gdpo", "separate"])
 def test_one_reward_alone_is_plain_grpo(rule):
     """grpo_family 7.3, 'R=1 => GRPO', and 4.5.6: coefficients (1, 0) are the single-reward loss."""
     r = draw()
-    single = group_advantages(r[0])
-    assert torch.equal(rule(r[:1], torch.ones(1)).values, single.values)
-    assert torch.equal(rule(r, torch.tensor([1.0, 0.0, 0.0])).values, single.values)
+    single = rules.alone("group", r[0])
+    assert torch.equal(rules.by(rule, r[:1], torch.ones(1)).values, single.values)
+    assert torch.equal(rules.by(rule, r, torch.tensor([1.0, 0.0, 0.0])).values, single.values)
 
 
 def per_column_loss(log_ratio: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -155,7 +147,7 @@ def test_separate_columns_carry_their_weight_into_the_loss():
     """grpo_family 0.5, DanceGRPO: final loss = sum of coef_k times the clipped loss of clip(A_k)."""
     r, weights = draw()[:2, :3], torch.tensor([0.7, 1.4])
     log_ratio = torch.linspace(-0.3, 0.3, 15)
-    found = separate_advantages(r, weights, ddof=1, eps=1e-8, clip=1.0)
+    found = rules.by("separate", r, weights, ddof=1, eps=1e-8, clip=1.0)
     losses = []
     for reward in r:
         advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-8)).clamp(-1, 1)
@@ -176,12 +168,12 @@ def test_gdpo_tells_apart_what_a_sum_of_rewards_makes_equal():
     """grpo_family 7.3: groups {(0,0),(1,1)} and {(0,0),(1,0)}; +-.707 both in a sum, +-1.414 and +-.707 in GDPO."""
     r = torch.tensor([[[0.0, 1.0], [0.0, 1.0]], [[0.0, 1.0], [0.0, 0.0]]])
     ones = torch.ones(2)
-    summed = group_advantages(aggregate(r, ones), ddof=1, eps=0.0).values.squeeze(2)
+    summed = rules.alone("group", aggregate(r, ones), ddof=1, eps=0.0).values.squeeze(2)
     assert_close(summed, 0.5**0.5 * torch.tensor([[-1.0, 1.0], [-1.0, 1.0]]))
     expected = torch.tensor([[-(2**0.5), 2**0.5], [-(0.5**0.5), 0.5**0.5]])
     # The sum before the batch is normalised is `separate`'s.
-    assert_close(separate_advantages(r, ones, ddof=1, eps=0.0).values.sum(dim=2), expected)
-    found = gdpo_advantages(r, ones, ddof=1, eps=0.0).values.squeeze(2)
+    assert_close(rules.by("separate", r, ones, ddof=1, eps=0.0).values.sum(dim=2), expected)
+    found = rules.by("gdpo", r, ones, ddof=1, eps=0.0).values.squeeze(2)
     assert_close(found, expected / expected.std())
 
 
@@ -190,12 +182,12 @@ def test_gdpo_is_the_official_code():
     r, weights = draw()[:2, :3], torch.tensor([2.0, 0.5], dtype=torch.float64)
     summed = 2 * centred_over_std(r[0], 1) + 0.5 * centred_over_std(r[1], 1)
     official = (summed - summed.mean()) / (summed.std() + 1e-4)
-    assert_close(gdpo_advantages(r, weights, ddof=1).values.squeeze(2).double(), official, rtol=1e-5, atol=1e-6)
+    assert_close(rules.by("gdpo", r, weights, ddof=1).values.squeeze(2).double(), official, rtol=1e-5, atol=1e-6)
 
 
 def test_gdpo_leaves_a_batch_of_mean_0_and_std_1():
     """grpo_family 7.3; the dead group's zeros belong to the batch."""
-    values = gdpo_advantages(draw(), WEIGHTS, ddof=1).values.double()
+    values = rules.by("gdpo", draw(), WEIGHTS, ddof=1).values.double()
     assert float(values.mean()) == pytest.approx(0, abs=1e-7)
     # eps 1e-4 against a std near 1.
     assert float(values.std()) == pytest.approx(1, abs=3e-4)
@@ -208,9 +200,9 @@ def test_gdpo_ignores_the_scale_of_any_single_reward(scale, shift, which):
     r = draw()
     changed = r.clone()
     changed[which] = scale * changed[which] + shift
-    before, after = (gdpo_advantages(x[:, :3], WEIGHTS, eps=0.0).values for x in (r, changed))
+    before, after = (rules.by("gdpo", x[:, :3], WEIGHTS, eps=0.0).values for x in (r, changed))
     assert_close(after, before, rtol=1e-5, atol=1e-6)
-    before, after = (gdpo_advantages(x[:, :3], WEIGHTS).values for x in (r, changed))
+    before, after = (rules.by("gdpo", x[:, :3], WEIGHTS).values for x in (r, changed))
     # eps 1e-4 against stds of 0.1 * 0.2 at the least: 0.5 %.
     assert_close(after, before, rtol=1e-2, atol=1e-2)
 
@@ -220,7 +212,7 @@ def test_gdpo_ignores_the_scale_of_any_single_reward(scale, shift, which):
 
 def test_median_golden_value():
     """grpo_family 7.4: m .35, MAD .15, eps 1e-3."""
-    found = median_advantages(torch.tensor([[0.1, 0.3, 0.35, 0.5, 0.9]]))
+    found = rules.alone("median", torch.tensor([[0.1, 0.3, 0.35, 0.5, 0.9]]), eps=1e-3)
     assert_close(found.values[0, :, 0], torch.tensor([-1.656, -0.331, 0, 0.993, 3.642]), rtol=0, atol=5e-4)
     exact = torch.tensor([-0.25, -0.05, 0.0, 0.15, 0.55]) / (0.15 + 1e-3)
     assert_close(found.values[0, :, 0], exact, rtol=0, atol=1e-5)
@@ -231,7 +223,7 @@ def test_median_golden_value():
 def test_exactly_one_sample_per_group_is_zero_and_it_is_not_trained(samples):
     """grpo_family 7.4; of an even number the lower median, as torch.median."""
     total = torch.rand(6, samples, generator=torch.Generator().manual_seed(1))
-    found = median_advantages(total)
+    found = rules.alone("median", total)
     zero = found.values.squeeze(2) == 0
     assert zero.sum(dim=1).tolist() == [1] * 6
     assert torch.equal(found.kept, ~zero)
@@ -241,7 +233,7 @@ def test_exactly_one_sample_per_group_is_zero_and_it_is_not_trained(samples):
 def test_the_median_ignores_an_outlier():
     """grpo_family 7.4."""
     calm, wild = torch.tensor([[0.1, 0.3, 0.35, 0.5, 0.9]]), torch.tensor([[0.1, 0.3, 0.35, 0.5, 1.5]])
-    before, after = median_advantages(calm).values, median_advantages(wild).values
+    before, after = rules.alone("median", calm).values, rules.alone("median", wild).values
     assert_close(after[:, :4], before[:, :4])
     assert float(after[0, 4, 0]) == 5.0
 
@@ -250,8 +242,9 @@ def test_a_deviation_of_zero_is_floored_by_the_std_of_the_group():
     """grpo_family 7.4, pitfall: {0, 1, 1} gives -1000 in the official code."""
     total = torch.tensor([[0.0, 1.0, 1.0]])
     std = (2 / 9) ** 0.5
-    found = median_advantages(total, clip=None, min_deviation=0.5)
+    found = rules.alone("median", total, clip=9.0, min_deviation=0.5, eps=1e-3)
     assert_close(found.values[0, :, 0], torch.tensor([-1 / (0.5 * std + 1e-3), 0.0, 0.0]))
     assert found.kept.tolist() == [[True, False, True]], "one of the two medians is trained, with advantage 0"
-    assert float(median_advantages(total).values[0, 0, 0]) == -5.0
-    assert float(median_advantages(total, clip=None, min_deviation=0.0).values[0, 0, 0]) == pytest.approx(-1000)
+    assert float(rules.alone("median", total).values[0, 0, 0]) == -5.0
+    hardly = rules.alone("median", total, clip=1e9, min_deviation=1e-9, eps=1e-3)
+    assert float(hardly.values[0, 0, 0]) == pytest.approx(-1000)

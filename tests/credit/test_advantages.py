@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import validate
-from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages, aggregate, group_advantages
+from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages, aggregate
+from tests.credit import rules
 
 NAN = float("nan")
 RULES = ["global", "group", "none"]
@@ -26,7 +27,7 @@ tables = arrays(np.int64, st.tuples(st.integers(1, 5), st.integers(2, 6)), eleme
 
 def group(total: torch.Tensor, **options) -> Advantages:
     """The group rule with its single column dropped: values [P, G]."""
-    found = group_advantages(total, **options)
+    found = rules.alone("group", total, **options)
     return dataclasses.replace(found, values=found.values.squeeze(2))
 
 
@@ -164,9 +165,9 @@ def test_rewards_that_differ_by_float_noise_get_next_to_no_advantage():
     assert float(group(total).values.abs().max()) < 1e-3
 
 
-@pytest.mark.parametrize("shape", [(4,), (1, 2, 3)])
+@pytest.mark.parametrize("shape", [(4,), (1, 2, 3, 4)])
 def test_rewards_that_are_no_table_are_refused(shape):
-    with pytest.raises(ValueError, match=r"must be \[P, G\]"):
+    with pytest.raises(ValueError, match=r"must be \[R, P, G\]"):
         group(torch.zeros(shape))
 
 
@@ -248,7 +249,7 @@ def test_the_number_of_trimmed_samples_is_rounded_in_float64():
 
 def test_the_defaults_are_those_of_flow_grpo():
     r, weights = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, 0.5])
-    official = group_advantages(aggregate(r, weights), std="global", eps=1e-4, clip=5.0)
+    official = rules.alone("group", aggregate(r, weights), std="global", eps=1e-4, clip=5.0)
     assert torch.equal(advantages(r, weights, AdvantageConfig()).values, official.values)
 
 

@@ -18,7 +18,7 @@ from flowrl.algorithms.flow_grpo import ClippedOptions
 from flowrl.contracts.grids import flow_schedule
 from flowrl.core import registry
 from flowrl.core.types import Samples
-from flowrl.credit.advantages import AdvantageConfig, aggregate, group_advantages
+from flowrl.credit.advantages import AdvantageConfig, aggregate
 from flowrl.credit.tree_credit import (
     DepthWindow,
     Scale,
@@ -38,6 +38,7 @@ from flowrl.run.collector import Collector
 from flowrl.samplers import dance_sde, flow_sde
 from flowrl.samplers.base import step_std
 from flowrl.training.metrics import Sums
+from tests.credit import rules
 from tests.toys import ToyAdapter, learner_of, roll_out, rollout_of
 
 NAN = math.nan
@@ -147,7 +148,7 @@ def test_all_splits_at_step_0_with_the_whole_group_is_plain_grpo():
     """Sheet 1.6: every edge has the ordinary group advantage with the unbiased std."""
     flat = splits(5, {0: 8}, range(4))
     total = torch.rand(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    plain = group_advantages(total, std="group", eps=1e-8, ddof=1, clip=None).values.squeeze(2)
+    plain = rules.alone("group", total, eps=1e-8, ddof=1, clip=None).values.squeeze(2)
     credit = depth(total, flat)
     for k in range(4):
         assert_close(credit[..., k].float(), plain, atol=1e-6, rtol=1e-6)
@@ -236,7 +237,7 @@ def test_grains_are_normalised_apart_and_summed():
 def test_g2rpo_with_one_stride_and_one_step_is_group_advantage():
     rewards = torch.rand(1, 2, 4, generator=torch.Generator().manual_seed(6))
     credit = on_tree(g2rpo.Config(children=4, strides=[1], steps=[1], clip_range=1e-3), g2rpo, rewards)
-    plain = group_advantages(rewards[0], std="group", eps=1e-4).values.squeeze(2)
+    plain = rules.alone("group", rewards[0]).values.squeeze(2)
     assert_close(credit.steps[..., 1], plain, atol=1e-5, rtol=1e-5)
 
 

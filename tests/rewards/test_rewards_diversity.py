@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.credit.advantages import group_advantages
+from flowrl.credit.advantages import AdvantageConfig, group
 from flowrl.reward import RewardError
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
@@ -83,7 +83,7 @@ def test_one_sample_alone_has_ln_2_and_so_no_advantage():
     """grpo_family 7.5."""
     gain = diversity_gain(draw(3, 1, 4))
     assert_close(gain, torch.full((3, 1), LN2))
-    credit = group_advantages(gain)
+    credit = group(gain[None], torch.ones(1), AdvantageConfig(std="group"))
     assert credit.values.abs().max() == 0
     assert credit.dead.all()
 
