@@ -30,7 +30,7 @@ from flowrl.config.load import load_config, resolve
 from flowrl.core.console import log, set_up_logging
 from flowrl.run.report import row_line
 from flowrl.run.session import Session
-from flowrl.training.edge_batches import Replay
+from flowrl.training.edge_batches import EdgeBatches
 from flowrl.training.learner import Learner
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,13 +93,13 @@ class Probe:
         self.trained = torch.zeros(0, dtype=torch.int64)  # edges used since the old policy was frozen
         learner.before_update = self.before_update
         # Flow-GRPO needs no mean_old, we do.
-        learner.algorithm.columns = ("mean_old",)
+        learner.method.columns = ("mean_old",)
 
     def begin(self, iteration: int) -> None:
         """A new rollout: the old policy is the present one, no edge is used."""
         self.iteration, self.trained = iteration, self.trained[:0]
 
-    def before_update(self, work: Replay, number: int) -> None:
+    def before_update(self, work: EdgeBatches, number: int) -> None:
         """Take the log ratios of the share that is about to be trained."""
         share = work.shares[number]
         assert not torch.isin(share, self.trained).any(), "an edge was used before"
@@ -108,9 +108,9 @@ class Probe:
         self.trained = torch.cat([self.trained, share])
 
     @torch.no_grad()
-    def log_ratios(self, work: Replay, number: int) -> LogRatios:
+    def log_ratios(self, work: EdgeBatches, number: int) -> LogRatios:
         """Of the edges of one share, at the batches of their update."""
-        algorithm, networks = self.learner.algorithm, self.learner.networks
+        algorithm, networks = self.learner.method, self.learner.networks
         sampler, share, parts = networks.policy.sampler, work.shares[number], []
         for batch, _ in work.batches(number):
             policy, old = networks.transition(batch), batch.columns["mean_old"]

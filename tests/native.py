@@ -25,6 +25,7 @@ from flowrl.models.weights import Weights
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Trajectories
 from flowrl.run.trainer import Trainer
 from flowrl.samplers import ddim, flow_sde
 from flowrl.samplers.ode import Ode
@@ -157,12 +158,13 @@ def backward(model: Any, weights: Weights, guidance_scale: float, steps: int = 4
     policy, plan = Policy(model, law.build(law.Config()), guidance_scale), window(model.schedule(steps), 0.7)
     cond, rows, ids = model.encode(PROMPTS), torch.arange(2), [SampleId(0, 0), SampleId(1, 0)]
     noise = Noise(0, "test", 1, model.latent_shape())
-    _, edges = run(policy, plan, noise, ids, cond, rows, batch_size=2)
+    samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=2)
     advantage = torch.tensor([1.0, -1.0])[edges.sample][:, None]
     algorithm = FlowGrpo(GrpoConfig())
     worst = 0.0
+    drawn = Trajectories(plan, samples, edges, cond, rows)
     order = edges.step.argsort(stable=True)  # both samples at one step, as the rollout had them
-    for batch in microbatches(edges, advantage, plan, model, cond, rows, batch_size=2, order=order):
+    for batch in microbatches(drawn, advantage, model, batch_size=2, order=order):
         networks = Networks(policy, weights)
         ratio = algorithm.log_ratio(networks.transition(batch), batch, policy.sampler)
         worst = max(worst, float(ratio.detach().abs().max()))

@@ -110,14 +110,7 @@ def test_every_package_has_its_place():
     assert {room_of(name) for name in ROOMS} <= set(ORDER), "place it in ORDER and in docs/architecture.md"
 
 
-OPEN = {
-    *("flowrl.training.divergence", "flowrl.training.edge_batches"),
-    *("flowrl.training.learner", "flowrl.training.noise_batches", "flowrl.training.sample_batches"),
-    "flowrl.training.transition_batches",
-}
-
-
-@pytest.mark.parametrize("name", sorted(set(ROOMS) - OPEN))
+@pytest.mark.parametrize("name", ROOMS)
 def test_a_module_imports_only_its_own_package_and_earlier_ones(name):
     assert later(room_of(name), imported_modules(name)) == []
 
@@ -144,7 +137,7 @@ def test_a_reward_imports_only_the_contract_the_core_and_the_shapes_world(name):
     assert not [other for other in imported_modules(name) if not f"{other}.".startswith(known)]
 
 
-@pytest.mark.parametrize("name", [name for name in ROOMS if room_of(name) in PURE and name not in OPEN])
+@pytest.mark.parametrize("name", [name for name in ROOMS if room_of(name) in PURE])
 def test_the_mathematics_needs_nothing_but_torch_numpy_and_scipy(name):
     roots = {whole.split(".")[0] for whole in imports(MODULES[name].read_text(encoding="utf-8"))}
     assert roots - set(sys.stdlib_module_names) <= {"torch", "numpy", "scipy", "flowrl"}

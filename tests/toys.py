@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,17 @@ from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.outputs import Outputs
 from flowrl.rollout.policy import Evaluations, Policy
-from flowrl.rollout.trajectories import Rollout
+from flowrl.rollout.trajectories import Rollout, Trajectories
 from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
-from flowrl.training.edge_batches import Replay
+from flowrl.training.base import Iteration, UpdateContext
+from flowrl.training.edge_batches import EdgeBatches
+from flowrl.training.kinds import training_of
 from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums
 from flowrl.training.microbatches import microbatches
 from flowrl.training.optim import OptimConfig, Optimizer
-from flowrl.training.sample_batches import Noising
+from flowrl.training.sample_batches import SampleBatches
 from flowrl.training.world import World, shard
 
 SHAPE = (2, 4, 4)
@@ -57,10 +59,10 @@ class OneOf(World):
         return flag
 
 
-def algorithms(needs: str) -> tuple[str, ...]:
-    """Names of the methods in the folder that train on "edges", on "samples" or on "noise"."""
+def algorithms(base: type[Method]) -> tuple[str, ...]:
+    """Names of the methods in the folder that are of a base class."""
     modules = {name: registry.load("algorithms", name) for name in registry.names("algorithms")}
-    return tuple(name for name, module in modules.items() if module.build(module.Config()).needs == needs)
+    return tuple(name for name, module in modules.items() if isinstance(module.build(module.Config()), base))
 
 
 class ToyNetwork(nn.Module):
@@ -156,8 +158,11 @@ class Session:
     ) -> list[Microbatch]:
         """Microbatches, by default in the edges' own order; with `key_per_step` exactly the rollout's batches."""
         size = self.batch_size if batch_size is None else batch_size
-        data = (self.edges, advantage[:, None], self.plan, self.adapter, self.cond, self.rows)
-        return list(microbatches(*data, batch_size=size, order=order))
+        return list(microbatches(self.drawn, advantage[:, None], self.adapter, batch_size=size, order=order))
+
+    @property
+    def drawn(self) -> Trajectories:
+        return Trajectories(self.plan, self.samples, self.edges, self.cond, self.rows)
 
     def gradient(self, advantage: Tensor, **options: int) -> dict[str, Tensor]:
         """Of the mean loss over all edges, by parameter name, through Method.loss."""
@@ -195,9 +200,8 @@ def roll_out(
     rows = torch.tensor([i.slot for i in ids])
     cond = adapter.encode([f"prompt {slot}" for slot in range(prompts)])
     noise = Noise(0, "rollout", iteration, adapter.latent_shape(), shared_start)
-    recorded = {}
-    if algorithm.needs == "edges":
-        recorded = {"form": algorithm.log_prob_form(sampler), "columns": tuple(columns) or algorithm.columns}
+    recording = training_of(algorithm).recording(sampler)
+    recorded = {"form": recording.form, "columns": tuple(columns) or recording.columns}
     with weights.using(algorithm.behaviour):
         samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=batch_size, **recorded)
     networks = Networks(policy, weights)
@@ -223,37 +227,35 @@ def bitwise(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def options_of(session: Session, updates: int, batch_size: int, seed: int = 0) -> SimpleNamespace:
-    """What a learner and its data read of a run's configuration."""
-    group = max(i.sample for i in session.ids) + 1
-    return SimpleNamespace(
-        rollout=SimpleNamespace(group_size=group, batch_size=session.batch_size),
-        optim=SimpleNamespace(updates_per_iteration=updates, batch_size=batch_size, learning_rate=1e-3),
-        seed=seed,
-    )
+def context_of(session: Session, optim: OptimConfig, **options: Any) -> UpdateContext:
+    """The parts of a run on one process, unless `options` say otherwise."""
+    known = {"networks": session.networks, "rollout_batch_size": session.batch_size, "seed": 0, "world": ALONE}
+    known |= {"counter": Evaluations(session.adapter.network), "schedule": session.adapter.schedule(len(session.plan))}
+    return UpdateContext(**(known | {"method": session.algorithm, "optim": optim} | options))
 
 
-def learner_of(session: Session, *, updates: int = 2, batch_size: int = 4, seed: int = 0) -> Learner:
-    """A learner on one process."""
-    options = options_of(session, updates, batch_size, seed)
-    optimizer = Optimizer(session.weights, OptimConfig(learning_rate=1e-3), 100)
-    schedule = session.adapter.schedule(len(session.plan))
-    return Learner(options, session.algorithm, session.networks, optimizer, ALONE, schedule)
+def optim_of(updates: int, batch_size: int) -> OptimConfig:
+    return OptimConfig(learning_rate=1e-3, updates_per_iteration=updates, batch_size=batch_size)
+
+
+def learner_of(session: Session, *, updates: int = 2, batch_size: int = 4, **options: Any) -> Learner:
+    """A learner on one process; `options` are of its context."""
+    context = context_of(session, optim_of(updates, batch_size), **options)
+    return Learner(training_of(session.algorithm), context, Optimizer(session.weights, context.optim, 100))
 
 
 def replay_of(
     session: Session, rewards: Tensor, credit: Advantages | None = None, *, updates: int = 2, batch_size: int = 4
-) -> Replay:
+) -> EdgeBatches:
     """The edges of the session, in shares; rewards [R, P, G], credited by the algorithm unless given."""
     credit = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
-    options, rollout = options_of(session, updates, batch_size), rollout_of(session, rewards)
-    counter = Evaluations(session.adapter.network)
-    return Replay(options, session.algorithm, session.networks, ALONE, counter, rollout, credit, 1, Sums())
+    iteration = Iteration(1, rollout_of(session, rewards), credit, Sums())
+    return EdgeBatches(context_of(session, optim_of(updates, batch_size)), iteration)
 
 
 def rollout_of(session: Session, rewards: Tensor) -> Rollout:
     """The session as the learner takes it; rewards [R, P, G]."""
-    return Rollout(session.plan, session.samples, session.edges, session.cond, session.rows, rewards, {}, 0.0)
+    return session.drawn.scored(rewards)
 
 
 # ---- methods on finished samples
@@ -268,20 +270,20 @@ def noising_of(
     batch_size: int = 4,
     rank: int = 0,
     size: int = 1,
-) -> Noising:
+    iteration: int = 1,
+) -> SampleBatches:
     """The terms of one of `size` processes; rewards [R, P, G], credited by the algorithm unless given."""
     credit = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
-    rollout, options = rollout_of(session, rewards), options_of(session, updates, batch_size)
-    group = options.rollout.group_size
-    own = [slot * group + sample for slot, sample in shard(rewards.shape[1], group, rank, size)]
+    rollout, (prompts, group) = rollout_of(session, rewards), rewards.shape[1:]
+    own = [slot * group + sample for slot, sample in shard(prompts, group, rank, size)]
     samples = Samples(rollout.samples.x0[own], tuple(session.ids[row] for row in own))
     rollout = replace(rollout, samples=samples, rows=rollout.rows[own])
-    world, schedule = World(rank, size, torch.device("cpu")), session.adapter.schedule(len(session.plan))
-    parts = (session.algorithm, session.networks, world, Evaluations(session.adapter.network), rollout, credit, 1)
-    return Noising(options, *parts, schedule)
+    world = World(rank, size, torch.device("cpu"))
+    context = context_of(session, optim_of(updates, batch_size), world=world)
+    return SampleBatches(context, Iteration(iteration, rollout, credit, Sums()))
 
 
-def terms_gradient(session: Session, *parts: Noising, share: int = 0) -> dict[str, Tensor]:
+def terms_gradient(session: Session, *parts: SampleBatches, share: int = 0) -> dict[str, Tensor]:
     """Of the mean loss over the terms of a share on all processes, by parameter name."""
     session.adapter.network.zero_grad()
     count = sum(part.sizes[share] for part in parts)

@@ -73,8 +73,6 @@ class Method(Generic[C]):
 
     Config: ClassVar[type[Options]] = Options
     """The options of a method whose file defines no `Config`; one that does extends it."""
-    needs: ClassVar[Literal["edges", "samples", "noise"]]
-    """The training data: trained steps of the rollout, its finished samples, or the noise that these began with."""
     level: str = "experimental"
     members: tuple[Member, ...] = ()
     """Where each sample of a slot comes from; empty: the rollout draws all of them."""
@@ -185,7 +183,6 @@ class Method(Generic[C]):
 class EdgeMethod(Method[C]):
     """A method on the stochastic steps of a rollout and their log-probs."""
 
-    needs = "edges"
     columns: tuple[str, ...] = ()
     """Extra tensors that the rollout records for each edge."""
     transitions: Transitions | None = None
@@ -244,7 +241,6 @@ class EdgeMethod(Method[C]):
 class SampleMethod(Method[C]):
     """A method on finished samples, noised again; with `members` on given pairs or labelled images."""
 
-    needs = "samples"
     shared_times: Literal["sample", "group", "all"] = "sample"
     """The samples that share their training times: none, those of a prompt, all."""
     shared_eps: bool = False
@@ -322,7 +318,6 @@ class SampleMethod(Method[C]):
 class NoiseMethod(Method[C]):
     """A method on the initial noise, whose distribution it learns for each training prompt; the network is frozen."""
 
-    needs = "noise"
     train_std: bool = True
     """False learns the means alone."""
     value: ValueConfig | None = None

@@ -27,7 +27,7 @@ def data_here(resolved: Resolved) -> Data:
     from flowrl.data.prompt_sources import hub_id
     from flowrl.evaluation.held_out import run_prompts
 
-    run, data, algorithm = resolved.run, resolved.run.data, resolved.algorithm.build()
+    run, data, own = resolved.run, resolved.run.data, resolved.training.own_prompts
     sources = {"prompts": data.prompts, "eval_prompts": data.eval_prompts}
     if data.pairs is not None:
         sources |= {"pairs.path": data.pairs.path, "pairs.eval": data.pairs.eval}
@@ -43,12 +43,12 @@ def data_here(resolved: Resolved) -> Data:
         lines.append("number of training prompts: not known")
     elif "eval_prompts" in remote:
         whole = {} if data.prompts is None else {"eval_share": 0.0}  # nothing is split off where some are named
-        prompts = run_prompts(replace(run, data=replace(data, eval_prompts=None, **whole)), algorithm.needs)
+        prompts = run_prompts(replace(run, data=replace(data, eval_prompts=None, **whole)), own)
         texts |= {(p.text, p.pictures) for p in prompts.train}
         count = len(prompts.train)
         lines.append(f"{count} training prompts; number of prompts for evaluation: not known")
     else:
-        prompts = run_prompts(run, algorithm.needs)
+        prompts = run_prompts(run, own)
         texts |= {(p.text, p.pictures) for p in (*prompts.train, *prompts.evaluated)}
         count = len(prompts.train)
         if resolved.members:
@@ -60,7 +60,9 @@ def data_here(resolved: Resolved) -> Data:
         count = None
         lines.append("number of pairs: not known")
     elif data.pairs is not None:
-        given = Given(replace(data.pairs, eval=None) if "pairs.eval" in remote else data.pairs, algorithm, run.seed)
+        given = Given(
+            replace(data.pairs, eval=None) if "pairs.eval" in remote else data.pairs, resolved.method, run.seed
+        )
         count = len(given.records)
         texts |= {(text, ()) for text in given.captions()} if data.caches_text else set()
         lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]

@@ -115,7 +115,7 @@ def _probe(plan, resolved) -> str:
     from flowrl.scoring.build import PROBE_PX, probe_batch
     from flowrl.scoring.one_call import score_once
 
-    found = run_prompts(resolved.run, resolved.algorithm.build().needs)
+    found = run_prompts(resolved.run, resolved.training.own_prompts)
     prompts = (found.train or found.evaluated)[:2]  # given pairs bring no prompts
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     images = probe_batch(len(prompts), PROBE_PX, PROBE_PX, resolved.model.config.frames)

@@ -107,20 +107,18 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
 
     from flowrl.config.checks import check_trained
     from flowrl.core.errors import ConfigError
-    from flowrl.core.types import SampleId
     from flowrl.diffusion.flash import flow_timestep
     from flowrl.diffusion.schedules import Schedule, shift_sigmas
-    from flowrl.planning.memory import terms_per_sample
 
-    steps, algorithm = resolved.run.rollout.num_inference_steps, resolved.algorithm.build()
+    steps, training = resolved.run.rollout.num_inference_steps, resolved.training
     end = 0.03 if getattr(resolved.model.config, "final_alpha", "model") == "first" else 0.0
-    sigmas = shift_sigmas(torch.linspace(1, end, steps + 1), algorithm.config.shift)
+    sigmas = shift_sigmas(torch.linspace(1, end, steps + 1), resolved.method.config.shift)
     schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, flow_timestep(sigmas[:-1]))
     try:
-        plan = algorithm.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
-        terms_per_sample(resolved, plan)
-        if adapter is not None and algorithm.needs == "samples":
-            algorithm.times(schedule, [SampleId(0, 0)], 1, resolved.run.seed)
+        plan = resolved.method.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
+        training.demand(plan, resolved.setting)
+        if adapter is not None:
+            training.check_grid(schedule, resolved.run.seed)
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
     if adapter is not None:
@@ -175,20 +173,19 @@ def geometry(
 
 def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
 
-    run, algorithm = resolved.run, resolved.algorithm.build()
+    run, method = resolved.run, resolved.method
     # A method evaluates each of its roles once beside every forward of the update; one on samples says how many.
-    extra = algorithm.frozen + algorithm.recompute
+    extra = method.frozen + method.recompute
     # The means that a loss asks for take a pass of their own, of the policy and of what it is compared with.
-    extra += (extra + 1) * algorithm.centres
-    from flowrl.planning.memory import terms_per_sample, trained_share
-
-    share, trained = trained_share(resolved, plan), terms_per_sample(resolved, plan)
-    rows = [geometry(resolved, plan, processes, extra, share, trained, algorithm.passes) for processes in PROCESSES]
+    extra += (extra + 1) * method.centres
+    demand = resolved.training.demand(plan, resolved.setting)
+    share, trained = demand.share, demand.rows
+    rows = [geometry(resolved, plan, processes, extra, share, trained, method.passes) for processes in PROCESSES]
     table = _table("", *(f"{g.processes} process{'es' if g.processes > 1 else ''}" for g in rows))
     updates = run.optim.updates_per_iteration
     table.title = (
         f"{_samples_text(resolved, plan, share, trained)}; {run.iterations} iterations = "
-        f"{run.iterations * updates * algorithm.passes} updates"
+        f"{run.iterations * updates * method.passes} updates"
     )
     guided = " (CFG: each sample twice)" if adapter.branches(run.rollout.guidance_scale) > 1 else ""
     if run.rollout.shared_noise and plan.tree is None:
@@ -202,7 +199,7 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
 
 def _samples_text(resolved: Resolved, plan: StepPlan, share: float, trained: int) -> str:
     """What an iteration draws and trains on."""
-    run, algorithm = resolved.run, resolved.algorithm.build()
+    run, method = resolved.run, resolved.method
     count, updates = resolved.slots * resolved.group_size, run.optim.updates_per_iteration
     text = (
         f"{count} samples per iteration = {resolved.slots} {'pairs' if resolved.members else 'prompts'} x "
@@ -210,10 +207,8 @@ def _samples_text(resolved: Resolved, plan: StepPlan, share: float, trained: int
     )
     if plan.tree is not None:
         return f"{text} = {_trees_text(resolved, plan)}; {updates} updates of {count // plan.leaves // updates} trees"
-    what = "steps" if algorithm.needs == "edges" else "times"
-    if algorithm.passes > 1:
-        what += f" in {algorithm.passes} passes"
-    each = "" if algorithm.needs == "noise" else f" x {trained} {what}"
+    what = resolved.training.rows_are + (f" in {method.passes} passes" if method.passes > 1 else "")
+    each = "" if resolved.training.frozen else f" x {trained} {what}"
     selected = "" if share == 1 else f", {share:.0%} of them trained"
     return f"{text}; {updates} updates of {count // updates} samples{each}{selected}"
 
@@ -311,7 +306,7 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
     if lora is not None:
         what = f"LoRA rank {lora.rank}, alpha {lora.alpha:g}, {result.lora_modules} modules"
     table = _table("part", "values", "size", "where")
-    if resolved.algorithm.build().needs == "noise":
+    if resolved.training.frozen:
         what = f"initial noise of {texts} prompts"
     cached_texts = resolved.run.data.caches_text
     for name, count in result.parameters.items():

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from flowrl.config.components import Component
 from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core.strict import Options
 from flowrl.core.types import Member
 from flowrl.scoring.entries import RewardPlan
+from flowrl.training.base import Setting, Training
+from flowrl.training.kinds import training_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Resolved:
     """A run with every component found and its options validated; nothing is loaded yet."""
 
@@ -22,10 +26,35 @@ class Resolved:
     rewards: tuple[RewardPlan, ...]
     eval_rewards: tuple[RewardPlan, ...]
 
+    @cached_property
+    def method(self) -> Any:
+        """The method to ask for what it is; a run that trains builds its own, which remembers."""
+        return self.algorithm.build()
+
+    @cached_property
+    def training(self) -> Training:
+        """The method's kind of training data."""
+        return training_of(self.method)
+
+    @property
+    def setting(self) -> Setting:
+        """The options that the training data depend on."""
+        run = self.run
+        return Setting(
+            name=self.algorithm.name,
+            model=self.model.config,
+            sampler=self.sampler.build(),
+            rollout=run.rollout,
+            optim=run.optim,
+            slots=self.slots,
+            group_size=self.group_size,
+            seed=run.seed,
+        )
+
     @property
     def members(self) -> tuple[Member, ...]:
         """Where each sample of a slot comes from; empty: the rollout draws all of them."""
-        return self.algorithm.build().members
+        return self.method.members
 
     @property
     def slots(self) -> int:
@@ -48,6 +77,6 @@ class Resolved:
         tree = to_tree(self.run)
         for place, part in (("model", self.model), ("algorithm", self.algorithm)):
             tree[place] = part.reference | to_tree(part.config)
-        if self.algorithm.build().needs == "edges":
+        if self.training.takes_sampler:
             tree["rollout"]["sampler"] = self.sampler.reference | to_tree(self.sampler.config)
         return tree

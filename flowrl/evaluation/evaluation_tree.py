@@ -47,7 +47,7 @@ from flowrl.evaluation.evaluator import Evaluator, images_of
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
-from flowrl.rollout.trajectories import Rollout
+from flowrl.rollout.trajectories import Rollout, Trajectories
 from flowrl.scoring.build import build_scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.divergence import Health
@@ -143,9 +143,8 @@ class EvalTree:
         finally:
             bar.close()
         paths = log_probs_on_ways(edges, ids, plan).T[None] if method.weighs_paths else None
-        unknown = torch.empty(0)
-        drawn = (samples, edges, cond, rows, unknown, {}, 0.0)
-        return Rollout(plan, *drawn, prompts=(identity(prompt),), paths=paths)
+        drawn = Trajectories(plan, samples, edges, cond, rows)
+        return drawn.scored(torch.empty(0), prompts=(identity(prompt),), paths=paths)
 
     def _scored(self, rollout: Rollout, images: Tensor, stop: Stop) -> tuple[Rollout, Tensor]:
         """With rewards [R, 1, L] and outputs [1, L]; and the weights [R]."""

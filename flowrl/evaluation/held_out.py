@@ -79,15 +79,15 @@ def splits(resolved: Resolved) -> bool:
     """Whether prompts are held out by `data.eval_share`, if there are enough."""
     data = resolved.run.data
     given = data.prompts is None or data.eval_prompts is not None
-    return not given and data.eval_share > 0 and resolved.algorithm.build().needs != "noise"
+    return not given and data.eval_share > 0 and not resolved.training.own_prompts
 
 
-def run_prompts(config: RunConfig, needs: str) -> RunPrompts:
+def run_prompts(config: RunConfig, own: bool) -> RunPrompts:
     """Read the prompts of a run, and hold some out where the configuration names none for its evaluations.
 
     Args:
         config: of the run.
-        needs: of its method; one on the initial noise learns about its own prompts, and none are split off.
+        own: the method learns about its training prompts alone, and none are split off.
 
     Raises:
         ConfigError: as `load_prompts`.
@@ -99,13 +99,13 @@ def run_prompts(config: RunConfig, needs: str) -> RunPrompts:
         listed = load_prompts(data.prompts, "data.prompts", columns, data.max_prompts)
     if data.eval_prompts is not None:
         given = load_prompts(data.eval_prompts, "data.eval_prompts", columns, data.max_eval_prompts)
-        name, remark = ("its own prompts", "") if needs == "noise" else _overlap(listed, given)
+        name, remark = ("its own prompts", "") if own else _overlap(listed, given)
         return RunPrompts(listed, listed, given, name, _told("data.eval_prompts", data.eval_prompts), remark=remark)
     if data.prompts is None:
         remark = "data.eval_prompts is not set: no picture is drawn before and after"
         return RunPrompts([], [], [], "no prompts", "", remark=remark)
     source, first = _told("data.prompts", data.prompts), listed[: data.max_eval_prompts]
-    if needs == "noise":
+    if own:
         return RunPrompts(listed, listed, first, "its own prompts", source)
     count = len({identity(prompt) for prompt in listed})
     if data.eval_share == 0 or count < LEAST:

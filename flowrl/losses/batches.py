@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -40,10 +41,18 @@ class Microbatch:
     def __len__(self) -> int:
         return len(self.old_log_prob)
 
+    @property
+    def steps(self) -> Tensor:
+        """Index into the plan of each row, [E] int64, on the CPU."""
+        return self.step.index.cpu()
+
 
 @dataclass(frozen=True, slots=True)
 class NoisedBatch:
     """One training forward of a method without log-probs: M terms, each a sample noised again to one time."""
+
+    steps: ClassVar[None] = None
+    """Its rows are of no step of the plan."""
 
     clean: Tensor
     """x0 of each term's sample, [M, ...] float32."""
@@ -73,6 +82,9 @@ class NoisedBatch:
 @dataclass(frozen=True, slots=True)
 class InitialBatch:
     """Samples of a method on the initial noise: M of them, by what they started from."""
+
+    steps: ClassVar[None] = None
+    """Its rows are of no step of the plan."""
 
     latents: Tensor
     """Where each sample started, [M, ...] float32."""

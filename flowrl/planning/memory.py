@@ -37,19 +37,16 @@ from torch import nn
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
-from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import torch_dtype
 from flowrl.models.classes import config_folder
 from flowrl.models.generic.outline import Unmeasurable
 from flowrl.models.paths import loading
-from flowrl.models.savings import cast_frozen, offloaded, require_known
+from flowrl.models.savings import offloaded, require_known
 from flowrl.models.weights import Weights, component_names
 from flowrl.planning import few_bits, forwards
 from flowrl.planning.meter import faked, measured
 from flowrl.planning.tree_work import tree_work
-from flowrl.rollout.learned_noise import LearnedNoise, NoiseWeights
-from flowrl.rollout.outputs import training_guidance
 from flowrl.training.world import shard
 
 _FLOAT, _HEADER_PER_TENSOR = 4, 140
@@ -165,45 +162,6 @@ def size(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
-def nodes_per_sample(plan: StepPlan) -> int:
-    """Latents kept per sample of a chain: both ends of every trained step, shared where steps are neighbours.
-
-    >>> from flowrl.diffusion.plan import window
-    >>> from flowrl.diffusion.schedules import Schedule
-    >>> grid = Schedule(torch.linspace(1, 0, 9), torch.arange(8.0))
-    >>> nodes_per_sample(window(grid, 0.7, [0, 1, 2])), nodes_per_sample(window(grid, 0.7, [0, 3]))
-    (4, 4)
-    """
-    return len(plan.train) + sum(k - 1 not in plan.train for k in plan.train)
-
-
-def trained_share(resolved: Resolved, plan: StepPlan) -> float:
-    """Share of a rollout's edges that is trained where no group is dead: a method may select samples and steps."""
-    run, algorithm, size = resolved.run, resolved.algorithm.build(), resolved.group_size
-    samples = algorithm.taken(size) / size
-    if algorithm.needs != "edges":
-        return samples
-    if algorithm.transitions is not None:  # drawn from many iterations, as many as the method says
-        return algorithm.config.batch / (run.samples_per_iteration * len(plan.train))
-    kept = algorithm.kept_edges([SampleId(0, k) for k in range(size)], plan, 1, run.seed)
-    return samples if kept is None else samples * float(kept.float().mean())
-
-
-def terms_per_sample(resolved: Resolved, plan: StepPlan) -> int:
-    """Rows of one sample in a pass of the updates: its trained steps, its times where a method noises it again, or
-    none where the network is frozen.
-
-    Raises:
-        ValueError: the grid does not have the times.
-    """
-    algorithm = resolved.algorithm.build()
-    if algorithm.needs == "edges":
-        return len(plan.train)
-    if algorithm.needs == "noise":
-        return 0
-    return algorithm.config.terms(len(plan.schedule))
-
-
 def forward_rows(
     run: RunConfig, plan: StepPlan, samples: int, slots: int, share: float = 1.0, terms: int | None = None
 ) -> tuple[int, int]:
@@ -233,13 +191,13 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         processes: over which the samples are spread; everything returned is of one of them.
     """
     run, config, pipeline = resolved.run, resolved.model.config, adapter.pipeline
-    dtype, algorithm = torch_dtype(config.dtype), resolved.algorithm.build()
+    dtype, method, frozen = torch_dtype(config.dtype), resolved.method, resolved.training.frozen
     encoders = {name: part for name, part in pipeline.components.items() if name.startswith("text_encoder") and part}
     parts = {"denoiser": adapter.network, "vae": pipeline.vae} | encoders
     parameters = {name: count(part) for name, part in parts.items()}
-    roles = [role for role in algorithm.roles if role != "reference" or config.lora is None]
+    roles = [role for role in method.roles if role != "reference" or config.lora is None]
     weights = _weights(adapter, resolved, prompts)
-    trained, away, frozen = weights.count, offloaded(pipeline, config), isinstance(weights, NoiseWeights)
+    trained, away = weights.count, offloaded(pipeline, config)
     stored = {name: size(part) for name, part in parts.items()}
     stored["denoiser"] -= _FLOAT * trained if config.lora else 0
     own = shard(resolved.slots, resolved.group_size, 0, processes, plan.leaves)
@@ -254,7 +212,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     loaded += (0 if run.data.caches_text else texts) + (_FLOAT * trained if frozen else 0)
     samples = len(own)
     sampled, trained_on, kept = _work(resolved, plan, samples, len({slot for slot, _ in own}))
-    transient, unknown = _measure(adapter, encoders, resolved, reference=bool(algorithm.roles))
+    transient, unknown = _measure(adapter, encoders, resolved, reference=bool(method.roles))
     if transient["update"] is not None:
         transient["update"] = max(transient["update"], 4 * _FLOAT * trained)
     return Estimate(
@@ -269,7 +227,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         moments=2 * _FLOAT * trained,
         ema=ema,
         snapshots=snapshots,
-        latents=(kept + samples * (1 + frozen)) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
+        latents=(kept + samples) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
         pictures=_pictures(resolved, adapter, samples),
         phases=(
             Phase("encode", base + texts, transient["encode"]),
@@ -286,9 +244,10 @@ def _work(resolved: Resolved, plan: StepPlan, samples: int, slots: int) -> tuple
     if plan.tree is not None:
         work = tree_work(resolved, plan)
         return work.rollout_rows(samples), work.update_rows(samples), work.latents(samples)
-    terms = resolved.algorithm.build().passes * terms_per_sample(resolved, plan)
-    sampled, trained = forward_rows(resolved.run, plan, samples, slots, trained_share(resolved, plan), terms)
-    return sampled * resolved.drawn // resolved.group_size, trained, samples * nodes_per_sample(plan)
+    demand = resolved.training.demand(plan, resolved.setting)
+    terms = resolved.method.passes * demand.rows
+    sampled, trained = forward_rows(resolved.run, plan, samples, slots, demand.share, terms)
+    return sampled * resolved.drawn // resolved.group_size, trained, samples * demand.latents
 
 
 def _phases(resolved: Resolved) -> tuple[str, ...]:
@@ -305,17 +264,11 @@ def _pictures(resolved: Resolved, adapter: Any, samples: int) -> int:
 
 def _weights(adapter: Any, resolved: Resolved, prompts: int) -> Weights:
     """What is trained, with the frozen weights stored as the memory options say."""
-    config, algorithm = resolved.model.config, resolved.algorithm.build()
-    networks = component_names(adapter.network).values()
+    config, networks = resolved.model.config, component_names(adapter.network).values()
     few_bits.quantise(networks, config)
+    unread, texts = dataclasses.replace(config, init_lora=None), [(str(k), ()) for k in range(prompts)]
     with torch.device("meta"):
-        if algorithm.needs == "noise":
-            adapter.network.requires_grad_(False)
-            noise = LearnedNoise([(str(k), ()) for k in range(prompts)], adapter.latent_shape())
-            weights: Weights = NoiseWeights(noise, train_std=algorithm.train_std)
-        else:
-            weights = Weights(adapter.network, config.lora, adapter.lora_targets, seed=0)
-    cast_frozen(networks, config)
+        weights = resolved.training.weights(adapter, unread, texts, 0, "meta")
     few_bits.imitate_casting(networks, config)
     return weights
 
@@ -333,9 +286,7 @@ def _measure(
     guidance = run.rollout.guidance_scale
     eval_guidance = guidance if run.eval.guidance_scale is None else run.eval.guidance_scale
     batch, edges, shown = run.rollout.batch_size, run.optim.batch_size, run.eval.batch_size
-    algorithm, in_training = resolved.algorithm.build(), guidance
-    if algorithm.needs == "samples":
-        in_training = training_guidance(adapter, guidance, algorithm.config.guidance_scale)
+    in_training = resolved.training.guidance(adapter, guidance)
     visiting, unknown = offloaded(adapter.pipeline, config), {}
     leaf = {name: largest_leaf(part) if name in visiting else 0 for name, part in ({"vae": vae} | encoders).items()}
 
@@ -357,7 +308,7 @@ def _measure(
         # One by one, a batch takes hardly more than a picture; otherwise bytes are proportional to it.
         pictures = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
-        if algorithm.needs != "noise":
+        if not resolved.training.frozen:
             update = attempt(
                 "update", lambda: forwards.loss(adapter, edges, in_training, reference).backward(), grad=True
             )

@@ -85,9 +85,9 @@ def planned(resolved: Resolved, processes: int) -> Estimate:
     Raises:
         UnknownModel, ModelError, ValueError: it knows nothing of the model, or not of this plan.
     """
-    run, adapter, algorithm = resolved.run, skeleton(resolved), resolved.algorithm.build()
-    plan = algorithm.plan(adapter.schedule(run.rollout.num_inference_steps), resolved.sampler.build(), 1, run.seed)
-    prompts = run_prompts(run, algorithm.needs)
+    run, adapter, method = resolved.run, skeleton(resolved), resolved.method
+    plan = method.plan(adapter.schedule(run.rollout.num_inference_steps), resolved.sampler.build(), 1, run.seed)
+    prompts = run_prompts(run, resolved.training.own_prompts)
     texts = {(p.text, p.pictures) for p in (*prompts.train, *prompts.evaluated)}
     return estimate(resolved, adapter, plan, prompts=len(texts), processes=processes)
 

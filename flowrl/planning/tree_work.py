@@ -81,6 +81,6 @@ def _live(resolved: Resolved, plan: StepPlan, iteration: int) -> Tensor:
     rewards, weights = torch.rand(1, 1, resolved.group_size, generator=torch.Generator().manual_seed(0)), torch.ones(1)
     none, known = Samples(torch.zeros(0), ()), (("", ()),)
     rows = torch.zeros(0, dtype=torch.int64)
-    rollout = Rollout(plan, none, no_edges(none), Condition({}), rows, rewards, {}, 0.0, prompts=known)
+    rollout = Rollout(plan, none, no_edges(none), Condition({}), rows, rewards, prompts=known)
     credit = algorithm.on_tree(algorithm.advantages(rewards, weights, known), rollout, weights, iteration)
     return ~credit.pruned[0].unflatten(0, (-1, plan.leaves))

@@ -20,7 +20,7 @@ from flowrl.diffusion.solver_base import Node
 from flowrl.diffusion.solvers import SOLVERS
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
-from flowrl.rollout.recorder import COLUMNS, Recorder, join
+from flowrl.rollout.recorder import Recorder, Recording, join
 from flowrl.rollout.routes import Move, Routes
 from flowrl.samplers.base import LogProbForm
 
@@ -65,13 +65,11 @@ def run(
     Raises:
         Abandoned: `stop` said so.
     """
-    unknown = sorted(set(columns) - set(COLUMNS))
-    if unknown:
-        raise ValueError(f"rollout column {unknown[0]!r} is unknown; there are: {', '.join(COLUMNS)}")
+    recording = Recording(form, tuple(columns))
     latents, parts, nodes_before, size = [], [], 0, plan.drawn_together(batch_size)
     for start in range(0, len(ids), size):
         part, picked = list(ids[start : start + size]), cond.index(rows[start : start + size])
-        recorder = Recorder(form, columns, policy.adapter.channel_axis)
+        recorder = Recorder(recording, policy.adapter.channel_axis)
         x0, edges = _Walk(policy, plan, noise, part, picked, recorder, device, stop)(batch_size)
         parts.append((edges, nodes_before, start))
         nodes_before += len(edges.nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,11 +15,30 @@ COLUMNS = ("mean_old", "velocity_old")
 """Extras of an edge: the mean it was drawn from, and the velocity at its start."""
 
 
-class Recorder:
-    """The trained steps of one batch."""
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What is kept of each trained step.
 
-    def __init__(self, form: LogProbForm, columns: Sequence[str], axis: int) -> None:
-        self.form, self.columns, self.axis = form, columns, axis
+    Raises:
+        ValueError: a column is unknown.
+    """
+
+    form: LogProbForm = "mean"
+    """Of the stored log-probs."""
+    columns: tuple[str, ...] = ()
+    """Extras per edge, of `COLUMNS`."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.columns) - set(COLUMNS))
+        if unknown:
+            raise ValueError(f"rollout column {unknown[0]!r} is unknown; there are: {', '.join(COLUMNS)}")
+
+
+class Recorder:
+    """The trained steps of one batch, whose latents have their channels at `axis`."""
+
+    def __init__(self, recording: Recording, axis: int) -> None:
+        self.form, self.columns, self.axis = recording.form, recording.columns, axis
         self.nodes: list[Tensor] = []
         self.records: list[dict[str, Tensor]] = []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,29 +14,49 @@ from flowrl.diffusion.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One iteration's data: this rank's samples and edges, everybody's rewards."""
+class Trajectories:
+    """Samples of this rank with their trained edges, and what they were drawn by."""
 
     plan: StepPlan
     samples: Samples
+    """B samples."""
     edges: Edges
     cond: Condition
+    """Conditions of the prompts."""
     rows: Tensor
-    """Row of `cond` of each of this rank's samples, [B]."""
+    """Row of `cond` of each sample, [B] int64."""
+
+    def scored(self, rewards: Tensor, **further: Any) -> Rollout:
+        """The rollout with the rewards of the whole iteration [R, P, G]; `further` are fields of `Rollout`."""
+        return Rollout(self.plan, self.samples, self.edges, self.cond, self.rows, rewards, **further)
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseDraws:
+    """What samples started from, where the distribution of their initial noise is learned."""
+
+    initial: Tensor
+    """Latents that each of this rank's samples started from, [B, ...] float32."""
+    laws: Tensor
+    """Number of the law of each prompt of the iteration, [P] int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout(Trajectories):
+    """One iteration's data: this rank's samples and edges, everybody's rewards."""
+
     rewards: Tensor
     """Training values of the whole iteration, [R, P, G]."""
-    raw: dict[str, Tensor]
+    raw: dict[str, Tensor] = field(default_factory=dict)
     """Raw outputs of the whole iteration, name -> [P, G]."""
-    spread: float
-    """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator."""
+    prompts: tuple[Identity, ...] = ()
+    """Identities of all P slots of the iteration."""
+    spread: float = math.nan
+    """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator; NaN: not measured."""
     maps: Tensor | None = None
     """Where in its picture each of this rank's samples counts, [B, *pos]; only for a method with `spatial`."""
-    initial: Tensor | None = None
-    """Latents that each of this rank's samples started from, [B, ...] float32; only where their law is learned."""
-    laws: Tensor | None = None
-    """Number of the law of each prompt of the iteration, [P] int64; only where it is learned."""
-    prompts: tuple[Identity, ...] = ()
-    """Of all P slots of the iteration."""
+    noise: NoiseDraws | None = None
+    """Only where the distribution of the initial noise is learned."""
     paths: Tensor | None = None
     """Old log-probs of the steps on the way to each sample, [P, G, K], NaN where none is kept; only where credit asks
     for them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flowrl.algorithms.base import Method, Networks, NoiseMethod
+from flowrl.algorithms.base import Method, Networks
 from flowrl.config.checks import check_model, check_trained
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
@@ -17,28 +17,29 @@ from flowrl.core.console import log
 from flowrl.core.contents import Input, set_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive
-from flowrl.core.types import Condition, Identity, SampleId
+from flowrl.core.types import Condition, Identity
 from flowrl.data.given_samples import Given, require_encoder
 from flowrl.data.labels import LabelledSource
 from flowrl.data.preferences import PreferenceSource
-from flowrl.data.prompts import Prompt, PromptSource, require_pictures
+from flowrl.data.prompts import Prompt, PromptSource, identity, require_pictures
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.evaluation.evaluator import Evaluator
 from flowrl.evaluation.held_out import RunPrompts, run_prompts
-from flowrl.models.base import ModelAdapter, ModelConfig, packed_grid, torch_dtype
-from flowrl.models.savings import cast_frozen
-from flowrl.models.weights import Weights, component_names, trainable
-from flowrl.rollout.learned_noise import LearnedNoise, NoiseWeights
-from flowrl.rollout.policy import Policy
+from flowrl.models.base import ModelAdapter, packed_grid, torch_dtype
+from flowrl.models.weights import Weights
+from flowrl.rollout.learned_noise import LearnedNoise
+from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.saliency_maps import Mapper, mapper
 from flowrl.run.inputs import made_with
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.scoring.build import build_scorers, probe, require_modality
 from flowrl.scoring.scorer import Scorer
+from flowrl.training.base import Training, UpdateContext
+from flowrl.training.divergence import remedy
+from flowrl.training.kinds import training_of
 from flowrl.training.learner import Learner
-from flowrl.training.noise_batches import add_calibration, noise_weights, require_own_prompts
 from flowrl.training.optim import Optimizer
 from flowrl.training.sharding import split
 from flowrl.training.world import World
@@ -139,48 +140,29 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     Raises:
         ConfigError, ModelError, RewardError: something the user can mend.
     """
-    config, options = resolved.run, resolved.model.config
+    config = resolved.run
     _require_samples(resolved, world)
     algorithm: Method = resolved.algorithm.build()
-    data = _data(config, algorithm)
+    kind = training_of(algorithm)
+    data = _data(config, kind)
     scorer, watched = build_scorers(
         resolved.rewards, resolved.eval_rewards, data.prompts.listed, data.prompts.looked_up
     )
     adapter = _adapter(resolved, data, watched)
-    dtype, sharded = torch_dtype(options.dtype), options.shard and world.size > 1
-    if algorithm.needs == "noise":
-        weights = _noise(algorithm, adapter, options, world, data.train)
-    else:
-        weights = _weights(resolved, adapter, world, dtype if sharded else None)
-    learned = weights.network if isinstance(weights, NoiseWeights) else None
+    weights = _weights(resolved, kind, adapter, data.train, world)
+    learned = kind.learned_noise(weights)
     _try_out(data, scorer, watched, adapter)
     texts = Texts(adapter, data.texts(cache=config.data.caches_text), cache=config.data.caches_text)
-    if isinstance(weights, NoiseWeights):
-        add_calibration(algorithm, weights, texts, data.train, config.seed)
+    kind.begin(weights, texts, data.train, config.seed)
     for role in algorithm.roles:
         weights.snapshot(role)
-    optimizer = _optimizer(resolved, algorithm, weights, world)
     sampler, schedule = resolved.sampler.build(), adapter.schedule(config.rollout.num_inference_steps)
     policy = Policy(adapter, sampler, config.rollout.guidance_scale)
-    check_trained(resolved, _require_plan(algorithm, sampler, schedule, adapter, config.seed))
+    check_trained(resolved, _require_plan(kind, sampler, schedule, adapter, config.seed))
     for note in check_model(resolved, adapter):
         log.warning("%s", note)
     _require_whole_groups(algorithm, resolved.slots, world)
-    learned_with = (config, algorithm, Networks(policy, weights), optimizer, world, schedule)
-    learner = Learner(*learned_with, sharded=sharded, lookup=partial(_embedded, texts))
-    evaluator = Evaluator(
-        adapter=adapter,
-        texts=texts,
-        scorer=watched,
-        world=world,
-        folder=folder,
-        prompts=tuple(data.evaluated),
-        options=config.eval,
-        sharded=sharded,
-        made_with=made_with(resolved, data.evaluated, _outputs(watched)),
-        learned=learned,
-        remedy=learner.remedy,
-    )
+    learner = _learner(resolved, kind, Networks(policy, weights), texts, schedule, world)
     return Parts(
         resolved=resolved,
         world=world,
@@ -190,17 +172,17 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
         watched=watched,
         adapter=adapter,
         weights=weights,
-        dtype=dtype,
+        dtype=torch_dtype(resolved.model.config.dtype),
         texts=texts,
         algorithm=algorithm,
-        optimizer=optimizer,
+        optimizer=learner.optimizer,
         schedule=schedule,
         sampler=sampler,
         policy=policy,
         learner=learner,
-        evaluator=evaluator,
+        evaluator=_evaluator(resolved, data, learner, texts, watched, folder, learned),
         maps=_maps(algorithm, adapter, world) if training else None,
-        sharded=sharded,
+        sharded=learner.context.sharded,
         learned=learned,
         given=data.given,
     )
@@ -224,12 +206,11 @@ def _embedded(texts: Texts, prompts: Sequence[Identity]) -> Condition:
     return texts.lookup([Prompt(text, pictures=pictures) for text, pictures in prompts])
 
 
-def _data(config: RunConfig, algorithm: Method) -> _Data:
+def _data(config: RunConfig, kind: Training) -> _Data:
     """Prompts and pictures of a run, read before anything else."""
-    prompts = run_prompts(config, algorithm.needs)
-    if algorithm.needs == "noise":
-        require_own_prompts(prompts.train, prompts.evaluated)
-    given = None if config.data.pairs is None else Given(config.data.pairs, algorithm, config.seed)
+    prompts = run_prompts(config, kind.own_prompts)
+    kind.check_prompts(prompts.train, prompts.evaluated)
+    given = None if config.data.pairs is None else Given(config.data.pairs, kind.method, config.seed)
     return _Data(prompts, given)
 
 
@@ -246,12 +227,43 @@ def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAd
     return adapter
 
 
-def _optimizer(resolved: Resolved, algorithm: Method, weights: Weights, world: World) -> Optimizer:
+def _sharded(resolved: Resolved, world: World) -> bool:
+    return resolved.model.config.shard and world.size > 1
+
+
+def _weights(
+    resolved: Resolved, kind: Training, adapter: ModelAdapter, train: Sequence[Prompt], world: World
+) -> Weights:
+    """What is trained, with the adapter on its device, its network split over the processes where that is asked for."""
+    options, seed = resolved.model.config, derive(resolved.run.seed, "lora")
+    weights = kind.weights(adapter, options, [identity(prompt) for prompt in train], seed, world.device)
+    if _sharded(resolved, world):
+        split(adapter, weights, world, torch_dtype(options.dtype))
+    else:
+        adapter.to(world.device)
+    return weights
+
+
+def _learner(
+    resolved: Resolved, kind: Training, networks: Networks, texts: Texts, schedule: Schedule, world: World
+) -> Learner:
     config = resolved.run
-    updates = config.iterations * config.optim.updates_per_iteration * algorithm.passes
-    # Under a law of the noise no gradient goes through the network.
-    scaled = resolved.model.config.dtype == "float16" and algorithm.needs != "noise"
-    return Optimizer(weights, config.optim, updates, loss_scaling=scaled, world=world)
+    updates = config.iterations * config.optim.updates_per_iteration * kind.method.passes
+    # No gradient goes through a frozen network.
+    scaled = resolved.model.config.dtype == "float16" and not kind.frozen
+    context = UpdateContext(
+        method=kind.method,
+        networks=networks,
+        optim=config.optim,
+        rollout_batch_size=config.rollout.batch_size,
+        seed=config.seed,
+        world=world,
+        counter=Evaluations(networks.policy.adapter.network),
+        schedule=schedule,
+        sharded=_sharded(resolved, world),
+        lookup=partial(_embedded, texts),
+    )
+    return Learner(kind, context, Optimizer(networks.weights, config.optim, updates, loss_scaling=scaled, world=world))
 
 
 def _maps(algorithm: Method, adapter: ModelAdapter, world: World) -> Mapper | None:
@@ -262,24 +274,29 @@ def _maps(algorithm: Method, adapter: ModelAdapter, world: World) -> Mapper | No
     return mapper(spatial, adapter.latent_shape(), world.device, **layout)
 
 
-def _weights(resolved: Resolved, adapter: ModelAdapter, world: World, split_at: torch.dtype | None) -> Weights:
-    """The trainable weights, with the adapter on its device; split over the processes for forwards of that dtype."""
-    weights = trainable(adapter, resolved.model.config, derive(resolved.run.seed, "lora"))
-    if split_at is None:
-        adapter.to(world.device)
-    else:
-        split(adapter, weights, world, split_at)
-    return weights
-
-
-def _noise(
-    algorithm: NoiseMethod, adapter: ModelAdapter, options: ModelConfig, world: World, train: Sequence[Prompt]
-) -> NoiseWeights:
-    """The laws of the initial noise, with the adapter frozen on its device."""
-    adapter.network.requires_grad_(False)
-    cast_frozen(component_names(adapter.network).values(), options)
-    adapter.to(world.device)
-    return noise_weights(algorithm, train, adapter.latent_shape(), world.device)
+def _evaluator(
+    resolved: Resolved,
+    data: _Data,
+    learner: Learner,
+    texts: Texts,
+    scorer: Scorer | None,
+    folder: Path,
+    learned: LearnedNoise | None,
+) -> Evaluator:
+    dtype, optim = resolved.model.config.dtype, learner.context.optim
+    return Evaluator(
+        adapter=learner.networks.policy.adapter,
+        texts=texts,
+        scorer=scorer,
+        world=learner.world,
+        folder=folder,
+        prompts=tuple(data.evaluated),
+        options=resolved.run.eval,
+        sharded=learner.context.sharded,
+        made_with=made_with(resolved, data.evaluated, _outputs(scorer)),
+        learned=learned,
+        remedy=lambda **known: remedy(dtype, optim, learner.grad_norm, **known),
+    )
 
 
 def _require_samples(resolved: Resolved, world: World) -> None:
@@ -302,19 +319,16 @@ def _require_whole_groups(algorithm: Method, prompts: int, world: World) -> None
         )
 
 
-def _require_plan(
-    algorithm: Method, sampler: Sampler, schedule: Schedule, adapter: ModelAdapter, seed: int
-) -> StepPlan:
+def _require_plan(kind: Training, sampler: Sampler, schedule: Schedule, adapter: ModelAdapter, seed: int) -> StepPlan:
     """The first plan: one that cannot be made or walked is the user's to mend, now rather than after the base
     evaluation."""
     try:
-        plan = algorithm.plan(schedule, sampler, 1, seed)
+        plan = kind.method.plan(schedule, sampler, 1, seed)
         if plan.train:
             _require_noise(
                 plan, step_std(sampler, adapter.process, plan.steps(torch.tensor(plan.train), adapter.process))
             )
-        if algorithm.needs == "samples":
-            algorithm.times(schedule, [SampleId(0, 0)], 1, seed)
+        kind.check_grid(schedule, seed)
         return plan
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None

@@ -25,7 +25,8 @@ from flowrl.rollout.exploration import choose, fidelity
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.preview import Preview
-from flowrl.rollout.trajectories import Rollout
+from flowrl.rollout.recorder import Recording
+from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
 from flowrl.run.assembly import Parts
 from flowrl.scoring.overlap import Ahead
 from flowrl.scoring.scorer import Scores
@@ -41,12 +42,7 @@ from flowrl.training.world import World, largest_shard, shard
 class Draw:
     """This process's part of a group of samples for every prompt."""
 
-    ids: list[SampleId]
-    samples: Samples
-    edges: Edges
-    cond: Condition
-    rows: Tensor
-    """Row of `cond` of each sample, [B]."""
+    drawn: Trajectories
     images: Tensor
     scores: Scores
 
@@ -66,7 +62,7 @@ class Collector:
     def __init__(self, parts: Parts, stop: Stop = NEVER, *, training: bool = True) -> None:
         self.parts, self.stop = parts, stop
         self.config, self.world = parts.resolved.run, parts.world
-        self.evaluations = parts.learner.evaluations
+        self.evaluations = parts.learner.context.counter
         assert parts.scorer is not None
         assert isinstance(parts.source, PromptSource)
         self.scorer, self.source = parts.scorer, parts.source
@@ -100,29 +96,33 @@ class Collector:
                 noise = dataclasses.replace(noise, chosen=looked[0])
                 sums.add("nfe/explore", self.evaluations.rows - before, self._own(len(prompts)))
                 before = self.evaluations.rows
-            text = f"iteration {iteration}: sampling"
-            found = self._draw(text, prompts, config.rollout.group_size, plan, noise, timer, self._recorded())
+            text, recording = f"iteration {iteration}: sampling", parts.learner.training.recording(parts.sampler)
+            found = self._draw(text, prompts, config.rollout.group_size, plan, noise, timer, recording)
         if parts.maps is not None:
             with timer.phase("maps"):
                 maps = parts.maps(found.images)
-        sums.add("nfe/rollout", self.evaluations.rows - before, len(found.rows))
+        sums.add("nfe/rollout", self.evaluations.rows - before, len(found.drawn.rows))
         rewards, raw = self._gather(found, len(prompts), config.rollout.group_size)
         if looked is not None:
             self._report(*looked, aggregate(rewards, self.weights), sums)
         gone = parts.algorithm.retired(rewards, self.weights)
         self.source.retire(iteration, [k for k, done in zip(numbers, gone.tolist(), strict=True) if done])
-        spread = _group_spread(found.images, found.rows)
-        initial = None if laws is None else noise.initial(found.ids)
-        drawn = (found.samples, found.edges, found.cond, found.rows)
-        known, paths = tuple(identity(p) for p in prompts), self._paths(found, plan, rewards)
-        return Rollout(plan, *drawn, rewards, raw, spread, maps, initial, laws, known, paths)
+        return found.drawn.scored(
+            rewards,
+            raw=raw,
+            prompts=tuple(identity(p) for p in prompts),
+            spread=_group_spread(found.images, found.drawn.rows),
+            maps=maps,
+            noise=None if laws is None else NoiseDraws(noise.initial(found.drawn.samples.ids), laws),
+            paths=self._paths(found.drawn, rewards),
+        )
 
-    def _paths(self, found: Draw, plan: StepPlan, rewards: Tensor) -> Tensor | None:
+    def _paths(self, drawn: Trajectories, rewards: Tensor) -> Tensor | None:
         """Everybody's log-probs along the ways of a tree, [P, G, K], where credit asks for them."""
-        if plan.tree is None or not self.parts.algorithm.weighs_paths:
+        if drawn.plan.tree is None or not self.parts.algorithm.weighs_paths:
             return None
-        own = log_probs_on_ways(found.edges, found.ids, plan)
-        return by_identity(self.world, found.ids, own, *rewards.shape[1:]).permute(1, 2, 0)
+        own = log_probs_on_ways(drawn.edges, drawn.samples.ids, drawn.plan)
+        return by_identity(self.world, drawn.samples.ids, own, *rewards.shape[1:]).permute(1, 2, 0)
 
     def noise(self, iteration: int) -> Noise:
         """Of an iteration's rollout."""
@@ -131,13 +131,6 @@ class Collector:
 
     def _own(self, prompts: int) -> int:
         return len(shard(prompts, self.config.rollout.group_size, self.world.rank, self.world.size))
-
-    def _recorded(self) -> dict[str, Any]:
-        """What a rollout keeps of its steps, for a method on them."""
-        algorithm: Any = self.parts.algorithm
-        if algorithm.needs != "edges":
-            return {}
-        return {"form": algorithm.log_prob_form(self.parts.sampler), "columns": algorithm.columns}
 
     # ---- one draw
 
@@ -149,7 +142,7 @@ class Collector:
         plan: StepPlan,
         noise: Noise,
         timer: Timer,
-        recorded: dict[str, Any],
+        recording: Recording,
         batch_size: int | None = None,
     ) -> Draw:
         """`group` samples of each prompt, decoded and scored; this process's share of them.
@@ -175,7 +168,8 @@ class Collector:
         def sample() -> tuple[Samples, Edges]:
             with timer.phase("rollout"):
                 # Without a reward that scores beside sampling, the VAE waits for the end.
-                further = recorded | ({"finished": decode} if ahead else {}) | {"stop": self.stop.in_step}
+                further = {"form": recording.form, "columns": recording.columns, "stop": self.stop.in_step}
+                further |= {"finished": decode} if ahead else {}
                 whole = (len(prompts), group)
                 return drawn_in_step(parts, plan, noise, own, cond, rows, bar.update, whole, size, **further)
 
@@ -190,7 +184,7 @@ class Collector:
             with timer.phase("reward"):
                 images = torch.cat(pictures)
                 pictures.clear()  # a reward gets a copy: there are never three
-                return Draw(own, samples, edges, cond, rows, images, ahead.scores(images))
+                return Draw(Trajectories(plan, samples, edges, cond, rows), images, ahead.scores(images))
 
         try:
             with timer.phase("text"):
@@ -205,7 +199,7 @@ class Collector:
     def _require_finite(self, health: Health, iteration: int) -> None:
         """Raise Diverged where most samples are not finite; a few are told of, and have no score."""
         if health.diverged:
-            why = self.parts.learner.remedy(trained=iteration > 1, in_decoder=health.in_decoder)
+            why = self.parts.evaluator.remedy(trained=iteration > 1, in_decoder=health.in_decoder)
             raise health.error(f"since iteration {iteration}", why)
         if health.spoiled:
             log.warning("%s; they have no score", health.told(f"in iteration {iteration}"))
@@ -214,7 +208,7 @@ class Collector:
         """Everybody's scores by identity: [R, P, G] and name -> [P, G]."""
         names, count = list(found.scores.raw), len(found.scores.values)
         values = torch.cat([found.scores.values, *(found.scores.raw[name][None] for name in names)])
-        table = by_identity(self.world, found.ids, values, prompts, group)
+        table = by_identity(self.world, found.drawn.samples.ids, values, prompts, group)
         return table[:count], dict(zip(names, table[count:], strict=True))
 
     def told(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
@@ -273,7 +267,7 @@ class Collector:
         assert self.options is not None
         plan = self.parts.algorithm.plan(grid, self.parts.sampler, iteration, self.config.seed)
         pool, text = self.options.pool, f"iteration {iteration}: exploring"
-        found = self._draw(text, prompts, pool, plan, noise, Timer(), {}, batch_size)
+        found = self._draw(text, prompts, pool, plan, noise, Timer(), Recording(), batch_size)
         return aggregate(self._gather(found, len(prompts), pool)[0], self.weights)
 
     def _check(self, iteration: int, prompts: Sequence[Prompt], noise: Noise, scores: Tensor) -> None:
@@ -365,6 +359,6 @@ def drawn_in_step(
     together = plan.drawn_together(size)
     idle = math.ceil(largest_shard(*whole, parts.world.size, leaves) / together) - math.ceil(len(ids) / together)
     for _ in range(idle if parts.sharded else 0):
-        with parts.learner.evaluations.uncounted():
+        with parts.learner.context.counter.uncounted():
             run(parts.policy, plan, noise, ids[:leaves], cond, rows[:leaves], **options, stop=stop)
     return found

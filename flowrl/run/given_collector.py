@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +20,12 @@ from flowrl.data.labels import LabelledSource
 from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.results import Agreement
 from flowrl.rollout.noise import Noise
-from flowrl.rollout.trajectories import Rollout
+from flowrl.rollout.trajectories import Rollout, Trajectories
 from flowrl.run.assembly import Parts
 from flowrl.run.collector import by_identity, drawn_in_step, slots_and_rows
+from flowrl.training.base import Iteration
 from flowrl.training.metrics import Sums, Timer
-from flowrl.training.sample_batches import Noising
+from flowrl.training.sample_batches import SampleBatches
 from flowrl.training.signals import NEVER, Stop
 from flowrl.training.world import shard
 
@@ -50,7 +50,7 @@ class PairCollector:
         self.parts, self.given, self.stop = parts, parts.given, stop
         self.config, self.world = parts.resolved.run, parts.world
         self.weights = torch.ones(1)
-        self.evaluations = parts.learner.evaluations
+        self.evaluations = parts.learner.context.counter
 
     def collect(self, iteration: int, timer: Timer, sums: Sums) -> Rollout:
         """The rollout of an iteration.
@@ -82,7 +82,7 @@ class PairCollector:
         rewards = by_identity(self.world, own, found.rewards[None], len(numbers), size)
         given.require_readable(int(rewards[0].isnan().any(dim=1).sum()), len(numbers))
         samples = Samples(x0, tuple(own))
-        return Rollout(plan, samples, no_edges(samples), cond, rows, rewards, {}, math.nan)
+        return Trajectories(plan, samples, no_edges(samples), cond, rows).scored(rewards)
 
     def _completed(
         self,
@@ -147,8 +147,8 @@ class HeldOutPairs:
     def __init__(self, parts: Parts) -> None:
         assert parts.given is not None
         self.parts, self.given, self.world = parts, parts.given, parts.world
-        run = parts.resolved.run
-        self.config = dataclasses.replace(run, optim=dataclasses.replace(run.optim, updates_per_iteration=1))
+        context = parts.learner.context
+        self.context = replace(context, optim=replace(context.optim, updates_per_iteration=1))
         self.numbers = self.given.held_out_numbers
         self.count = len(self.numbers)
         low, high = (rank * self.count // self.world.size for rank in (self.world.rank, self.world.rank + 1))
@@ -198,7 +198,7 @@ class HeldOutPairs:
         if self.latents is None:
             records = self.given.held_out
             assert records is not None
-            size = self.config.rollout.batch_size
+            size = self.context.rollout_batch_size
 
             def read(slot: int) -> Slot:
                 return slot_of(records, self.numbers[slot], PAIR)
@@ -217,16 +217,14 @@ class HeldOutPairs:
         samples = Samples(latents.x0[first : first + len(ids)], tuple(ids))
         cond = parts.texts.lookup([latents.texts[slot] for slot in slots])
         rows, plan = slots_and_rows(ids)[1], solver_plan(parts.schedule)
-        rollout = Rollout(plan, samples, no_edges(samples), cond, rows, rewards, {}, math.nan)
+        rollout = Trajectories(plan, samples, no_edges(samples), cond, rows).scored(rewards)
         sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
-        learner = parts.learner
-        shared = (self.config, algorithm, learner.networks, self.world, learner.evaluations, rollout, credit)
         for draw in range(1, _DRAWS + 1):
-            work = Noising(*shared, -draw, parts.schedule, sharded=parts.sharded)
+            work = SampleBatches(self.context, Iteration(-draw, rollout, credit, Sums()))
             for batch, counts in work.plain_batches(0):
                 if stop.in_step():
                     raise Abandoned
-                found = algorithm.preferred(batch, learner.networks).cpu()
+                found = algorithm.preferred(batch, self.context.networks).cpu()
                 if counts:
                     sums.index_add_(0, batch.sample.cpu(), found)
         return sums

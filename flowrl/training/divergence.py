@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl.config.schema import RunConfig
 from flowrl.core.errors import Diverged
+from flowrl.training.optim import OptimConfig
 
 TOO_MANY = 0.5
 """Above this share of samples the model has diverged; below it they are masked, as those that no reward can score."""
@@ -62,16 +62,16 @@ def _odd(values: Tensor) -> Tensor:
     return ~values.detach().sum(dim=tuple(range(1, values.ndim)), dtype=torch.float32).isfinite()
 
 
-def remedy(config: RunConfig, grad_norm: float | None, *, trained: bool, in_decoder: bool) -> str:
+def remedy(dtype: str, optim: OptimConfig, grad_norm: float | None, *, trained: bool, in_decoder: bool) -> str:
     """What is known of the training, and what to change.
 
     Args:
-        config: of the run.
+        dtype: `model.dtype` of the run.
+        optim: options of the run.
         grad_norm: of the last update, where this process has seen one.
         trained: whether the weights have moved.
         in_decoder: the latents are finite.
     """
-    dtype = config.model.get("dtype", "the default")
     if in_decoder and not trained:
         return f"the latents are finite, so the decoder overflows: model.dtype is {dtype}, set bfloat16 or float32"
     if not trained:
@@ -79,7 +79,7 @@ def remedy(config: RunConfig, grad_norm: float | None, *, trained: bool, in_deco
             f"nothing was trained yet, so the model itself makes them: model.dtype is {dtype}, set bfloat16 or "
             "float32, or lower rollout.guidance_scale"
         )
-    rate, limit = config.optim.learning_rate, config.optim.max_grad_norm
+    rate, limit = optim.learning_rate, optim.max_grad_norm
     norm = "" if grad_norm is None else f"the gradient norm was {grad_norm:.3g} in the last update, "
     return (
         f"{norm}optim.learning_rate is {rate:g}, optim.max_grad_norm {'null' if limit is None else f'{limit:g}'}; "

@@ -1,4 +1,4 @@
-"""An iteration's edges on their way to the updates: credited, cut into shares, checked against the rollout."""
+"""Training on a rollout's stochastic steps: credited, cut into shares, checked against the rollout."""
 
 from __future__ import annotations
 
@@ -8,48 +8,128 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.config.schema import RunConfig
+from flowrl.algorithms.base import EdgeMethod
 from flowrl.core.console import log
-from flowrl.core.errors import ParityError
-from flowrl.core.rng import permutation
-from flowrl.credit.advantages import Advantages
+from flowrl.core.errors import ConfigError, ParityError
+from flowrl.core.types import SampleId
 from flowrl.credit.saliency import spread
+from flowrl.diffusion.plan import StepPlan
 from flowrl.losses.batches import Microbatch
-from flowrl.rollout.policy import Evaluations
+from flowrl.rollout.recorder import Recording
 from flowrl.rollout.trajectories import Rollout
-from flowrl.training.metrics import Sums
-from flowrl.training.microbatches import forwards, microbatches, update_chunks
+from flowrl.samplers.base import Sampler, takes_vp
+from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
+from flowrl.training.microbatches import forwards, microbatches
 from flowrl.training.sharding import longest
-from flowrl.training.world import World
 
 
-class Replay:
+def nodes_per_sample(plan: StepPlan) -> int:
+    """Latents kept per sample of a chain: both ends of every trained step, shared where steps are neighbours.
+
+    >>> from flowrl.diffusion.plan import window
+    >>> from flowrl.diffusion.schedules import Schedule
+    >>> grid = Schedule(torch.linspace(1, 0, 9), torch.arange(8.0))
+    >>> nodes_per_sample(window(grid, 0.7, [0, 1, 2])), nodes_per_sample(window(grid, 0.7, [0, 3]))
+    (4, 4)
+    """
+    return len(plan.train) + sum(k - 1 not in plan.train for k in plan.train)
+
+
+class EdgeTraining(Training[EdgeMethod]):
+    """The stochastic steps of this iteration's rollout, each once a pass."""
+
+    rows_are = "steps"
+    takes_sampler = True
+
+    def check(self, setting: Setting) -> None:
+        self._check_guidance(setting)
+        self._check_steps(setting)
+        super().check(setting)
+        self._check_trees(setting)
+
+    def _check_guidance(self, setting: Setting) -> None:
+        wanted, given = self.method.config.guidance_scale, setting.rollout.guidance_scale
+        if wanted is not None and wanted != given:
+            raise ConfigError(
+                f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method "
+                "with log-probs needs the same; set both alike, or leave algorithm.guidance_scale out"
+            )
+
+    def _check_steps(self, setting: Setting) -> None:
+        steps, trained = setting.rollout.num_inference_steps, self.method.config.sde_steps
+        # Flows end at clean data. Where a noise-prediction model's last step ends is known once its scheduler is.
+        flow = not takes_vp(setting.sampler)
+        if steps < 1 + flow:
+            raise ConfigError(
+                f"rollout.num_inference_steps={steps}: at least 2, since a flow's last step ends at clean data, where "
+                "no noise is left to be scored"
+            )
+        if trained is not None and max(trained) > steps - 1 - flow:
+            raise ConfigError(
+                f"algorithm.sde_steps={trained}: with rollout.num_inference_steps={steps} "
+                f"the last trainable step is {steps - 1 - flow}"
+            )
+        if setting.sampler.default_noise_level() == 0:
+            raise ConfigError(
+                f"rollout.sampler={setting.rollout.sampler}: this sampler is deterministic, its steps have no "
+                "log-prob; use flow_sde with noise_level above 0"
+            )
+
+    def _check_trees(self, setting: Setting) -> None:
+        """The samples of a prompt are the leaves of whole trees, where a method has trees."""
+        config, name, group = self.method.config, setting.name, setting.rollout.group_size
+        leaves = config.leaves(setting.rollout.num_inference_steps)
+        if group % leaves:
+            raise ConfigError(
+                f"rollout.group_size={group}: the samples of a prompt are the leaves of whole trees, and one "
+                f"of {name} has {leaves} here; use a multiple of {leaves}"
+            )
+        least = config.least_trees * leaves
+        if group < least:
+            raise ConfigError(
+                f"rollout.group_size={group}: {name} compares the trees of a prompt, and "
+                f"one has {leaves} leaves here; raise it to at least {least}"
+            )
+        trees, updates = setting.samples // leaves, setting.optim.updates_per_iteration
+        if leaves > 1 and trees % updates:
+            valid = [n for n in range(1, trees + 1) if trees % n == 0]
+            near = sorted(sorted(valid, key=lambda n: abs(n - updates))[:3])
+            raise ConfigError(
+                f"optim.updates_per_iteration={updates} does not divide the {trees} trees of an iteration, which an "
+                f"update takes whole ({setting.slots} prompts x {group} samples in trees of {leaves}); nearest "
+                f"values that do: {', '.join(map(str, near))}"
+            )
+
+    def demand(self, plan: StepPlan, setting: Setting) -> Demand:
+        share, size = self.method.taken(setting.group_size) / setting.group_size, setting.group_size
+        kept = self.method.kept_edges([SampleId(0, k) for k in range(size)], plan, 1, setting.seed)
+        share = share if kept is None else share * float(kept.float().mean())
+        return Demand(rows=len(plan.train), share=share, latents=nodes_per_sample(plan))
+
+    def recording(self, sampler: Sampler) -> Recording:
+        return Recording(self.method.log_prob_form(sampler), self.method.columns)
+
+    def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> Work:
+        work = EdgeBatches(context, iteration)
+        if gate is not None:
+            # The gate is passed once a start: no cost of an iteration.
+            with context.counter.uncounted():
+                work.pass_gate(gate)
+        return work
+
+
+class EdgeBatches(Work):
     """This rank's edges of an iteration, in shares of one update each."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        algorithm: EdgeMethod,
-        networks: Networks,
-        world: World,
-        evaluations: Evaluations,
-        rollout: Rollout,
-        credit: Advantages,
-        iteration: int,
-        sums: Sums,
-        *,
-        sharded: bool = False,
-    ) -> None:
-        self.config, self.algorithm, self.networks, self.world = config, algorithm, networks, world
-        rollout = replace(rollout, edges=algorithm.annotated(rollout, credit))
-        self.rollout, self.adapter, self.sharded = rollout, networks.policy.adapter, sharded
-        self.evaluations = evaluations
-        self.recompute = algorithm.recompute
+    def __init__(self, context: UpdateContext, iteration: Iteration) -> None:
+        super().__init__(context, iteration)
+        method, rollout, credit = context.method, iteration.rollout, iteration.credit
+        self.rollout = rollout = replace(rollout, edges=method.annotated(rollout, credit))
+        self.adapter = context.networks.policy.adapter
         edges, identity, leaves = rollout.edges, rollout.identity, rollout.plan.leaves
-        kept = algorithm.kept_edges(rollout.samples.ids, rollout.plan, iteration, config.seed)
+        kept = method.kept_edges(rollout.samples.ids, rollout.plan, iteration.number, context.seed)
         if credit.steps is None or credit.pruned is None:
-            self.advantage = self._advantages(credit, identity, sums)[edges.sample]  # [E, R', *pos]
+            self.advantage = self._advantages(identity)[edges.sample]  # [E, R', *pos]
             taken = credit.kept
         else:
             place = identity[edges.sample], edges.step
@@ -58,16 +138,15 @@ class Replay:
             kept = live if kept is None else live & kept
         # A tree's edges share their starts, so it stays whole; a chain is a tree of one leaf.
         useful = taken.flatten().reshape(-1, leaves).any(dim=1).nonzero().squeeze(1)
-        chunks = update_chunks(useful, config.optim.updates_per_iteration, config.seed, iteration)
-        self.shares = []
-        for number, chunk in enumerate(chunks):
+        for number, chunk in enumerate(self.chunks(useful)):
             inside = torch.isin(identity[edges.sample] // leaves, chunk)
             rows = (inside if kept is None else inside & kept).nonzero().squeeze(1)
-            self.shares.append(rows[permutation(len(rows), config.seed, "edges", iteration, number, world.rank)])
+            self.shares.append(rows[self.order(len(rows), "edges", number)])
 
-    def _advantages(self, credit: Advantages, identity: Tensor, sums: Sums) -> Tensor:
-        """Of this rank's samples, [B, R', *pos]: by position where the method asks for it."""
-        own, maps, options = credit.values.flatten(0, 1)[identity], self.rollout.maps, self.algorithm.spatial
+    def _advantages(self, identity: Tensor) -> Tensor:
+        """Advantages of this rank's samples, [B, R', *pos]: by position where the method asks for it."""
+        credit, maps, sums = self.iteration.credit, self.rollout.maps, self.iteration.sums
+        own, options = credit.values.flatten(0, 1)[identity], self.context.method.spatial
         if options is None:
             return own
         assert maps is not None
@@ -76,17 +155,10 @@ class Replay:
         return spread(own, maps, options.ratio, credit.bound)
 
     def prepare(self) -> None:
-        """Evaluate old log-probs anew where that is asked for."""
-        if self.recompute:
+        if self.context.method.recompute:
             self.rollout = self._recomputed()
 
-    @property
-    def sizes(self) -> list[int]:
-        """Edges of each share."""
-        return [len(share) for share in self.shares]
-
     def batches(self, number: int) -> Iterator[tuple[Microbatch, bool]]:
-        """Training forwards of a share, and whether they count."""
         return self._in_step(self.shares[number])
 
     def _in_step(self, order: Tensor) -> Iterator[tuple[Microbatch, bool]]:
@@ -94,34 +166,31 @@ class Replay:
 
         Where another one has more of a key, an edge of this process is repeated for nothing, uncounted.
         """
-        real = self._batches(order)
-        if not self.sharded:
+        context, real = self.context, self.forwards(order)
+        if not context.sharded:
             yield from ((batch, True) for batch in real)
             return
         edges = self.rollout.edges
-        own = forwards(edges, self.adapter, order, self.config.optim.batch_size)
+        own = forwards(edges, self.adapter, order, context.optim.batch_size)
         keys = torch.tensor([self.adapter.batch_key(int(k)) for k in edges.step])
-        for key, most in longest(self.world.gather(own)).items():
+        for key, most in longest(context.world.gather(own)).items():
             mine = own.get(key, 0)
             for _ in range(mine):
                 yield next(real), True
             spare = (keys == key).nonzero()[0]
             for _ in range(most - mine):
-                with self.evaluations.uncounted():
-                    yield next(self._batches(spare, torch.zeros_like(self.advantage))), False
+                with context.counter.uncounted():
+                    yield next(self.forwards(spare, torch.zeros_like(self.advantage))), False
 
-    def _batches(self, order: Tensor, advantage: Tensor | None = None) -> Iterator[Microbatch]:
-        rollout = self.rollout
+    def forwards(self, order: Tensor, advantage: Tensor | None = None) -> Iterator[Microbatch]:
+        """Forwards of the edges `order` [n], with their own advantages unless others are given."""
         return microbatches(
-            rollout.edges,
+            self.rollout,
             self.advantage if advantage is None else advantage,
-            rollout.plan,
             self.adapter,
-            rollout.cond,
-            rollout.rows,
-            batch_size=self.config.optim.batch_size,
+            batch_size=self.context.optim.batch_size,
             order=order,
-            device=self.world.device,
+            device=self.context.world.device,
         )
 
     def pass_gate(self, dtype: torch.dtype) -> None:
@@ -135,15 +204,16 @@ class Replay:
         Raises:
             ParityError: naming the step.
         """
-        size = self.config.optim.batch_size
+        context, method, rollout = self.context, self.context.method, self.rollout
+        size = context.optim.batch_size
         worst, step = self._deviation(torch.cat(self.shares)[:size])
         # The first rollout batch at its first trained step, in the rollout's order.
-        edges, first = self.rollout.edges, min(self.rollout.plan.train)
-        together = self.rollout.plan.drawn_together(self.config.rollout.batch_size)
+        edges, first = rollout.edges, min(rollout.plan.train)
+        together = rollout.plan.drawn_together(context.rollout_batch_size)
         same = ((edges.step == first) & (edges.sample < together)).nonzero().squeeze(1)
-        exact, _ = self._deviation(same[: size * self.rollout.plan.leaves])
-        worst, step, exact = max(self.world.gather((worst, step, exact)))
-        tolerance = self.algorithm.parity_tolerance(self.networks.policy.sampler, dtype)
+        exact, _ = self._deviation(same[: size * rollout.plan.leaves])
+        worst, step, exact = max(context.world.gather((worst, step, exact)))
+        tolerance = method.parity_tolerance(context.networks.policy.sampler, dtype)
         log.info(
             "parity: replayed log ratios are at most %.2e (allowed %.2e); %.2e at the rollout's own batches",
             worst,
@@ -151,7 +221,7 @@ class Replay:
             exact,
         )
         # Written so that a NaN does not pass.
-        if not worst <= tolerance and not self.recompute:
+        if not worst <= tolerance and not method.recompute:
             raise ParityError(
                 f"replaying the rollout changes the log ratio by {worst:.2e} at step {step}, more than {tolerance:.2e} "
                 "(a tenth of the clip range): set algorithm.old_log_prob=recompute, or equal rollout.batch_size and "
@@ -161,9 +231,10 @@ class Replay:
     @torch.no_grad()
     def _deviation(self, order: Tensor) -> tuple[float, int]:
         """Largest |log ratio| of a replay at training geometry, and its step."""
-        change, sampler = torch.zeros(len(order)), self.networks.policy.sampler
+        method, networks = self.context.method, self.context.networks
+        change = torch.zeros(len(order))
         for batch, counts in self._in_step(order):
-            log_ratio = self.algorithm.log_ratio(self.networks.transition(batch), batch, sampler)
+            log_ratio = method.log_ratio(networks.transition(batch), batch, networks.policy.sampler)
             if not counts:
                 continue
             # Microbatches come by batch key, so an edge's place in `order` is not its place in the batches.
@@ -175,12 +246,12 @@ class Replay:
     @torch.no_grad()
     def _recomputed(self) -> Rollout:
         """Old log-probs, and old means where the method keeps them, at the very batches of the updates."""
-        edges = self.rollout.edges
-        old, form = edges.old_log_prob.clone(), self.algorithm.log_prob_form(self.networks.policy.sampler)
+        edges, networks = self.rollout.edges, self.context.networks
+        old, form = edges.old_log_prob.clone(), self.context.method.log_prob_form(networks.policy.sampler)
         columns = {name: value.clone() for name, value in edges.columns.items()}
         for share in self.shares:
             for batch, counts in self._in_step(share):
-                policy = self.networks.transition(batch)
+                policy = networks.transition(batch)
                 if not counts:
                     continue
                 rows = share[batch.place]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from flowrl.core.rng import permutation
-from flowrl.core.types import Condition, Edges
-from flowrl.diffusion.plan import StepPlan
+from flowrl.core.types import Edges
 from flowrl.losses.batches import Microbatch
 from flowrl.models.base import ModelAdapter
+from flowrl.rollout.trajectories import Trajectories
 
 
 def update_chunks(samples: Tensor, updates: int, seed: int, iteration: int) -> list[Tensor]:
@@ -24,12 +24,9 @@ def update_chunks(samples: Tensor, updates: int, seed: int, iteration: int) -> l
 
 
 def microbatches(
-    edges: Edges,
+    drawn: Trajectories,
     advantage: Tensor,
-    plan: StepPlan,
     adapter: ModelAdapter,
-    cond: Condition,
-    rows: Tensor,
     *,
     batch_size: int,
     order: Tensor | None = None,
@@ -40,16 +37,14 @@ def microbatches(
     Edges that start from the same latents share their forward.
 
     Args:
-        edges: E edges of a rollout.
+        drawn: samples with E edges; their plan gives each edge its step.
         advantage: [E, R, *pos].
-        plan: the rollout's plan; gives each edge its step.
         adapter: says which steps may share a forward.
-        cond: conditions of the prompts.
-        rows: row of `cond` of each sample, [B].
         batch_size: latents per forward.
         order: which edges, in which order; None takes all as they come.
         device: where the forward runs.
     """
+    edges, plan = drawn.edges, drawn.plan
     order = torch.arange(len(edges)) if order is None else order
     keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
     for key in keys.unique():
@@ -64,7 +59,7 @@ def microbatches(
             yield Microbatch(
                 latents=part.nodes[part.parent[first]].to(device),
                 start=plan.steps(part.step[first], adapter.process, device),
-                cond=cond.index(rows[part.sample[first]]),
+                cond=drawn.cond.index(drawn.rows[part.sample[first]]),
                 parent=parent.to(device),
                 next_latents=part.nodes[part.child].to(device),
                 step=plan.steps(part.step, adapter.process, device),

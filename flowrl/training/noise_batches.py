@@ -7,75 +7,132 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import Networks, NoiseMethod
-from flowrl.config.schema import RunConfig
+from flowrl.algorithms.base import NoiseMethod
 from flowrl.core.errors import ConfigError
-from flowrl.core.rng import derive, permutation
-from flowrl.credit.advantages import Advantages
+from flowrl.core.rng import derive
+from flowrl.core.types import Identity
 from flowrl.credit.critic import text_features
 from flowrl.data.prompts import Prompt, identity
 from flowrl.data.text_cache import Texts
+from flowrl.diffusion.plan import StepPlan
 from flowrl.losses.batches import InitialBatch
+from flowrl.models.base import ModelAdapter, ModelConfig
+from flowrl.models.savings import cast_frozen
+from flowrl.models.weights import Weights, component_names
 from flowrl.rollout.learned_noise import Calibration, LearnedNoise, NoiseWeights, learned
-from flowrl.rollout.trajectories import Rollout
-from flowrl.training.metrics import Sums
-from flowrl.training.microbatches import update_chunks
-from flowrl.training.world import World
+from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
 
 _TEXTS = 64  # prompts whose embeddings are on the device at once
 
 
-class Initials:
+class NoiseTraining(Training[NoiseMethod]):
+    """Samples by what they started from; the network is frozen."""
+
+    rows_are = ""
+    frozen = True
+    own_prompts = True
+
+    def check(self, setting: Setting) -> None:
+        super().check(setting)
+        rollout, model, name = setting.rollout, setting.model, setting.name
+        if rollout.shared_noise:
+            raise ConfigError(
+                f"rollout.shared_noise=true: the samples of {name} differ by their initial noise alone; set it to false"
+            )
+        if rollout.sampler is not None:
+            raise ConfigError(
+                f"rollout.sampler={rollout.sampler}: with the noise of a sampler's steps the initial noise would not "
+                f"decide the picture, and {name} learns that alone; set it to null, and choose algorithm.solver"
+            )
+        for key, value in (("lora", model.lora), ("init_lora", model.init_lora)):
+            if value is not None:
+                raise ConfigError(
+                    f"model.{key}: {name} trains the initial noise, no weight of the network; set it to null"
+                )
+        if model.shard:
+            raise ConfigError(f"model.shard=true: {name} does not split the frozen network; set it to false")
+        if setting.optim.weight_decay:
+            raise ConfigError(
+                f"optim.weight_decay={setting.optim.weight_decay} would shrink the stds towards 0; set it to 0: "
+                "algorithm.prior_coef pulls to the base's noise"
+            )
+
+    def check_prompts(self, train: Sequence[Prompt], evaluated: Sequence[Prompt]) -> None:
+        known = {identity(prompt) for prompt in train}
+        for prompt in evaluated:
+            if identity(prompt) not in known:
+                raise ConfigError(
+                    f"data.eval_prompts: {prompt.text[:60]!r} is no training prompt; this method learns the initial "
+                    "noise of its own prompts and has nothing to say about others: set data.eval_prompts to null"
+                )
+
+    def demand(self, plan: StepPlan, setting: Setting) -> Demand:
+        return Demand(rows=0, share=self.method.taken(setting.group_size) / setting.group_size, latents=1)
+
+    def weights(
+        self,
+        adapter: ModelAdapter,
+        options: ModelConfig,
+        prompts: Sequence[Identity],
+        seed: int,
+        device: torch.device | str,
+    ) -> Weights:
+        adapter.network.requires_grad_(False)
+        cast_frozen(component_names(adapter.network).values(), options)
+        noise = LearnedNoise(prompts, adapter.latent_shape()).to(device)
+        return NoiseWeights(noise, train_std=self.method.train_std)
+
+    def learned_noise(self, weights: Weights) -> LearnedNoise | None:
+        return learned(weights).network
+
+    def begin(self, weights: Weights, texts: Texts, train: Sequence[Prompt], seed: int) -> None:
+        """Give the laws their V, on the features of their prompts, where the method wants one."""
+        if self.method.value is None:
+            return
+        noise = learned(weights)
+        by_identity = {identity(prompt): prompt for prompt in train}
+        prompts, mean = [by_identity[key] for key in noise.network.prompts], noise.network.mean[0]
+        parts = [text_features(texts.lookup(prompts[low : low + _TEXTS])) for low in range(0, len(prompts), _TEXTS)]
+        text, rate = torch.cat(parts).to(mean.device), self.method.value.learning_rate
+        noise.calibration = Calibration(text, mean.numel(), derive(seed, "value"), rate)
+
+    def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> Work:
+        return NoiseBatches(context, iteration)
+
+
+class NoiseBatches(Work):
     """This rank's samples of an iteration, in shares of one update each; no network is evaluated for them."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        algorithm: NoiseMethod,
-        networks: Networks,
-        world: World,
-        rollout: Rollout,
-        credit: Advantages,
-        iteration: int,
-        sums: Sums,
-    ) -> None:
-        assert rollout.initial is not None
-        assert rollout.laws is not None
-        self.config, self.algorithm, self.world = config, algorithm, world
-        self.weights, self.credit, self.sums = learned(networks.weights), credit, sums
-        self.latents, self.laws = rollout.initial, rollout.laws
+    def __init__(self, context: UpdateContext, iteration: Iteration) -> None:
+        super().__init__(context, iteration)
+        rollout, drawn = iteration.rollout, iteration.rollout.noise
+        assert drawn is not None
+        self.weights, self.latents, self.laws = learned(context.networks.weights), drawn.initial, drawn.laws
         self.identity = rollout.identity
         self.law = self.laws[torch.tensor([i.slot for i in rollout.samples.ids])]
         self.advantage = torch.zeros(len(self.law))
         self.old = torch.zeros(len(self.law), dtype=torch.float64)
-        useful = credit.kept.flatten().nonzero().squeeze(1)
-        self.shares = []
-        chunks = update_chunks(useful, config.optim.updates_per_iteration, config.seed, iteration)
-        for number, chunk in enumerate(chunks):
+        useful = iteration.credit.kept.flatten().nonzero().squeeze(1)
+        for number, chunk in enumerate(self.chunks(useful)):
             rows = torch.isin(self.identity, chunk).nonzero().squeeze(1)
-            self.shares.append(rows[permutation(len(rows), config.seed, "initials", iteration, number, world.rank)])
+            self.shares.append(rows[self.order(len(rows), "initials", number)])
 
     def prepare(self) -> None:
         """Log-probs and advantages under the laws that drew the samples, before they move."""
-        with self.weights.using(self.algorithm.behaviour):
+        with self.weights.using(self.context.method.behaviour):
             with torch.no_grad():
-                for rows in torch.arange(len(self.law)).split(self.config.optim.batch_size):
-                    latents = self.latents[rows].to(self.world.device)
-                    self.old[rows] = self.algorithm.log_prob(latents, self.law[rows], self.weights).cpu()
-            advantage, error = self.algorithm.calibrated(self.credit, self.laws, self.weights)
+                for rows in torch.arange(len(self.law)).split(self.context.optim.batch_size):
+                    latents = self.latents[rows].to(self.context.world.device)
+                    self.old[rows] = self.context.method.log_prob(latents, self.law[rows], self.weights).cpu()
+            advantage, error = self.context.method.calibrated(self.iteration.credit, self.laws, self.weights)
         self.advantage = advantage.flatten()[self.identity]
         if error is not None:
-            self.sums.add("noise/value_error", error)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Samples of each share."""
-        return [len(share) for share in self.shares]
+            self.iteration.sums.add("noise/value_error", error)
 
     def batches(self, number: int) -> Iterator[tuple[InitialBatch, bool]]:
         """Parts of a share of at most `optim.batch_size` samples; all of them count."""
-        device = self.world.device
-        for rows in self.shares[number].split(self.config.optim.batch_size):
+        device = self.context.world.device
+        for rows in self.shares[number].split(self.context.optim.batch_size):
             batch = InitialBatch(
                 latents=self.latents[rows].to(device),
                 law=self.law[rows],
@@ -89,35 +146,3 @@ class Initials:
 def numbers_of(noise: LearnedNoise, prompts: Sequence[Prompt]) -> Tensor:
     """Number of each prompt's law, [n] int64."""
     return noise.numbers([identity(prompt) for prompt in prompts])
-
-
-def require_own_prompts(train: Sequence[Prompt], evaluated: Sequence[Prompt]) -> None:
-    """Raise ConfigError where an evaluation has a prompt that no law is learned for."""
-    known = {identity(prompt) for prompt in train}
-    for prompt in evaluated:
-        if identity(prompt) not in known:
-            raise ConfigError(
-                f"data.eval_prompts: {prompt.text[:60]!r} is no training prompt; this method learns the initial noise "
-                "of its own prompts and has nothing to say about others: set data.eval_prompts to null"
-            )
-
-
-def noise_weights(
-    algorithm: NoiseMethod, train: Sequence[Prompt], shape: Sequence[int], device: torch.device
-) -> NoiseWeights:
-    """The laws of the training prompts."""
-    noise = LearnedNoise([identity(prompt) for prompt in train], shape).to(device)
-    return NoiseWeights(noise, train_std=algorithm.train_std)
-
-
-def add_calibration(
-    algorithm: NoiseMethod, weights: NoiseWeights, texts: Texts, train: Sequence[Prompt], seed: int
-) -> None:
-    """Give the laws their V, on the features of their prompts, where the method wants one."""
-    if algorithm.value is None:
-        return
-    by_identity = {identity(prompt): prompt for prompt in train}
-    prompts, mean = [by_identity[key] for key in weights.network.prompts], weights.network.mean[0]
-    parts = [text_features(texts.lookup(prompts[low : low + _TEXTS])) for low in range(0, len(prompts), _TEXTS)]
-    text, rate = torch.cat(parts).to(mean.device), algorithm.value.learning_rate
-    weights.calibration = Calibration(text, mean.numel(), derive(seed, "value"), rate)

@@ -6,92 +6,157 @@ nor on processes, and stay the same in every pass.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.config.schema import RunConfig
-from flowrl.core.rng import normal, permutation
+from flowrl.algorithms.base import SampleMethod
+from flowrl.core.errors import ConfigError
+from flowrl.core.rng import normal
+from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages
+from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import NoisedBatch
-from flowrl.rollout.policy import Evaluations
-from flowrl.rollout.trajectories import Rollout
-from flowrl.training.microbatches import update_chunks
-from flowrl.training.world import World
+from flowrl.models.base import ModelAdapter
+from flowrl.rollout.options import RolloutConfig
+from flowrl.rollout.outputs import training_guidance
+from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
 
 
-class Noising:
+class SampleTraining(Training[SampleMethod]):
+    """Finished samples, noised again to the training times."""
+
+    renoises = True
+
+    def check(self, setting: Setting) -> None:
+        super().check(setting)
+        rollout, method, name = setting.rollout, self.method, setting.name
+        if method.unit == "group" and rollout.group_size < 2:
+            raise ConfigError(
+                f"rollout.group_size=1: the loss of {name} compares the samples of a prompt; raise it to at least 2"
+            )
+        if rollout.shared_noise:
+            raise ConfigError(
+                f"rollout.shared_noise=true: the samples of {name} differ by their initial noise; set it to false"
+            )
+        if rollout.sampler is not None:
+            raise ConfigError(
+                f"rollout.sampler={rollout.sampler}: {name} scores no transition, so it takes no sampler; set it to "
+                "null, and choose algorithm.solver"
+            )
+        self._check_units(setting)
+
+    def _check_units(self, setting: Setting) -> None:
+        """A forward holds what the loss compares."""
+        method, size = self.method, setting.optim.batch_size
+        terms, taken = method.config.terms(setting.rollout.num_inference_steps), method.taken(setting.group_size)
+        whole = {"term": 1, "sample": terms, "group": taken, "prompt": taken * terms}[method.unit]
+        if whole > size:
+            what = {"sample": "all times of a sample", "group": "all samples of a prompt"}.get(
+                method.unit, "all samples of a prompt at all their times"
+            )
+            raise ConfigError(
+                f"optim.batch_size={size}: a forward of {setting.name} must hold {what}, "
+                f"{whole} rows; raise it to at least {whole} (model.gradient_checkpointing=true saves memory)"
+            )
+
+    def _check_exploration(self, setting: Setting) -> None:
+        options, model = setting.rollout.exploration, setting.model
+        if options is None:
+            return
+        few_bits = model.memory.quantize is not None or model.memory.layerwise_casting is not None
+        if options.network != "policy" and (model.shard or few_bits):
+            key = "model.shard" if model.shard else "model.memory"
+            raise ConfigError(
+                f"rollout.exploration.network={options.network}: weights that {key} splits or stores in few bits have "
+                "no plain copy; use network=policy, or leave that out"
+            )
+        try:
+            options.check_group(setting.rollout.group_size)
+        except ValueError as error:
+            raise ConfigError(f"rollout.exploration.{error}") from None
+
+    def check_grid(self, schedule: Schedule, seed: int) -> None:
+        self.method.times(schedule, [SampleId(0, 0)], 1, seed)
+
+    def demand(self, plan: StepPlan, setting: Setting) -> Demand:
+        share = self.method.taken(setting.group_size) / setting.group_size
+        return Demand(rows=self.method.config.terms(len(plan.schedule)), share=share, latents=0)
+
+    def guidance(self, adapter: ModelAdapter, rollout: float) -> float:
+        return training_guidance(adapter, rollout, self.method.config.guidance_scale)
+
+    def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> SampleBatches:
+        return SampleBatches(context, iteration)
+
+
+class GivenTraining(SampleTraining):
+    """Samples in slots that are filled from pairs or labelled images; what a slot lacks the network draws."""
+
+    def _check_exploration(self, setting: Setting) -> None:
+        """Refuse this and other options of slots that the rollout would draw."""
+        given, default = dataclasses.asdict(setting.rollout), dataclasses.asdict(RolloutConfig())
+        for name in ("prompts_per_iteration", "group_size", "exploration"):
+            if given[name] != default[name]:
+                raise ConfigError(
+                    f"rollout.{name}={given[name]}: the slots of {setting.name} are filled from the pairs; leave it "
+                    "out, and set data.pairs.per_iteration"
+                )
+
+
+class SampleBatches(Work):
     """This rank's terms of an iteration, in shares of one update each.
 
     A share is a list of units: terms [n] that a forward must hold together. A term's number is row * T + time.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        algorithm: SampleMethod,
-        networks: Networks,
-        world: World,
-        evaluations: Evaluations,
-        rollout: Rollout,
-        credit: Advantages,
-        iteration: int,
-        schedule: Schedule,
-        *,
-        sharded: bool = False,
-    ) -> None:
-        self.config, self.algorithm, self.networks, self.world = config, algorithm, networks, world
-        self.rollout, self.iteration, self.sharded = rollout, iteration, sharded
-        self.evaluations = evaluations
-        self.identity = rollout.identity
+    def __init__(self, context: UpdateContext, iteration: Iteration) -> None:
+        super().__init__(context, iteration)
+        self.method, self.rollout = context.method, iteration.rollout
+        samples, credit = iteration.rollout.samples, iteration.credit
+        self.identity = iteration.rollout.identity
         self.credit = credit.values.flatten(0, 1).squeeze(1)[self.identity]
-        self.times = algorithm.times(schedule, rollout.samples.ids, iteration, config.seed)
+        self.times = self.method.times(context.schedule, samples.ids, iteration.number, context.seed)
         self.count = self.times.sigma.shape[1]
-        self.slot = torch.tensor([i.slot for i in rollout.samples.ids])
+        self.slot = torch.tensor([i.slot for i in samples.ids])
         self.old: Tensor | None = None
         kept = credit.kept.flatten()[self.identity]
-        self.shares: list[list[Tensor]] = []
         for number, chunk in enumerate(self._chunks(credit)):
             rows = (kept & torch.isin(self.identity, chunk)).nonzero().squeeze(1)
             units = self._units(rows)
-            order = permutation(len(units), config.seed, "terms", iteration, number, world.rank).tolist()
-            self.shares.append([units[k] for k in order])
+            self.shares.append([units[k] for k in self.order(len(units), "terms", number).tolist()])
 
     def _chunks(self, credit: Advantages) -> list[Tensor]:
         """Global sample numbers of each update: samples at random, or whole groups."""
-        updates, seed = self.config.optim.updates_per_iteration, self.config.seed
-        if self.algorithm.unit not in ("group", "prompt"):
-            useful = credit.kept.flatten().nonzero().squeeze(1)
-            return update_chunks(useful, updates, seed, self.iteration)
+        if self.method.unit not in ("group", "prompt"):
+            return self.chunks(credit.kept.flatten().nonzero().squeeze(1))
         slots, size = credit.kept.any(dim=1).nonzero().squeeze(1), credit.kept.shape[1]
-        groups = update_chunks(slots, updates, seed, self.iteration)
-        return [(chunk[:, None] * size + torch.arange(size)).flatten() for chunk in groups]
+        return [(chunk[:, None] * size + torch.arange(size)).flatten() for chunk in self.chunks(slots)]
 
     def _units(self, rows: Tensor) -> list[Tensor]:
-        """Of the samples `rows`."""
+        """Units of the samples `rows`."""
         times = torch.arange(self.count)
-        if self.algorithm.unit == "term":
+        if self.method.unit == "term":
             return list((rows[:, None] * self.count + times).reshape(-1, 1))
-        if self.algorithm.unit == "sample":
+        if self.method.unit == "sample":
             return list(rows[:, None] * self.count + times)
         groups = [rows[self.slot[rows] == slot] for slot in self.slot[rows].unique()]
-        if self.algorithm.unit == "prompt":
+        if self.method.unit == "prompt":
             return [(group[:, None] * self.count + times).flatten() for group in groups]
         return [group * self.count + time for group in groups for time in range(self.count)]
 
     def prepare(self) -> None:
-        """Evaluate what the loss compares with, of the behaviour policy, before the policy moves."""
-        algorithm, updates = self.algorithm, len(self.shares) * self.algorithm.passes
-        if not algorithm.keeps_old or (updates == 1 and algorithm.behaviour == "policy"):
+        method, networks, updates = self.method, self.context.networks, len(self.shares) * self.method.passes
+        if not method.keeps_old or (updates == 1 and method.behaviour == "policy"):
             return
         old = torch.zeros(len(self.identity) * self.count, dtype=torch.float64)
-        with torch.no_grad(), self.networks.weights.using(algorithm.behaviour):
+        with torch.no_grad(), networks.weights.using(method.behaviour):
             for terms, counts in (each for share in self.shares for each in self._in_step(share)):
-                found = algorithm.old(self._batch(terms), self.networks).cpu()
+                found = method.old(self._batch(terms), networks).cpu()
                 if counts:
                     old[terms] = found
         self.old = old
@@ -102,8 +167,7 @@ class Noising:
         return [sum(map(len, share)) for share in self.shares]
 
     def batches(self, number: int) -> Iterator[tuple[NoisedBatch, bool]]:
-        """Training forwards of a share, and whether they count."""
-        centre = self._centre(number) if self.algorithm.centres else None
+        centre = self._centre(number) if self.method.centres else None
         return ((replace(batch, centre=centre), counts) for batch, counts in self.plain_batches(number))
 
     def plain_batches(self, number: int) -> Iterator[tuple[NoisedBatch, bool]]:
@@ -115,29 +179,29 @@ class Noising:
         sums, count = torch.zeros(()), 0
         with torch.no_grad():
             for batch, counts in self.plain_batches(number):
-                found = self.algorithm.measured(batch, self.networks)
+                found = self.method.measured(batch, self.context.networks)
                 if counts:
                     sums, count = sums + found.sum(dim=0).cpu(), count + len(batch)
-        everyone = [part for part in self.world.gather((sums, count)) if part[1]]
+        everyone = [part for part in self.context.world.gather((sums, count)) if part[1]]
         if not everyone:
             return None
         total = torch.stack([sums for sums, _ in everyone]).sum(dim=0) / sum(count for _, count in everyone)
-        return total.to(self.world.device)
+        return total.to(self.context.world.device)
 
     def _in_step(self, share: list[Tensor]) -> Iterator[tuple[Tensor, bool]]:
         """Terms of each forward; of a sharded network as many on every process, some of them for nothing, uncounted."""
         own = list(self._forwards(share))
-        most = max(self.world.gather(len(own))) if self.sharded else len(own)
+        most = max(self.context.world.gather(len(own))) if self.context.sharded else len(own)
         yield from ((terms, True) for terms in own)
         for _ in range(most - len(own)):
-            with self.evaluations.uncounted():
+            with self.context.counter.uncounted():
                 yield torch.zeros(1, dtype=torch.int64), False
 
     def _forwards(self, share: list[Tensor]) -> Iterator[Tensor]:
         """Terms [n] of each forward: whole units, at most `optim.batch_size` terms."""
         waiting: list[Tensor] = []
         for unit in share:
-            if waiting and sum(map(len, waiting)) + len(unit) > self.config.optim.batch_size:
+            if waiting and sum(map(len, waiting)) + len(unit) > self.context.optim.batch_size:
                 yield torch.cat(waiting)
                 waiting = []
             waiting.append(unit)
@@ -145,15 +209,15 @@ class Noising:
             yield torch.cat(waiting)
 
     def _batch(self, terms: Tensor) -> NoisedBatch:
-        rows, time, device = terms // self.count, terms % self.count, self.world.device
+        rows, time, device = terms // self.count, terms % self.count, self.context.world.device
         clean = self.rollout.samples.x0[rows]
         keys = [
-            (self.iteration, i.slot, 0 if self.algorithm.shared_eps else i.sample, k)
+            (self.iteration.number, i.slot, 0 if self.method.shared_eps else i.sample, k)
             for i, k in zip([self.rollout.samples.ids[row] for row in rows.tolist()], time.tolist(), strict=True)
         ]
         return NoisedBatch(
             clean=clean.to(device),
-            eps=normal(clean.shape[1:], self.config.seed, "training_noise", keys).to(device),
+            eps=normal(clean.shape[1:], self.context.seed, "training_noise", keys).to(device),
             sigma=self.times.sigma[rows, time].to(device),
             timestep=self.times.timestep[rows, time].to(device),
             cond=self.rollout.cond.index(self.rollout.rows[rows]),

@@ -2,58 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.config.schema import RunConfig
+from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive, permutation
-from flowrl.core.types import Condition, Identity
-from flowrl.credit.advantages import Advantages
+from flowrl.core.types import Condition
 from flowrl.credit.critic import text_features
+from flowrl.diffusion.plan import StepPlan
 from flowrl.losses.batches import Microbatch
-from flowrl.rollout.trajectories import Rollout
 from flowrl.rollout.transitions import Table
-from flowrl.training.metrics import Sums
-from flowrl.training.world import World
-
-Lookup = Callable[[Sequence[Identity]], Condition]
-"""Conditions of P prompts, on the device."""
+from flowrl.training.base import Demand, Iteration, Setting, UpdateContext, Work
+from flowrl.training.edge_batches import EdgeTraining
 
 
-class Recall:
-    """The updates of an iteration. Draws are keyed by it and the same on every process, which takes its part.
+class TransitionTraining(EdgeTraining):
+    """Stochastic steps of this and earlier iterations, drawn anew for every update."""
 
-    Args:
-        config: of the run.
-        algorithm: holds the transitions and the critic.
-        networks: policy and roles.
-        world: the processes.
-        rollout: this rank's samples and edges.
-        credit: rewards of all samples.
-        iteration: keys the draws.
-        sums: receives the metrics.
-        lookup: conditions of prompts of earlier iterations.
-    """
+    def check(self, setting: Setting) -> None:
+        super().check(setting)
+        if setting.model.shard:
+            raise ConfigError(
+                f"model.shard=true: a network that is split needs its processes in step, and the "
+                f"transitions that {setting.name} remembers are shared out unevenly; set it to false"
+            )
 
-    def __init__(
-        self,
-        config: RunConfig,
-        algorithm: EdgeMethod,
-        networks: Networks,
-        world: World,
-        rollout: Rollout,
-        credit: Advantages,
-        iteration: int,
-        sums: Sums,
-        lookup: Lookup,
-    ) -> None:
-        self.config, self.algorithm, self.world = config, algorithm, world
-        self.adapter, self.rollout, self.credit = networks.policy.adapter, rollout, credit
-        self.iteration, self.sums, self.lookup = iteration, sums, lookup
-        self.memory, self.updates = algorithm.transitions, 0
+    def demand(self, plan: StepPlan, setting: Setting) -> Demand:
+        drawn = setting.samples * len(plan.train)
+        return replace(super().demand(plan, setting), share=self.method.config.batch / drawn)
+
+    def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> Work:
+        if gate is not None:
+            super().work(context, iteration, gate)
+        return TransitionBatches(context, iteration)
+
+
+class TransitionBatches(Work):
+    """The updates of an iteration. Draws are keyed by it and the same on every process, which takes its part."""
+
+    def __init__(self, context: UpdateContext, iteration: Iteration) -> None:
+        super().__init__(context, iteration)
+        self.method, self.rollout = context.method, iteration.rollout
+        self.adapter, self.world = context.networks.policy.adapter, context.world
+        self.memory, self.updates = context.method.transitions, 0
         self.shares = [None]  # one a pass, drawn when it is asked for
 
     def prepare(self) -> None:
@@ -61,33 +55,34 @@ class Recall:
         new = Table.join(self.world.gather(self._own()))
         if len(new):
             self.memory.add(new, self.rollout.prompts)
-        value = self.algorithm.config.value
+        value = self.method.config.value
         for number in range(value.steps if len(self.memory) else 0):
             rows = self._drawn(value.batch_size, "value", number)
             part, expected = self._judged(rows)
             error = expected - part.reward.to(expected)
             if number == 0:
-                self.sums.add("policy/value_error", float(error.detach().square().mean()))
-            assert self.algorithm.critic is not None
-            self.algorithm.critic.descend(error)
+                self.iteration.sums.add("policy/value_error", float(error.detach().square().mean()))
+            assert self.method.critic is not None
+            self.method.critic.descend(error)
 
     def _own(self) -> Table:
         """This rank's transitions in the order (slot, sample, step), those of masked samples left out."""
         rollout, edges = self.rollout, self.rollout.edges
         identity, slots = rollout.identity, torch.tensor([i.slot for i in rollout.samples.ids], dtype=torch.int64)
-        part = edges.select(self.credit.kept.flatten()[identity][edges.sample].nonzero().squeeze(1))
+        part = edges.select(self.iteration.credit.kept.flatten()[identity][edges.sample].nonzero().squeeze(1))
         return Table(
             latents=edges.nodes[part.parent],
             next_latents=edges.nodes[part.child],
             step=part.step,
             old_log_prob=part.old_log_prob,
-            reward=self.credit.values.flatten()[identity][part.sample],
+            reward=self.iteration.credit.values.flatten()[identity][part.sample],
             prompt=slots[part.sample],
         )
 
     def _drawn(self, count: int, purpose: str, number: int) -> Tensor:
         """Rows of so many transitions, none twice; all where there are fewer."""
-        return permutation(len(self.memory), self.config.seed, f"recall/{purpose}", self.iteration, number)[:count]
+        key = f"recall/{purpose}", self.iteration.number, number
+        return permutation(len(self.memory), self.context.seed, *key)[:count]
 
     def _judged(self, rows: Tensor) -> tuple[Table, Tensor]:
         """The transitions `rows` [n], and what the critic expects of them, [n] with a graph."""
@@ -96,28 +91,29 @@ class Recall:
         cond, place = self._conditions(part)
         latents = part.latents.to(device).float().flatten(1)
         features = torch.cat([latents, text_features(cond)[place.to(device)].to(latents)], dim=1)
-        seed, steps = derive(self.config.seed, "value"), len(self.rollout.plan)
-        critic = self.algorithm.judge(features.shape[1], steps, seed, device)
+        seed, steps = derive(self.context.seed, "value"), len(self.rollout.plan)
+        critic = self.method.judge(features.shape[1], steps, seed, device)
         return part, critic(features, part.step.to(device))
 
     def _conditions(self, part: Table) -> tuple[Condition, Tensor]:
         """Conditions of the distinct prompts of n transitions, and the row of each, [n]."""
         distinct, place = part.prompt.unique(return_inverse=True)
-        return self.lookup([self.memory.prompts[k] for k in distinct.tolist()]), place
+        assert self.context.lookup is not None
+        return self.context.lookup([self.memory.prompts[k] for k in distinct.tolist()]), place
 
     # ---- updates
 
     @property
     def sizes(self) -> list[int]:
         """Transitions of this rank in an update."""
-        return [len(self._share(torch.arange(min(self.algorithm.config.batch, len(self.memory)))))]
+        return [len(self._share(torch.arange(min(self.method.config.batch, len(self.memory)))))]
 
     def _share(self, rows: Tensor) -> Tensor:
         return rows.tensor_split(self.world.size)[self.world.rank]
 
     def batches(self, number: int) -> Iterator[tuple[Microbatch, bool]]:
         """Training forwards of the next update; all of them count."""
-        rows = self._share(self._drawn(self.algorithm.config.batch, "policy", self.updates))
+        rows = self._share(self._drawn(self.method.config.batch, "policy", self.updates))
         self.updates += 1
         if not len(rows):
             return
@@ -127,7 +123,7 @@ class Recall:
         cond, place = self._conditions(part)
         keys = torch.tensor([self.adapter.batch_key(int(k)) for k in part.step])
         for key in keys.unique():
-            for members in (keys == key).nonzero().squeeze(1).split(self.config.optim.batch_size):
+            for members in (keys == key).nonzero().squeeze(1).split(self.context.optim.batch_size):
                 yield self._microbatch(part.at(members), cond.index(place[members]), advantage[members], members), True
 
     def _microbatch(self, part: Table, cond: Condition, advantage: Tensor, place: Tensor) -> Microbatch:

@@ -18,12 +18,24 @@ from flowrl.losses.ratio import clamped_ratio_loss, clipped_ratio_loss
 from flowrl.rollout.trajectories import Rollout
 from flowrl.rollout.transitions import Table, Transitions
 from flowrl.samplers import ddim
+from flowrl.training.base import Iteration
+from flowrl.training.kinds import training_of
 from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums
-from flowrl.training.optim import OptimConfig, Optimizer
-from flowrl.training.transition_batches import Recall
+from flowrl.training.optim import Optimizer
+from flowrl.training.transition_batches import TransitionBatches
 from flowrl.training.world import World
-from tests.toys import ALONE, Session, ToyAdapter, draw_advantages, nudge, options_of, roll_out, rollout_of
+from tests.toys import (
+    ALONE,
+    Session,
+    ToyAdapter,
+    context_of,
+    draw_advantages,
+    nudge,
+    optim_of,
+    roll_out,
+    rollout_of,
+)
 
 DDIM = ddim.build(ddim.Config())
 REWARDS = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])
@@ -47,10 +59,12 @@ def rollout(run: Session, rewards: Tensor = REWARDS) -> Rollout:
     return dataclasses.replace(rollout_of(run, rewards), prompts=PROMPTS)
 
 
-def recall(run: Session, rewards: Tensor = REWARDS, iteration: int = 1, world: World = ALONE, sums=None) -> Recall:
+def recall(
+    run: Session, rewards: Tensor = REWARDS, iteration: int = 1, world: World = ALONE, sums=None
+) -> TransitionBatches:
     credit = run.algorithm.advantages(rewards, torch.ones(1), PROMPTS)
-    parts = (run.networks, world, rollout(run, rewards), credit, iteration, sums or Sums(), lookup(run))
-    return Recall(options_of(run, 1, 5), run.algorithm, *parts)
+    context = context_of(run, optim_of(1, 5), world=world, lookup=lookup(run))
+    return TransitionBatches(context, Iteration(iteration, rollout(run, rewards), credit, sums or Sums()))
 
 
 def table(first: int, count: int, prompt: int = 0) -> Table:
@@ -262,10 +276,8 @@ def test_at_the_reference_the_kl_and_its_gradient_are_zero():
 
 
 def learner(run: Session) -> Learner:
-    options = options_of(run, 1, 5)
-    optimizer = Optimizer(run.weights, OptimConfig(learning_rate=1e-4), 100)
-    grid = run.adapter.schedule(len(run.plan))
-    return Learner(options, run.algorithm, run.networks, optimizer, ALONE, grid, lookup=lookup(run))
+    context = context_of(run, dataclasses.replace(optim_of(1, 5), learning_rate=1e-4), lookup=lookup(run))
+    return Learner(training_of(run.algorithm), context, Optimizer(run.weights, context.optim, 100))
 
 
 def iterate(run: Session, work: Learner, iteration: int, gate=None) -> Sums:

@@ -199,7 +199,7 @@ def test_the_regression_has_no_gradient_on_the_best_way_at_the_old_policy():
     for name, rows in (("best", on_best), ("others", ~on_best)):
         session.adapter.network.zero_grad()
         nothing = torch.zeros_like(replay.advantage)
-        for batch in replay._batches(rows.nonzero().squeeze(1), nothing):
+        for batch in replay.forwards(rows.nonzero().squeeze(1), nothing):
             output = session.algorithm.loss(batch, session.networks)
             output.loss.backward()
             assert output.loss.item() == pytest.approx(float(output.metrics["policy/tuning"]), abs=1e-9)

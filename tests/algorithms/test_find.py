@@ -17,23 +17,25 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.algorithms.base import Networks
-from flowrl.algorithms.find import Config, Find, build
+from flowrl.algorithms.find import Config, build
 from flowrl.config.load import load_config, resolve
 from flowrl.contracts.grids import flow_schedule
 from flowrl.core.errors import ConfigError
-from flowrl.core.types import Condition, SampleId, Samples
+from flowrl.core.types import Condition, SampleId, Samples, no_edges
 from flowrl.credit.critic import text_features
 from flowrl.data.prompts import Prompt
 from flowrl.losses.batches import InitialBatch
 from flowrl.losses.ratio import gaussian_log_prob, noise_prior
 from flowrl.rollout.learned_noise import Calibration, LearnedNoise, NoiseWeights, UnknownPrompt
 from flowrl.rollout.noise import Noise
-from flowrl.rollout.policy import Policy
-from flowrl.rollout.trajectories import Rollout
+from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
 from flowrl.samplers import flow_sde
+from flowrl.training.base import Iteration, UpdateContext
+from flowrl.training.kinds import training_of
 from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums
-from flowrl.training.noise_batches import Initials, require_own_prompts
+from flowrl.training.noise_batches import NoiseBatches, NoiseTraining
 from flowrl.training.optim import EmaConfig, OptimConfig, Optimizer
 from flowrl.training.world import World
 from tests.toys import ALONE, SHAPE, ToyAdapter
@@ -60,10 +62,18 @@ class Run:
         self.optimizer = Optimizer(weights, optim, 1000)
         policy = Policy(adapter, flow_sde.build(flow_sde.Config()), 1.0)
         self.networks = Networks(policy, weights)
-        optim = dataclasses.replace(optim, batch_size=batch_size)
-        self.options: Any = SimpleNamespace(optim=optim, seed=0)
-        parts = (self.algorithm, self.networks, self.optimizer, ALONE, flow_schedule(4))
-        self.learner = Learner(self.options, *parts)
+        self.context = UpdateContext(
+            method=self.algorithm,
+            networks=self.networks,
+            optim=dataclasses.replace(optim, batch_size=batch_size),
+            rollout_batch_size=batch_size,
+            seed=0,
+            world=ALONE,
+            counter=Evaluations(adapter.network),
+            schedule=flow_schedule(4),
+        )
+        self.training = training_of(self.algorithm)
+        self.learner = Learner(self.training, self.context, self.optimizer)
 
     def rollout(self, iteration: int, prompts: list[int], group: int, reward: Any, own: slice = slice(None)) -> Rollout:
         laws = torch.tensor(prompts)
@@ -76,9 +86,9 @@ class Run:
         samples = Samples(everything[own], ids[own])
         rows = torch.tensor([i.slot for i in samples.ids])
         plan = self.algorithm.plan(flow_schedule(4), self.networks.policy.sampler, iteration, 0)
-        none: Any = None
         cond = Condition({"prompt": torch.zeros(len(prompts), 1)})
-        return Rollout(plan, samples, none, cond, rows, rewards, {}, 0.0, None, noise.initial(samples.ids), laws)
+        drawn = NoiseDraws(noise.initial(samples.ids), laws)
+        return Trajectories(plan, samples, no_edges(samples), cond, rows).scored(rewards, noise=drawn)
 
     def credit(self, rollout: Rollout) -> Any:
         return self.algorithm.advantages(rollout.rewards, torch.ones(1))
@@ -88,8 +98,9 @@ class Run:
         self.learner.update(iteration, rollout, self.credit(rollout), sums)
         return sums
 
-    def initials(self, rollout: Rollout, world: World = ALONE) -> Initials:
-        work = Initials(self.options, self.algorithm, self.networks, world, rollout, self.credit(rollout), 1, Sums())
+    def initials(self, rollout: Rollout, world: World = ALONE) -> NoiseBatches:
+        context = dataclasses.replace(self.context, world=world)
+        work = NoiseBatches(context, Iteration(1, rollout, self.credit(rollout), Sums()))
         work.prepare()
         return work
 
@@ -244,16 +255,17 @@ def test_an_advantage_is_the_reward_less_what_v_said_before_it_was_fitted_to_it(
     rollout = run.rollout(1, [3, 1], 4, first_value)
     rollout.rewards[0, 1, 2] = torch.nan
     assert weights.calibration is not None
-    laws = weights.network.laws(rollout.laws)
-    before = weights.calibration(laws, rollout.laws).detach()
+    laws = weights.network.laws(rollout.noise.laws)
+    before = weights.calibration(laws, rollout.noise.laws).detach()
     work = run.initials(rollout)
     expected = (rollout.rewards[0] - before[:, None]).flatten()
     valid = expected.isfinite()
     assert valid.tolist() == [k != 6 for k in range(8)]
     assert_close(work.advantage[valid], expected[valid])
     assert sorted(work.shares[0].tolist()) == valid.nonzero().squeeze(1).tolist()
-    assert not torch.equal(weights.calibration(laws, rollout.laws), before)
-    assert work.sums.means()["noise/value_error"] == pytest.approx(float(expected[valid].square().mean()), rel=1e-5)
+    assert not torch.equal(weights.calibration(laws, rollout.noise.laws), before)
+    error = work.iteration.sums.means()["noise/value_error"]
+    assert error == pytest.approx(float(expected[valid].square().mean()), rel=1e-5)
 
 
 def test_v_learns_what_tells_prompts_and_laws_apart_and_its_state_goes_on_bitwise():
@@ -351,12 +363,12 @@ def test_with_refresh_one_law_draws_for_so_many_iterations_and_is_what_the_ratio
     assert (run.algorithm.behaviour, run.algorithm.roles) == ("old", ("old",))
     first = run.rollout(1, [0], 8, first_value)
     run.iterate(1, [0], 8, first_value)
-    assert torch.equal(run.rollout(1, [0], 8, first_value).initial, first.initial)
+    assert torch.equal(run.rollout(1, [0], 8, first_value).noise.initial, first.noise.initial)
     work = run.initials(run.rollout(2, [0], 8, first_value))
     (batch, _) = next(iter(work.batches(0)))
     assert float(run.algorithm.loss(batch, run.networks).metrics["policy/approx_kl"]) > 0
     run.iterate(2, [0], 8, first_value)
-    assert not torch.equal(run.rollout(1, [0], 8, first_value).initial, first.initial)
+    assert not torch.equal(run.rollout(1, [0], 8, first_value).noise.initial, first.noise.initial)
     assert run.algorithm.state_dict() == {"iterations": 2}
 
 
@@ -378,9 +390,9 @@ def test_saved_laws_come_back_with_their_prompts_and_repeats_share_one(tmp_path)
 
 def test_an_evaluation_on_other_prompts_is_refused():
     train = [Prompt("a", {}), Prompt("b", {})]
-    require_own_prompts(train, train[1:])
+    NoiseTraining(build(Config())).check_prompts(train, train[1:])
     with pytest.raises(ConfigError, match=r"data\.eval_prompts: 'c' is no training prompt.*null"):
-        require_own_prompts(train, [Prompt("b", {}), Prompt("c", {})])
+        NoiseTraining(build(Config())).check_prompts(train, [Prompt("b", {}), Prompt("c", {})])
 
 
 # ---- refusals
@@ -458,6 +470,7 @@ def test_best_of_n_is_the_mean_over_all_choices_with_ties_at_random(script):
         script.best_of(values, judged, 6)
 
 
-def test_the_method_is_one_that_needs_noise():
-    assert (Find.needs, build(Config()).passes, build(Config()).value) == ("noise", 1, Config().value)
+def test_the_method_trains_on_the_initial_noise():
+    assert isinstance(training_of(build(Config())), NoiseTraining)
+    assert (build(Config()).passes, build(Config()).value) == (1, Config().value)
     assert build(group()).value is None

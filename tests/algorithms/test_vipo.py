@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from flowrl.algorithms import flow_grpo
+from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.flow_grpo import KLConfig, clipped_terms
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError
@@ -26,7 +27,7 @@ from tests.credit.test_spatial import pictures, tiny_dinov2
 from tests.toys import Session, ToyAdapter, algorithms, draw_advantages, learner_of, nudge, roll_out, rollout_of
 
 METHODS = ("dance_grpo", "flow_grpo", "flow_grpo_fast", "mix_grpo", "mix_grpo_flash")
-OTHERS = tuple(name for name in algorithms("edges") if name not in METHODS)
+OTHERS = tuple(name for name in algorithms(EdgeMethod) if name not in METHODS)
 BY_POSITION, BY_SAMPLE = SpatialConfig(ratio="position"), SpatialConfig(ratio="sample")
 CLIP = 0.02
 

@@ -13,6 +13,7 @@ import torch
 
 from flowrl.algorithms import base, flow_grpo
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions
+from flowrl.algorithms.base import EdgeMethod, NoiseMethod, SampleMethod
 from flowrl.config.retired import RETIRED, as_it_was
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core import registry
@@ -40,7 +41,7 @@ from tests.toys import (
 )
 
 NAMES = registry.names("algorithms")
-EDGES, SAMPLES, NOISE = algorithms("edges"), algorithms("samples"), algorithms("noise")
+EDGES, SAMPLES, NOISE = (algorithms(base) for base in (EdgeMethod, SampleMethod, NoiseMethod))
 SPREAD = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])  # rewards [R, P, G]
 GIVEN = {
     (): SPREAD,

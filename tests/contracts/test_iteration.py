@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.algorithms.base import EdgeMethod
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
 from flowrl.core.strict import validate
@@ -59,7 +60,7 @@ def configured(folder: Path, adapter: str, name: str, method: str, pipe: Any) ->
     takes_lora = all(hasattr(network, "add_adapter") for network in find_networks(pipe).values())
     module = registry.load("algorithms", method)
     sampler = None
-    if module.build(module.Config()).needs == "edges":
+    if isinstance(module.build(module.Config()), EdgeMethod):
         sampler = {"name": "flow_sde"} if path_of(pipe.scheduler).is_flow else {"name": "ddim", "eta": 1.0}
     tree = {
         "name": "run",

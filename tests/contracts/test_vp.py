@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowrl.algorithms.base import EdgeMethod, SampleMethod
 from flowrl.core import registry
 from flowrl.core.types import SampleId
 from flowrl.samplers import ddim
@@ -20,8 +21,8 @@ from tests.toys import Session, algorithms, draw_advantages, learner_of, make_st
 
 # Methods that are defined on flows only -> what their refusal tells to use instead.
 UNDEFINED = {"mix_grpo_flash": r"predicts noise \(VP\); use mix_grpo"}
-EDGES = [name for name in algorithms("edges") if name not in UNDEFINED]
-SAMPLES = algorithms("samples")
+EDGES = [name for name in algorithms(EdgeMethod) if name not in UNDEFINED]
+SAMPLES = algorithms(SampleMethod)
 OWN = {
     "grpo_guard": {"clip_range": 1e-3},
     "sage_grpo": {"clip_range": 1e-3},
@@ -97,7 +98,7 @@ def test_a_method_on_samples_trains_at_its_own_times(name):
 
 @pytest.mark.parametrize("name", UNDEFINED)
 def test_a_method_for_flows_only_says_what_to_use(name):
-    assert name in algorithms("edges")
+    assert name in algorithms(EdgeMethod)
     with pytest.raises(ValueError, match=UNDEFINED[name]):
         session_of(name)
 

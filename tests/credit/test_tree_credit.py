@@ -53,7 +53,7 @@ def on_tree(config, method, rewards: torch.Tensor, *, num_steps: int = 5, iterat
     algorithm, weights = method.build(config), torch.ones(len(rewards))
     plan = algorithm.plan(flow_schedule(num_steps), dance_sde.build(dance_sde.Config()), iteration, 0)
     none = SimpleNamespace()
-    rollout = Rollout(plan, Samples(torch.zeros(0), ()), none, none, none, rewards, {}, 0.0, paths=paths)
+    rollout = Rollout(plan, Samples(torch.zeros(0), ()), none, none, none, rewards, paths=paths)
     return algorithm.on_tree(algorithm.advantages(rewards, weights), rollout, weights, iteration)
 
 
@@ -574,8 +574,8 @@ def test_log_probs_along_the_ways_are_the_same_table_whichever_process_drew_a_tr
             own = torch.isin(edges.sample, torch.tensor(rows))
             place = torch.searchsorted(torch.tensor(rows), edges.sample[own])
             mine = replace(edges.select(own.nonzero().squeeze(1)), sample=place)
-            draw = SimpleNamespace(edges=mine, ids=[session.ids[row] for row in rows])
-            table = Collector._paths(maker, draw, session.plan, rewards)
+            samples = replace(session.samples, ids=tuple(session.ids[row] for row in rows))
+            table = Collector._paths(maker, replace(session.drawn, samples=samples, edges=mine), rewards)
         return table
 
     whole = list(range(24))

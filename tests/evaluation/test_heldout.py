@@ -38,8 +38,8 @@ def read(tmp_path, monkeypatch):
     return load
 
 
-def found(config, needs: str = "edges") -> RunPrompts:
-    return run_prompts(config, needs)
+def found(config, own: bool = False) -> RunPrompts:
+    return run_prompts(config, own)
 
 
 # ---- the split
@@ -138,7 +138,7 @@ def test_prompts_that_are_trained_on_after_all_are_counted(read, tmp_path):
 
 def test_a_method_that_learns_its_own_prompts_keeps_all_of_them(read):
     for data in ({}, {"eval_share": 0.5}, {"eval_prompts": "list.txt"}):
-        prompts = found(read(**data), "noise")
+        prompts = found(read(**data), own=True)
         assert (prompts.name, len(prompts.train), len(prompts.evaluated)) == ("its own prompts", 60, 60)
         assert (prompts.counted(3), prompts.remark) == ("3 of its own prompts", "")
 

@@ -21,22 +21,14 @@ from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import StepPlan, window
 from flowrl.models import sd3
 from flowrl.planning import forwards, meter
-from flowrl.planning.memory import (
-    Estimate,
-    UnknownModel,
-    estimate,
-    forward_rows,
-    locate,
-    nodes_per_sample,
-    skeleton,
-    terms_per_sample,
-    trained_share,
-)
+from flowrl.planning.memory import Estimate, UnknownModel, estimate, forward_rows, locate, skeleton
 from flowrl.planning.meter import Meter
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
 from flowrl.samplers import flow_sde
+from flowrl.training.base import Demand
+from flowrl.training.edge_batches import nodes_per_sample
 from flowrl.training.optim import OptimConfig, Optimizer
 from tests import tiny_sd3 as tiny
 
@@ -244,8 +236,8 @@ def test_steps_and_samples_that_a_method_leaves_out_are_not_counted(folder):
     fewer = half | {"advantages": {"name": "group", "select": {"name": "best_worst", "keep": 2}}}
     one, two = (resolved(str(folder), algorithm=algorithm) for algorithm in (half, fewer))
     plan = plan_of(one, skeleton(one))
-    assert trained_share(one, plan) == 0.5
-    assert trained_share(two, plan) == pytest.approx(0.5 * 2 / two.run.rollout.group_size)
+    assert one.training.demand(plan, one.setting).share == 0.5
+    assert two.training.demand(plan, two.setting).share == pytest.approx(0.5 * 2 / two.run.rollout.group_size)
     samples, slots = one.run.samples_per_iteration, one.run.rollout.prompts_per_iteration
     assert forward_rows(one.run, plan, samples, slots, 0.5)[1] == samples
 
@@ -321,8 +313,7 @@ def test_methods_on_finished_samples_count_their_times_and_passes_and_keep_no_ch
     optim = {"updates_per_iteration": 2, "batch_size": 8}
     run_ = resolved(str(folder), algorithm={"name": "fpo"}, optim=optim)
     plan = plan_of(run_, skeleton(run_))
-    assert terms_per_sample(run_, plan) == 8
-    assert trained_share(run_, plan) == 1.0
+    assert run_.training.demand(plan, run_.setting) == Demand(rows=8, share=1.0, latents=0)
     samples, slots = run_.run.samples_per_iteration, run_.run.rollout.prompts_per_iteration
     assert forward_rows(run_.run, plan, samples, slots, 1.0, 16) == (samples * len(plan), 16 * samples)
     assert geometry(run_, plan, 1, 0, 1.0, 8, 2).update_forwards == 2 * 2 * samples * 8 // 2 // 8

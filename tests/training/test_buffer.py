@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.contracts.grids import flow_schedule
-from flowrl.core.types import Condition, Edges
+from flowrl.core.types import Condition, Edges, Samples
 from flowrl.diffusion.plan import window
+from flowrl.rollout.trajectories import Trajectories
 from flowrl.training.microbatches import microbatches, update_chunks
 from tests.toys import ToyAdapter
 
@@ -36,7 +37,12 @@ def table() -> Edges:
 
 def batches(edges: Edges, adapter: ToyAdapter, batch_size: int, order: torch.Tensor | None = None):
     advantage = 10 * torch.arange(float(len(edges)))[:, None]
-    return list(microbatches(edges, advantage, PLAN, adapter, COND, ROWS, batch_size=batch_size, order=order))
+    return list(microbatches(drawn(edges), advantage, adapter, batch_size=batch_size, order=order))
+
+
+def drawn(edges: Edges) -> Trajectories:
+    """The edges on their plan; microbatches take no finished sample."""
+    return Trajectories(PLAN, Samples(torch.zeros(0), ()), edges, COND, ROWS)
 
 
 @settings(max_examples=60, deadline=None)

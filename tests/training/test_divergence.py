@@ -132,7 +132,7 @@ def test_an_evaluation_with_a_few_of_them_has_no_score_for_these(tmp_path):
 )
 def test_the_remedy_names_options_with_their_values(config, expected):
     run = load_config("configs/quickstart.yaml", ["optim.learning_rate=0.5"])
-    found = remedy(run, 1234.5, trained=config == "trained", in_decoder=config == "decoder")
+    found = remedy("float16", run.optim, 1234.5, trained=config == "trained", in_decoder=config == "decoder")
     assert expected in found
     assert ("1.23e+03" in found and "0.5" in found) == (config == "trained")
 

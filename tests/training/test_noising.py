@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
 from flowrl.samplers.ode import Ode
 from flowrl.training.metrics import Sums
-from flowrl.training.sample_batches import Noising
+from flowrl.training.sample_batches import SampleBatches
 from tests.toys import (
     SHAPE,
     ToyAdapter,
@@ -57,7 +59,7 @@ def session_of(algorithm, **options):
     return roll_out(ToyAdapter(), algorithm=algorithm, prompts=3, group=4, **options)
 
 
-def terms(part: Noising, share: int = 0) -> list[NoisedBatch]:
+def terms(part: SampleBatches, share: int = 0) -> list[NoisedBatch]:
     return [batch for batch, counts in part.batches(share) if counts]
 
 
@@ -127,10 +129,8 @@ def test_another_iteration_has_other_noise_and_every_pass_the_same():
     part = noising_of(session, rewards)
     first, again = by_identity(terms(part)), by_identity(terms(part))
     assert all(torch.equal(first[key][0], again[key][0]) for key in first)
-    later = noising_of(session, rewards)
-    later.iteration = 2
-    other = by_identity(terms(later))
-    assert not any(torch.equal(first[key][0], other[key][0]) for key in first)
+    other = by_identity(terms(noising_of(session, rewards, iteration=2)))
+    assert not any(torch.equal(eps, drawn) for eps, _ in first.values() for drawn, _ in other.values())
 
 
 def test_advantages_go_to_the_samples_by_their_identity_whatever_the_part_of_a_process():
@@ -158,12 +158,12 @@ def test_shares_hold_every_term_once_and_forwards_hold_units_whole(method, updat
             assert len(batch) <= batch_size
             keys = list(zip(batch.sample.tolist(), batch.sigma.tolist(), strict=True))
             seen += keys
-            if part.algorithm.unit == "sample":
+            if part.method.unit == "sample":
                 assert all(batch.sample.tolist().count(sample) == 3 for sample in batch.sample.tolist())
-            if part.algorithm.unit == "group":
+            if part.method.unit == "group":
                 assert all(batch.group.tolist().count(group) == 4 for group in batch.group.tolist())
     assert len(seen) == len(set(seen)) == 12 * 3
-    unit = 12 if part.algorithm.unit == "group" else 3  # samples, or groups of four, are shared out
+    unit = 12 if part.method.unit == "group" else 3  # samples, or groups of four, are shared out
     assert max(part.sizes) - min(part.sizes) in (0, unit)
 
 
@@ -215,7 +215,7 @@ def test_nothing_to_train_is_no_forward():
 # ---- old values
 
 
-def log_ratios(session, part: Noising, share: int) -> Tensor:
+def log_ratios(session, part: SampleBatches, share: int) -> Tensor:
     algorithm = session.algorithm
     found = []
     with torch.no_grad():
@@ -264,7 +264,7 @@ def test_other_noise_than_that_of_the_old_value_breaks_the_ratio():
     session = session_of(METHODS["term"]())
     part = noising_of(session, rewards_of(), updates=2)
     part.prepare()
-    part.iteration = 2
+    part.iteration = replace(part.iteration, number=2)
     assert float(log_ratios(session, part, 0).abs().min()) > 0
 
 
@@ -365,6 +365,12 @@ def test_a_rollout_keeps_its_samples_and_not_its_trajectories(solver):
     assert 0 < peaks[0] == peaks[1]
 
 
+def hear(part: SampleBatches, gather: Callable) -> None:
+    """What a part hears where it gathers."""
+    world: Any = SimpleNamespace(device=torch.device("cpu"), gather=gather)
+    part.context = replace(part.context, world=world)
+
+
 def test_means_over_an_update_are_those_of_all_processes_and_so_is_the_gradient():
     """Diffusion-KTO's offset (4.6): of five pictures on two processes, after the policy has moved."""
     method = diffusion_kto.build(diffusion_kto.Config(beta=10.0))
@@ -376,11 +382,11 @@ def test_means_over_an_update_are_those_of_all_processes_and_so_is_the_gradient(
     told: list = []
     own = []
     for part in parts:
-        part.world = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: told.append(value) or [value])
+        hear(part, lambda value: told.append(value) or [value])
         own.append(next(iter(part.batches(0)))[0].centre)
     assert not torch.equal(own[0], own[1]), "the two have other pictures"
     for part in parts:
-        part.world.gather = lambda value: told
+        hear(part, lambda value: told)
         assert_close(next(iter(part.batches(0)))[0].centre, batch.centre)
     expected, found = terms_gradient(session, alone), terms_gradient(session, *parts)
     for name, gradient in expected.items():
@@ -392,7 +398,7 @@ def test_a_process_without_terms_takes_part_in_the_means_and_in_nothing_else():
     session = roll_out(ToyAdapter(), algorithm=method, prompts=2, group=1)
     part = noising_of(session, torch.tensor([[[math.nan], [math.nan]]]))
     asked: list = []
-    part.world = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: asked.append(value) or [value])
+    hear(part, lambda value: asked.append(value) or [value])
     assert list(part.batches(0)) == []
     assert [count for _, count in asked] == [0]
 

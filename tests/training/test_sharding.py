@@ -178,11 +178,8 @@ def test_the_microbatches_of_a_share_are_counted_before_they_are_made(batch_size
         torch.zeros(0, dtype=torch.int64),
     ):
         counts = forwards(edges, adapter, order, batch_size)
-        found = microbatches(
-            *(edges, torch.zeros(12, 1), test_buffer.PLAN, adapter, test_buffer.COND, test_buffer.ROWS),
-            batch_size=batch_size,
-            order=order,
-        )
+        drawn = test_buffer.drawn(edges)
+        found = microbatches(drawn, torch.zeros(12, 1), adapter, batch_size=batch_size, order=order)
         keys = [adapter.batch_key(int(batch.step.index[0])) for batch in found]
         assert counts == {key: keys.count(key) for key in sorted(set(keys))}
 

@@ -98,7 +98,7 @@ class Pairing:
     """
 
     def __init__(self, resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted, world: World) -> None:
-        config = resolved.run
+        config, self.dtype = resolved.run, resolved.model.config.dtype
         self.config, self.prompts, self.wanted, self.world = config, prompts, wanted, world
         require_metadata("data.prompts", prompts, resolved.rewards, [plan.card for plan in resolved.rewards])
         entries = build_rewards(resolved.rewards)
@@ -193,7 +193,7 @@ class Pairing:
         with torch.no_grad(), phase("rollout"):
             run(self.policy, self.plan, noise, ids, cond, rows, **options)
         if health.diverged:
-            why = remedy(config, None, trained=False, in_decoder=health.in_decoder)
+            why = remedy(self.dtype, config.optim, None, trained=False, in_decoder=health.in_decoder)
             raise health.error(f"in round {number + 1}", why)
         images, asked = torch.cat(parts), [self.prompts[i.slot] for i in ids]
         scores = self.scorer.score(images, [p.text for p in asked], [p.metadata for p in asked])
