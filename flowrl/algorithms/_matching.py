@@ -117,10 +117,6 @@ class DrawnOptions(Options):
 
     def __post_init__(self) -> None:
         require_positive(passes=self.passes)
-        if self.advantages is not None and self.advantages.name == "separate":
-            raise ValueError(
-                "advantages.name=separate: this method has one loss for all rewards; use per_reward or gdpo"
-            )
         if self.solver_noise < 0:
             raise ValueError(f"solver_noise={self.solver_noise} must not be negative")
         if self.solver_noise > 0 and not SOLVERS[self.solver].stochastic:

@@ -67,8 +67,6 @@ class Config(Options):
             raise ValueError(
                 f"solver={self.solver} adds noise on the way, so z would not decide the picture; use ode or a dpm one"
             )
-        if self.advantages.name == "separate":
-            raise ValueError("advantages.name=separate: there is one loss for all rewards; use per_reward or gdpo")
         if self.baseline == "value" and self.advantages != _GROUP:
             raise ValueError("advantages is the rule of baseline=group; set that, or leave advantages out")
         if self.keep_moment and not self.train_std:

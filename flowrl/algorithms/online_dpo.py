@@ -27,7 +27,7 @@ from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pullin
 from flowrl.algorithms._preference import margin, pair_metrics
 from flowrl.algorithms.base import Networks, SampleMethod, require_positive
 from flowrl.core.types import Identity
-from flowrl.credit.advantages import AdvantageConfig, Advantages, aggregate
+from flowrl.credit.advantages import Advantages, RuleConfig, aggregate
 from flowrl.credit.selection import best_and_worst
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
@@ -40,7 +40,8 @@ LEVEL = "tested"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    advantages: RuleConfig = field(default_factory=RuleConfig)
+    """Rule that ranks the samples of a prompt, without its clip."""
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
     """Pull to the untouched network."""
     beta: float = 100.0
@@ -59,9 +60,7 @@ class Config(DrawnOptions):
         require_positive(beta=self.beta, ref_update=self.ref_update)
         if self.least_gap < 0:
             raise ValueError(f"least_gap={self.least_gap} must not be negative")
-        if self.advantages.select is not None:
-            raise ValueError("advantages.select: this method keeps the best and the worst sample; leave it out")
-        if self.advantages.clip not in (None, AdvantageConfig().clip):
+        if self.advantages.clip not in (None, RuleConfig().clip):
             raise ValueError(
                 f"advantages.clip={self.advantages.clip}: advantages only rank the samples of a prompt, and nothing is "
                 "clipped; leave it out"

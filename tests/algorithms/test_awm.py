@@ -133,7 +133,6 @@ def test_roles_are_those_that_are_used():
         ({"power": 0.0}, "power=0.0 must lie in"),
         ({"clip_range": 0.0}, "must be positive"),
         ({"advantages": AdvantageConfig(clip=None)}, "advantages.clip=null"),
-        ({"advantages": AdvantageConfig(name="separate", std="group")}, "advantages.name=separate"),
         ({"passes": 0}, "passes=0"),
         ({"solver_noise": 0.4}, "only the solver 'sa' adds noise"),
     ],
