@@ -44,14 +44,14 @@ def framewise(score: ScoreFunction, frames: int, *, chunk: int = 64) -> ScoreFun
 
     def of_all(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
         taken = [_pictures(image, frames) for image in images]
-        rows = [row for row, pictures in enumerate(taken) for _ in pictures]
-        flat = [picture for pictures in taken for picture in pictures]
+        rows = [row for row, pieces in enumerate(taken) for _ in pieces]
+        flat = [piece for pieces in taken for piece in pieces]
         parts = []
         for start in range(0, len(rows), chunk):
             part = rows[start : start + chunk]
-            pictures = flat[start : start + chunk]
-            parts.append(score(pictures, [prompts[row] for row in part], [metadata[row] for row in part]))
-        counts = [len(pictures) for pictures in taken]
+            batch = flat[start : start + chunk]
+            parts.append(score(batch, [prompts[row] for row in part], [metadata[row] for row in part]))
+        counts = [len(pieces) for pieces in taken]
         if parts and isinstance(parts[0], Mapping):
             return {name: _means([part[name] for part in parts], counts) for name in parts[0]}
         return _means(parts, counts)

@@ -70,8 +70,8 @@ class Pixels:
         return normalised(resized, self.mean, self.std)
 
     def _exactly(self, picture: Tensor, shape: tuple[int, int]) -> Tensor:
-        image = Image.fromarray(to_uint8(picture)).resize(shape[::-1], _PIL[self.interpolation])
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+        resized = Image.fromarray(to_uint8(picture)).resize(shape[::-1], _PIL[self.interpolation])
+        return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() / 255
 
     def _fast(self, picture: Tensor, shape: tuple[int, int]) -> Tensor:
         resized = F.interpolate(picture[None].float(), shape, mode=self.interpolation, antialias=True)[0]

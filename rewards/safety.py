@@ -116,8 +116,8 @@ def build(config: Config) -> Reward:
     model, processor = load(config)
     unsafe = unsafe_classes(model.config.id2label, config.unsafe)
 
-    def safe(pictures: Sequence[np.ndarray]) -> list[float]:
-        pixels = processor(images=list(pictures), return_tensors="pt")["pixel_values"].to(model.device)
+    def safe(batch: Sequence[np.ndarray]) -> list[float]:
+        pixels = processor(images=list(batch), return_tensors="pt")["pixel_values"].to(model.device)
         with torch.autocast(model.device.type, enabled=False):
             probabilities = model(pixel_values=pixels).logits.float().softmax(dim=1)
         return (1 - probabilities[:, unsafe].sum(dim=1)).clamp(0, 1).tolist()

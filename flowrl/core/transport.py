@@ -48,9 +48,9 @@ def unpack(picture: Picture) -> Tensor:
         values = np.frombuffer(picture.data, _DTYPES[picture.format]).reshape(picture.shape)
         tensor = torch.from_numpy(values.astype(np.float32))
         return tensor if picture.format == "float32" else tensor / 255
-    with Image.open(io.BytesIO(picture.data), formats=["PNG"]) as image:
-        image.load()
-        rows = np.asarray(image)
+    with Image.open(io.BytesIO(picture.data), formats=["PNG"]) as opened:
+        opened.load()
+        rows = np.asarray(opened)
     *frames, _, height, width = picture.shape
     if rows.shape != (int(np.prod(frames, dtype=int)) * height, width, 3):
         raise ValueError(f"the PNG holds {list(rows.shape)}, not the shape {list(picture.shape)}")

@@ -231,12 +231,12 @@ def latents_of(
         if picture is None:
             continue
         try:
-            image = fitted(picture.open(), adapter.height, adapter.width, place, mirror=mirror)
+            shown = fitted(picture.open(), adapter.height, adapter.width, place, mirror=mirror)
         except Unreadable as error:
             log.warning("%s", error)
             rewards[row] = torch.nan
             continue
-        waiting.append((row, pixels(image)))
+        waiting.append((row, pixels(shown)))
         if len(waiting) == batch_size:
             flush()
     flush()

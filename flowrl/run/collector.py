@@ -156,14 +156,14 @@ class Collector:
         slots, rows = slots_and_rows(own)
         bar, health = Progress(len(own), text, show=world.main), Health()
         asked = [prompts[i.slot] for i in own]
-        ahead, pictures = Ahead(self.scorer, [p.text for p in asked], [p.metadata for p in asked]), list[Tensor]()
+        ahead, batches = Ahead(self.scorer, [p.text for p in asked], [p.metadata for p in asked]), list[Tensor]()
 
         def decode(start: int, x0: Tensor) -> None:
             with timer.phase("decode"):
                 made = decoded(parts.adapter, x0.to(world.device), cond, rows[start : start + len(x0)]).cpu()
-                pictures.append(health.seen(x0, made))
+                batches.append(health.seen(x0, made))
             # Of a sharded network every forward needs all processes: what a reward raises must wait.
-            ahead.add(pictures[-1], early=not parts.sharded)
+            ahead.add(batches[-1], early=not parts.sharded)
 
         def sample() -> tuple[Samples, Edges]:
             with timer.phase("rollout"):
@@ -182,8 +182,8 @@ class Collector:
                     decode(start, samples.x0[start : start + size])
             self._require_finite(health, noise.iteration or 0)
             with timer.phase("reward"):
-                images = torch.cat(pictures)
-                pictures.clear()  # a reward gets a copy: there are never three
+                images = torch.cat(batches)
+                batches.clear()  # a reward gets a copy: there are never three
                 return Draw(Trajectories(plan, samples, edges, cond, rows), images, ahead.scores(images))
 
         try:

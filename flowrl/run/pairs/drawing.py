@@ -195,14 +195,14 @@ class Pairing:
         if health.diverged:
             why = remedy(self.dtype, config.optim, None, trained=False, in_decoder=health.in_decoder)
             raise health.error(f"in round {number + 1}", why)
-        images, asked = torch.cat(parts), [self.prompts[i.slot] for i in ids]
-        scores = self.scorer.score(images, [p.text for p in asked], [p.metadata for p in asked])
+        drawn, asked = torch.cat(parts), [self.prompts[i.slot] for i in ids]
+        scores = self.scorer.score(drawn, [p.text for p in asked], [p.metadata for p in asked])
         groups = []
         for place, prompt in enumerate(own):
             part = slice(place * group, (place + 1) * group)
             raw = {name: value[part] for name, value in scores.raw.items()}
             groups.append(judge(prompt, Scores(raw, scores.values[:, part], scores.weights)))
-            pictures[prompt] = images[part][[groups[-1].best, groups[-1].worst]]
+            pictures[prompt] = drawn[part][[groups[-1].best, groups[-1].worst]]
         return groups
 
     def _used(self, groups: Sequence[Group], before: int) -> list[Group]:
