@@ -28,12 +28,13 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._frames import framewise
+from flowrl.rewards._vision import checkpoints, clips
+from flowrl.rewards._vision.frames import framewise
+from flowrl.rewards._vision.options import ClipOptions
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _checkpoints, _clip
 
 LEVEL = "experimental"
 Version = Literal["v1", "v2", "v2.5"]
@@ -44,7 +45,7 @@ class Published:
     """A published head: where it is from, how its file is laid out, and how to know it."""
 
     backbone: str
-    tower: _clip.Tower
+    tower: clips.Tower
     prefix: str
     """Of its keys."""
     layers: tuple[str, ...]
@@ -121,7 +122,7 @@ CARD = Card(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(ClipOptions):
     version: Version = "v2"
     """Which head; their numbers are not comparable."""
     head: Annotated[str | None, NAME_OR_PATH] = None
@@ -133,16 +134,9 @@ class Config:
     by DDPO and Flow-GRPO; null: true for v1, false for v2. v2.5 has no margin."""
     backbone: Annotated[str | None, NAME_OR_PATH] = None
     """CLIP ViT-L/14 or SigLIP so400m, a folder or a hub id; null: the one that the head was trained on."""
-    preprocess: _clip.Preprocess = "exact"
-    """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
-    frames: int = 8
-    """How many evenly spread frames of a clip are scored."""
-    device: str | None = None
-    """Where the network runs; none takes the GPU if there is one."""
 
     def __post_init__(self) -> None:
-        if self.frames < 1:
-            raise ValueError(f"frames={self.frames} must be at least 1")
+        ClipOptions.__post_init__(self)
         if self.version != "v2" and self.head is None:
             known = PUBLISHED[self.version]
             raise ValueError(
@@ -233,7 +227,7 @@ def load_head(config: Config) -> Head:
         RewardError: no such file, another layout, another version's values, or values of no published head.
     """
     path = _file(config.head or _HUB_COPY)
-    head = read_head(_checkpoints.read(path, reward="aesthetic"), config.version, str(path))
+    head = read_head(checkpoints.read(path, reward="aesthetic"), config.version, str(path))
     if not config.published:
         return head
     version = recognise(head)
@@ -258,7 +252,7 @@ def _file(head: str) -> Path:
             "owner/name/file"
         )
     repository, _, file = head.rpartition("/")
-    return _checkpoints.find(repository, file, reward="aesthetic")
+    return checkpoints.find(repository, file, reward="aesthetic")
 
 
 def card_of(config: Config) -> Card:
@@ -281,7 +275,7 @@ def card_of(config: Config) -> Card:
 def build(config: Config) -> Reward:
     known, head = PUBLISHED[config.version], load_head(config)
     backbone = config.backbone or known.backbone
-    vision = _clip.load_vision(
+    vision = clips.load_vision(
         backbone,
         known.tower,
         device=config.device,

@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from flowrl.rewards._frames import framewise
+from flowrl.rewards._vision import clips, open_clips
+from flowrl.rewards._vision.frames import framewise
+from flowrl.rewards._vision.options import ClipOptions
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _clip, _open_clip
 
 LEVEL = "tested"
 CARD = Card(
@@ -45,7 +46,7 @@ _CONVENTIONS = {"cos": ("clip_cos", 1.0), "clip_s": ("clip_s", 2.5), "percent": 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(ClipOptions):
     model: Annotated[str, NAME_OR_PATH] = "openai/clip-vit-large-patch14"
     """A folder, a hub id, the embedded tiny-clip, or a network's name of open_clip (ViT-H-14), with `pretrained`."""
     pretrained: Annotated[str | None, NAME_OR_PATH] = None
@@ -58,16 +59,9 @@ class Config:
     """open_clip only: the activation that the weights were trained with; null: what their tag or configuration says."""
     convention: Literal["cos", "clip_s", "percent"] = "cos"
     """The cosine, 2.5 max(cosine, 0), or 100 max(cosine, 0); "percent" is torchmetrics' up to 77 tokens."""
-    preprocess: _clip.Preprocess = "exact"
-    """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
-    frames: int = 8
-    """How many evenly spread frames of a clip are scored."""
-    device: str | None = None
-    """Where the network runs; none takes the GPU if there is one."""
 
     def __post_init__(self) -> None:
-        if self.frames < 1:
-            raise ValueError(f"frames={self.frames} must be at least 1")
+        ClipOptions.__post_init__(self)
         if self.backend == "transformers" and (self.pretrained is not None or self.quick_gelu is not None):
             raise ValueError("pretrained and quick_gelu are open_clip's; with transformers, model brings its weights")
         if self.backend == "open_clip" and self.tokenizer is not None:
@@ -97,13 +91,13 @@ def build(config: Config) -> Reward:
     return Reward(framewise(score, config.frames), card)
 
 
-def _load(config: Config) -> _clip.Clip | _open_clip.OpenClip:
+def _load(config: Config) -> clips.Clip | open_clips.OpenClip:
     options = {"device": config.device, "preprocess": config.preprocess, "reward": "clip_score"}
-    ours = config.pretrained is not None or config.quick_gelu is not None or _open_clip.is_source(config.model)
+    ours = config.pretrained is not None or config.quick_gelu is not None or open_clips.is_source(config.model)
     if config.backend == "open_clip" or (config.backend == "auto" and ours):
         if config.tokenizer is not None:
             raise RewardError(
                 f"reward 'clip_score': tokenizer is transformers'; open_clip's {config.model!r} has its own"
             )
-        return _open_clip.load(config.model, config.pretrained, quick_gelu=config.quick_gelu, **options)
-    return _clip.load(config.model, config.tokenizer or config.model, **options)
+        return open_clips.load(config.model, config.pretrained, quick_gelu=config.quick_gelu, **options)
+    return clips.load(config.model, config.tokenizer or config.model, **options)

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from flowrl.rewards._frames import framewise
-from flowrl.rewards._images import to_uint8
+from flowrl.rewards._vision.arrays import to_uint8
+from flowrl.rewards._vision.frames import framewise
 from torch import Tensor
 
 from flowrl.reward import Card, Reward

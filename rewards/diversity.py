@@ -24,7 +24,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._embedders import Embed, network
+from flowrl.rewards._vision.embedders import Embed, network
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 

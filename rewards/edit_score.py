@@ -24,10 +24,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from flowrl.rewards._backends import Backend, judge_card, judged
-from flowrl.rewards._images import to_uint8
-from flowrl.rewards._judge import Judge, Question, Writing, ask_json, mean_or_nan, read_text, strict_fields
-from flowrl.rewards._vlm import Local
+from flowrl.rewards._judges.backends import Backend, judge_card, judged
+from flowrl.rewards._judges.base import Judge, Question, Writing, ask_json, mean_or_nan, read_text, strict_fields
+from flowrl.rewards._judges.vlm import Local
+from flowrl.rewards._vision.arrays import to_uint8
 from pydantic import Field
 from torch import Tensor
 

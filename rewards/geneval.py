@@ -27,14 +27,22 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from flowrl.rewards._detectors import COLORS, ClipColors, ColorNamer, Detection, DetectionError, Detector, load_detector
-from flowrl.rewards._images import to_uint8
-from flowrl.rewards._remote_detector import RemoteDetector
+from flowrl.rewards._detection.detectors import (
+    COLORS,
+    ClipColors,
+    ColorNamer,
+    Detection,
+    DetectionError,
+    Detector,
+    load_detector,
+)
+from flowrl.rewards._detection.remote import RemoteDetector
+from flowrl.rewards._vision import clips
+from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _clip
 
 log = logging.getLogger("flowrl")
 
@@ -267,7 +275,7 @@ def _require_known(labels: Collection[str] | None, clauses: Sequence[Clause]) ->
 
 
 def build(config: Config) -> Reward:
-    clip = _clip.load(
+    clip = clips.load(
         config.color_model,
         config.color_model,
         device=config.device,

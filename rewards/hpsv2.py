@@ -22,14 +22,15 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._frames import framewise
-from flowrl.rewards._images import to_uint8
-from flowrl.rewards._pixels import broken, normalised, padded, resized_shape
+from flowrl.rewards._vision import checkpoints, clips, open_clips
+from flowrl.rewards._vision.arrays import to_uint8
+from flowrl.rewards._vision.frames import framewise
+from flowrl.rewards._vision.options import ClipOptions
+from flowrl.rewards._vision.pixels import broken, normalised, padded, resized_shape
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _checkpoints, _clip, _open_clip
 
 LEVEL = "experimental"
 Version = Literal["v2.1", "v2.0"]
@@ -53,7 +54,7 @@ CARD = Card(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(ClipOptions):
     version: Version = "v2.1"
     """Which release; their numbers are not comparable."""
     weights: Annotated[str | None, NAME_OR_PATH] = None
@@ -62,19 +63,14 @@ class Config:
     """Of the file of weights; another one is refused."""
     antialias: bool = True
     """As today's torchvision resizes; false: as before its 0.17, when the published tables were made."""
-    preprocess: _clip.Preprocess = "exact"
-    """"exact": through 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
-    frames: int = 8
-    """How many evenly spread frames of a clip are scored."""
-    device: str | None = None
-    """Where the network runs; none takes the GPU if there is one."""
 
     def __post_init__(self) -> None:
+        ClipOptions.__post_init__(self)
         if self.frames < 1:
             raise ValueError(f"frames={self.frames} must be at least 1")
 
 
-def prepared(picture: Tensor, size: int, *, preprocess: _clip.Preprocess = "fast", antialias: bool = True) -> Tensor:
+def prepared(picture: Tensor, size: int, *, preprocess: clips.Preprocess = "fast", antialias: bool = True) -> Tensor:
     """[3, size, size] of a picture [3, H, W] in [0, 1]: longest side to `size`, black bars, normalised.
 
     NaN all over where the picture holds NaN or inf.
@@ -99,7 +95,7 @@ def find_weights(config: Config) -> Path:
         RewardError: no such file, another release's, or another hash.
     """
     name = _FILES[config.version]
-    path = _checkpoints.find(config.weights or _HUB, name, reward="hpsv2")
+    path = checkpoints.find(config.weights or _HUB, name, reward="hpsv2")
     other = next((version for version, file in _FILES.items() if path.name == file and version != config.version), None)
     if other:
         raise RewardError(
@@ -118,18 +114,18 @@ def _sha256(path: Path) -> str:
 
 def _load(path: Path, device: str | None) -> tuple[Any, Any]:
     state = _state(path)
-    network, tokenizer = _open_clip.untrained(ARCHITECTURE)
+    network, tokenizer = open_clips.untrained(ARCHITECTURE)
     try:
         network.load_state_dict(state)
     except RuntimeError as error:
         raise RewardError(f"reward 'hpsv2': {str(path)!r} holds no {ARCHITECTURE} of open_clip: {error}") from error
-    return network.to(_checkpoints.place(device)), tokenizer
+    return network.to(checkpoints.place(device)), tokenizer
 
 
 def _state(path: Path) -> Mapping[str, Tensor]:
     """Weights of a .safetensors, or under "state_dict" of the published file."""
     if path.suffix == ".safetensors":
-        return _checkpoints.read(path, reward="hpsv2")
+        return checkpoints.read(path, reward="hpsv2")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
@@ -153,7 +149,7 @@ def build(config: Config) -> Reward:
         options = {"preprocess": config.preprocess, "antialias": config.antialias}
         return torch.stack([prepared(picture, size, **options) for picture in images])
 
-    clip = _open_clip.OpenClip(network, tokenizer, pixels)
+    clip = open_clips.OpenClip(network, tokenizer, pixels)
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)

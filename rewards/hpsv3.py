@@ -20,13 +20,14 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from flowrl.rewards._images import to_uint8
+from flowrl.rewards._judges import qwen_vl
+from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision.arrays import to_uint8
 from PIL import Image
 from torch import Tensor, nn
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _checkpoints, _qwen_vl
 
 LEVEL = "experimental"
 MARK = "<|Reward|>"
@@ -53,9 +54,9 @@ class Config:
     """HPSv3.safetensors: the file, its folder or a hub id (17 GB)."""
     base: Annotated[str, NAME_OR_PATH] = "Qwen/Qwen2-VL-7B-Instruct"
     """Configuration and tokenizer: a folder or a hub id; its weights are not used."""
-    dtype: _qwen_vl.Dtype = "bfloat16"
+    dtype: qwen_vl.Dtype = "bfloat16"
     """Of the backbone; the head is float32."""
-    positions: _qwen_vl.Positions = "sequential"
+    positions: qwen_vl.Positions = "sequential"
     """"sequential": as released; "mrope": Qwen2-VL's own, with which scores differ."""
     device: str | None = None
     """Where the network runs; none takes the GPU if there is one."""
@@ -73,16 +74,16 @@ def head(hidden_size: int) -> nn.Module:
     )
 
 
-def load(config: Config) -> _qwen_vl.Regressor:
+def load(config: Config) -> qwen_vl.Regressor:
     """The network with the published weights, frozen.
 
     Raises:
         RewardError: a file is missing or holds other weights.
     """
-    path = _checkpoints.find(config.model, "HPSv3.safetensors", reward="hpsv3")
-    published = _checkpoints.read(path, reward="hpsv3")
-    return _qwen_vl.load(
-        {new: value for name, value in published.items() if (new := _qwen_vl.local_name(name)) is not None},
+    path = checkpoints.find(config.model, "HPSv3.safetensors", reward="hpsv3")
+    published = checkpoints.read(path, reward="hpsv3")
+    return qwen_vl.load(
+        {new: value for name, value in published.items() if (new := qwen_vl.local_name(name)) is not None},
         head,
         base=config.base,
         marks=(MARK,),
@@ -99,13 +100,13 @@ def resized(picture: Tensor) -> Tensor | None:
     values = to_uint8(picture)
     if values is None:
         return None
-    height, width = _qwen_vl.smart_resize(*values.shape[:2], min_pixels=PIXELS, max_pixels=PIXELS)
+    height, width = qwen_vl.smart_resize(*values.shape[:2], min_pixels=PIXELS, max_pixels=PIXELS)
     pixels = np.array(Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC))
     return torch.from_numpy(pixels).permute(2, 0, 1)[None]
 
 
 def build(config: Config) -> Reward:
-    prompt = _qwen_vl.read_prompt(PROMPT, PROMPT_SHA256, reward="hpsv3")
+    prompt = qwen_vl.read_prompt(PROMPT, PROMPT_SHA256, reward="hpsv3")
     model = load(config)
 
     def one(picture: Tensor, tokens: list[int]) -> float:
@@ -119,7 +120,7 @@ def build(config: Config) -> Reward:
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         # All texts first: one that the model cannot be asked is found before the slow part.
-        asked = [model.tokens(_qwen_vl.with_caption(prompt, caption), "image") for caption in prompts]
+        asked = [model.tokens(qwen_vl.with_caption(prompt, caption), "image") for caption in prompts]
         return torch.tensor([one(picture, tokens) for picture, tokens in zip(images, asked, strict=True)])
 
     return Reward(score=score, card=CARD)

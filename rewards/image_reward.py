@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from flowrl.rewards._pixels import Pixels
+from flowrl.rewards._vision import checkpoints, clips
+from flowrl.rewards._vision.pixels import Pixels
 from torch import Tensor, nn
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _checkpoints, _clip
 
 LEVEL = "experimental"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
@@ -76,7 +76,7 @@ class Config:
     """Folder or hub id with ImageReward.pt and med_config.json (1.8 GB)."""
     tokenizer: Annotated[str, NAME_OR_PATH] = "bert-base-uncased"
     """Tokenizer: a folder or a hub id."""
-    preprocess: _clip.Preprocess = "exact"
+    preprocess: clips.Preprocess = "exact"
     """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
     device: str | None = None
     """Where the network runs; none takes the GPU if there is one."""
@@ -162,20 +162,20 @@ def load(config: Config) -> Network:
     Raises:
         RewardError: a file is missing or holds other weights.
     """
-    path = _checkpoints.find(config.model, "ImageReward.pt", reward="image_reward")
+    path = checkpoints.find(config.model, "ImageReward.pt", reward="image_reward")
     beside = str(path.parent) if Path(config.model).expanduser().exists() else config.model
-    sizes = json.loads(_checkpoints.find(beside, "med_config.json", reward="image_reward").read_text(encoding="utf-8"))
-    published = _checkpoints.read(path, reward="image_reward")
+    sizes = json.loads(checkpoints.find(beside, "med_config.json", reward="image_reward").read_text(encoding="utf-8"))
+    published = checkpoints.read(path, reward="image_reward")
     tensors = {new: value.float() for name, value in published.items() if (new := renamed(name)) is not None}
     try:
-        network = _checkpoints.hollow(lambda: Network(tensors, sizes))
+        network = checkpoints.hollow(lambda: Network(tensors, sizes))
     except KeyError as error:
         raise RewardError(f"reward 'image_reward': {path} or its med_config.json lacks {error}") from None
-    _checkpoints.fill(network, tensors, reward="image_reward", source=path)
-    return network.to(_checkpoints.place(config.device))
+    checkpoints.fill(network, tensors, reward="image_reward", source=path)
+    return network.to(checkpoints.place(config.device))
 
 
-def pixels(picture: Tensor, size: int, preprocess: _clip.Preprocess) -> Tensor:
+def pixels(picture: Tensor, size: int, preprocess: clips.Preprocess) -> Tensor:
     """[3, size, size]: shortest side by bicubic, centre square, CLIP's constants; NaN where it is not finite."""
     # The margin is rounded half to even, as torchvision does.
     return Pixels(size=size, preprocess=preprocess, half_even_crop=True)([picture])[0]

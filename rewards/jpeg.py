@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from flowrl.rewards._images import jpeg, to_uint8
+from flowrl.rewards._vision.arrays import jpeg, to_uint8
 from torch import Tensor
 
 from flowrl.reward import Card, Reward

@@ -33,9 +33,9 @@ from typing import Annotated
 import numpy as np
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._embedders import Embed, network
-from flowrl.rewards._flow import Magnitude, load_raft, moving_share
-from flowrl.rewards._images import to_uint8
+from flowrl.rewards._vision.arrays import to_uint8
+from flowrl.rewards._vision.embedders import Embed, network
+from flowrl.rewards._vision.optical_flow import Magnitude, load_raft, moving_share
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH, PATH

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from flowrl.rewards._images import to_uint8
-from flowrl.rewards._reader import Pool, engine
+from flowrl.rewards._detection.ocr_reader import Pool, engine
+from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError

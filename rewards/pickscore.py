@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from flowrl.rewards._frames import framewise
+from flowrl.rewards._vision import clips
+from flowrl.rewards._vision.frames import framewise
+from flowrl.rewards._vision.options import ClipOptions
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward
-from flowrl.rewards import _clip
 
 LEVEL = "experimental"
 CARD = Card(
@@ -34,25 +35,20 @@ CARD = Card(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(ClipOptions):
     model: Annotated[str, NAME_OR_PATH] = "yuvalkirstain/PickScore_v1"
     """Weights: a folder or a hub id (4 GB in float32)."""
     tokenizer: Annotated[str, NAME_OR_PATH] = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     """Tokenizer: a folder or a hub id."""
-    preprocess: _clip.Preprocess = "exact"
-    """"exact": PIL on 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
-    frames: int = 8
-    """How many evenly spread frames of a clip are scored."""
-    device: str | None = None
-    """Where the network runs; none takes the GPU if there is one."""
 
     def __post_init__(self) -> None:
+        ClipOptions.__post_init__(self)
         if self.frames < 1:
             raise ValueError(f"frames={self.frames} must be at least 1")
 
 
 def build(config: Config) -> Reward:
-    clip = _clip.load(
+    clip = clips.load(
         config.model, config.tokenizer, device=config.device, preprocess=config.preprocess, reward="pickscore"
     )
     scale = clip.model.logit_scale.exp()

@@ -25,13 +25,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from flowrl.rewards._frames import frame_indices
-from flowrl.rewards._images import to_uint8
+from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision.arrays import to_uint8
+from flowrl.rewards._vision.frames import frame_indices
+from flowrl.rewards._vision.options import FrameOptions
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _checkpoints
 
 _CHUNK = 64
 
@@ -50,19 +51,16 @@ CARD = Card(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(FrameOptions):
     model: Annotated[str, NAME_OR_PATH] = "Falconsai/nsfw_image_detection"
     """Weights of an image classifier: a folder or a hub id."""
     unsafe: tuple[str, ...] = ("nsfw",)
     """Names of its unsafe classes, in any case."""
     veto_above: float = 0.5
     """P(unsafe) from which safety_ok is 0."""
-    frames: int = 8
-    """Frames of a clip that are looked at."""
-    device: str | None = None
-    """Where the network runs; none takes the GPU if there is one."""
 
     def __post_init__(self) -> None:
+        FrameOptions.__post_init__(self)
         if not 0 < self.veto_above <= 1:
             raise ValueError(f"veto_above={self.veto_above} must be above 0 and at most 1")
         if self.frames < 1:
@@ -102,14 +100,14 @@ def load(config: Config) -> tuple[Any, Any]:
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     try:
-        model = _checkpoints.whole(AutoModelForImageClassification, config.model, reward="safety", dtype=torch.float32)
+        model = checkpoints.whole(AutoModelForImageClassification, config.model, reward="safety", dtype=torch.float32)
         processor = AutoImageProcessor.from_pretrained(config.model)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward 'safety' cannot load the classifier {config.model!r}; give a folder or a hub id that can be "
             f"reached: {error}"
         ) from error
-    return model.to(_checkpoints.place(config.device)), processor
+    return model.to(checkpoints.place(config.device)), processor
 
 
 def build(config: Config) -> Reward:

@@ -23,10 +23,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from flowrl.rewards._backends import Backend, Score, judge_card, judged
-from flowrl.rewards._images import to_uint8
-from flowrl.rewards._judge import Judge, Question, Writing, log, where_asked
-from flowrl.rewards._vlm import Local
+from flowrl.rewards._judges.backends import Backend, Score, judge_card, judged
+from flowrl.rewards._judges.base import Judge, Question, Writing, log, where_asked
+from flowrl.rewards._judges.vlm import Local
+from flowrl.rewards._vision.arrays import to_uint8
 from PIL import Image
 from torch import Tensor
 

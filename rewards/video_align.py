@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from flowrl.rewards._images import to_uint8
+from flowrl.rewards._judges import folded_lora, qwen_vl
+from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor, nn
 
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _checkpoints, _lora, _qwen_vl
 
 LEVEL = "experimental"
 DIMENSIONS = ("VQ", "MQ", "TA")
@@ -63,9 +64,9 @@ class Config:
     """Frames a second of clips whose metadata says nothing: the rate they are generated for."""
     use_norm: bool = True
     """Normalise each value with the checkpoint's constants, as published; false gives the head's own."""
-    dtype: _qwen_vl.Dtype = "bfloat16"
+    dtype: qwen_vl.Dtype = "bfloat16"
     """Of the backbone; the head is float32."""
-    positions: _qwen_vl.Positions = "sequential"
+    positions: qwen_vl.Positions = "sequential"
     """"sequential": as released; "mrope": Qwen2-VL's own, with which scores differ."""
     device: str | None = None
     """Where the network runs; none takes the GPU if there is one."""
@@ -202,17 +203,17 @@ def read_weights(folder: Path, base: str, scale: float) -> tuple[dict[str, Tenso
     for file in files:
         if not file.is_file():
             raise RewardError(f"reward 'video_align': {last} has neither model.pth nor {file.name}")
-        for name, value in _checkpoints.read(file, reward="video_align").items():
-            if (new := _qwen_vl.local_name(name)) is not None:
+        for name, value in checkpoints.read(file, reward="video_align").items():
+            if (new := qwen_vl.local_name(name)) is not None:
                 found[new] = value
-    return _lora.merged(found, scale=scale, reward="video_align"), last
+    return folded_lora.merged(found, scale=scale, reward="video_align"), last
 
 
-def load(config: Config, folder: Path, settings: Settings) -> _qwen_vl.Regressor:
+def load(config: Config, folder: Path, settings: Settings) -> qwen_vl.Regressor:
     """The network with the checkpoint's weights, frozen."""
     base = config.base or settings.base
     tensors, source = read_weights(folder, base, settings.lora_scale)
-    return _qwen_vl.load(
+    return qwen_vl.load(
         tensors,
         lambda hidden_size: nn.Linear(hidden_size, settings.output_dim, bias=False),
         base=base,
@@ -234,7 +235,7 @@ def sampled(clip: Tensor, rate: float, settings: Settings) -> Tensor | None:
     frames = [to_uint8(clip[index]) for index in chosen]
     if any(frame is None for frame in frames):
         return None
-    size = _qwen_vl.smart_resize(*clip.shape[-2:], min_pixels=MIN_PIXELS, max_pixels=settings.max_frame_pixels)
+    size = qwen_vl.smart_resize(*clip.shape[-2:], min_pixels=MIN_PIXELS, max_pixels=settings.max_frame_pixels)
     stacked = torch.stack([torch.from_numpy(frame).permute(2, 0, 1) for frame in frames])
     return resize(stacked, list(size), InterpolationMode.BICUBIC, antialias=True)
 
@@ -253,7 +254,7 @@ def build(config: Config) -> Reward:
             "reward 'video_align' needs the text that the model was trained with: set prompt_file to "
             "prompt_template.py of the repository KwaiVGI/VideoAlign"
         )
-    prompt = _qwen_vl.read_prompt(Path(config.prompt_file).expanduser(), PROMPT_SHA256, reward="video_align")
+    prompt = qwen_vl.read_prompt(Path(config.prompt_file).expanduser(), PROMPT_SHA256, reward="video_align")
     folder = _folder(config.model)
     settings = read_settings(folder / "model_config.json")
     if config.use_norm and settings.norms is None:
@@ -275,7 +276,7 @@ def build(config: Config) -> Reward:
         images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]
     ) -> Mapping[str, Tensor]:
         # All texts and rates first: a prompt or record that cannot be used is found before the slow part.
-        asked = [model.tokens(_qwen_vl.with_caption(prompt, caption), "video") for caption in prompts]
+        asked = [model.tokens(qwen_vl.with_caption(prompt, caption), "video") for caption in prompts]
         rates = [_frame_rate(record, config) for record in metadata]
         rows = [one(clip, tokens, rate) for clip, tokens, rate in zip(images, asked, rates, strict=True)]
         table = torch.tensor(rows).reshape(-1, len(CARD.outputs))

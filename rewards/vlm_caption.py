@@ -23,15 +23,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from flowrl.rewards._backends import Backend, Score, judge_card, judged
-from flowrl.rewards._bertscore import BertScore
-from flowrl.rewards._images import to_uint8
-from flowrl.rewards._judge import Judge, Question, Writing, ask_about, where_asked
-from flowrl.rewards._vlm import Local
+from flowrl.rewards._judges import bert
+from flowrl.rewards._judges.backends import Backend, Score, judge_card, judged
+from flowrl.rewards._judges.base import Judge, Question, Writing, ask_about, where_asked
+from flowrl.rewards._judges.bert import BertScore
+from flowrl.rewards._judges.vlm import Local
+from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor
 
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _bertscore
 
 LEVEL = "experimental"
 DEFAULT = Local(model="llava-hf/llava-1.5-13b-hf")
@@ -53,7 +53,7 @@ class Config(Backend):
     question: str = "Answer concisely: what is going on in this image?"
     reference: str = "The image contains {}"
     """What the answer is compared with; {} stands for the prompt."""
-    bertscore: _bertscore.Options = field(default_factory=_bertscore.Options)
+    bertscore: bert.Options = field(default_factory=bert.Options)
     jpeg_quality: int | None = 80
     """Of the JPEG through which the judge sees a picture; null: the picture itself, without loss."""
     max_tokens: int = 64
@@ -144,7 +144,7 @@ def build(config: Config) -> Reward:
     if config.mode == "strict":
         return judged("vlm_caption", card, config, DEFAULT, lambda judge: _strict(judge, config), asked)
     # The smaller one first: what it lacks is told before the judge is loaded.
-    compare = _bertscore.load(config.bertscore, "vlm_caption")
+    compare = bert.load(config.bertscore, "vlm_caption")
     told = config.question, config.reference, f"{config.bertscore.model} {config.bertscore.depth}"
     how = judged(
         "vlm_caption", card, config, DEFAULT, lambda judge: _by_bertscore(judge, config, compare), asked, *told

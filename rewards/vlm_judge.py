@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from flowrl.rewards._backends import QWEN, Backend, Score, judge_card, judged
-from flowrl.rewards._images import to_uint8
-from flowrl.rewards._judge import (
+from flowrl.rewards._judges import rubrics
+from flowrl.rewards._judges.backends import QWEN, Backend, Score, judge_card, judged
+from flowrl.rewards._judges.base import (
     DIGITS,
     FIRST_SECOND,
     YES_NO,
@@ -39,13 +39,13 @@ from flowrl.rewards._judge import (
     where_asked,
     yes_share,
 )
-from flowrl.rewards._rubrics import Rubric
+from flowrl.rewards._judges.rubrics import Rubric
+from flowrl.rewards._vision.arrays import to_uint8
 from flowrl.rewards.diversity import groups_of
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import _rubrics
 
 LEVEL = "experimental"
 CARD = judge_card(
@@ -149,7 +149,7 @@ def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int
 
 
 def card_of(config: Config) -> Card:
-    rubric = _rubrics.load(config.rubric, "vlm_judge")
+    rubric = rubrics.load(config.rubric, "vlm_judge")
     if rubric.scale != "score":
         return dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise")
     names = ("vlm_judge", *(f"vlm_judge_{axis}" for axis in rubric.axes))
@@ -157,7 +157,7 @@ def card_of(config: Config) -> Card:
 
 
 def build(config: Config) -> Reward:
-    rubric, card = _rubrics.load(config.rubric, "vlm_judge"), card_of(config)
+    rubric, card = rubrics.load(config.rubric, "vlm_judge"), card_of(config)
     text = rubric.model_dump_json()
     if rubric.scale == "score":
         tokens = config.max_tokens

@@ -19,8 +19,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowrl.rewards._backends import QWEN, Backend, Score, judge_card, judged_by
-from flowrl.rewards._judge import Judge, ask_about, where_asked
+from flowrl.rewards._judges.backends import QWEN, Backend, Score, judge_card, judged_by
+from flowrl.rewards._judges.base import Judge, ask_about, where_asked
 from torch import Tensor
 
 from flowrl.reward import Reward

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from flowrl.rewards._reader import engine
+from flowrl.rewards._detection.ocr_reader import engine
 from flowrl.rewards.ocr import similarity
 from PIL import Image, ImageDraw, ImageFont
 

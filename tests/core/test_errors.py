@@ -39,7 +39,7 @@ def test_of_a_component_of_ours_its_line_is_named():
     error = raised(lambda: module.build(module.Config()).score([torch.zeros(1)], [""], [{}]))
     assert "(test_errors.py:" in described(error), "a test is a user's file"
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # without the test's own frames
-    assert "(jpeg.py:" in described(error) or "(_images.py:" in described(error)
+    assert "(jpeg.py:" in described(error) or "(arrays.py:" in described(error)
 
 
 def test_a_syntax_error_and_an_exception_that_was_never_raised_have_what_they_say():

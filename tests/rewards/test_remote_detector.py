@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from flowrl.rewards._detectors import Detection, DetectionError
-from flowrl.rewards._remote_detector import RemoteDetector, Unreachable
+from flowrl.rewards._detection.detectors import Detection, DetectionError
+from flowrl.rewards._detection.remote import RemoteDetector, Unreachable
 from PIL import Image
 
 from flowrl.reward import RewardError

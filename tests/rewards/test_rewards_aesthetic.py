@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flowrl.rewards._pixels import MEAN, STD
+from flowrl.rewards._vision.pixels import MEAN, STD
 from flowrl.rewards.aesthetic import CARD, PUBLISHED, Config, build, fingerprint, load_head, read_head, recognise
 from torch import nn
 from torch.testing import assert_close

@@ -9,10 +9,11 @@ import time
 
 import pytest
 import torch
-from flowrl.rewards._chat import Http
+from flowrl.rewards._judges import chat_api
+from flowrl.rewards._judges.chat_api import Http
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _chat, vlm_judge, vqa_score
+from flowrl.rewards import vlm_judge, vqa_score
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests.fake_chat import FakeChat, Reply, free_port
@@ -29,7 +30,7 @@ def running():
 
 @pytest.fixture
 def server(running, monkeypatch):
-    monkeypatch.setattr(_chat, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(chat_api, "_FIRST_WAIT_S", 0.01)
     running.reset(lambda request: YES)
     return running
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from flowrl.rewards._pixels import Pixels
+from flowrl.rewards._vision import clips, open_clips
+from flowrl.rewards._vision.pixels import Pixels
 from flowrl.rewards.clip_score import CARD, Config, build
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _clip, _open_clip
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests import toy_clip
@@ -222,7 +222,7 @@ def test_it_is_torchmetrics_number_for_short_captions_and_keeps_the_end_token_of
     seen, _ = embeddings("transformers", folder, images, captions)
     tokens = tokenizer(captions, return_tensors="pt", padding=True)
     with torch.no_grad():
-        said = _clip.projected(
+        said = clips.projected(
             model.get_text_features(tokens["input_ids"][:, :length], tokens["attention_mask"][:, :length])
         )
     said = said / said.norm(dim=1, keepdim=True)
@@ -244,13 +244,13 @@ def test_exact_preprocessing_equals_that_of_open_clip(mode, height, width):
     image = torch.rand(3, height, width, generator=torch.Generator().manual_seed(1))
     options = {"mean": toy_clip.MEAN, "std": toy_clip.STD, "interpolation": "bilinear"}
     expected = open_clip.image_transform(24, False, resize_mode=mode, fill_color=51, **options)(pil(image))
-    ours = Pixels(size=24, fit=_open_clip._FITS[mode], fill=51 / 255, half_even_crop=True, **options)
+    ours = Pixels(size=24, fit=open_clips._FITS[mode], fill=51 / 255, half_even_crop=True, **options)
     assert_close(ours(image[None])[0], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["longest", "squash"])
 def test_a_folder_says_how_its_pictures_are_resized(mode, tmp_path):
-    clip = _open_clip.load(
+    clip = open_clips.load(
         toy_clip.save_open_clip(tmp_path, resize_mode=mode),
         None,
         quick_gelu=None,
@@ -258,7 +258,7 @@ def test_a_folder_says_how_its_pictures_are_resized(mode, tmp_path):
         preprocess="fast",
         reward="clip_score",
     )
-    assert (clip.pixels.fit, clip.pixels.mean, clip.pixels.size) == (_open_clip._FITS[mode], toy_clip.MEAN, 32)
+    assert (clip.pixels.fit, clip.pixels.mean, clip.pixels.size) == (open_clips._FITS[mode], toy_clip.MEAN, 32)
 
 
 def test_a_residual_network_such_as_tiny_clips_is_scored(tmp_path):
@@ -270,7 +270,7 @@ def test_a_residual_network_such_as_tiny_clips_is_scored(tmp_path):
     alone = torch.cat([scored(reward, pictures()[i : i + 1], PROMPTS[i : i + 1]) for i in range(5)])
     # Normalisation by the batch would show here.
     assert_close(together, alone, rtol=0, atol=1e-4)
-    clip = _open_clip.load(folder, None, quick_gelu=None, device="cpu", preprocess="fast", reward="clip_score")
+    clip = open_clips.load(folder, None, quick_gelu=None, device="cpu", preprocess="fast", reward="clip_score")
     norms = torch.cat([clip.embed_images(pictures()), clip.embed_texts(PROMPTS)]).norm(dim=1)
     assert_close(norms, torch.ones(10))
 
@@ -306,8 +306,8 @@ def gelus(model: torch.nn.Module) -> set[str]:
     return {type(module).__name__ for module in model.modules() if "GELU" in type(module).__name__}
 
 
-def opened(pretrained: str | None, quick_gelu: bool | None = None, model: str = "tiny-named") -> _open_clip.OpenClip:
-    return _open_clip.load(
+def opened(pretrained: str | None, quick_gelu: bool | None = None, model: str = "tiny-named") -> open_clips.OpenClip:
+    return open_clips.load(
         model, pretrained, quick_gelu=quick_gelu, device="cpu", preprocess="exact", reward="clip_score"
     )
 
@@ -337,7 +337,7 @@ def test_weights_run_with_the_activation_they_were_trained_with(named, recwarn):
     ],
 )
 def test_the_activation_of_published_weights_is_known_by_their_tag(model, tag, quick_gelu):
-    assert _open_clip._source(model, tag, None, "reward 'clip_score'").quick_gelu is quick_gelu
+    assert open_clips._source(model, tag, None, "reward 'clip_score'").quick_gelu is quick_gelu
 
 
 def test_a_network_by_its_name_is_scored_with_open_clips_own_tokenizer(named):
@@ -365,7 +365,7 @@ def test_a_folder_that_is_incomplete_is_refused(tmp_path, folders):
     with pytest.raises(RewardError, match=r"has no open_clip_config\.json"):
         opened(None, model=str(tmp_path))
     with pytest.raises(RewardError, match="has none of open_clip_model"):
-        _open_clip._weights(str(tmp_path), "tiny-named", "reward 'clip_score'")
+        open_clips._weights(str(tmp_path), "tiny-named", "reward 'clip_score'")
     config = json.loads((Path(folders["open_clip"]) / "open_clip_config.json").read_text())
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     # open_clip itself would go on with weights drawn at random.
@@ -382,7 +382,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     # transformers itself would draw it at random and warn.
     with pytest.raises(RewardError, match=r"lacks 1 of its weights, such as 'visual_projection\.weight'"):
-        _clip.load(folder, folder, device="cpu", preprocess="exact", reward="clip_score")
+        clips.load(folder, folder, device="cpu", preprocess="exact", reward="clip_score")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from flowrl.rewards._frames import frame_indices, framewise
+from flowrl.rewards._vision.frames import frame_indices, framewise
 from torch.testing import assert_close
 
 

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards._detectors import COLORS, ClipColors, Detection, box_of, cut_out
+from flowrl.rewards._detection import detectors
+from flowrl.rewards._detection.detectors import COLORS, ClipColors, Detection, box_of, cut_out
+from flowrl.rewards._vision import clips
 from flowrl.rewards.geneval import Clause, Config, read_clauses, relative_position, scorer
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _clip, _detectors, geneval
+from flowrl.rewards import geneval
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests import toy_clip
@@ -118,7 +120,7 @@ def test_a_class_that_the_detector_was_never_taught_stops_with_its_name():
 def test_a_picture_that_the_detector_cannot_look_at_is_masked_and_no_other(caplog):
     def detector(pixels):
         if pixels.max() == 0:
-            raise _detectors.DetectionError("out of memory")
+            raise detectors.DetectionError("out of memory")
         return [seen("dog")[0]]
 
     reward = scorer(Config(), detector, lambda pixels, found: [])
@@ -217,7 +219,7 @@ def test_an_object_is_cut_out_on_grey():
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
     folder = toy_clip.save(tmp_path_factory.mktemp("clip"))
-    return _clip.load(folder, folder, device="cpu", preprocess="exact", reward="geneval")
+    return clips.load(folder, folder, device="cpu", preprocess="exact", reward="geneval")
 
 
 def test_the_colour_is_the_nearest_mean_of_three_phrasings(clip):
@@ -265,8 +267,8 @@ def detector(tmp_path_factory):
         Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
     size = {"shortest_edge": 64, "longest_edge": 128}
     Mask2FormerImageProcessor(size=size, size_divisor=32).save_pretrained(folder)
-    loaded = _detectors.load_detector(str(folder), device="cpu", reward="geneval")
-    return _detectors.Mask2Former(loaded.model, loaded.processor, floor=0.0)
+    loaded = detectors.load_detector(str(folder), device="cpu", reward="geneval")
+    return detectors.Mask2Former(loaded.model, loaded.processor, floor=0.0)
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (48, 60)])
@@ -298,7 +300,7 @@ def test_a_mask_lies_where_the_object_is_whatever_the_processor_resizes_to(detec
         return SimpleNamespace(masks_queries_logits=masks, class_queries_logits=logits)
 
     network.device, network.config = torch.device("cpu"), detector.model.config
-    (found,) = _detectors.Mask2Former(network, detector.processor)(np.zeros((height, width, 3), dtype=np.uint8))
+    (found,) = detectors.Mask2Former(network, detector.processor)(np.zeros((height, width, 3), dtype=np.uint8))
     assert found.label == "computer mouse"
     assert found.confidence == pytest.approx(math.exp(5) / (math.exp(5) + 3), abs=0.02)
     # A pixel of the network's mask is four of its input and so up to four of the picture.
@@ -324,7 +326,7 @@ def boxes(tmp_path_factory):
         torch.manual_seed(0)
         DetrForObjectDetection(config).save_pretrained(folder)
     DetrImageProcessor(size={"shortest_edge": 64, "longest_edge": 128}).save_pretrained(folder)
-    return _detectors.load_detector(str(folder), device="cpu", reward="geneval")
+    return detectors.load_detector(str(folder), device="cpu", reward="geneval")
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (48, 60)])
@@ -377,4 +379,4 @@ def test_colours_are_named_on_the_benchmarks_crops(monkeypatch, tmp_path):
 
 def test_a_detector_that_cannot_be_found_is_named(tmp_path):
     with pytest.raises(RewardError, match=r"'geneval' cannot load the detector .*nowhere"):
-        _detectors.load_detector(str(tmp_path / "nowhere"), device="cpu", reward="geneval")
+        detectors.load_detector(str(tmp_path / "nowhere"), device="cpu", reward="geneval")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flowrl.rewards._pixels import MEAN, STD, margins, resized_shape
+from flowrl.rewards._vision.pixels import MEAN, STD, margins, resized_shape
 from flowrl.rewards.hpsv2 import CARD, Config, build, find_weights, prepared
 from torch.testing import assert_close
 

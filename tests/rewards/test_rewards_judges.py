@@ -7,14 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards._judge import Counters, mean_or_nan
+from flowrl.rewards._judges import backends, rubrics
+from flowrl.rewards._judges.base import Counters, mean_or_nan
 from flowrl.rewards.unified_reward import grades
 from flowrl.rewards.vlm_judge import win_rates
 from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _backends, _rubrics, edit_score, unified_reward, vlm_judge, vqa_score
+from flowrl.rewards import edit_score, unified_reward, vlm_judge, vqa_score
 from flowrl.scoring.entries import reward_plan
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
@@ -49,7 +50,7 @@ class Scripted:
 @pytest.fixture
 def scripted(monkeypatch):
     judge = Scripted()
-    monkeypatch.setattr(_backends.Backend, "load", lambda self, reward, default: judge)
+    monkeypatch.setattr(backends.Backend, "load", lambda self, reward, default: judge)
     return judge
 
 
@@ -70,7 +71,7 @@ def test_the_card_is_known_without_weights_and_kept_by_the_default_build(name, m
     import dataclasses
     import importlib
 
-    monkeypatch.setattr(_backends.Backend, "load", lambda self, reward, default: Scripted())
+    monkeypatch.setattr(backends.Backend, "load", lambda self, reward, default: Scripted())
     module = importlib.import_module(f"rewards.{name}")
     built = module.build(module.Config()).card
     assert dataclasses.replace(built, version="1", memory_gib=module.CARD.memory_gib) == module.CARD
@@ -146,9 +147,9 @@ def test_vqa_score_asks_each_family_in_its_published_words_and_in_the_users_wher
 # ---- rubrics
 
 
-@pytest.mark.parametrize("name", _rubrics.built_in())
+@pytest.mark.parametrize("name", rubrics.built_in())
 def test_every_built_in_rubric_loads_and_shows_the_prompt(name):
-    rubric = _rubrics.load(name, "x")
+    rubric = rubrics.load(name, "x")
     text = rubric.ask('a {strange} "prompt"')
     assert 'a {strange} "prompt"' in text
     assert "{prompt}" not in text
@@ -157,7 +158,7 @@ def test_every_built_in_rubric_loads_and_shows_the_prompt(name):
 
 
 def test_the_built_in_rubrics_are_where_the_documentation_says():
-    assert set(_rubrics.built_in()) == {"alignment", "alignment_digits", "quality", "preference"}
+    assert set(rubrics.built_in()) == {"alignment", "alignment_digits", "quality", "preference"}
 
 
 @pytest.mark.parametrize(
@@ -181,14 +182,14 @@ def test_a_wrong_rubric_is_refused_with_the_key(tmp_path, text, message):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     with pytest.raises(RewardError, match=message):
-        _rubrics.load(str(file), "x")
+        rubrics.load(str(file), "x")
 
 
 def test_an_unknown_rubric_lists_what_there_is(tmp_path):
     with pytest.raises(RewardError, match="rubric='nice' is unknown; there are: alignment, alignment_digits"):
-        _rubrics.load("nice", "x")
+        rubrics.load("nice", "x")
     with pytest.raises(RewardError, match=r"rubric '.*none\.yaml' cannot be read"):
-        _rubrics.load(str(tmp_path / "none.yaml"), "x")
+        rubrics.load(str(tmp_path / "none.yaml"), "x")
 
 
 def test_a_rubric_of_ones_own_sets_axes_weights_and_range(scripted, tmp_path):

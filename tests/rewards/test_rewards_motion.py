@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._vision import optical_flow
 from flowrl.rewards.motion import Config, build, consistency, dynamics, smoothness, spaced
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _flow, motion
+from flowrl.rewards import motion
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests import toy_clip
@@ -202,7 +203,7 @@ def test_the_dynamic_degree_counts_as_vbench_does():
             if count >= needed:
                 moves = True
                 break
-        share = _flow.moving_share(magnitudes.tolist(), frames=frames, shorter_side=side, fps=fps)
+        share = optical_flow.moving_share(magnitudes.tolist(), frames=frames, shorter_side=side, fps=fps)
         assert (share >= 1) == moves
 
 
@@ -221,7 +222,7 @@ def raft(tmp_path_factory):
 
 def test_the_speed_is_the_mean_of_the_fastest_twentieth_of_the_padded_flow(raft, caplog):
     model, file = raft
-    magnitude = _flow.load_raft(file, device="cpu", reward="motion")
+    magnitude = optical_flow.load_raft(file, device="cpu", reward="motion")
     assert "not the checkpoint that VBench uses" in caplog.text
     rng = np.random.default_rng(0)
     first, second = rng.integers(0, 256, (2, 130, 136, 3), dtype=np.uint8)

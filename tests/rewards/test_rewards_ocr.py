@@ -9,8 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards._images import to_uint8
-from flowrl.rewards._reader import Pool, engine
+from flowrl.rewards._detection.ocr_reader import Pool, engine
+from flowrl.rewards._vision.arrays import to_uint8
 from flowrl.rewards.ocr import Config, similarity, target_text
 
 from flowrl.reward import RewardError

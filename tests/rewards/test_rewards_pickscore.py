@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from flowrl.rewards._pixels import Pixels, broken
+from flowrl.rewards._vision import clips
+from flowrl.rewards._vision.pixels import Pixels, broken
 from flowrl.rewards.pickscore import Config, build
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _clip
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests import toy_clip
@@ -167,8 +167,8 @@ def test_the_projected_embedding_is_found_in_both_forms_of_output():
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     value = torch.ones(2, 3)
-    assert _clip.projected(value) is value
+    assert clips.projected(value) is value
     assert (
-        _clip.projected(BaseModelOutputWithPooling(last_hidden_state=torch.zeros(2, 1, 3), pooler_output=value))
+        clips.projected(BaseModelOutputWithPooling(last_hidden_state=torch.zeros(2, 1, 3), pooler_output=value))
         is value
     )

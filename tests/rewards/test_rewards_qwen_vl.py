@@ -6,12 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards._qwen_vl import local_name, patches, read_prompt, smart_resize
+from flowrl.rewards._judges import folded_lora, qwen_vl
+from flowrl.rewards._judges.qwen_vl import local_name, patches, read_prompt, smart_resize
+from flowrl.rewards._vision import checkpoints
 from flowrl.rewards.video_align import PROMPT_SHA256
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _checkpoints, _lora, _qwen_vl
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_folded_lora_gives_the_outputs_of_peft():
             torch.nn.init.normal_(weight, std=0.5)
     tensors = {n.removeprefix("base_model.model."): t for n, t in adapted.state_dict().items()}
     network = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
-    network.load_state_dict(_lora.merged(tensors, scale=5 / math.sqrt(3), reward="x"), strict=True)
+    network.load_state_dict(folded_lora.merged(tensors, scale=5 / math.sqrt(3), reward="x"), strict=True)
     inputs = torch.rand(7, 6, generator=torch.Generator().manual_seed(1))
     assert_close(network(inputs), adapted(inputs), rtol=1e-5, atol=1e-5)
 
@@ -123,14 +124,14 @@ def test_folded_lora_gives_the_outputs_of_peft():
 )
 def test_an_adapter_that_cannot_be_folded_is_refused(names, message):
     with pytest.raises(RewardError, match=message):
-        _lora.merged({name: torch.ones(1, 1) for name in names}, scale=1.0, reward="x")
+        folded_lora.merged({name: torch.ones(1, 1) for name in names}, scale=1.0, reward="x")
 
 
 def test_a_file_that_would_run_code_is_not_read(tmp_path):
     torch.save({"a": torch.nn.Linear(1, 1)}, tmp_path / "code.pth")
     with pytest.raises(RewardError, match=r"cannot read the weights .*code.pth"):
-        _checkpoints.read(tmp_path / "code.pth", reward="x")
+        checkpoints.read(tmp_path / "code.pth", reward="x")
     torch.save({"a": {"b": 1}}, tmp_path / "nested.pth")
     with pytest.raises(RewardError, match="is not a file of weights"):
-        _checkpoints.read(tmp_path / "nested.pth", reward="x")
-    assert _qwen_vl.with_caption("{text_prompt}", "{text_prompt} {0}") == "{text_prompt} {0}"
+        checkpoints.read(tmp_path / "nested.pth", reward="x")
+    assert qwen_vl.with_caption("{text_prompt}", "{text_prompt} {0}") == "{text_prompt} {0}"

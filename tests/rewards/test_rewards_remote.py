@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flowrl.rewards._servers import Servers
+from flowrl.rewards._remote.servers import Servers
 from PIL import Image
 from torch.testing import assert_close
 

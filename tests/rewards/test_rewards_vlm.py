@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards._judge import Question, Writing
-from flowrl.rewards._vlm import Local
+from flowrl.rewards._judges import base, vlm
+from flowrl.rewards._judges.base import Question, Writing
+from flowrl.rewards._judges.vlm import Local
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _judge, _vlm, edit_score, unified_reward, vlm_judge, vqa_score
+from flowrl.rewards import edit_score, unified_reward, vlm_judge, vqa_score
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests import toy_vlm
@@ -96,7 +97,7 @@ def test_yes_no_equals_a_straight_line_computation(folder):
 
 def test_expectation_equals_a_straight_line_computation(folder):
     values = scored(judge(folder, "alignment_digits"))
-    text = vlm_judge._rubrics.load("alignment_digits", "x")
+    text = vlm_judge.rubrics.load("alignment_digits", "x")
     for value, image, prompt in zip(values, pictures(), PROMPTS, strict=True):
         logits, vocabulary = straight_logits(folder, image, text.ask(prompt))
         weights = [logits[-1, vocabulary[str(digit)]].exp() for digit in range(6)]
@@ -189,13 +190,13 @@ def question(text: str = "hello", seed: int = 0) -> Question:
 
 
 def test_written_answers_equal_greedy_steps_one_by_one(folder):
-    judge, questions = _vlm.load(local(folder), "x"), [question("hello"), question("a longer one, and more", 1)]
+    judge, questions = vlm.load(local(folder), "x"), [question("hello"), question("a longer one, and more", 1)]
     tokenizer = judge.processor.tokenizer
     for text, asked in zip(judge.write(questions, Writing(max_tokens=4)), questions, strict=True):
         tokens: list[int] = []
         inputs = judge._inputs([asked])
         for _ in range(4):
-            forced = _vlm._with_answer(inputs, torch.tensor(tokens, dtype=torch.long))
+            forced = vlm._with_answer(inputs, torch.tensor(tokens, dtype=torch.long))
             with torch.no_grad():
                 tokens.append(int(judge.model(**forced).logits[0, -1].argmax()))
             if tokens[-1] == tokenizer.eos_token_id:
@@ -204,7 +205,7 @@ def test_written_answers_equal_greedy_steps_one_by_one(folder):
 
 
 def test_drawn_answers_depend_on_their_seed_and_question_alone(llava):
-    judge = _vlm.load(local(llava), "x")
+    judge = vlm.load(local(llava), "x")
     how = Writing(max_tokens=6, temperature=1.0, seed=3)
     questions = [question("a"), question("bb", 1), question("ccc", 2)]
     together = judge.write(questions, how)
@@ -225,7 +226,7 @@ def test_random_answers_are_no_grades_so_everything_is_nan(llava):
 
 
 def test_the_second_question_shows_the_first_answer_and_the_error(llava):
-    judge = _vlm.load(local(llava), "x")
+    judge = vlm.load(local(llava), "x")
     asked = Question("hello", question().images, ("nonsense", "That cannot be used"))
     text = judge.processor.tokenizer.decode(judge._inputs([asked])["input_ids"][0])
     assert text.index("hello") < text.index("assistant: nonsense") < text.index("user: That cannot be used")
@@ -236,11 +237,11 @@ def test_the_second_question_shows_the_first_answer_and_the_error(llava):
 
 
 def test_thinking_is_switched_off_where_the_template_can(llava):
-    judge = _vlm.load(local(llava), "x")
+    judge = vlm.load(local(llava), "x")
     assert judge.processor.tokenizer.decode(judge._inputs([question()])["input_ids"][0]).endswith("<no-thinking>")
     processor = judge.processor
     processor.chat_template = processor.chat_template.replace("enable_thinking", "other")
-    plain = _vlm.LocalJudge(judge.model, processor, 2, "x")
+    plain = vlm.LocalJudge(judge.model, processor, 2, "x")
     assert plain.processor.tokenizer.decode(plain._inputs([question()])["input_ids"][0]).endswith("assistant:")
 
 
@@ -251,10 +252,10 @@ def test_marks_inside_a_prompt_are_plain_text(llava):
 
 
 def test_token_ids_come_from_the_tokenizer(llava):
-    judge = _vlm.load(local(llava), "x")
+    judge = vlm.load(local(llava), "x")
     vocabulary = judge.processor.tokenizer.get_vocab()
     expected = [sorted(vocabulary[form] for form in forms) for forms in FORMS.values()]
-    assert judge.token_ids(_judge.YES_NO) == expected
+    assert judge.token_ids(base.YES_NO) == expected
     with pytest.raises(RewardError, match="no single token for the answer 'maybe'"):
         judge.token_ids({"maybe": ("Maybe", " Maybe")})
     with pytest.raises(RewardError, match="takes two of the answers"):
@@ -281,7 +282,7 @@ def test_a_sentencepiece_tokenizer_has_its_digits_and_words():
             return known.get(text, [0])
 
     words = type("Processor", (), {"tokenizer": Words()})()
-    bare = object.__new__(_vlm.LocalJudge)
+    bare = object.__new__(vlm.LocalJudge)
     bare.processor, bare.reward = words, "x"
     assert bare.token_ids({"yes": ("Yes", " Yes", "YES"), "3": ("3", " 3")}) == [[2], [3]]
 
@@ -289,13 +290,13 @@ def test_a_sentencepiece_tokenizer_has_its_digits_and_words():
 def test_a_lora_is_merged_into_the_judge(llava, tmp_path):
     from peft import LoraConfig, get_peft_model
 
-    plain = _vlm.load(local(llava), "x")
-    tuned = get_peft_model(_vlm.load(local(llava), "x").model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    plain = vlm.load(local(llava), "x")
+    tuned = get_peft_model(vlm.load(local(llava), "x").model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     for name, weight in tuned.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(0))
     tuned.save_pretrained(tmp_path)
-    merged = _vlm.load(local(llava, adapter=str(tmp_path)), "x")
+    merged = vlm.load(local(llava, adapter=str(tmp_path)), "x")
     with torch.no_grad():
         inputs = plain._inputs([question()])
         expected = tuned(**inputs).logits
@@ -309,7 +310,7 @@ def lora(llava, tmp_path):
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file, save_file
 
-    tuned = get_peft_model(_vlm.load(local(llava), "x").model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    tuned = get_peft_model(vlm.load(local(llava), "x").model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     for name, weight in tuned.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(0))
@@ -330,7 +331,7 @@ def test_a_lora_under_the_names_of_former_transformers_is_merged_too(llava, lora
     save, expected = lora
     words = {".model.language_model.layers.": former, ".model.vision_tower.": ".vision_tower."}
     folder = save(lambda name: next(name.replace(new, old) for new, old in words.items() if new in name))
-    merged = _vlm.load(local(llava, adapter=folder), "x")
+    merged = vlm.load(local(llava, adapter=folder), "x")
     with torch.no_grad():
         inputs = merged._inputs([question()])
         assert_close(merged.model(**inputs).logits, expected(inputs), rtol=0, atol=1e-3)
@@ -344,7 +345,7 @@ def test_a_lora_that_does_not_fit_is_refused_where_peft_would_score_without_it(l
     folder = lora[0](renamed)
     before = torch.random.get_rng_state()
     with pytest.raises(RewardError, match=r"reward 'x': adapter=.* does not fit the judge: \d+ of its weights"):
-        _vlm.load(local(llava, adapter=folder), "x")
+        vlm.load(local(llava, adapter=folder), "x")
     assert torch.equal(before, torch.random.get_rng_state())
 
 

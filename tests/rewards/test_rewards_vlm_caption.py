@@ -10,13 +10,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards._bertscore import Options
+from flowrl.rewards._judges import backends, bert
+from flowrl.rewards._judges.bert import Options
+from flowrl.rewards._vision import arrays
 from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.contracts.rewards import Material, Trials, material
 from flowrl.reward import RewardError
-from flowrl.rewards import _backends, _bertscore, _images, vlm_caption
+from flowrl.rewards import vlm_caption
 from flowrl.scoring.entries import reward_plan
 from tests import toy_vlm
 from tests.fake_chat import FakeChat, Reply
@@ -84,7 +86,7 @@ def options(folder: str, **own) -> Options:
 
 def test_bertscore_equals_a_straight_line_computation(roberta):
     pairs = [(c, r) for c in TEXTS for r in TEXTS]
-    found = _bertscore.load(options(roberta), "x")(*zip(*pairs, strict=True))
+    found = bert.load(options(roberta), "x")(*zip(*pairs, strict=True))
     expected = torch.tensor([straight(roberta, c, r) for c, r in pairs], dtype=torch.float64)
     assert expected.std(dim=0).min() > 0.02, "the texts must tell apart for this to mean anything"
     # The network is float32, and batches are padded.
@@ -92,7 +94,7 @@ def test_bertscore_equals_a_straight_line_computation(roberta):
 
 
 def test_a_text_matches_itself_and_exchange_swaps_recall_and_precision(roberta):
-    compare = _bertscore.load(options(roberta), "x")
+    compare = bert.load(options(roberta), "x")
     assert_close(compare(TEXTS, TEXTS), torch.ones(len(TEXTS), 3).double(), rtol=0, atol=1e-6)
     forth, back = compare(TEXTS[:2], TEXTS[3:]), compare(TEXTS[3:], TEXTS[:2])
     assert_close(forth, back[:, [1, 0, 2]], rtol=0, atol=1e-12)
@@ -101,10 +103,10 @@ def test_a_text_matches_itself_and_exchange_swaps_recall_and_precision(roberta):
 
 def test_a_pair_does_not_depend_on_its_batch_and_the_layer_matters(roberta):
     pairs = TEXTS, TEXTS[::-1]
-    alone = _bertscore.load(options(roberta, batch_size=1), "x")(*pairs)
+    alone = bert.load(options(roberta, batch_size=1), "x")(*pairs)
     for size in (2, 64):
-        assert_close(_bertscore.load(options(roberta, batch_size=size), "x")(*pairs), alone, rtol=0, atol=2e-6)
-    assert (_bertscore.load(options(roberta, layer=LAYERS), "x")(*pairs) - alone).abs().max() > 1e-3
+        assert_close(bert.load(options(roberta, batch_size=size), "x")(*pairs), alone, rtol=0, atol=2e-6)
+    assert (bert.load(options(roberta, layer=LAYERS), "x")(*pairs) - alone).abs().max() > 1e-3
 
 
 def test_special_tokens_are_partners_and_count_in_no_mean():
@@ -113,9 +115,9 @@ def test_special_tokens_are_partners_and_count_in_no_mean():
     words = torch.tensor([False, True, False])
     candidate, reference = (axes[[0, 1, 2]], words), (axes[[1, 2, 2]], words)
     # cos(word of the reference, a mark of the candidate) = 1; the same the other way round.
-    assert _bertscore.matched(candidate, reference).tolist() == [1.0, 1.0, 1.0]
-    assert _bertscore.matched((axes[[0, 1, 0]], words), (axes[[0, 2, 0]], words))[:2].tolist() == [0.0, 0.0]
-    assert _bertscore.matched((axes[[0, 1, 0]], words), (axes[[0, 2, 0]], words))[2].isnan()
+    assert bert.matched(candidate, reference).tolist() == [1.0, 1.0, 1.0]
+    assert bert.matched((axes[[0, 1, 0]], words), (axes[[0, 2, 0]], words))[:2].tolist() == [0.0, 0.0]
+    assert bert.matched((axes[[0, 1, 0]], words), (axes[[0, 2, 0]], words))[2].isnan()
 
 
 def test_the_layer_is_known_for_published_models_and_asked_for_otherwise(roberta):
@@ -126,9 +128,9 @@ def test_the_layer_is_known_for_published_models_and_asked_for_otherwise(roberta
         with pytest.raises(ValueError, match=words):
             Options(**own)
     with pytest.raises(RewardError, match=r"bertscore.layer=4, but .* has 3"):
-        _bertscore.load(options(roberta, layer=4), "x")
+        bert.load(options(roberta, layer=4), "x")
     with pytest.raises(RewardError, match=r"cannot load bertscore.model='/nowhere/x'"):
-        _bertscore.load(options("/nowhere/x"), "x")
+        bert.load(options("/nowhere/x"), "x")
 
 
 # ---- the reward
@@ -137,7 +139,7 @@ def test_the_layer_is_known_for_published_models_and_asked_for_otherwise(roberta
 @pytest.fixture
 def scripted(monkeypatch):
     judge = Scripted()
-    monkeypatch.setattr(_backends.Backend, "load", lambda self, reward, default: judge)
+    monkeypatch.setattr(backends.Backend, "load", lambda self, reward, default: judge)
     return judge
 
 
@@ -241,7 +243,7 @@ def noise(side: int = 16) -> torch.Tensor:
 
 def through_jpeg(image: torch.Tensor, quality: int) -> np.ndarray:
     file = io.BytesIO()
-    Image.fromarray(_images.to_uint8(image)).save(file, format="JPEG", quality=quality)
+    Image.fromarray(arrays.to_uint8(image)).save(file, format="JPEG", quality=quality)
     return np.array(Image.open(io.BytesIO(file.getvalue())))
 
 
@@ -266,32 +268,32 @@ def test_a_server_is_sent_jpeg_of_the_papers_quality_unless_told_otherwise(serve
     )
     (request,) = server.requests
     request.pictures_as = "png" if quality is None else "jpeg"
-    expected = _images.to_uint8(noise()[0]) if quality is None else through_jpeg(noise()[0], quality)
+    expected = arrays.to_uint8(noise()[0]) if quality is None else through_jpeg(noise()[0], quality)
     assert np.array_equal(request.pictures[0], expected)
 
 
 def test_on_this_machine_the_judge_sees_the_picture_through_the_same_jpeg(roberta, tmp_path, monkeypatch):
-    from flowrl.rewards import _vlm
+    from flowrl.rewards._judges import vlm
 
     seen: list[np.ndarray] = []
-    real = _vlm._seen
+    real = vlm._seen
 
     def spied(pixels, quality):
         seen.append(np.array(real(pixels, quality)))
         return real(pixels, quality)
 
-    monkeypatch.setattr(_vlm, "_seen", spied)
+    monkeypatch.setattr(vlm, "_seen", spied)
     folder = toy_vlm.save(tmp_path, "llava")
-    reward = build(roberta, local=_vlm.Local(model=folder, dtype="float32", device="cpu"), max_tokens=4)
+    reward = build(roberta, local=vlm.Local(model=folder, dtype="float32", device="cpu"), max_tokens=4)
     reward.score(noise(), ["a cat"], [{}])
     assert np.array_equal(seen[0], through_jpeg(noise()[0], 80))
 
 
 def test_the_contract_holds_on_a_tiny_judge(roberta, tmp_path):
-    from flowrl.rewards import _vlm
+    from flowrl.rewards._judges import vlm
 
     folder = toy_vlm.save(tmp_path, "llava")
-    reward = build(roberta, local=_vlm.Local(model=folder, dtype="float32", device="cpu"), max_tokens=6)
+    reward = build(roberta, local=vlm.Local(model=folder, dtype="float32", device="cpu"), max_tokens=6)
     given = material(reward.card)
     samples = Material(given.images[:4], given.prompts[:4], given.metadata[:4])
     findings = list(Trials("vlm_caption", reward, samples).run())

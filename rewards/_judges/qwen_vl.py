@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from flowrl.rewards._pixels import MEAN, STD
+from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision.pixels import MEAN, STD
 from torch import Tensor, nn
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _checkpoints
 
 FACTOR = 28
 """Pixels to a token's side: sizes are multiples of it."""
@@ -240,12 +240,12 @@ def load(
             f"{', '.join(marks)} has {len(tokenizer)}; take the base that the model was trained from"
         )
     config.text_config.vocab_size = len(tokenizer)
-    backbone = _checkpoints.hollow(lambda: Qwen2VLModel(config))
-    rated = _checkpoints.hollow(lambda: head(config.text_config.hidden_size))
+    backbone = checkpoints.hollow(lambda: Qwen2VLModel(config))
+    rated = checkpoints.hollow(lambda: head(config.text_config.hidden_size))
     in_head = {n.removeprefix("rm_head."): t.float() for n, t in tensors.items() if n.startswith("rm_head.")}
     body = {n: t.to(getattr(torch, dtype)) for n, t in tensors.items() if not n.startswith("rm_head.")}
-    _checkpoints.fill(backbone, body, reward=reward, source=source)
-    _checkpoints.fill(rated, in_head, reward=reward, source=source)
-    place = _checkpoints.place(device)
+    checkpoints.fill(backbone, body, reward=reward, source=source)
+    checkpoints.fill(rated, in_head, reward=reward, source=source)
+    place = checkpoints.place(device)
     ids = tuple(tokenizer.convert_tokens_to_ids(list(marks)))
     return Regressor(backbone.to(place), rated.to(place), tokenizer, ids, positions, reward)

@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._checkpoints import place
-from flowrl.rewards._pixels import Fit, Interpolation, Pixels, Preprocess
+from flowrl.rewards._vision.checkpoints import place
+from flowrl.rewards._vision.pixels import Fit, Interpolation, Pixels, Preprocess
 from torch import Tensor
 
 from flowrl.core.assets import asset_folder

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from flowrl.rewards._clip import projected
-from flowrl.rewards._images import to_uint8
+from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision.arrays import to_uint8
+from flowrl.rewards._vision.clips import projected
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _checkpoints
 
 _CHUNK = 64
 
@@ -37,13 +37,13 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "") ->
     try:
         processor = AutoImageProcessor.from_pretrained(name)
         # Of a ViT the class token is taken; DINO's checkpoints have no pooler behind it.
-        model = _checkpoints.whole(AutoModel, name, reward=reward, unused=("pooler.",), dtype=torch.float32)
+        model = checkpoints.whole(AutoModel, name, reward=reward, unused=("pooler.",), dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward {reward!r} cannot load backbone={name!r}; give {instead}a folder or hub id of a CLIP or "
             f"DINOv2 that can be reached: {error}"
         ) from error
-    place = _checkpoints.place(device)
+    place = checkpoints.place(device)
     model.to(place)
 
     def part(pictures: Sequence[Tensor]) -> Tensor:

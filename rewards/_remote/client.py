@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flowrl.rewards._servers import Server, Servers
+from flowrl.rewards._remote.options import Config
+from flowrl.rewards._remote.servers import Server, Servers
 from torch import Tensor
 
 from flowrl.core.media import open_picture
@@ -26,7 +27,6 @@ from flowrl.reward import Card, RewardError, unscored
 
 if TYPE_CHECKING:
     import httpx
-    from flowrl.rewards.remote import Config
 
 log = logging.getLogger("flowrl")
 _OVERHEAD_BYTES = 1024

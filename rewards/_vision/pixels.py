@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._images import to_uint8
+from flowrl.rewards._vision.arrays import to_uint8
 from PIL import Image
 from torch import Tensor
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flowrl.rewards._detectors import Detection, DetectionError
+from flowrl.rewards._detection.detectors import Detection, DetectionError
 from PIL import Image, UnidentifiedImageError
 
 from flowrl.reward import RewardError

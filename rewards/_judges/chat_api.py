@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from flowrl.rewards._images import jpeg
-from flowrl.rewards._judge import Counters, Question, Writing, joined
+from flowrl.rewards._judges.base import Counters, Question, Writing, joined
+from flowrl.rewards._vision.arrays import jpeg
 from PIL import Image
 from torch import Tensor
 
@@ -81,7 +81,7 @@ class _Unusable(Exception):
 
 
 class HttpJudge:
-    """The server as a judge; see `_judge.Judge`."""
+    """The server as a judge; see `base.Judge`."""
 
     def __init__(self, config: Http, reward: str) -> None:
         self.config, self.reward, self.family = config, reward, config.model

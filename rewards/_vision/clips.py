@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._pixels import Pixels, Preprocess
+from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision.pixels import Pixels, Preprocess
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _checkpoints
 
 Tower = Literal["clip", "siglip"]
 
@@ -124,7 +124,7 @@ def load_vision(
 
 def _network(kind: Any, model: str, reward: str, device: str | None) -> Any:
     try:
-        network = _checkpoints.whole(kind, model, reward=reward, dtype=torch.float32)
+        network = checkpoints.whole(kind, model, reward=reward, dtype=torch.float32)
     except RewardError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
@@ -132,7 +132,7 @@ def _network(kind: Any, model: str, reward: str, device: str | None) -> Any:
             f"reward {reward!r} cannot load {kind.__name__} {model!r}; give a folder or a hub id that can be reached: "
             f"{error}"
         ) from error
-    return network.to(_checkpoints.place(device))
+    return network.to(checkpoints.place(device))
 
 
 def projected(features: Any) -> Tensor:

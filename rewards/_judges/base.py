@@ -1,7 +1,7 @@
 """What every judge shares: questions, counters, scales from answer probabilities, JSON answers. A helper, not a reward.
 
-A judge is a vision-language model that is asked about pictures: `_vlm.Local` runs one here, `_chat.Http` asks a server.
-A question that was not answered is NaN, never 0.
+A judge is a vision-language model that is asked about pictures: `vlm.Local` runs one here, `chat_api.Http` asks a
+server. A question that was not answered is NaN, never 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from flowrl.rewards._images import to_uint8
+from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor
 
 from flowrl.reward import RewardError, unscored

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flowrl.rewards._chat import Http
-from flowrl.rewards._judge import Judge, JudgeScore
-from flowrl.rewards._vlm import Local
+from flowrl.rewards._judges import chat_api, vlm
+from flowrl.rewards._judges.base import Judge, JudgeScore
+from flowrl.rewards._judges.chat_api import Http
+from flowrl.rewards._judges.vlm import Local
 from torch import Tensor
 
 from flowrl.reward import Card, Reward
-from flowrl.rewards import _chat, _vlm
 
 QWEN = Local(model="Qwen/Qwen3-VL-4B-Instruct")
 """The judge of rewards that ask for none in particular."""
@@ -44,8 +44,8 @@ class Backend:
             RewardError: the weights, a package or the API key is missing.
         """
         if self.backend == "http":
-            return _chat.load(self.http, reward)
-        return _vlm.load(self.resolved(default), reward)
+            return chat_api.load(self.http, reward)
+        return vlm.load(self.resolved(default), reward)
 
     def identity(self, default: Local) -> str:
         """What of the judge decides a score."""
@@ -76,7 +76,7 @@ def judged(
 def judged_by(judge: Judge, name: str, card: Card, config: Backend, default: Local, score: Score, *text: str) -> Reward:
     """The same with a judge that is loaded already, for questions that depend on it."""
     digest = hashlib.sha256(repr((config.backend, config.identity(default), *text)).encode()).hexdigest()[:12]
-    memory = judge.memory_gib if isinstance(judge, _vlm.LocalJudge) else 0.0
+    memory = judge.memory_gib if isinstance(judge, vlm.LocalJudge) else 0.0
     # A server leaves this process idle.
     version, overlap = f"{card.version}-{digest}", config.backend == "http"
     card = dataclasses.replace(card, memory_gib=memory, version=version, overlap=overlap)

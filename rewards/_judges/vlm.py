@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from flowrl.rewards._images import jpeg
-from flowrl.rewards._judge import Counters, Question, Writing, joined
+from flowrl.rewards._judges.base import Counters, Question, Writing, joined
+from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision.arrays import jpeg
 from PIL import Image
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import RewardError
-from flowrl.rewards import _checkpoints
 
 _FORMER_NAMES = {
     r"^visual\.": "model.visual.",
@@ -54,7 +54,7 @@ class Local:
 
 
 class LocalJudge:
-    """The loaded model; see `_judge.Judge`."""
+    """The loaded model; see `base.Judge`."""
 
     def __init__(self, model: Any, processor: Any, batch_size: int, reward: str) -> None:
         self.model, self.processor, self.batch_size, self.reward = model, processor, batch_size, reward
@@ -231,7 +231,7 @@ def load(local: Local, reward: str) -> LocalJudge:
 
     try:
         options = {"dtype": getattr(torch, local.dtype), "use_safetensors": True}
-        model = _checkpoints.whole(AutoModelForImageTextToText, local.model, reward=reward, **options)
+        model = checkpoints.whole(AutoModelForImageTextToText, local.model, reward=reward, **options)
         processor = AutoProcessor.from_pretrained(local.model)
         if local.adapter is not None:
             model = _adapted(model, local.adapter, reward)
@@ -241,7 +241,7 @@ def load(local: Local, reward: str) -> LocalJudge:
             f"{f' with adapter={local.adapter!r}' if local.adapter else ''}; give a folder or a hub id of an "
             f"image-text-to-text model that can be reached: {error}"
         ) from error
-    return LocalJudge(model.to(_checkpoints.place(local.device)), processor, local.batch_size, reward)
+    return LocalJudge(model.to(checkpoints.place(local.device)), processor, local.batch_size, reward)
 
 
 def _adapted(model: Any, adapter: str, reward: str) -> Any:

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._vision import checkpoints
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _checkpoints
 
 log = logging.getLogger("flowrl")
 
@@ -53,7 +53,7 @@ def load_raft(file: str, *, device: str | None, reward: str) -> Magnitude:
         ) from error
     if not sha256(content).hexdigest().startswith(_DIGEST):
         log.warning("reward %r: %s is not the checkpoint that VBench uses (sha256 %s...)", reward, file, _DIGEST)
-    place = _checkpoints.place(device)
+    place = checkpoints.place(device)
     model.eval().requires_grad_(False).to(place)
 
     def prepared(pixels: np.ndarray) -> Tensor:

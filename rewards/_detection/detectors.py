@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._clip import Clip
+from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision.clips import Clip
 from torch import Tensor
 
 from flowrl.reward import RewardError
-from flowrl.rewards import _checkpoints
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 # GenEval's names for three of COCO's classes.
@@ -146,14 +146,14 @@ def load_detector(model: str, *, device: str | None, reward: str) -> Mask2Former
     try:
         masks = AutoConfig.from_pretrained(model).model_type == "mask2former"
         family = Mask2FormerForUniversalSegmentation if masks else AutoModelForObjectDetection
-        network = _checkpoints.whole(family, model, reward=reward, dtype=torch.float32)
+        network = checkpoints.whole(family, model, reward=reward, dtype=torch.float32)
         processor = AutoImageProcessor.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward {reward!r} cannot load the detector {model!r}; give a folder or a hub id of a Mask2Former or an "
             f"object detector that can be reached: {error}"
         ) from error
-    network.to(_checkpoints.place(device))
+    network.to(checkpoints.place(device))
     return Mask2Former(network, processor) if masks else BoxDetector(network, processor)
 
 

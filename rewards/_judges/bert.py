@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from flowrl.rewards._vision import checkpoints
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
 from flowrl.reward import RewardError
-from flowrl.rewards import _checkpoints
 
 LAYERS = {"roberta-large": 17, "deberta-xlarge-mnli": 40}
 """The layer whose embeddings agree best with people, as the authors have measured it, by the model's own name."""
@@ -125,7 +125,7 @@ def load(options: Options, reward: str) -> BertScore:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        model = _checkpoints.whole(AutoModel, options.model, reward=reward, unused=("pooler.",), dtype=torch.float32)
+        model = checkpoints.whole(AutoModel, options.model, reward=reward, unused=("pooler.",), dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     except (OSError, ValueError, RuntimeError) as error:
         raise RewardError(
@@ -135,4 +135,4 @@ def load(options: Options, reward: str) -> BertScore:
     layers = model.config.num_hidden_layers
     if options.depth > layers:
         raise RewardError(f"reward {reward!r}: bertscore.layer={options.depth}, but {options.model!r} has {layers}")
-    return BertScore(model.to(_checkpoints.place(options.device)), tokenizer, options)
+    return BertScore(model.to(checkpoints.place(options.device)), tokenizer, options)

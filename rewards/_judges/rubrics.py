@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from flowrl.rewards._judge import read_text, strict_fields
+from flowrl.rewards._judges.base import read_text, strict_fields
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flowrl.reward import RewardError
 
-FOLDER = Path(__file__).parent / "rubrics"
+FOLDER = Path(__file__).resolve().parents[1] / "rubrics"
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _ENDINGS = {
     "yes_no": "Answer with Yes or No.",

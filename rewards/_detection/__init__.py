@@ -1,0 +1,1 @@
+"""Detectors of objects and of words."""

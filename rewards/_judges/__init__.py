@@ -1,0 +1,1 @@
+"""Judges: vision-language models here or behind a chat API, and what they are asked."""

@@ -1,0 +1,1 @@
+"""Frozen vision networks for rewards, and images as they want them."""

@@ -1,0 +1,29 @@
+"""Options that rewards on a vision network share. A helper, not a reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowrl.rewards._vision.pixels import Preprocess
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameOptions:
+    """Options of a network that looks at single images."""
+
+    frames: int = 8
+    """How many evenly spread frames of a video are scored."""
+    device: str | None = None
+    """Where the network runs; none takes the GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.frames < 1:
+            raise ValueError(f"frames={self.frames} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipOptions(FrameOptions):
+    """Options of a CLIP-like network, which takes a small square."""
+
+    preprocess: Preprocess = "exact"
+    """"exact": through 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
