@@ -25,7 +25,7 @@ from flowrl.models.weights import Weights
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
-from flowrl.rollout.trajectories import Trajectories
+from flowrl.rollout.trajectories import Asked, Trajectories
 from flowrl.run.trainer import Trainer
 from flowrl.samplers import ddim, flow_sde
 from flowrl.samplers.ode import Ode
@@ -82,7 +82,7 @@ def drawn(model: Any, batch: int, guidance_scale: float, steps: int) -> tuple[Te
     noise = Noise(0, "parity", None, model.latent_shape())
     cond = model.encode(PROMPTS[:batch])
     policy, plan = Policy(model, Ode(), guidance_scale), solver_plan(model.schedule(steps))
-    samples, _ = run(policy, plan, noise, ids, cond, torch.arange(batch), batch_size=batch)
+    samples, _ = run(policy, plan, noise, Asked(ids, cond, torch.arange(batch)), batch_size=batch)
     return noise.initial(ids), samples.x0
 
 
@@ -158,7 +158,7 @@ def backward(model: Any, weights: Weights, guidance_scale: float, steps: int = 4
     policy, plan = Policy(model, law.build(law.Config()), guidance_scale), window(model.schedule(steps), 0.7)
     cond, rows, ids = model.encode(PROMPTS), torch.arange(2), [SampleId(0, 0), SampleId(1, 0)]
     noise = Noise(0, "test", 1, model.latent_shape())
-    samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=2)
+    samples, edges = run(policy, plan, noise, Asked(ids, cond, rows), batch_size=2)
     advantage = torch.tensor([1.0, -1.0])[edges.sample][:, None]
     algorithm = FlowGrpo(GrpoConfig())
     worst = 0.0

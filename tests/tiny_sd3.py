@@ -23,7 +23,7 @@ from flowrl.models.weights import Weights
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
-from flowrl.rollout.trajectories import Trajectories
+from flowrl.rollout.trajectories import Asked, Trajectories
 from flowrl.samplers import flow_sde
 from flowrl.training.microbatches import microbatches
 
@@ -101,7 +101,7 @@ def backward(model: Sd3, weights: Weights, *, guidance_scale: float = 1.0, steps
     cond, rows = model.encode(PROMPTS), torch.arange(2)
     ids = [SampleId(0, 0), SampleId(1, 0)]
     noise = Noise(0, "test", 1, model.latent_shape())
-    samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=2)
+    samples, edges = run(policy, plan, noise, Asked(ids, cond, rows), batch_size=2)
     drawn = Trajectories(plan, samples, edges, cond, rows)
     advantage = torch.tensor([1.0, -1.0])[edges.sample][:, None]
     algorithm = FlowGrpo(GrpoConfig())

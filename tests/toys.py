@@ -26,11 +26,11 @@ from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.models.base import ModelAdapter
 from flowrl.models.guidance import guided
 from flowrl.models.weights import Weights
-from flowrl.rollout.loop import run
+from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.outputs import Outputs
 from flowrl.rollout.policy import Evaluations, Policy
-from flowrl.rollout.trajectories import Rollout, Trajectories
+from flowrl.rollout.trajectories import Asked, Rollout, Trajectories
 from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
 from flowrl.training.base import Iteration, UpdateContext
@@ -201,9 +201,10 @@ def roll_out(
     cond = adapter.encode([f"prompt {slot}" for slot in range(prompts)])
     noise = Noise(0, "rollout", iteration, adapter.latent_shape(), shared_start)
     recording = training_of(algorithm).recording(sampler)
-    recorded = {"form": recording.form, "columns": tuple(columns) or recording.columns}
+    recording = replace(recording, columns=tuple(columns) or recording.columns)
     with weights.using(algorithm.behaviour):
-        samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=batch_size, **recorded)
+        asked, options = Asked(ids, cond, rows), RunOptions(recording=recording)
+        samples, edges = run(policy, plan, noise, asked, batch_size=batch_size, options=options)
     networks = Networks(policy, weights)
     return Session(
         adapter, weights, algorithm, policy, networks, plan, noise, ids, samples, edges, cond, rows, batch_size

@@ -44,10 +44,11 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching
 from flowrl.evaluation.evaluator import Evaluator, images_of
-from flowrl.rollout.loop import run
+from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
-from flowrl.rollout.trajectories import Rollout, Trajectories
+from flowrl.rollout.recorder import Recording
+from flowrl.rollout.trajectories import Asked, Rollout, Trajectories
 from flowrl.scoring.build import build_scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.divergence import Health
@@ -134,12 +135,12 @@ class EvalTree:
         ids, rows = [SampleId(0, leaf) for leaf in range(plan.leaves)], torch.zeros(plan.leaves, dtype=torch.int64)
         noise = Noise(evaluator.seed, "tree", None, policy.adapter.latent_shape())
         cond, size = evaluator.texts.lookup([prompt]), self.resolved.run.rollout.batch_size
-        options: dict[str, Any] = {"batch_size": size, "device": device, "form": method.log_prob_form(policy.sampler)}
         bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=evaluator.world.main)
         bar.update(0)
-        options |= {"progress": bar.update, "stop": stop.in_step}
+        recording = Recording(method.log_prob_form(policy.sampler))
+        options = RunOptions(recording=recording, device=device, progress=bar.update, stop=stop.in_step)
         try:
-            samples, edges = run(policy, plan, noise, ids, cond, rows, **options)
+            samples, edges = run(policy, plan, noise, Asked(ids, cond, rows), batch_size=size, options=options)
         finally:
             bar.close()
         paths = log_probs_on_ways(edges, ids, plan).T[None] if method.weighs_paths else None

@@ -24,10 +24,10 @@ from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.results import Agreement, Evaluation
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.rollout.learned_noise import LearnedNoise
-from flowrl.rollout.loop import run
+from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
-from flowrl.rollout.trajectories import Rollout
+from flowrl.rollout.trajectories import Asked, Rollout
 from flowrl.samplers.ode import Ode
 from flowrl.scoring.overlap import Beside
 from flowrl.scoring.scorer import Scorer, Scores
@@ -143,8 +143,8 @@ class Evaluator:
                 ids = [SampleId(slot, k) for slot in slots for k in range(seeds)]
                 rows = torch.arange(len(slots)).repeat_interleave(seeds)
                 cond = self.texts.lookup([prompts[slot] for slot in slots])
-                options = {"batch_size": self.options.batch_size, "device": self.world.device}
-                samples, _ = run(policy, plan, noise, ids, cond, rows, **options, stop=stop.in_step)
+                options, size = RunOptions(device=self.world.device, stop=stop.in_step), self.options.batch_size
+                samples, _ = run(policy, plan, noise, Asked(ids, cond, rows), batch_size=size, options=options)
                 batch = _Batch(ids, [prompts[i.slot] for i in ids], samples.x0, cond, rows)
                 due += agree(partial(self._scored, beside, health, kept, stop, batch) if counts else list)
                 progress(len(ids) if counts else 0)

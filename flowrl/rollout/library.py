@@ -23,9 +23,10 @@ from flowrl.diffusion.plan import solver_plan
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.models.classes import choose
 from flowrl.models.weights import Weights, trainable
-from flowrl.rollout.loop import run
+from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.ode import Ode
 
 _NODES = 10
@@ -123,7 +124,8 @@ class Model:
             solver_plan(self.adapter.schedule(num_inference_steps)),
         )
         noise = Noise(seed, "sample", None, self.latent_shape)
-        samples, _ = run(policy, plan, noise, ids, cond, rows, batch_size=batch_size, device=self.device)
+        asked, options = Asked(ids, cond, rows), RunOptions(device=self.device)
+        samples, _ = run(policy, plan, noise, asked, batch_size=batch_size, options=options)
         parts = zip(samples.x0.split(batch_size), rows.split(batch_size), strict=True)
         return torch.cat([decoded(self.adapter, x0.to(self.device), cond, own).cpu() for x0, own in parts])
 

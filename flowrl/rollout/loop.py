@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -22,25 +22,30 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
 from flowrl.rollout.recorder import Recorder, Recording, join
 from flowrl.rollout.routes import Move, Routes
-from flowrl.samplers.base import LogProbForm
+from flowrl.rollout.trajectories import Asked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What a rollout keeps, where it runs and who watches it; its samples do not depend on any of this."""
+
+    recording: Recording = field(default_factory=Recording)
+    device: torch.device | str = "cpu"
+    """Where the forwards run."""
+    progress: Callable[[int], None] = lambda count: None
+    """Called with the number of samples just finished."""
+    finished: Callable[[int, Tensor], None] = lambda start, x0: None
+    """Called before that with the place of the first of them and their latents [b, ...], on the CPU."""
+    stop: Callable[[], bool] = lambda: False
+    """Asked before every forward whether to leave off."""
+
+
+_PLAIN = RunOptions()
 
 
 @torch.no_grad()
 def run(
-    policy: Policy,
-    plan: StepPlan,
-    noise: Noise,
-    ids: Sequence[SampleId],
-    cond: Condition,
-    rows: Tensor,
-    *,
-    batch_size: int,
-    form: LogProbForm = "mean",
-    columns: Sequence[str] = (),
-    device: torch.device | str = "cpu",
-    progress: Callable[[int], None] = lambda count: None,
-    finished: Callable[[int, Tensor], None] = lambda start, x0: None,
-    stop: Callable[[], bool] = lambda: False,
+    policy: Policy, plan: StepPlan, noise: Noise, asked: Asked, *, batch_size: int, options: RunOptions = _PLAIN
 ) -> tuple[Samples, Edges]:
     """Denoise B samples along the plan; those of a tree share its nodes, all nodes of a step one forward.
 
@@ -48,35 +53,27 @@ def run(
         policy: adapter, sampler and guidance.
         plan: the denoising steps.
         noise: keyed noise.
-        ids: B identities; they key the noise. A tree's leaves lie together, all of them.
-        cond: conditions of the prompts.
-        rows: row of `cond` of each sample, [B].
+        asked: the samples.
         batch_size: samples per network forward; a tree is drawn whole, larger ones in several forwards a step.
-        form: of the stored log-probs.
-        columns: extras per trained edge, of `recorder.COLUMNS`.
-        device: where the forward runs.
-        progress: called with the number of samples just finished.
-        finished: called before that with the place of the first of them and their latents [b, ...], on the CPU.
-        stop: asked before every forward whether to leave off.
+        options: what is kept of trained steps, the device, and callbacks.
 
     Returns:
-        Samples in the order of `ids`, and the trained edges ordered by (sample, step), on the CPU.
+        Samples in the order that was asked for, and the trained edges ordered by (sample, step), on the CPU.
 
     Raises:
-        Abandoned: `stop` said so.
+        Abandoned: `options.stop` said so.
     """
-    recording = Recording(form, tuple(columns))
     latents, parts, nodes_before, size = [], [], 0, plan.drawn_together(batch_size)
-    for start in range(0, len(ids), size):
-        part, picked = list(ids[start : start + size]), cond.index(rows[start : start + size])
-        recorder = Recorder(recording, policy.adapter.channel_axis)
-        x0, edges = _Walk(policy, plan, noise, part, picked, recorder, device, stop)(batch_size)
+    for start in range(0, len(asked.ids), size):
+        part = asked[start : start + size]
+        recorder = Recorder(options.recording, policy.adapter.channel_axis)
+        x0, edges = _Walk(policy, plan, noise, part, recorder, options)(batch_size)
         parts.append((edges, nodes_before, start))
         nodes_before += len(edges.nodes)
         latents.append(x0)
-        finished(start, x0)
-        progress(len(part))
-    return Samples(x0=torch.cat(latents), ids=tuple(ids)), join(parts)
+        options.finished(start, x0)
+        options.progress(len(part.ids))
+    return Samples(x0=torch.cat(latents), ids=tuple(asked.ids)), join(parts)
 
 
 @dataclass(slots=True)
@@ -109,16 +106,14 @@ class _Walk:
         policy: Policy,
         plan: StepPlan,
         noise: Noise,
-        ids: list[SampleId],
-        cond: Condition,
+        asked: Asked,
         recorder: Recorder,
-        device: torch.device | str,
-        stop: Callable[[], bool],
+        options: RunOptions,
     ) -> None:
-        self.stop = stop
-        self.policy, self.plan, self.noise, self.ids, self.cond = policy, plan, noise, ids, cond
-        self.recorder, self.device, self.process = recorder, device, policy.adapter.process
-        self.routes = Routes.of(plan, ids, shared_start=noise.shared_start)
+        self.policy, self.plan, self.noise, self.ids = policy, plan, noise, list(asked.ids)
+        self.cond, self.stop = asked.cond.index(asked.rows), options.stop
+        self.recorder, self.device, self.process = recorder, options.device, policy.adapter.process
+        self.routes = Routes.of(plan, self.ids, shared_start=noise.shared_start)
 
     def __call__(self, batch_size: int) -> tuple[Tensor, Edges]:
         """(clean latents [B, ...] float32, the trained edges), on the CPU."""

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.core.types import Condition, Edges, Identity, Samples
+from flowrl.core.types import Condition, Edges, Identity, SampleId, Samples
 from flowrl.diffusion.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """B samples to draw."""
+
+    ids: Sequence[SampleId]
+    """B identities; they key the noise. A tree's leaves lie together, all of them."""
+    cond: Condition
+    """Conditions of the prompts."""
+    rows: Tensor
+    """Row of `cond` of each sample, [B] int64."""
+
+    def __getitem__(self, part: slice) -> Asked:
+        """Some of them, with all conditions."""
+        return Asked(self.ids[part], self.cond, self.rows[part])
 
 
 @dataclass(frozen=True, slots=True)

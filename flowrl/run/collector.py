@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from flowrl.core.console import Progress, log
 from flowrl.core.errors import Abandoned
-from flowrl.core.types import Condition, Edges, SampleId, Samples
+from flowrl.core.types import Edges, SampleId, Samples
 from flowrl.credit.advantages import Advantages, aggregate
 from flowrl.credit.tree_credit import log_probs_on_ways
 from flowrl.data.prompts import Prompt, PromptSource, identity
@@ -22,11 +20,11 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models.base import decoded
 from flowrl.rollout.exploration import choose, fidelity
-from flowrl.rollout.loop import run
+from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.preview import Preview
 from flowrl.rollout.recorder import Recording
-from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
+from flowrl.rollout.trajectories import Asked, NoiseDraws, Rollout, Trajectories
 from flowrl.run.assembly import Parts
 from flowrl.scoring.overlap import Ahead
 from flowrl.scoring.scorer import Scores
@@ -45,6 +43,102 @@ class Draw:
     drawn: Trajectories
     images: Tensor
     scores: Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A group of samples for every prompt, over all processes."""
+
+    text: str
+    """Of the progress bar."""
+    prompts: Sequence[Prompt]
+    group: int
+    plan: StepPlan
+    noise: Noise
+    recording: Recording = field(default_factory=Recording)
+    batch_size: int | None = None
+    """Samples per forward; None: the rollout's."""
+
+
+class _Drawing:
+    """One draw of this process's part: sampled, decoded and scored.
+
+    Args:
+        parts: of the run.
+        wanted: the samples.
+        timer: takes the seconds of each phase.
+        stop: whether to leave off.
+    """
+
+    def __init__(self, parts: Parts, wanted: Wanted, timer: Timer, stop: Stop) -> None:
+        self.parts, self.wanted, self.timer, self.stop, self.world = parts, wanted, timer, stop, parts.world
+        self.size = wanted.batch_size or parts.resolved.run.rollout.batch_size
+        own = shard(len(wanted.prompts), wanted.group, self.world.rank, self.world.size, wanted.plan.leaves)
+        self.ids = [SampleId(*pair) for pair in own]
+        self.bar, self.health = Progress(len(self.ids), wanted.text, show=self.world.main), Health()
+        asked = [wanted.prompts[i.slot] for i in self.ids]
+        assert parts.scorer is not None
+        self.ahead = Ahead(parts.scorer, [p.text for p in asked], [p.metadata for p in asked])
+        self.images: list[Tensor] = []
+
+    def __call__(self) -> Draw:
+        """The samples.
+
+        Raises:
+            Abandoned, Diverged, RewardError: on all processes.
+            Elsewhere: another process failed otherwise.
+        """
+        slots, rows = slots_and_rows(self.ids)
+        try:
+            with self.timer.phase("text"):
+                cond = self.parts.texts.lookup([self.wanted.prompts[slot] for slot in slots])
+            self.asked = Asked(self.ids, cond, rows)
+            # The forwards of a network that is split are no work of one process alone.
+            drawn = self._sample() if self.parts.sharded else None
+            return self.world.in_step(lambda: self._scored(drawn or self._sample()))
+        finally:
+            self.ahead.close()
+            self.bar.close()
+
+    def _sample(self) -> tuple[Samples, Edges]:
+        wanted = self.wanted
+        options = RunOptions(recording=wanted.recording, progress=self.bar.update, stop=self.stop.in_step)
+        if self.ahead:  # without a reward that scores beside sampling, the VAE waits for the end
+            options = replace(options, finished=self._decode)
+        with self.timer.phase("rollout"):
+            whole = (len(wanted.prompts), wanted.group)
+            return drawn_in_step(self.parts, wanted.plan, wanted.noise, self.asked, whole, options, self.size)
+
+    def _decode(self, start: int, x0: Tensor) -> None:
+        with self.timer.phase("decode"):
+            cond, rows = self.asked.cond, self.asked.rows[start : start + len(x0)]
+            made = decoded(self.parts.adapter, x0.to(self.world.device), cond, rows).cpu()
+            self.images.append(self.health.seen(x0, made))
+        # Of a sharded network every forward needs all processes: what a reward raises must wait.
+        self.ahead.add(self.images[-1], early=not self.parts.sharded)
+
+    def _scored(self, drawn: tuple[Samples, Edges]) -> Draw:
+        samples, edges = drawn
+        if not self.ahead:
+            for start in range(0, len(self.ids), self.size):
+                if self.stop.here():
+                    raise Abandoned
+                self._decode(start, samples.x0[start : start + self.size])
+        self._require_finite()
+        with self.timer.phase("reward"):
+            images = torch.cat(self.images)
+            self.images.clear()  # a reward gets a copy: there are never three
+            trajectories = Trajectories(self.wanted.plan, samples, edges, self.asked.cond, self.asked.rows)
+            return Draw(trajectories, images, self.ahead.scores(images))
+
+    def _require_finite(self) -> None:
+        """Raise Diverged where most samples are not finite; a few are told of, and have no score."""
+        health, iteration = self.health, self.wanted.noise.iteration or 0
+        if health.diverged:
+            why = self.parts.evaluator.remedy(trained=iteration > 1, in_decoder=health.in_decoder)
+            raise health.error(f"since iteration {iteration}", why)
+        if health.spoiled:
+            log.warning("%s; they have no score", health.told(f"in iteration {iteration}"))
 
 
 class Collector:
@@ -90,14 +184,15 @@ class Collector:
         with parts.weights.using(parts.algorithm.behaviour):
             if parts.learned is not None:
                 laws = numbers_of(parts.learned, prompts)
-                noise = dataclasses.replace(noise, laws=parts.learned.drawn_from(laws))
+                noise = replace(noise, laws=parts.learned.drawn_from(laws))
             if self.explores:
                 looked = self._explore(iteration, prompts, noise, timer)
-                noise = dataclasses.replace(noise, chosen=looked[0])
+                noise = replace(noise, chosen=looked[0])
                 sums.add("nfe/explore", self.evaluations.rows - before, self._own(len(prompts)))
                 before = self.evaluations.rows
             text, recording = f"iteration {iteration}: sampling", parts.learner.training.recording(parts.sampler)
-            found = self._draw(text, prompts, config.rollout.group_size, plan, noise, timer, recording)
+            wanted = Wanted(text, prompts, config.rollout.group_size, plan, noise, recording)
+            found = _Drawing(parts, wanted, timer, self.stop)()
         if parts.maps is not None:
             with timer.phase("maps"):
                 maps = parts.maps(found.images)
@@ -131,78 +226,6 @@ class Collector:
 
     def _own(self, prompts: int) -> int:
         return len(shard(prompts, self.config.rollout.group_size, self.world.rank, self.world.size))
-
-    # ---- one draw
-
-    def _draw(
-        self,
-        text: str,
-        prompts: Sequence[Prompt],
-        group: int,
-        plan: StepPlan,
-        noise: Noise,
-        timer: Timer,
-        recording: Recording,
-        batch_size: int | None = None,
-    ) -> Draw:
-        """`group` samples of each prompt, decoded and scored; this process's share of them.
-
-        Raises:
-            Abandoned, Diverged, RewardError: on all processes.
-            Elsewhere: another process failed otherwise.
-        """
-        parts, world, size = self.parts, self.world, batch_size or self.config.rollout.batch_size
-        own = [SampleId(*pair) for pair in shard(len(prompts), group, world.rank, world.size, plan.leaves)]
-        slots, rows = slots_and_rows(own)
-        bar, health = Progress(len(own), text, show=world.main), Health()
-        asked = [prompts[i.slot] for i in own]
-        ahead, batches = Ahead(self.scorer, [p.text for p in asked], [p.metadata for p in asked]), list[Tensor]()
-
-        def decode(start: int, x0: Tensor) -> None:
-            with timer.phase("decode"):
-                made = decoded(parts.adapter, x0.to(world.device), cond, rows[start : start + len(x0)]).cpu()
-                batches.append(health.seen(x0, made))
-            # Of a sharded network every forward needs all processes: what a reward raises must wait.
-            ahead.add(batches[-1], early=not parts.sharded)
-
-        def sample() -> tuple[Samples, Edges]:
-            with timer.phase("rollout"):
-                # Without a reward that scores beside sampling, the VAE waits for the end.
-                further = {"form": recording.form, "columns": recording.columns, "stop": self.stop.in_step}
-                further |= {"finished": decode} if ahead else {}
-                whole = (len(prompts), group)
-                return drawn_in_step(parts, plan, noise, own, cond, rows, bar.update, whole, size, **further)
-
-        def score(drawn: tuple[Samples, Edges] | None) -> Draw:
-            samples, edges = drawn or sample()
-            if not ahead:
-                for start in range(0, len(own), size):
-                    if self.stop.here():
-                        raise Abandoned
-                    decode(start, samples.x0[start : start + size])
-            self._require_finite(health, noise.iteration or 0)
-            with timer.phase("reward"):
-                images = torch.cat(batches)
-                batches.clear()  # a reward gets a copy: there are never three
-                return Draw(Trajectories(plan, samples, edges, cond, rows), images, ahead.scores(images))
-
-        try:
-            with timer.phase("text"):
-                cond = parts.texts.lookup([prompts[slot] for slot in slots])
-            # The forwards of a network that is split are no work of one process alone.
-            drawn = sample() if parts.sharded else None
-            return world.in_step(partial(score, drawn))
-        finally:
-            ahead.close()
-            bar.close()
-
-    def _require_finite(self, health: Health, iteration: int) -> None:
-        """Raise Diverged where most samples are not finite; a few are told of, and have no score."""
-        if health.diverged:
-            why = self.parts.evaluator.remedy(trained=iteration > 1, in_decoder=health.in_decoder)
-            raise health.error(f"since iteration {iteration}", why)
-        if health.spoiled:
-            log.warning("%s; they have no score", health.told(f"in iteration {iteration}"))
 
     def _gather(self, found: Draw, prompts: int, group: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Everybody's scores by identity: [R, P, G] and name -> [P, G]."""
@@ -267,7 +290,8 @@ class Collector:
         assert self.options is not None
         plan = self.parts.algorithm.plan(grid, self.parts.sampler, iteration, self.config.seed)
         pool, text = self.options.pool, f"iteration {iteration}: exploring"
-        found = self._draw(text, prompts, pool, plan, noise, Timer(), Recording(), batch_size)
+        wanted = Wanted(text, prompts, pool, plan, noise, batch_size=batch_size)
+        found = _Drawing(self.parts, wanted, Timer(), self.stop)()
         return aggregate(self._gather(found, len(prompts), pool)[0], self.weights)
 
     def _check(self, iteration: int, prompts: Sequence[Prompt], noise: Noise, scores: Tensor) -> None:
@@ -276,7 +300,7 @@ class Collector:
         assert options is not None
         truth = self.truth(iteration, prompts, noise)
         found = fidelity(scores[: len(prompts)], truth, self.config.rollout.group_size)
-        self.fidelity = dataclasses.asdict(found)
+        self.fidelity = asdict(found)
         log.info("exploration: %s", found)
         if found.prompts and not found.hit_rate >= options.least_hit_rate:
             self.explores = False
@@ -328,37 +352,28 @@ def drawn_in_step(
     parts: Parts,
     plan: StepPlan,
     noise: Noise,
-    ids: Sequence[SampleId],
-    cond: Condition,
-    rows: Tensor,
-    watch: Callable[[int], None],
+    asked: Asked,
     whole: tuple[int, int],
-    batch_size: int | None = None,
-    *,
-    stop: Callable[[], bool] = lambda: False,
-    **further: Any,
+    options: RunOptions,
+    batch_size: int,
 ) -> tuple[Samples, Edges]:
-    """`rollout.run`, and of a sharded network as many batches as the longest share of the processes has.
+    """A rollout on the run's device, and of a sharded network as many batches as the longest share of the processes.
 
     Args:
         parts: of the run.
         plan: the denoising steps.
         noise: keyed noise.
-        ids: this process's samples.
-        cond: conditions of their prompts.
-        rows: row of `cond` of each of them.
-        watch: called with the number of samples just finished, after every batch.
+        asked: this process's samples.
         whole: prompts and samples of each, over all processes.
-        batch_size: null takes the rollout's.
-        stop: asked before every forward.
-        further: options of `run`.
+        options: of `rollout.loop.run`.
+        batch_size: samples per network forward.
     """
-    size, leaves = batch_size or parts.resolved.run.rollout.batch_size, plan.leaves
-    options = {"batch_size": size, "device": parts.world.device}
-    found = run(parts.policy, plan, noise, ids, cond, rows, progress=watch, **options, **further, stop=stop)
-    together = plan.drawn_together(size)
-    idle = math.ceil(largest_shard(*whole, parts.world.size, leaves) / together) - math.ceil(len(ids) / together)
+    options = replace(options, device=parts.world.device)
+    found = run(parts.policy, plan, noise, asked, batch_size=batch_size, options=options)
+    together, most = plan.drawn_together(batch_size), largest_shard(*whole, parts.world.size, plan.leaves)
+    idle = math.ceil(most / together) - math.ceil(len(asked.ids) / together)
+    spare = RunOptions(device=options.device, stop=options.stop)
     for _ in range(idle if parts.sharded else 0):
         with parts.learner.context.counter.uncounted():
-            run(parts.policy, plan, noise, ids[:leaves], cond, rows[:leaves], **options, stop=stop)
+            run(parts.policy, plan, noise, asked[: plan.leaves], batch_size=batch_size, options=spare)
     return found

@@ -19,8 +19,9 @@ from flowrl.data.given_samples import PAIR, Given, Latents, Look, Slot, latents_
 from flowrl.data.labels import LabelledSource
 from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.results import Agreement
+from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
-from flowrl.rollout.trajectories import Rollout, Trajectories
+from flowrl.rollout.trajectories import Asked, Rollout, Trajectories
 from flowrl.run.assembly import Parts
 from flowrl.run.collector import by_identity, drawn_in_step, slots_and_rows
 from flowrl.training.base import Iteration
@@ -77,7 +78,7 @@ class PairCollector:
         found, cond = self.world.in_step(prepare)
         x0 = found.x0
         if "drawn" in given.members:
-            complete = partial(self._completed, plan, found, own, cond, rows, iteration, timer, sums)
+            complete = partial(self._completed, plan, found, Asked(own, cond, rows), iteration, timer, sums)
             x0 = complete() if parts.sharded else self.world.in_step(complete)
         rewards = by_identity(self.world, own, found.rewards[None], len(numbers), size)
         given.require_readable(int(rewards[0].isnan().any(dim=1).sum()), len(numbers))
@@ -88,26 +89,24 @@ class PairCollector:
         self,
         plan: Any,
         found: Latents,
-        own: Sequence[SampleId],
-        cond: Condition,
-        rows: Tensor,
+        own: Asked,
         iteration: int,
         timer: Timer,
         sums: Sums,
     ) -> Tensor:
         """The latents with those that the method's behaviour network draws."""
         parts, place = self.parts, self.given.members.index("drawn")
-        mine = torch.tensor([row for row, i in enumerate(own) if i.sample == place], dtype=torch.int64)
+        mine = torch.tensor([row for row, i in enumerate(own.ids) if i.sample == place], dtype=torch.int64)
         noise = Noise(self.config.seed, "rollout", iteration, parts.adapter.latent_shape())
         bar = Progress(len(mine), f"iteration {iteration}: sampling", show=self.world.main)
         before = self.evaluations.rows
         try:
             with timer.phase("rollout"), parts.weights.using(parts.algorithm.behaviour):
                 # A slot has one drawn sample: as many batches are made elsewhere as for groups of one.
-                ids, each = [own[row] for row in mine.tolist()], (self.parts.resolved.slots, 1)
-                drawn, _ = drawn_in_step(
-                    parts, plan, noise, ids, cond, rows[mine], bar.update, each, stop=self.stop.in_step
-                )
+                asked = Asked([own.ids[row] for row in mine.tolist()], own.cond, own.rows[mine])
+                options, each = RunOptions(progress=bar.update, stop=self.stop.in_step), (parts.resolved.slots, 1)
+                size = self.config.rollout.batch_size
+                drawn, _ = drawn_in_step(parts, plan, noise, asked, each, options, size)
         finally:
             bar.close()
         sums.add("nfe/rollout", self.evaluations.rows - before, len(mine))

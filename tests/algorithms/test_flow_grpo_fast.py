@@ -12,8 +12,10 @@ from flowrl.algorithms.flow_grpo import clip_preset
 from flowrl.algorithms.flow_grpo_fast import Config, build
 from flowrl.contracts.grids import flow_schedule
 from flowrl.diffusion.process import euler_mean
-from flowrl.rollout.loop import run
+from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.policy import Evaluations
+from flowrl.rollout.recorder import Recording
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import cps, flow_sde, memoryless, wan_sde
 from tests.toys import ToyAdapter, bitwise, draw_advantages, nudge, off_policy, roll_out
 
@@ -166,5 +168,5 @@ def test_rollout_and_update_do_not_depend_on_when_the_plan_was_made():
     nudge(session.adapter.network)
     assert session.plan.train == again.plan.train
     form = session.algorithm.log_prob_form(SDE)
-    data = (again.policy, again.plan, again.noise, again.ids, again.cond, again.rows)
-    assert torch.equal(run(*data, batch_size=4, form=form)[0].x0, again.samples.x0)
+    data = (again.policy, again.plan, again.noise, Asked(again.ids, again.cond, again.rows))
+    assert torch.equal(run(*data, batch_size=4, options=RunOptions(recording=Recording(form)))[0].x0, again.samples.x0)

@@ -25,6 +25,7 @@ from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
 from flowrl.rollout.saliency_maps import mapper
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.base import StepDistribution
 from flowrl.samplers.ode import Ode
 from tests import tiny_pipelines as tiny
@@ -48,7 +49,7 @@ def drawn(model: Generic, batch: int, guidance_scale: float, steps: int) -> tupl
     noise = Noise(0, "parity", None, model.latent_shape())
     cond = model.encode(tiny.PROMPTS[:batch])
     policy, plan = Policy(model, Ode(), guidance_scale), solver_plan(model.schedule(steps))
-    samples, _ = run(policy, plan, noise, ids, cond, torch.arange(batch), batch_size=batch)
+    samples, _ = run(policy, plan, noise, Asked(ids, cond, torch.arange(batch)), batch_size=batch)
     return noise.initial(ids), samples.x0
 
 

@@ -21,6 +21,7 @@ from flowrl.diffusion.windows import MixWindow, mix_window
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import dance_sde, ddim, flow_sde
 from flowrl.training.metrics import Sums
 from tests.toys import SHAPE, Session, ToyAdapter, learner_of, replay_of, roll_out, rollout_of
@@ -182,7 +183,7 @@ def test_every_leaf_is_its_own_way_walked_alone(name, vp):
 def test_a_rollout_evaluates_each_node_once_and_an_edge_is_recorded_once(name):
     session = tree_rollout(name)
     counter = Evaluations(session.adapter.network)
-    data = (session.policy, session.plan, session.noise, session.ids, session.cond, session.rows)
+    data = (session.policy, session.plan, session.noise, Asked(session.ids, session.cond, session.rows))
     run(*data, batch_size=64)
     tree, trees = session.plan.tree, 4
     assert counter.rows == trees * tree.forwards
@@ -210,7 +211,7 @@ def test_batches_hold_whole_trees_and_change_nothing(name, batch_size):
 
 def test_half_a_tree_is_refused():
     session = tree_rollout("branch_grpo")
-    data = (session.policy, session.plan, session.noise, session.ids[:6], session.cond, session.rows[:6])
+    data = (session.policy, session.plan, session.noise, Asked(session.ids[:6], session.cond, session.rows[:6]))
     with pytest.raises(ValueError, match="whole trees of 4"):
         run(*data, batch_size=64)
 
@@ -220,7 +221,7 @@ def rolled(plan: StepPlan, group: int, *, shared_start: bool = False) -> tuple:
     policy = Policy(adapter, dance_sde.build(dance_sde.Config(eta=0.5)), 1.0)
     ids = [SampleId(0, k) for k in range(group)]
     noise, cond = Noise(0, "rollout", 1, SHAPE, shared_start), adapter.encode(["prompt"])
-    return run(policy, plan, noise, ids, cond, torch.zeros(group, dtype=torch.int64), batch_size=16)
+    return run(policy, plan, noise, Asked(ids, cond, torch.zeros(group, dtype=torch.int64)), batch_size=16)
 
 
 def test_without_common_noise_a_split_at_step_0_is_plain_grpo_with_a_shared_start():

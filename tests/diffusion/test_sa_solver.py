@@ -19,6 +19,7 @@ from flowrl.diffusion.solver_base import Node
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.ode import Ode
 from tests.toys import SHAPE, ToyAdapter
 
@@ -216,7 +217,7 @@ def finals(noise_level: float, batch_size: int, seed: int = 0) -> Tensor:
     ids = [SampleId(slot, sample) for slot in range(2) for sample in range(3)]
     plan = solver_plan(flow_schedule(8), "sa", noise_level)
     noise = Noise(seed, "rollout", 1, SHAPE)
-    samples, edges = run(Policy(adapter, Ode(), 1.0), plan, noise, ids, cond, rows, batch_size=batch_size)
+    samples, edges = run(Policy(adapter, Ode(), 1.0), plan, noise, Asked(ids, cond, rows), batch_size=batch_size)
     assert len(edges) == 0
     return samples.x0
 

@@ -22,6 +22,7 @@ from flowrl.diffusion.solvers import SolverName
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.ode import Ode
 from tests.toys import SHAPE, ToyAdapter
 
@@ -235,7 +236,7 @@ def test_a_rollout_is_that_of_diffusers(solver, vp, num_steps, final):
     cond, rows = adapter.encode(["prompt"]), torch.zeros(2, dtype=torch.int64)
     ids, noise = [SampleId(0, 0), SampleId(0, 1)], Noise(0, "rollout", 1, SHAPE)
     plan = StepPlan(schedule, (0.0,) * num_steps, (), (solver,) * num_steps)
-    samples, _ = run(Policy(adapter, Ode(), 1.0), plan, noise, ids, cond, rows, batch_size=2)
+    samples, _ = run(Policy(adapter, Ode(), 1.0), plan, noise, Asked(ids, cond, rows), batch_size=2)
 
     x = noise.initial(ids)
     with torch.no_grad():

@@ -27,6 +27,7 @@ from flowrl.reward import Card, Reward
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.run.folder import RunFolder
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
@@ -92,7 +93,7 @@ class Place:
         ids = [SampleId(0, leaf) for leaf in range(plan.leaves)]
         noise = Noise(3, "tree", None, self.adapter.latent_shape())
         cond, rows = self.adapter.encode(["held out"]), torch.zeros(plan.leaves, dtype=torch.int64)
-        samples, edges = run(self.policy, plan, noise, ids, cond, rows, batch_size=64)
+        samples, edges = run(self.policy, plan, noise, Asked(ids, cond, rows), batch_size=64)
         return plan, ids, samples, edges
 
 

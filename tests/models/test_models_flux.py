@@ -15,10 +15,12 @@ from flowrl.diffusion.schedules import shifted_linspace
 from flowrl.models import flux
 from flowrl.models.base import LoraSettings, packed_grid
 from flowrl.models.weights import Weights
-from flowrl.rollout.loop import run
+from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.recorder import Recording
 from flowrl.rollout.saliency_maps import mapper
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import flow_sde
 from tests import native
 from tests import tiny_pipelines as tiny
@@ -135,10 +137,10 @@ def test_log_probs_and_maps_by_position_go_by_tokens():
     policy = Policy(model, flow_sde.build(flow_sde.Config()), 3.5)
     ids, plan = [SampleId(0, 0), SampleId(1, 0)], window(model.schedule(3), 0.7)
     noise, cond = Noise(0, "test", 1, model.latent_shape()), model.encode(native.PROMPTS)
-    options = {"batch_size": 2, "form": "position"}
-    _, edges = run(policy, plan, noise, ids, cond, torch.arange(2), **options)
+    options = {"batch_size": 2, "options": RunOptions(recording=Recording("position"))}
+    _, edges = run(policy, plan, noise, Asked(ids, cond, torch.arange(2)), **options)
     assert edges.old_log_prob.shape == (len(edges), rows * columns)
-    _, plain = run(policy, plan, noise, ids, cond, torch.arange(2), batch_size=2)
+    _, plain = run(policy, plan, noise, Asked(ids, cond, torch.arange(2)), batch_size=2)
     assert_close(edges.old_log_prob.mean(dim=1), plain.old_log_prob)
     maps = mapper(SpatialConfig(), model.latent_shape(), grid=packed_grid(model))
     pictures = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0))

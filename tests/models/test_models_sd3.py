@@ -19,6 +19,7 @@ from flowrl.models.weights import Weights, lora_file, read_lora
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.ode import Ode
 from flowrl.training.optim import OptimConfig, Optimizer
 from tests import tiny_sd3 as tiny
@@ -37,7 +38,7 @@ def draw(model: sd3.Sd3, guidance_scale: float, steps: int) -> tuple[torch.Tenso
     noise = Noise(0, "parity", None, model.latent_shape())
     cond = model.encode(tiny.PROMPTS)
     policy = Policy(model, Ode(), guidance_scale)
-    samples, _ = run(policy, solver_plan(model.schedule(steps)), noise, ids, cond, torch.arange(2), batch_size=2)
+    samples, _ = run(policy, solver_plan(model.schedule(steps)), noise, Asked(ids, cond, torch.arange(2)), batch_size=2)
     return noise.initial(ids), samples.x0
 
 

@@ -28,6 +28,7 @@ from flowrl.models.generic.adapter import Config, Generic
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import cps, ddim
 from tests import native
 from tests import tiny_pipelines as tiny
@@ -56,7 +57,7 @@ def drawn(model: Any, sampler: Any, level: float, scale: float, steps: int) -> t
     """(noise, latents) of a rollout in which every step has that noise level."""
     noise, cond = Noise(0, "parity", None, model.latent_shape()), model.encode(native.PROMPTS)
     plan = StepPlan(model.schedule(steps), (level,) * steps, ())
-    samples, _ = run(Policy(model, sampler, scale), plan, noise, IDS, cond, torch.arange(2), batch_size=2)
+    samples, _ = run(Policy(model, sampler, scale), plan, noise, Asked(IDS, cond, torch.arange(2)), batch_size=2)
     return noise, samples.x0
 
 

@@ -26,6 +26,7 @@ from flowrl.planning.meter import Meter
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import flow_sde
 from flowrl.training.base import Demand
 from flowrl.training.edge_batches import nodes_per_sample
@@ -185,7 +186,7 @@ def test_the_sizes_are_those_of_the_run_itself(folder, tmp_path):
     noise = Noise(0, "x", 1, model.latent_shape())
     plan = plan_of(run_, model)
     rows = torch.zeros(6, dtype=torch.int64)
-    samples, edges = run(policy, plan, noise, ids, cond, rows, batch_size=2)
+    samples, edges = run(policy, plan, noise, Asked(ids, cond, rows), batch_size=2)
     assert result.latents == 4 * (samples.x0.numel() + edges.nodes.numel())
     assert result.pictures == 4 * model.decode(samples.x0).numel()
 

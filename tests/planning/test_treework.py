@@ -17,6 +17,7 @@ from flowrl.planning.memory import estimate, skeleton
 from flowrl.planning.tree_work import tree_work
 from flowrl.rollout.loop import run
 from flowrl.rollout.policy import Evaluations
+from flowrl.rollout.trajectories import Asked
 from flowrl.training.metrics import Sums
 from tests.toys import Session, ToyAdapter, learner_of, roll_out, rollout_of
 
@@ -69,7 +70,7 @@ def test_the_plan_counts_the_evaluations_and_forwards_of_a_real_rollout(name, ba
     run_ = resolved(name, f"rollout.batch_size={batch_size}")
     session = session_of(run_, batch_size=64)
     counter = Forwards(session.adapter.network)
-    data = (session.policy, session.plan, session.noise, session.ids, session.cond, session.rows)
+    data = (session.policy, session.plan, session.noise, Asked(session.ids, session.cond, session.rows))
     _, edges = run(*data, batch_size=batch_size)
     work = tree_work(run_, session.plan)
     assert counter.rows == work.rollout_rows(len(session.ids))

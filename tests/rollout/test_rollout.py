@@ -17,9 +17,10 @@ from flowrl.diffusion.solver_base import Node
 from flowrl.diffusion.solvers import SOLVERS
 from flowrl.diffusion.windows import MixWindow, mix_window, random_window
 from flowrl.models._experts import Experts
-from flowrl.rollout.loop import run
+from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import ddim, flow_sde
 from flowrl.training.metrics import Sums
 from tests.toys import SHAPE, Session, ToyAdapter, learner_of, roll_out, rollout_of
@@ -97,9 +98,8 @@ def test_a_stochastic_step_that_is_not_trained_is_walked_but_not_recorded():
     adapter = ToyAdapter()
     session = roll_out(adapter)
     plan = StepPlan(adapter.schedule(6), session.plan.noise_level, (1, 3))
-    samples, edges = run(
-        session.policy, plan, session.noise, session.ids, session.cond, session.rows, batch_size=session.batch_size
-    )
+    asked = Asked(session.ids, session.cond, session.rows)
+    samples, edges = run(session.policy, plan, session.noise, asked, batch_size=session.batch_size)
     assert torch.equal(samples.x0, session.samples.x0)
     assert edges.step.reshape(6, 2).tolist() == [[1, 3]] * 6
     assert len(edges.nodes) == 6 * 4
@@ -116,9 +116,7 @@ def test_a_deterministic_plan_records_nothing_and_draws_no_step_noise(monkeypatc
         session.policy,
         solver_plan(adapter.schedule(6)),
         session.noise,
-        session.ids,
-        session.cond,
-        session.rows,
+        Asked(session.ids, session.cond, session.rows),
         batch_size=4,
     )
     assert len(edges) == len(edges.nodes) == 0
@@ -155,11 +153,9 @@ def test_progress_counts_every_sample():
         session.policy,
         session.plan,
         session.noise,
-        session.ids,
-        session.cond,
-        session.rows,
+        Asked(session.ids, session.cond, session.rows),
         batch_size=4,
-        progress=counts.append,
+        options=RunOptions(progress=counts.append),
     )
     assert counts == [4, 2]
 
@@ -173,7 +169,7 @@ def test_a_vp_rollout_starts_from_unscaled_noise_and_walks_the_ddim_grid():
     noise, cond = Noise(0, "rollout", 1, SHAPE), adapter.encode(["prompt"])
     who, rows = ids(1, 3), torch.zeros(3, dtype=torch.int64)
     plan = StepPlan(adapter.schedule(5), (1.0,) * 5, (0, 1, 2, 3, 4))
-    samples, edges = run(policy, plan, noise, who, cond, rows, batch_size=3)
+    samples, edges = run(policy, plan, noise, Asked(who, cond, rows), batch_size=3)
     assert torch.equal(edges.nodes[edges.parent[edges.step == 0]], noise.initial(who))
 
     scheduler = DDIMScheduler(
@@ -219,7 +215,8 @@ def test_a_share_of_the_samples_gives_their_rows_of_the_whole():
     whole = roll_out(ToyAdapter(), prompts=3, batch_size=9)
     chosen = [5, 3, 8]
     part = [whole.ids[i] for i in chosen]
-    samples, edges = run(whole.policy, whole.plan, whole.noise, part, whole.cond, whole.rows[chosen], batch_size=2)
+    asked = Asked(part, whole.cond, whole.rows[chosen])
+    samples, edges = run(whole.policy, whole.plan, whole.noise, asked, batch_size=2)
     assert samples.ids == tuple(part)
     assert_close(samples.x0, whole.samples.x0[chosen], rtol=0, atol=1e-6)
     mine = edges.nodes[edges.child].reshape(3, 5, *SHAPE)
@@ -310,7 +307,7 @@ def dance_grid(num_steps: int) -> Schedule:
 
 def walk(session: Session, plan: StepPlan, noise: Noise | None = None) -> tuple[Samples, Edges]:
     """The session's samples along another plan, in one batch."""
-    who = (noise or session.noise, session.ids, session.cond, session.rows)
+    who = (noise or session.noise, Asked(session.ids, session.cond, session.rows))
     return run(session.policy, plan, *who, batch_size=len(session.ids))
 
 

@@ -27,6 +27,7 @@ from flowrl.losses.batches import NoisedBatch
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.ode import Ode
 from flowrl.training.metrics import Sums
 from flowrl.training.sample_batches import SampleBatches
@@ -358,7 +359,7 @@ def test_a_rollout_keeps_its_samples_and_not_its_trajectories(solver):
         ids, rows = [SampleId(0, k) for k in range(6)], torch.zeros(6, dtype=torch.int64)
         noise, cond = Noise(0, "rollout", 1, SHAPE), adapter.encode(["prompt"])
         with Alive() as alive:
-            samples, edges = run(Policy(adapter, Ode(), 1.0), plan, noise, ids, cond, rows, batch_size=2)
+            samples, edges = run(Policy(adapter, Ode(), 1.0), plan, noise, Asked(ids, cond, rows), batch_size=2)
         assert len(edges.nodes) == len(edges) == 0
         assert samples.x0.untyped_storage().nbytes() == 6 * 32 * 4
         peaks.append(alive.peak)

@@ -31,9 +31,10 @@ from flowrl.models.base import ModelAdapter, decoded
 from flowrl.models.savings import cast_frozen
 from flowrl.models.weights import Weights, component_names
 from flowrl.planning.out_of_memory import explaining
-from flowrl.rollout.loop import run
+from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
+from flowrl.rollout.trajectories import Asked
 from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.pairs.folder import PICTURES, Done, PairFolder
 from flowrl.run.pairs.plan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
@@ -188,10 +189,10 @@ class Pairing:
             with phase("decode"):
                 parts.append(health.seen(x0, decoded(self.adapter, x0.to(self.world.device), cond, where).cpu()))
 
-        options: dict[str, Any] = {"batch_size": config.rollout.batch_size, "device": self.world.device}
-        options |= {"progress": bar.update, "finished": decode, "stop": self.signals.here}
+        options = RunOptions(device=self.world.device, progress=bar.update, finished=decode, stop=self.signals.here)
+        size, wanted = config.rollout.batch_size, Asked(ids, cond, rows)
         with torch.no_grad(), phase("rollout"):
-            run(self.policy, self.plan, noise, ids, cond, rows, **options)
+            run(self.policy, self.plan, noise, wanted, batch_size=size, options=options)
         if health.diverged:
             why = remedy(self.dtype, config.optim, None, trained=False, in_decoder=health.in_decoder)
             raise health.error(f"in round {number + 1}", why)
