@@ -14,7 +14,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms.base import Options, require_positive
+from flowrl.algorithms.base import Options
+from flowrl.core.strict import require_positive
 from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.matching import elbo_weight

@@ -105,10 +105,3 @@ class Options:
 
     def check_process(self, process: Process) -> None:
         """Refuse the model's process, known once the model is."""
-
-
-def require_positive(**values: float) -> None:
-    """Raise ValueError with the name and the value of the first that is not."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name}={value} must be positive")

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages
 from flowrl.algorithms._options import Options as Options
-from flowrl.algorithms._options import require_positive as require_positive
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.credit.critic import ValueConfig, ValueNetwork

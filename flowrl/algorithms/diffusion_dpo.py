@@ -18,7 +18,8 @@ from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull
 from flowrl.algorithms._preference import default_beta, margin, pair_metrics
-from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.strict import require_positive
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.preference import preference_loss
 from flowrl.rollout.outputs import Space

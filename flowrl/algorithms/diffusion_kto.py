@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull
-from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.strict import require_positive
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.preference import Utility, label_loss
 from flowrl.rollout.outputs import Outputs, Space

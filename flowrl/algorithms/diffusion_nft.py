@@ -21,7 +21,8 @@ from typing import Literal
 from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
-from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages, aggregate
 from flowrl.diffusion.training_times import TimesConfig

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
-from flowrl.algorithms.base import Networks, NoiseMethod, Options, require_positive
+from flowrl.algorithms.base import Networks, NoiseMethod, Options
+from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages
 from flowrl.credit.critic import ValueConfig

@@ -18,7 +18,8 @@ from typing import Literal
 from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
-from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.strict import require_positive
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed

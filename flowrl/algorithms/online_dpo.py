@@ -25,7 +25,8 @@ from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
 from flowrl.algorithms._preference import margin, pair_metrics
-from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, RuleConfig, aggregate
 from flowrl.credit.selection import best_and_worst

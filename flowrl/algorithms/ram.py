@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowrl.algorithms._matching import DrawnOptions, LagConfig
-from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.strict import require_positive
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed

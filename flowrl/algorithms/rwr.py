@@ -26,7 +26,8 @@ from torch import Tensor
 
 from flowrl.algorithms._credit import imitation
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
-from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, aggregate
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed

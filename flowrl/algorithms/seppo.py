@@ -26,8 +26,9 @@ from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull, pulling
 from flowrl.algorithms._preference import default_beta, margin, pair_metrics
-from flowrl.algorithms.base import Networks, SampleMethod, require_positive
+from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.rng import stream
+from flowrl.core.strict import require_positive
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solvers import SOLVERS, SolverName
