@@ -28,6 +28,8 @@ COMMANDS = (
     "export",
     "bench",
 )
+GROUPS = ("bench",)
+"""Those with commands of their own."""
 
 app = typer.Typer(
     name="flowrl",
@@ -61,7 +63,7 @@ def options(
 def _register() -> None:
     for name in COMMANDS:
         module = importlib.import_module(f"flowrl.commands.{name}")
-        if hasattr(module, "app"):
+        if name in GROUPS:
             app.add_typer(module.app, name=name)
         else:
             app.command(name=name)(module.command)

@@ -105,9 +105,11 @@ class MixWindow:
     """... from this step on."""
 
     def __post_init__(self) -> None:
-        for name, least in (("size", 1), ("shift", 0), ("interval", 1), ("shortest", 1), ("rate", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        at_least = {"size": (self.size, 1), "shift": (self.shift, 0), "interval": (self.interval, 1)}
+        at_least |= {"shortest": (self.shortest, 1), "rate": (self.rate, 0)}
+        for name, (value, least) in at_least.items():
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
         if self.longest < self.shortest:
             raise ValueError(f"longest={self.longest} must not be below shortest={self.shortest}")
 
