@@ -15,7 +15,7 @@ from flowrl.config.schema import EvalConfig
 from flowrl.core import media, registry
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import SampleId
-from flowrl.credit.advantages import AdvantageConfig, group_advantages
+from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.history import HistoryConfig
 from flowrl.credit.tree_credit import Scale, by_grain, by_path, depthwise, extremes, fuse, log_probs_on_ways, propagated
 from flowrl.data.prompts import Prompt
@@ -33,6 +33,7 @@ from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.signals import Stop
 from flowrl.training.world import World
+from tests.credit import rules
 from tests.toys import OneOf, ToyAdapter, nudge
 
 NAN = float("nan")
@@ -132,11 +133,11 @@ METHODS = {
     ),
     "tree_grpo": (
         {"children": 2, "window": 2},
-        lambda total, tree: propagated(group_advantages(total, std="group").values.squeeze(2), tree),
+        lambda total, tree: propagated(rules.alone("group", total, std="group").values.squeeze(2), tree),
     ),
     "flow_grpo_fast": (
         {"branch": 4, "window_size": 2},
-        lambda total, tree: propagated(group_advantages(total, std="global").values.squeeze(2), tree),
+        lambda total, tree: propagated(rules.alone("group", total, std="global").values.squeeze(2), tree),
     ),
 }
 

@@ -52,8 +52,8 @@ def blamed(images, prompts, metadata):
 
 def spoiled_collector(adapter, overlap: bool):
     made = collector(Scorer([entry(blamed, overlap=overlap)]))
-    learner = SimpleNamespace(remedy=lambda **known: f"lower the rate {known}")
-    made.parts = SimpleNamespace(**(vars(made.parts) | {"adapter": adapter, "learner": learner}))
+    told = SimpleNamespace(remedy=lambda **known: f"lower the rate {known}")
+    made.parts = SimpleNamespace(**(vars(made.parts) | {"adapter": adapter, "evaluator": told}))
     made.parts.policy = replace(made.parts.policy, adapter=adapter)
     return made
 
