@@ -187,7 +187,8 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
         f"{_samples_text(resolved, plan, share, trained)}; {run.iterations} iterations = "
         f"{run.iterations * updates * method.passes} updates"
     )
-    guided = " (CFG: each sample twice)" if adapter.branches(run.rollout.guidance_scale) > 1 else ""
+    twice = adapter is not None and adapter.branches(run.rollout.guidance_scale) > 1
+    guided = " (CFG: each sample twice)" if twice else ""
     if run.rollout.shared_noise and plan.tree is None:
         guided += ", at most (one start, one forward)"
     table.add_row("samples per process", *(f"{g.samples:,}" for g in rows))

@@ -20,6 +20,7 @@ from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.rollout.recorder import Recording
 from flowrl.run.collector import Collector
 from flowrl.samplers.ode import Ode
 from flowrl.scoring.overlap import Ahead, Beside
@@ -71,7 +72,7 @@ def draw(scorer: Scorer, stop=lambda: False):
     """Three batches of three forwards each; `stop` is asked before each."""
     noise = Noise(0, "rollout", 1, SHAPE)
     plan = solver_plan(ToyAdapter().schedule(3))
-    return collector(scorer, stop)._draw("", PROMPTS, GROUP, plan, noise, Timer(), {})
+    return collector(scorer, stop)._draw("", PROMPTS, GROUP, plan, noise, Timer(), Recording())
 
 
 def same(first, second) -> bool:

@@ -61,11 +61,12 @@ def spoiled_collector(adapter, overlap: bool):
 def rolled_out(made, iteration: int = 3):
     from flowrl.diffusion.plan import solver_plan
     from flowrl.rollout.noise import Noise
+    from flowrl.rollout.recorder import Recording
     from flowrl.training.metrics import Timer
     from tests.scoring.test_overlap import GROUP, SHAPE
 
     plan = solver_plan(ToyAdapter().schedule(3))
-    return made._draw("", PROMPTS, GROUP, plan, Noise(0, "rollout", iteration, SHAPE), Timer(), {})
+    return made._draw("", PROMPTS, GROUP, plan, Noise(0, "rollout", iteration, SHAPE), Timer(), Recording())
 
 
 @pytest.mark.parametrize("overlap", [False, True])
