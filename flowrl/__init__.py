@@ -22,6 +22,7 @@ _EXPORTS = {
     "NoiseMethod": "flowrl.algorithms.base",
     "Sampler": "flowrl.samplers.base",
     "Reward": "flowrl.reward",
+    "check": "flowrl.contracts.checking",
     "Card": "flowrl.reward",
 }
 __all__ = [*_EXPORTS, "__version__"]

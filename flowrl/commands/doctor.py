@@ -13,12 +13,19 @@ def command(
     model: Annotated[
         str | None, typer.Option("--model", help="A pipeline to look at instead; then the words are of its Config.")
     ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option("--check", help="A sampler, method or reward: its file or name; the words are of its Config."),
+    ] = None,
     guidance: Annotated[float, typer.Option("--guidance", help="Scale for the comparisons with --model.")] = 4.0,
 ) -> None:
     """Versions, devices, process group; with CONFIG its rewards on a probe batch. Exit code 1 if something fails.
 
     With --model PATH: what the generic adapter finds in that pipeline, and whether it reproduces its own call.
+    With --check FILE: the laws of that component, each tried on it.
     """
+    if check is not None:
+        raise SystemExit(0 if _laws(check, [w for w in (config, *(overrides or ())) if w]) else 1)
     if model is not None:
         raise SystemExit(0 if _pipeline(model, [w for w in (config, *(overrides or ())) if w], guidance) else 1)
     failed = not _report("torchvision's compiled part", _torchvision)
@@ -36,6 +43,23 @@ def command(
             failed |= not _report(f"reward {plan.name}", lambda plan=plan: _probe(plan, resolved))
         failed |= not _report(f"model {resolved.model.config.path}", lambda: _model(resolved))
     raise SystemExit(1 if failed else 0)
+
+
+def _laws(component: str, words: list[str]) -> bool:
+    """Try a component's laws and print what came out; whether they hold."""
+    from flowrl.contracts.checking import check
+    from flowrl.contracts.laws import ContractError
+    from flowrl.core.strict import apply_override
+
+    options: dict = {}
+    for word in words:
+        apply_override(options, word)
+    try:
+        found, good = check(component, **options), True
+    except ContractError as error:
+        found, good = error.findings, False
+    print(*found, sep="\n")
+    return good
 
 
 def _model(resolved) -> str:

@@ -87,11 +87,11 @@ def load(kind: str, name: str) -> ModuleType:
         return importlib.import_module(f"{FOLDERS[kind]}.{name}")
     brought = plugins(kind)
     if name.endswith(".py"):
-        return _completed(_load_file(Path(name), kind), kind, name)
+        return completed(_load_file(Path(name), kind), kind, name)
     if name in brought:
         return _load_plugin(kind, brought[name][0])
     if "." in name:
-        return _completed(_import(kind, name), kind, name)
+        return completed(_import(kind, name), kind, name)
     valid = sorted({*names(kind), *brought})
     raise UnknownName(f"{kind[:-1]} name={name!r} is unknown; {suggest(name, valid)}there are: {', '.join(valid)}")
 
@@ -136,7 +136,7 @@ def _load_file(path: Path, kind: str) -> ModuleType:
     return module
 
 
-def _completed(module: ModuleType, kind: str, name: str) -> ModuleType:
+def completed(module: ModuleType, kind: str, name: str) -> ModuleType:
     """A module of somebody else with `Config` and `build`, from its one class where it defines no `build`.
 
     Config is that of the file of the class, else of the nearest class that it extends.

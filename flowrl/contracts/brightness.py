@@ -1,0 +1,10 @@
+"""A toy reward, for methods under trial: the mean brightness of an image or video."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+    """Mean of all pixels, [B] in [0, 1]."""
+    return images.flatten(1).mean(dim=1)

@@ -1,0 +1,129 @@
+"""`flowrl.check`: the laws of a component's kind, tried on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flowrl.algorithms.base import Method
+from flowrl.config.components import Component, component
+from flowrl.contracts import methods, models, rewards, samplers
+from flowrl.contracts.laws import ContractError, Finding
+from flowrl.contracts.methods import MethodTrial
+from flowrl.core import registry
+from flowrl.core.errors import ConfigError
+from flowrl.core.strict import config_class, validate
+from flowrl.reward import Reward
+from flowrl.rollout.library import Model
+from flowrl.samplers.base import Sampler
+from flowrl.scoring.entries import imported, reward_plan
+
+WHERE = "flowrl.check"
+BASES = {"samplers": Sampler, "algorithms": Method}
+
+
+def check(thing: Any, **options: Any) -> tuple[Finding, ...]:
+    """Try a sampler, method, reward or model on every law of its kind.
+
+        flowrl.check("my_method.py", scale=0.5)
+        flowrl.check(flowrl.load_model("tiny-sd3"))
+
+    A method makes a rollout, a loss and an update on a model of `assets/`, which takes seconds on a CPU.
+
+    Args:
+        thing: a file, a module or the name of a built-in component; or a Sampler, Method, Reward or Model.
+        options: of the component's own Config, where it is a file, module or name.
+
+    Returns:
+        The findings, one a law; `print(*flowrl.check(...), sep="\\n")` shows them.
+
+    Raises:
+        ContractError: laws that do not hold, each with what it expects and what was measured.
+        ConfigError: there is no such component, or an unknown option.
+    """
+    if isinstance(thing, str | Path | ModuleType):
+        name, thing = _made(thing, options)
+    else:
+        name = type(thing).__name__
+        if options:
+            raise ConfigError(
+                f"{WHERE}: options {sorted(options)} are for a file or a module, and this is made already"
+            )
+    found = tuple(_findings(name, thing))
+    if any(not finding.good for finding in found):
+        raise ContractError(name, found)
+    return found
+
+
+def _findings(name: str, thing: Any) -> Iterable[Finding]:
+    """The laws of the kind, tried one after the other."""
+    if isinstance(thing, Sampler):
+        return (law.find(thing) for law in samplers.LAWS)
+    if isinstance(thing, Component):
+        trial = MethodTrial(thing)
+        return (law.find(trial) for law in methods.LAWS)
+    if isinstance(thing, Method):
+        return _findings(name, _component_of(name, thing))
+    if isinstance(thing, Reward):
+        return rewards.Trials(name, thing, rewards.material(thing.card)).run()
+    if isinstance(thing, Model):
+        return (law.find(thing) for law in models.LAWS)
+    raise ConfigError(
+        f"{WHERE}: a {type(thing).__name__} is not a flowrl.Sampler, Method, Reward or Model, nor a file or a module"
+    )
+
+
+def _made(place: str | Path | ModuleType, options: dict[str, Any]) -> tuple[str, Any]:
+    """(name, component) of a file, a built-in name, a dotted path or a module; of a method its `Component`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if isinstance(place, ModuleType):
+        module, kind = place, _kind(place)
+        if kind == "rewards":
+            raise ConfigError(f"{WHERE}: give the reward's file or dotted path, {place.__name__!r}, or what it builds")
+        registry.completed(module, kind, module.__name__)
+        config = validate(config_class(module, WHERE, module.__name__), options, WHERE)
+        part = Component(module.__name__, module, config)
+        return part.name, part.build() if kind == "samplers" else part
+    text = str(place)
+    built_in = [kind for kind in (*BASES, "rewards") if text in registry.names(kind)]
+    if not built_in and "." not in text:
+        known = [name for kind in (*BASES, "rewards") for name in registry.names(kind)]
+        raise ConfigError(f"{WHERE}: {text!r} is unknown; {registry.suggest(text, known)}give a .py file or a name")
+    kind = built_in[0] if built_in else _kind(imported("rewards", text, WHERE))
+    named = {"path" if text.endswith(".py") else "name": text} | options
+    if kind == "rewards":
+        plan = reward_plan(named, WHERE)
+        return plan.name, plan.build().reward
+    part = component(kind, named, WHERE)
+    return part.name, part.build() if kind == "samplers" else part
+
+
+def _kind(module: ModuleType) -> str:
+    """The kind of component that a module defines: by its class, else by what it builds."""
+    defined = vars(module)
+    if "score" in defined:
+        return "rewards"
+    own = [each for each in defined.values() if isinstance(each, type) and each.__module__ == module.__name__]
+    for kind, base in BASES.items():
+        if any(issubclass(each, base) for each in own):
+            return kind
+    if "build" not in defined:
+        raise ConfigError(
+            f"{WHERE}: {module.__name__} defines no class that extends flowrl.Sampler or flowrl.Method, no "
+            "score(images, prompts, metadata), and no Config and build(config)"
+        )
+    made = module.build(config_class(module, WHERE, module.__name__)())
+    return next((kind for kind, base in BASES.items() if isinstance(made, base)), "rewards")
+
+
+def _component_of(name: str, method: Method) -> Component:
+    """A method that is made already as a component: each build is a copy of it."""
+    module = ModuleType(name)
+    module.build = lambda config: copy.deepcopy(method)  # type: ignore[attr-defined]
+    return Component(name, module, method.config)
