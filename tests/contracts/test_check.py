@@ -13,8 +13,8 @@ from flowrl.core.errors import ConfigError
 from flowrl.samplers import ddim
 
 SAMPLER = "from flowrl.samplers.flow_sde import Config, build  # noqa: F401\n"
-REWARD = "def score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3))\n"
-BROKEN = "def score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3)) - images.mean()\n"
+REWARD = "import torch\ndef score(images, prompts, metadata):\n    return torch.stack([i.mean() for i in images])\n"
+BROKEN = REWARD.replace("images])", "images]) - images[0].mean()")
 
 
 def write(folder: Path, text: str) -> str:
