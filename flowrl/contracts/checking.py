@@ -66,7 +66,7 @@ def _findings(name: str, thing: Any) -> Iterable[Finding]:
         trial = MethodTrial(thing)
         return (law.find(trial) for law in methods.LAWS)
     if isinstance(thing, Method):
-        return _findings(name, _component_of(name, thing))
+        return _findings(name, component_of(name, thing))
     if isinstance(thing, Reward):
         return rewards.Trials(name, thing, rewards.material(thing.card)).run()
     if isinstance(thing, Model):
@@ -122,8 +122,9 @@ def _kind(module: ModuleType) -> str:
     return next((kind for kind, base in BASES.items() if isinstance(made, base)), "rewards")
 
 
-def _component_of(name: str, method: Method) -> Component:
+def component_of(name: str, method: Method) -> Component:
     """A method that is made already as a component: each build is a copy of it."""
     module = ModuleType(name)
+    module.__file__ = None  # as of a module without source: no run would record it
     module.build = lambda config: copy.deepcopy(method)  # type: ignore[attr-defined]
     return Component(name, module, method.config)

@@ -24,12 +24,13 @@ from flowrl.core.types import Edges
 from flowrl.credit.advantages import Advantages
 from flowrl.diffusion.process import Process
 from flowrl.diffusion.schedules import Schedule
+from flowrl.losses.batches import Microbatch
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.session import Session
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.training.world import World
 
-STEPS, PROMPTS, GROUP = 6, 2, 4
+STEPS, PROMPTS, GROUP = 8, 2, 4
 ITERATIONS = (1, 2, 60)
 MODELS = {
     "flow": {"name": "sd3", "path": "tiny-sd3", "max_sequence_length": 9},
@@ -75,13 +76,16 @@ class MethodTrial:
             "model": MODELS[self.path],
             "data": {"prompts": "shapes:train", "max_prompts": 2 * PROMPTS, "eval_share": 0.0},
             "rollout": {"num_inference_steps": STEPS, "prompts_per_iteration": PROMPTS, "batch_size": 64}
-            | {"group_size": max(GROUP, 2 * leaves)},
+            | {"group_size": max(GROUP, method.config.least_trees * leaves)},
             "rewards": [{"name": "flowrl.contracts.brightness"}],
-            "optim": {"learning_rate": 1e-4, "batch_size": BATCH, "updates_per_iteration": 1},
+            "optim": {"learning_rate": 1e-4, "weight_decay": 0.0, "batch_size": BATCH, "updates_per_iteration": 1},
         }
         if method.members:
             tree |= {"data": {"pairs": {"path": given(Path(self.folder.name)), "per_iteration": 4}}, "rewards": []}
-            tree["algorithm"] = {"name": "diffusion_dpo"}
+            tree |= {
+                "algorithm": {"name": "diffusion_dpo"},
+                "rollout": {"num_inference_steps": STEPS, "batch_size": 64},
+            }
         run = resolve(validate(RunConfig, tree, ""))
         sampler = component("samplers", SAMPLERS[self.path] or {}, "rollout.sampler", method.config.default_sampler)
         resolved = dataclasses.replace(run, algorithm=self.part, sampler=sampler)
@@ -241,13 +245,18 @@ def loss(trial: MethodTrial) -> str:
     return f"{', '.join(sorted(found.metrics))}"
 
 
+def forwards(batch: Any) -> int:
+    """Rows that go through the network: of edges, the places where they start."""
+    return len(batch.latents) if isinstance(batch, Microbatch) else len(batch)
+
+
 @law("sum", "the loss is a sum over its batch, whatever batches it comes in: the gradients of the parts add up")
 def summed(trial: MethodTrial) -> str:
     method, whole = trial.session.method, trial.batches
-    if isinstance(method, EdgeMethod) and method.transitions is not None:
-        return "draws its transitions anew for each update: not tried"
+    if isinstance(method, NoiseMethod) or (isinstance(method, EdgeMethod) and method.transitions is not None):
+        return "it learns while its batches are made, which so differ from call to call: not tried"
     # A prompt is the most that a forward may have to hold whole.
-    half = -(-sum(map(len, whole)) // trial.rollout.rewards.shape[1])
+    half = -(-sum(map(forwards, whole)) // trial.rollout.rewards.shape[1])
     parts = list(trial.session.batches(trial.rollout, trial.credit, batch_size=half))
     require(len(parts) > len(whole), f"{len(parts)} batches of {half} rows")
     first, second = trial.gradient(whole), trial.gradient(parts)
@@ -261,7 +270,7 @@ def reachable(trial: MethodTrial) -> set[str]:
     """Trained weights that the network's output depends on."""
     session, rollout = trial.session, trial.rollout
     if isinstance(session.method, NoiseMethod):
-        return set(session.weights.parameters)
+        return set()  # a distribution for each prompt, of which some were drawn
     x, cond = rollout.samples.x0, rollout.cond.index(rollout.rows)
     for timestep in session.parts.schedule.timesteps[1:]:
         session.model.predict(x, timestep.expand(len(x)), cond, 1.0).square().sum().backward()
@@ -277,6 +286,7 @@ def gradient(trial: MethodTrial) -> str:
     require(not bad, f"not finite at {bad[:3]}")
     reached = {name for name, value in found.items() if float(value.abs().max()) > 0}
     missing = sorted(reachable(trial) - reached)
+    require(bool(reached), "it is 0 at every weight")
     require(not missing, f"none at {len(missing)} weights, such as {missing[:3]}")
     return f"reaches {len(reached)} tensors"
 

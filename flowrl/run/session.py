@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import Method
+from flowrl.algorithms.base import Method, Networks
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
@@ -37,6 +39,7 @@ from flowrl.run.assembly import assemble
 from flowrl.run.collector import Collector
 from flowrl.run.given_collector import HeldOutPairs, PairCollector
 from flowrl.scoring.scorer import Scorer
+from flowrl.training.base import Iteration
 from flowrl.training.metrics import Sums, Timer
 from flowrl.training.signals import Signals
 from flowrl.training.world import World, join
@@ -116,6 +119,11 @@ class Session:
         return self.parts.weights
 
     @property
+    def networks(self) -> Networks:
+        """The policy with the roles of its weights, as `method.loss` takes them."""
+        return self.parts.learner.networks
+
+    @property
     def method(self) -> Method:
         return self.parts.algorithm
 
@@ -151,6 +159,23 @@ class Session:
         if rollout.plan.tree is None:
             return credit
         return method.on_tree(credit, rollout, weights, self._under_way)
+
+    def batches(self, rollout: Rollout, credit: Advantages, batch_size: int | None = None) -> Iterator[Any]:
+        """The training forwards of the iteration that was rolled out last, as `method.loss` takes them.
+
+        Args:
+            rollout: of that iteration.
+            credit: of its samples.
+            batch_size: rows of a forward; None: the configuration's.
+        """
+        learner = self.parts.learner
+        context, data = learner.context, Iteration(self._under_way, rollout, credit, Sums())
+        if batch_size is not None:
+            context = replace(context, optim=replace(context.optim, batch_size=batch_size))
+        work = learner.training.work(context, data)
+        work.prepare()
+        for number in range(len(work.shares)):
+            yield from (batch for batch, counts in work.batches(number) if counts)
 
     def update(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
         """The optimizer steps of the iteration that was rolled out last, which they finish; its row of metrics.

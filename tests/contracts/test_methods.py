@@ -1,0 +1,145 @@
+"""The laws of methods, over every file in flowrl/algorithms/ and on both kinds of model; and that each law can fail."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import flowrl
+from flowrl.config.components import component
+from flowrl.contracts.checking import component_of
+from flowrl.contracts.laws import ContractError, Law
+from flowrl.contracts.methods import LAWS, MethodTrial
+from flowrl.core import registry
+from flowrl.losses.batches import LossOutput
+
+NAMES = registry.names("algorithms")
+FAST = ("flow_grpo", "diffusion_nft", "diffusion_dpo", "find")
+"""One for each kind of training data."""
+OWN: dict[str, dict[str, Any]] = {"mix_grpo_flash": {"shift": 1.0}}
+"""Options that the tiny model asks for: the shift of its grid."""
+
+
+@functools.lru_cache(maxsize=1)
+def trial(name: str) -> MethodTrial:
+    return MethodTrial(component("algorithms", {"name": name} | OWN.get(name, {}), "algorithm"))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in NAMES])
+def test_a_method_keeps_the_law(name: str, law: Law[MethodTrial]):
+    law.hold(trial(name))
+
+
+# ---- each law can fail
+
+
+class Sound(flowrl.EdgeMethod):
+    """REINFORCE; what breaks a law is one of its parts."""
+
+    def loss(self, batch, networks):
+        log_ratio = self.log_ratio(networks.transition(batch), batch, networks.policy.sampler)
+        loss = -(batch.advantage[:, 0] * log_ratio).sum()
+        return LossOutput(loss, {"policy/loss": loss.detach()})
+
+
+class Restless(Sound):
+    calls = 0
+
+    def plan(self, schedule, sampler, iteration, seed):
+        Restless.calls += 1
+        return (
+            super()
+            .plan(schedule, sampler, iteration, seed + Restless.calls)
+            .__class__(schedule, (0.1 * Restless.calls,) * len(schedule), (0,))
+        )
+
+
+class Lopsided(Sound):
+    def advantages(self, rewards, weights, prompts=()):
+        return super().advantages(rewards[:, :1], weights, prompts[:1])
+
+
+class Trusting(Sound):
+    def advantages(self, rewards, weights, prompts=()):
+        return super().advantages(rewards.nan_to_num(), weights, prompts)
+
+
+class Retiring(Sound):
+    def retired(self, rewards, weights):
+        return torch.zeros(1)
+
+
+class Drifting(Sound):
+    def log_ratio(self, policy, batch, sampler):
+        return super().log_ratio(policy, batch, sampler) + 0.1
+
+
+class Vector(Sound):
+    def loss(self, batch, networks):
+        found = super().loss(batch, networks)
+        return LossOutput(found.loss.expand(2), found.metrics)
+
+
+class Mean(Sound):
+    def loss(self, batch, networks):
+        found = super().loss(batch, networks)
+        return LossOutput(found.loss / len(batch), found.metrics)
+
+
+class Detached(Sound):
+    def loss(self, batch, networks):
+        found = super().loss(batch, networks)
+        anchor = next(iter(networks.weights.parameters.values())).sum()
+        return LossOutput(found.loss.detach() + anchor, found.metrics)
+
+
+class Careless(Sound):
+    def advantages(self, rewards, weights, prompts=()):
+        found = super().advantages(rewards.clone(), weights, prompts)
+        rewards.mul_(2)
+        return found
+
+
+class Still(Sound):
+    def loss(self, batch, networks):
+        found = super().loss(batch, networks)
+        return LossOutput(0 * found.loss, found.metrics)
+
+
+class Forgetful(Sound):
+    def load_state_dict(self, state):
+        """Take anything, and keep nothing."""
+
+
+BREAKS: dict[str, type[flowrl.Method]] = {
+    "plan": Restless,
+    "credit": Lopsided,
+    "failed rewards": Trusting,
+    "retired": Retiring,
+    "ratio": Drifting,
+    "loss": Vector,
+    "sum": Mean,
+    "gradient": Detached,
+    "inputs": Careless,
+    "update": Still,
+    "state": Forgetful,
+}
+
+
+def own(kind: type[flowrl.Method]) -> flowrl.Method:
+    return kind(flowrl.Method.Config())
+
+
+def test_a_method_that_is_given_as_an_object_is_tried():
+    found = flowrl.check(own(Sound))
+    assert {finding.law for finding in found} == {law.name for law in LAWS}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_each_law_finds_the_method_that_breaks_it(law):
+    with pytest.raises(ContractError, match=f"FAIL  {law.name}: "):
+        law.hold(MethodTrial(component_of("mine", own(BREAKS[law.name]))))
