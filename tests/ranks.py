@@ -25,12 +25,13 @@ SIZES = "sizes.json"
 
 def use_tiny_pipelines(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """From here on `model.path: tiny:CASE` of a native family is that pipeline of tests/tiny_pipelines, in memory."""
-    for family, kind in native.CLASSES.items():
-        module = registry.load("models", family)
-        patch(module, "build", functools.partial(_build, getattr(module, kind), module.build))
+    for name in registry.names("models"):
+        module = registry.load("models", name)
+        if hasattr(module, "FAMILY"):
+            patch(module, "build", functools.partial(_build, module.FAMILY.adapter, module.build))
 
 
-def _build(kind: type, build: Any, config: Any) -> Any:
+def _build(kind: Callable[..., Any], build: Any, config: Any) -> Any:
     if not config.path.startswith("tiny:"):
         return build(config)
     pipe = tiny.make(config.path.removeprefix("tiny:"))

@@ -60,7 +60,7 @@ class Wanted:
     """Samples per forward; None: the rollout's."""
 
 
-class _Drawing:
+class Drawing:
     """One draw of this process's part: sampled, decoded and scored.
 
     Args:
@@ -192,7 +192,7 @@ class Collector:
                 before = self.evaluations.rows
             text, recording = f"iteration {iteration}: sampling", parts.learner.training.recording(parts.sampler)
             wanted = Wanted(text, prompts, config.rollout.group_size, plan, noise, recording)
-            found = _Drawing(parts, wanted, timer, self.stop)()
+            found = Drawing(parts, wanted, timer, self.stop)()
         if parts.maps is not None:
             with timer.phase("maps"):
                 maps = parts.maps(found.images)
@@ -291,7 +291,7 @@ class Collector:
         plan = self.parts.algorithm.plan(grid, self.parts.sampler, iteration, self.config.seed)
         pool, text = self.options.pool, f"iteration {iteration}: exploring"
         wanted = Wanted(text, prompts, pool, plan, noise, batch_size=batch_size)
-        found = _Drawing(self.parts, wanted, Timer(), self.stop)()
+        found = Drawing(self.parts, wanted, Timer(), self.stop)()
         return aggregate(self._gather(found, len(prompts), pool)[0], self.weights)
 
     def _check(self, iteration: int, prompts: Sequence[Prompt], noise: Noise, scores: Tensor) -> None:

@@ -19,9 +19,8 @@ from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rollout.noise import Noise
-from flowrl.rollout.policy import Evaluations, Policy
-from flowrl.rollout.recorder import Recording
-from flowrl.run.collector import Collector
+from flowrl.rollout.policy import Policy
+from flowrl.run.collector import Drawing, Wanted
 from flowrl.samplers.ode import Ode
 from flowrl.scoring.overlap import Ahead, Beside
 from flowrl.scoring.scorer import Scorer
@@ -50,11 +49,11 @@ def entry(score, name="mine", **card) -> WeightedReward:
     return WeightedReward(name, Reward(score, Card(**({"outputs": (name,)} | card))))
 
 
-def collector(scorer: Scorer, stop=lambda: False) -> Collector:
-    """One that draws toys, four a batch."""
-    adapter = ToyAdapter()
-    found = Collector.__new__(Collector)
-    found.parts = SimpleNamespace(
+def parts_of(scorer: Scorer, adapter=None) -> SimpleNamespace:
+    """A run that draws toys, four a batch."""
+    adapter = adapter or ToyAdapter()
+    return SimpleNamespace(
+        resolved=SimpleNamespace(run=SimpleNamespace(rollout=SimpleNamespace(batch_size=4))),
         scorer=scorer,
         texts=Texts(adapter, PROMPTS, cache=True),
         policy=Policy(adapter, Ode(), 1.0),
@@ -62,17 +61,12 @@ def collector(scorer: Scorer, stop=lambda: False) -> Collector:
         sharded=False,
         world=ALONE,
     )
-    found.scorer = scorer
-    found.config = SimpleNamespace(rollout=SimpleNamespace(batch_size=4))
-    found.world, found.stop, found.evaluations = ALONE, Stop(in_step=stop), Evaluations(adapter.network)
-    return found
 
 
 def draw(scorer: Scorer, stop=lambda: False):
     """Three batches of three forwards each; `stop` is asked before each."""
-    noise = Noise(0, "rollout", 1, SHAPE)
-    plan = solver_plan(ToyAdapter().schedule(3))
-    return collector(scorer, stop)._draw("", PROMPTS, GROUP, plan, noise, Timer(), Recording())
+    wanted = Wanted("", PROMPTS, GROUP, solver_plan(ToyAdapter().schedule(3)), Noise(0, "rollout", 1, SHAPE))
+    return Drawing(parts_of(scorer), wanted, Timer(), Stop(in_step=stop))()
 
 
 def same(first, second) -> bool:

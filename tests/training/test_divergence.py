@@ -15,11 +15,16 @@ from flowrl.config.load import load_config
 from flowrl.config.schema import EvalConfig
 from flowrl.core.errors import Abandoned, Diverged, RewardFailure
 from flowrl.data.text_cache import Texts
+from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.evaluator import Evaluator, Setting
+from flowrl.rollout.noise import Noise
+from flowrl.run.collector import Drawing, Wanted
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.divergence import Health, remedy
+from flowrl.training.metrics import Timer
+from flowrl.training.signals import NEVER
 from flowrl.training.world import World
-from tests.scoring.test_overlap import ALONE, PROMPTS, brightness, collector, draw, entry
+from tests.scoring.test_overlap import ALONE, GROUP, PROMPTS, SHAPE, brightness, draw, entry, parts_of
 from tests.toys import ToyAdapter
 
 NAN, INF = float("nan"), float("inf")
@@ -50,23 +55,16 @@ def blamed(images, prompts, metadata):
     return brightness(images, prompts, metadata)
 
 
-def spoiled_collector(adapter, overlap: bool):
-    made = collector(Scorer([entry(blamed, overlap=overlap)]))
-    told = SimpleNamespace(remedy=lambda **known: f"lower the rate {known}")
-    made.parts = SimpleNamespace(**(vars(made.parts) | {"adapter": adapter, "evaluator": told}))
-    made.parts.policy = replace(made.parts.policy, adapter=adapter)
+def spoiled_parts(adapter, overlap: bool):
+    made = parts_of(Scorer([entry(blamed, overlap=overlap)]), adapter)
+    made.evaluator = SimpleNamespace(remedy=lambda **known: f"lower the rate {known}")
     return made
 
 
-def rolled_out(made, iteration: int = 3):
-    from flowrl.diffusion.plan import solver_plan
-    from flowrl.rollout.noise import Noise
-    from flowrl.rollout.recorder import Recording
-    from flowrl.training.metrics import Timer
-    from tests.scoring.test_overlap import GROUP, SHAPE
-
+def rolled_out(parts, iteration: int = 3):
     plan = solver_plan(ToyAdapter().schedule(3))
-    return made._draw("", PROMPTS, GROUP, plan, Noise(0, "rollout", iteration, SHAPE), Timer(), Recording())
+    wanted = Wanted("", PROMPTS, GROUP, plan, Noise(0, "rollout", iteration, SHAPE))
+    return Drawing(parts, wanted, Timer(), NEVER)()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -80,7 +78,7 @@ def rolled_out(made, iteration: int = 3):
     ],
 )
 def test_a_rollout_ends_before_it_is_scored(value, latents, words, overlap):
-    made = spoiled_collector(Spoiled(value, 0, 1, 2, 3, latents=latents), overlap)
+    made = spoiled_parts(Spoiled(value, 0, 1, 2, 3, latents=latents), overlap)
     with pytest.raises(Diverged, match=rf"{words}.*12 of 12.*lower the rate.*'trained': True") as left:
         rolled_out(made)
     assert left.value.exit_code == 1
@@ -89,7 +87,7 @@ def test_a_rollout_ends_before_it_is_scored(value, latents, words, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("latents", [False, True])
 def test_a_few_samples_are_masked_and_the_others_keep_their_scores(latents, overlap):
-    found = rolled_out(spoiled_collector(Spoiled(INF, 1, latents=latents), overlap))
+    found = rolled_out(spoiled_parts(Spoiled(INF, 1, latents=latents), overlap))
     whole = draw(Scorer([entry(brightness)]))
     bad = torch.arange(12) % 4 == 1
     assert found.scores.raw["mine"].isnan().tolist() == bad.tolist()
