@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from flowrl.config.resolved import Resolved
-from flowrl.core.types import Condition, Samples, no_edges
 from flowrl.diffusion.plan import StepPlan
-from flowrl.rollout.trajectories import Rollout
+from flowrl.rollout.trajectories import Trajectories
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,7 @@ def _live(resolved: Resolved, plan: StepPlan, iteration: int) -> Tensor:
     """Which steps of each leaf's way are trained, [T, L, K] bool, of the T trees of a prompt."""
     algorithm: Any = resolved.algorithm.build()
     rewards, weights = torch.rand(1, 1, resolved.group_size, generator=torch.Generator().manual_seed(0)), torch.ones(1)
-    none, known = Samples(torch.zeros(0), ()), (("", ()),)
-    rows = torch.zeros(0, dtype=torch.int64)
-    rollout = Rollout(plan, none, no_edges(none), Condition({}), rows, rewards, prompts=known)
+    known = (("", ()),)
+    rollout = Trajectories.none(plan).scored(rewards, prompts=known)
     credit = algorithm.on_tree(algorithm.advantages(rewards, weights, known), rollout, weights, iteration)
     return ~credit.pruned[0].unflatten(0, (-1, plan.leaves))

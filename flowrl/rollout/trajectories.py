@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.types import Condition, Edges, Identity, SampleId, Samples
+from flowrl.core.types import Condition, Edges, Identity, SampleId, Samples, no_edges
 from flowrl.diffusion.plan import StepPlan
 
 
@@ -42,6 +42,12 @@ class Trajectories:
     """Conditions of the prompts."""
     rows: Tensor
     """Row of `cond` of each sample, [B] int64."""
+
+    @staticmethod
+    def none(plan: StepPlan) -> Trajectories:
+        """Those of a process without a sample."""
+        samples = Samples(torch.zeros(0), ())
+        return Trajectories(plan, samples, no_edges(samples), Condition({}), torch.zeros(0, dtype=torch.int64))
 
     def scored(self, rewards: Tensor, **further: Any) -> Rollout:
         """The rollout with the rewards of the whole iteration [R, P, G]; `further` are fields of `Rollout`."""

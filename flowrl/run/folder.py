@@ -191,5 +191,5 @@ def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any
         "threads_per_process": torch.get_num_threads(),
         "seed": resolved.run.seed,
         "rewards": ", ".join(f"{plan.label} x {plan.entry.weight}" for plan in resolved.rewards),
-        "levels": {"algorithm": resolved.algorithm.build().level},
+        "levels": {"algorithm": resolved.method.level},
     }

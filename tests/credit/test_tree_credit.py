@@ -17,7 +17,6 @@ from flowrl.algorithms._tree import NodeConfig
 from flowrl.algorithms.flow_grpo import ClippedOptions
 from flowrl.contracts.grids import flow_schedule
 from flowrl.core import registry
-from flowrl.core.types import Samples
 from flowrl.credit.advantages import AdvantageConfig, aggregate
 from flowrl.credit.tree_credit import (
     DepthWindow,
@@ -33,7 +32,7 @@ from flowrl.credit.tree_credit import (
 )
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.tree_shapes import completions, offshoots, splits
-from flowrl.rollout.trajectories import Rollout
+from flowrl.rollout.trajectories import Trajectories
 from flowrl.run.collector import Collector
 from flowrl.samplers import dance_sde, flow_sde
 from flowrl.samplers.base import step_std
@@ -52,8 +51,7 @@ def on_tree(config, method, rewards: torch.Tensor, *, num_steps: int = 5, iterat
     """Credit by edge of a method for rewards [R, P, G] with weight 1 each."""
     algorithm, weights = method.build(config), torch.ones(len(rewards))
     plan = algorithm.plan(flow_schedule(num_steps), dance_sde.build(dance_sde.Config()), iteration, 0)
-    none = SimpleNamespace()
-    rollout = Rollout(plan, Samples(torch.zeros(0), ()), none, none, none, rewards, paths=paths)
+    rollout = Trajectories.none(plan).scored(rewards, paths=paths)
     return algorithm.on_tree(algorithm.advantages(rewards, weights), rollout, weights, iteration)
 
 
