@@ -28,8 +28,14 @@ def trial(name: str) -> MethodTrial:
     return MethodTrial(component("algorithms", {"name": name} | OWN.get(name, {}), "algorithm"))
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in NAMES])
+CASES = [(name, law) for name in NAMES for law in LAWS]
+QUICK = [(name, law) for name, law in CASES if name in FAST or law.name == "state"]
+
+
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=f"{case[0]}-{case[1]}") for case in CASES],
+)
 def test_a_method_keeps_the_law(name: str, law: Law[MethodTrial]):
     law.hold(trial(name))
 
