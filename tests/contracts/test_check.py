@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 import flowrl
 from flowrl.contracts.laws import ContractError
