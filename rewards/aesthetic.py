@@ -186,9 +186,9 @@ def fingerprint(head: Head) -> tuple[float, ...]:
 
 def recognise(head: Head) -> Version | None:
     """The published head whose fingerprint this is, within 1e-4; None if it is none of them."""
-    found = fingerprint(head)
+    result = fingerprint(head)
     for version, known in PUBLISHED.items():
-        if all(abs(a - b) <= _TOLERANCE for a, b in zip(found, known.fingerprint, strict=True)):
+        if all(abs(a - b) <= _TOLERANCE for a, b in zip(result, known.fingerprint, strict=True)):
             return version
     return None
 
@@ -232,11 +232,11 @@ def load_head(config: Config) -> Head:
         return head
     version = recognise(head)
     if version != config.version:
-        known, found = PUBLISHED[config.version], hashlib.sha256(path.read_bytes()).hexdigest()
+        known, result = PUBLISHED[config.version], hashlib.sha256(path.read_bytes()).hexdigest()
         like = f"it is the head of {version}: set version: {version}" if version else "its values are those of none"
         raise RewardError(
             f"reward 'aesthetic': {str(path)!r} is not the published head of {config.version}; {like}. Its sha256 is "
-            f"{found}, that of {known.file} of {known.where} is {known.sha256}; for a head of your own, set "
+            f"{result}, that of {known.file} of {known.where} is {known.sha256}; for a head of your own, set "
             "published: false"
         )
     return head

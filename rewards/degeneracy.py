@@ -88,8 +88,8 @@ def high_frequency(luminance: Tensor) -> float:
 
 
 def build(config: Config) -> Reward:
-    def one(picture: Tensor) -> tuple[float, ...]:
-        values = to_uint8(picture)
+    def one(image: Tensor) -> tuple[float, ...]:
+        values = to_uint8(image)
         if values is None:
             return (math.nan,) * len(CARD.outputs)
         pixels = torch.from_numpy(values).permute(2, 0, 1).float() / 255
@@ -100,7 +100,7 @@ def build(config: Config) -> Reward:
         return float(dead), float(black), float(flat), saturation(pixels), high_frequency(luminance)
 
     def score(images: Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
-        table = torch.tensor([one(picture) for picture in images], dtype=torch.float32)
+        table = torch.tensor([one(image) for image in images], dtype=torch.float32)
         return dict(zip(CARD.outputs, table.unbind(dim=1), strict=True))
 
     return Reward(framewise(score, _FRAMES), CARD)

@@ -84,8 +84,8 @@ def colour_waves(bandwidth: float) -> Embed:
     size = 3 * _GRID**2
     waves = torch.randn(size, _WAVES, generator=torch.Generator().manual_seed(0)) / (bandwidth * size**0.5)
 
-    def embed(pictures: Sequence[Tensor]) -> Tensor:
-        grids = torch.stack([F.adaptive_avg_pool2d(p.float().cpu(), _GRID).flatten() for p in pictures])
+    def embed(images: Sequence[Tensor]) -> Tensor:
+        grids = torch.stack([F.adaptive_avg_pool2d(p.float().cpu(), _GRID).flatten() for p in images])
         phase = grids @ waves
         return torch.cat([phase.cos(), phase.sin()], dim=1)
 
@@ -98,10 +98,10 @@ def groups_of(prompts: Sequence[str], metadata: Sequence[dict]) -> list[list[int
     >>> groups_of(["a", "b", "a", "a"], [{}, {}, {}, {"seed": 1}])
     [[0, 2], [1], [3]]
     """
-    found: dict[tuple[str, str], list[int]] = {}
+    result: dict[tuple[str, str], list[int]] = {}
     for place, (prompt, extra) in enumerate(zip(prompts, metadata, strict=True)):
-        found.setdefault((prompt, json.dumps(extra, sort_keys=True, default=repr)), []).append(place)
-    return list(found.values())
+        result.setdefault((prompt, json.dumps(extra, sort_keys=True, default=repr)), []).append(place)
+    return list(result.values())
 
 
 def build(config: Config) -> Reward:

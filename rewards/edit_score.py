@@ -24,14 +24,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from flowrl.rewards._judges.backends import Backend, judge_card, judged
+from flowrl.rewards._judges.backends import Backend, judge_card, judge_reward
 from flowrl.rewards._judges.base import Judge, Question, Writing, ask_json, mean_or_nan, read_text, strict_fields
 from flowrl.rewards._judges.vlm import Local
 from flowrl.rewards._vision.arrays import to_uint8
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.core.media import open_picture
+from flowrl.core.media import open_image
 from flowrl.core.paths import PATH
 from flowrl.reward import Reward, RewardError
 
@@ -114,7 +114,7 @@ def source_pixels(metadata: Mapping[str, Any]) -> np.ndarray:
             "its path under 'image' in a .jsonl prompt file"
         )
     try:
-        return np.array(open_picture(paths[0]))
+        return np.array(open_image(paths[0]))
     except (OSError, SyntaxError, ValueError) as error:
         raise RewardError(f"reward 'edit_score' cannot read the source picture {paths[0]!r}: {error}") from error
 
@@ -170,4 +170,4 @@ def build(config: Config) -> Reward:
     if "<instruction>" not in texts[0]:
         raise RewardError(f"reward 'edit_score': sc_prompt {config.sc_prompt!r} must hold <instruction>")
     draws = f"{config.num_pass} {config.temperature} {config.seed}"
-    return judged("edit_score", CARD, config, DEFAULT, lambda judge: Asker(judge, config, *texts), *texts, draws)
+    return judge_reward("edit_score", CARD, config, DEFAULT, lambda judge: Asker(judge, config, *texts), *texts, draws)

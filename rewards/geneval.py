@@ -239,23 +239,23 @@ def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collec
     """The reward on any detector and colour classifier; `labels` are the classes that the detector knows."""
     names = _names(config)
 
-    def one(picture: Tensor, record: Mapping[str, Any]) -> dict[str, float]:
+    def one(image: Tensor, record: Mapping[str, Any]) -> dict[str, float]:
         include, exclude = read_clauses(record, "include"), read_clauses(record, "exclude")
         _require_known(labels, (*include, *exclude))
-        pixels = to_uint8(picture)
+        pixels = to_uint8(image)
         if pixels is None:
             return dict.fromkeys(names, math.nan)
         confidence = config.counting_confidence if record.get("tag") == "counting" else config.confidence
         try:
-            found = detector(pixels)
+            result = detector(pixels)
         except DetectionError as error:
             log.warning("reward 'geneval': a picture is not scored: %s", error)
             return dict.fromkeys(names, math.nan)
-        sight = Sight(pixels, found, confidence, namer)
+        sight = Sight(pixels, result, confidence, namer)
         return exact(sight, include) | {"official": float(official(sight, include, exclude))}
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
-        rows = [one(picture, record) for picture, record in zip(images, metadata, strict=True)]
+        rows = [one(image, record) for image, record in zip(images, metadata, strict=True)]
         return {f"geneval_{name}": torch.tensor([row[name] for row in rows]) for name in names}
 
     return Reward(score, card_of(config))

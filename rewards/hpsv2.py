@@ -70,17 +70,17 @@ class Config(ClipOptions):
             raise ValueError(f"frames={self.frames} must be at least 1")
 
 
-def prepared(picture: Tensor, size: int, *, preprocess: clips.Preprocess = "fast", antialias: bool = True) -> Tensor:
+def prepared(image: Tensor, size: int, *, preprocess: clips.Preprocess = "fast", antialias: bool = True) -> Tensor:
     """[3, size, size] of a picture [3, H, W] in [0, 1]: longest side to `size`, black bars, normalised.
 
     NaN all over where the picture holds NaN or inf.
     """
-    if picture.ndim != 3 or picture.shape[0] != 3:
-        raise ValueError(f"a picture must be [3, H, W], got {list(picture.shape)}")
-    if not picture.isfinite().all():
-        return broken(picture, size, preprocess)
+    if image.ndim != 3 or image.shape[0] != 3:
+        raise ValueError(f"a picture must be [3, H, W], got {list(image.shape)}")
+    if not image.isfinite().all():
+        return broken(image, size, preprocess)
     exact = preprocess == "exact"
-    pixels = torch.from_numpy(to_uint8(picture)).permute(2, 0, 1).float() / 255 if exact else picture.float()
+    pixels = torch.from_numpy(to_uint8(image)).permute(2, 0, 1).float() / 255 if exact else image.float()
     shape = resized_shape(*pixels.shape[-2:], size, "pad")
     if shape != tuple(pixels.shape[-2:]):
         # No clamp: the published code has none on its float tensors.
@@ -102,8 +102,8 @@ def find_weights(config: Config) -> Path:
             f"reward 'hpsv2': {path.name} holds {other}, but version={config.version!r} is asked for; set "
             f"version: {other}, or give {name}"
         )
-    if config.sha256 is not None and (found := _sha256(path)) != config.sha256.lower():
-        raise RewardError(f"reward 'hpsv2': {str(path)!r} has sha256 {found}, not {config.sha256}")
+    if config.sha256 is not None and (result := _sha256(path)) != config.sha256.lower():
+        raise RewardError(f"reward 'hpsv2': {str(path)!r} has sha256 {result}, not {config.sha256}")
     return path
 
 
@@ -147,7 +147,7 @@ def build(config: Config) -> Reward:
 
     def pixels(images: Tensor | Sequence[Tensor]) -> Tensor:
         options = {"preprocess": config.preprocess, "antialias": config.antialias}
-        return torch.stack([prepared(picture, size, **options) for picture in images])
+        return torch.stack([prepared(image, size, **options) for image in images])
 
     clip = open_clips.OpenClip(network, tokenizer, pixels)
 

@@ -95,9 +95,9 @@ def load(config: Config) -> qwen_vl.Regressor:
     )
 
 
-def resized(picture: Tensor) -> Tensor | None:
+def resized(image: Tensor) -> Tensor | None:
     """[1, 3, h, w] uint8 of a picture [3, H, W], by PIL's bicubic filter; None where it is not finite."""
-    values = to_uint8(picture)
+    values = to_uint8(image)
     if values is None:
         return None
     height, width = qwen_vl.smart_resize(*values.shape[:2], min_pixels=PIXELS, max_pixels=PIXELS)
@@ -109,18 +109,18 @@ def build(config: Config) -> Reward:
     prompt = qwen_vl.read_prompt(PROMPT, PROMPT_SHA256, reward="hpsv3")
     model = load(config)
 
-    def one(picture: Tensor, tokens: list[int]) -> float:
-        if picture.ndim not in (3, 4):
-            raise RewardError(f"reward 'hpsv3' takes [3, H, W] or [F, 3, H, W], got {list(picture.shape)}")
-        if picture.ndim == 4:
-            values = [one(frame, tokens) for frame in picture[::_FRAME_INTERVAL]]
+    def one(image: Tensor, tokens: list[int]) -> float:
+        if image.ndim not in (3, 4):
+            raise RewardError(f"reward 'hpsv3' takes [3, H, W] or [F, 3, H, W], got {list(image.shape)}")
+        if image.ndim == 4:
+            values = [one(frame, tokens) for frame in image[::_FRAME_INTERVAL]]
             return sum(values) / len(values)
-        pixels = resized(picture)
+        pixels = resized(image)
         return math.nan if pixels is None else float(model.outputs(tokens, pixels, "image")[0, 0])
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         # All texts first: one that the model cannot be asked is found before the slow part.
         asked = [model.tokens(qwen_vl.with_caption(prompt, caption), "image") for caption in prompts]
-        return torch.tensor([one(picture, tokens) for picture, tokens in zip(images, asked, strict=True)])
+        return torch.tensor([one(image, tokens) for image, tokens in zip(images, asked, strict=True)])
 
     return Reward(score=score, card=CARD)

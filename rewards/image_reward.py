@@ -91,8 +91,8 @@ def renamed(name: str) -> str | None:
     if _UNUSED.search(name):
         return None
     for pattern, replacement in _RENAMED:
-        name, found = re.subn(pattern, replacement, name)
-        if found:
+        name, result = re.subn(pattern, replacement, name)
+        if result:
             break
     return name
 
@@ -175,10 +175,10 @@ def load(config: Config) -> Network:
     return network.to(checkpoints.place(config.device))
 
 
-def pixels(picture: Tensor, size: int, preprocess: clips.Preprocess) -> Tensor:
+def pixels(image: Tensor, size: int, preprocess: clips.Preprocess) -> Tensor:
     """[3, size, size]: shortest side by bicubic, centre square, CLIP's constants; NaN where it is not finite."""
     # The margin is rounded half to even, as torchvision does.
-    return Pixels(size=size, preprocess=preprocess, half_even_crop=True)([picture])[0]
+    return Pixels(size=size, preprocess=preprocess, half_even_crop=True)([image])[0]
 
 
 def build(config: Config) -> Reward:
@@ -195,7 +195,7 @@ def build(config: Config) -> Reward:
     device = network.head[0].weight.device
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        prepared = torch.stack([pixels(picture, network.image_size, config.preprocess) for picture in images])
+        prepared = torch.stack([pixels(image, network.image_size, config.preprocess) for image in images])
         words = tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=TEXT_LENGTH, return_tensors="pt"
         )

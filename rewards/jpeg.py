@@ -51,13 +51,13 @@ def jpeg_kilobytes(pixels: np.ndarray, quality: int) -> float:
 
 
 def build(config: Config) -> Reward:
-    def one(picture: Tensor) -> float:
-        if picture.ndim == 4:
-            return fmean(one(frame) for frame in picture)  # NaN stays
-        pixels = to_uint8(picture)
+    def one(image: Tensor) -> float:
+        if image.ndim == 4:
+            return fmean(one(frame) for frame in image)  # NaN stays
+        pixels = to_uint8(image)
         return math.nan if pixels is None else jpeg_kilobytes(pixels, config.quality)
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        return torch.tensor([one(picture) for picture in images])
+        return torch.tensor([one(image) for image in images])
 
     return Reward(score, replace(CARD, higher_is_better=config.mode == "incompressibility"))

@@ -126,7 +126,7 @@ def load_reader(config: Config) -> Reader:
     if config.workers:
         return Pool(config.min_confidence, config.detection_side, config.workers)
     read = engine(config.min_confidence, config.detection_side)
-    return lambda pictures: [read(pixels) for pixels in pictures]
+    return lambda images: [read(pixels) for pixels in images]
 
 
 def build(config: Config) -> Reward:

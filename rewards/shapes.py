@@ -83,7 +83,7 @@ def detect(image: np.ndarray) -> list[Found]:
     nearest = np.where(cosine.max(axis=0) > _MIN_PIXEL_COSINE, cosine.argmax(axis=0), _UNNAMED)
     nearest[~foreground] = -1
     scale = image.shape[1] * image.shape[2] / 32**2
-    found: list[Found] = []
+    result: list[Found] = []
     leftover = foreground
     for index in np.flatnonzero(np.bincount(nearest[foreground], minlength=_UNNAMED)[:_UNNAMED]):
         labels, _ = ndimage.label(nearest == index)
@@ -99,25 +99,25 @@ def detect(image: np.ndarray) -> list[Found]:
             named = float(_OFFSETS[index] @ mean) > _MIN_PIECE_COSINE * float(_LENGTHS[index] * np.linalg.norm(mean))
             color = COLORS[index] if named else None
             if color is None or size < _OBJECT_PX * scale:
-                found.append(_blob(piece, color, box))
+                result.append(_blob(piece, color, box))
                 continue
             own = ndimage.binary_dilation(piece, structure=_BLOCK) & ((nearest[box] == index) | (nearest[box] == -1))
             alpha = np.clip(dots[index][box] / _LENGTHS[index] ** 2, 0.0, 1.0)
-            found.append(_recognise(alpha * own, color, box))
-    return found + _unclaimed(leftover, scale)
+            result.append(_recognise(alpha * own, color, box))
+    return result + _unclaimed(leftover, scale)
 
 
 def _unclaimed(leftover: np.ndarray, scale: float) -> list[Found]:
     """Solid pieces of no palette hue. Noisy rims and the border of touching objects are thin, and do not count."""
     labels, _ = ndimage.label(leftover, structure=_BLOCK)
-    found = []
+    result = []
     for component, box in enumerate(ndimage.find_objects(labels), start=1):
         piece = labels[box] == component
         if np.count_nonzero(piece) < _SPECK_PX * scale:
             continue
         if np.count_nonzero(ndimage.binary_erosion(piece)) >= _SOLID_PX * scale:
-            found.append(_blob(piece, None, box))
-    return found
+            result.append(_blob(piece, None, box))
+    return result
 
 
 def _blob(piece: np.ndarray, color: str | None, box: tuple[slice, ...]) -> Found:
@@ -153,7 +153,7 @@ def _object_score(spec: ObjectSpec, found: Found) -> float:
     return 1.0 if shape and color else 0.5 if color else 0.25 if shape else 0.0
 
 
-def judge(scene: Scene, found: Sequence[Found], surplus_penalty: float = 0.25) -> tuple[float, float]:
+def score_scene(scene: Scene, found: Sequence[Found], surplus_penalty: float = 0.25) -> tuple[float, float]:
     """(strict, partial) of the found objects against the scene.
 
     strict is 1 where the multiset of objects and the relation are exactly the asked ones, else 0.
@@ -187,7 +187,7 @@ def _best_pair(relation: str, table: np.ndarray, found: Sequence[Found]) -> tupl
     return best
 
 
-def asked(prompt: str) -> Scene:
+def wanted_scene(prompt: str) -> Scene:
     """The scene that a prompt asks for.
 
     Raises:
@@ -201,19 +201,19 @@ def asked(prompt: str) -> Scene:
 
 def check_prompt(prompt: str, metadata: dict) -> None:
     """Raise RewardError for a prompt that is no caption of this world, before anything is loaded."""
-    asked(prompt)
+    wanted_scene(prompt)
 
 
 def build(config: Config) -> Reward:
-    def one(picture: Tensor, prompt: str) -> tuple[float, float]:
-        scene = asked(prompt)
-        pixels = picture.detach().float().cpu().numpy()
+    def one(image: Tensor, prompt: str) -> tuple[float, float]:
+        scene = wanted_scene(prompt)
+        pixels = image.detach().float().cpu().numpy()
         if not np.isfinite(pixels).all():
             return math.nan, math.nan
-        return judge(scene, detect(pixels), config.surplus_penalty)
+        return score_scene(scene, detect(pixels), config.surplus_penalty)
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
-        pairs = [one(picture, prompt) for picture, prompt in zip(images, prompts, strict=True)]
+        pairs = [one(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
         strict, partial = torch.tensor(pairs, dtype=torch.float32).reshape(-1, 2).unbind(1)
         return {"shapes_strict": strict, "shapes_partial": partial}
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from flowrl.rewards._judges.backends import Backend, Score, judge_card, judged
+from flowrl.rewards._judges.backends import Backend, Score, judge_card, judge_reward
 from flowrl.rewards._judges.base import Judge, Question, Writing, log, where_asked
 from flowrl.rewards._judges.vlm import Local
 from flowrl.rewards._vision.arrays import to_uint8
@@ -113,9 +113,9 @@ def grades(version: str, answer: str) -> list[float]:
     [2.69, 2.37, 2.8]
     """
     patterns = list(_AXIS_LINES.values()) if version == "v2.0" else [_FINAL_LINE]
-    found = [pattern.findall(answer) for pattern in patterns]
+    result = [pattern.findall(answer) for pattern in patterns]
     # The last one: an answer may begin by repeating the form.
-    values = [float(matches[-1]) if matches else math.nan for matches in found]
+    values = [float(matches[-1]) if matches else math.nan for matches in result]
     if not all(CARD.low <= value <= CARD.high for value in values):
         values = [math.nan] * len(values)
     return [sum(values) / len(values), *values] if version == "v2.0" else values
@@ -163,4 +163,6 @@ def build(config: Config) -> Reward:
             "(SGLang, chat template chatml-llava) and set backend: http, or take version: v2.0"
         )
     card = card_of(config)
-    return judged("unified_reward", card, config, DEFAULT, lambda judge: _score(judge, config, card.outputs), text)
+    return judge_reward(
+        "unified_reward", card, config, DEFAULT, lambda judge: _score(judge, config, card.outputs), text
+    )

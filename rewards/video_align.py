@@ -199,14 +199,14 @@ def read_weights(folder: Path, base: str, scale: float) -> tuple[dict[str, Tenso
     if not files[0].is_file():
         files = [last / "non_lora_state_dict.pth", last / "adapter_model.safetensors"]
         files = [*sorted(_folder(base).glob("*.safetensors")), *files]
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for file in files:
         if not file.is_file():
             raise RewardError(f"reward 'video_align': {last} has neither model.pth nor {file.name}")
         for name, value in checkpoints.read(file, reward="video_align").items():
             if (new := qwen_vl.local_name(name)) is not None:
-                found[new] = value
-    return folded_lora.merged(found, scale=scale, reward="video_align"), last
+                result[new] = value
+    return folded_lora.merged_weights(result, scale=scale, reward="video_align"), last
 
 
 def load(config: Config, folder: Path, settings: Settings) -> qwen_vl.Regressor:

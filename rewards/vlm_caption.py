@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 from flowrl.rewards._judges import bert
-from flowrl.rewards._judges.backends import Backend, Score, judge_card, judged
+from flowrl.rewards._judges.backends import Backend, Score, judge_card, judge_reward
 from flowrl.rewards._judges.base import Judge, Question, Writing, ask_about, where_asked
 from flowrl.rewards._judges.bert import BertScore
 from flowrl.rewards._judges.vlm import Local
@@ -76,9 +76,9 @@ def card_of(config: Config) -> Card:
 
 def _answers(judge: Judge, questions: Sequence[Question], config: Config) -> list[str | None]:
     """None where a question failed; nothing said is no answer."""
-    found = judge.write(questions, Writing(max_tokens=config.max_tokens))
-    judge.counters.add(failures=sum(text is not None and not text.strip() for text in found))
-    return [text if text is not None and text.strip() else None for text in found]
+    result = judge.write(questions, Writing(max_tokens=config.max_tokens))
+    judge.counters.add(failures=sum(text is not None and not text.strip() for text in result))
+    return [text if text is not None and text.strip() else None for text in result]
 
 
 def _by_bertscore(judge: Judge, config: Config, compare: BertScore) -> Score:
@@ -142,11 +142,11 @@ def build(config: Config) -> Reward:
     card = card_of(config)
     asked = f"{config.mode} {config.jpeg_quality} {config.max_tokens}"
     if config.mode == "strict":
-        return judged("vlm_caption", card, config, DEFAULT, lambda judge: _strict(judge, config), asked)
+        return judge_reward("vlm_caption", card, config, DEFAULT, lambda judge: _strict(judge, config), asked)
     # The smaller one first: what it lacks is told before the judge is loaded.
     compare = bert.load(config.bertscore, "vlm_caption")
     told = config.question, config.reference, f"{config.bertscore.model} {config.bertscore.depth}"
-    how = judged(
+    how = judge_reward(
         "vlm_caption", card, config, DEFAULT, lambda judge: _by_bertscore(judge, config, compare), asked, *told
     )
     return Reward(how.score, replace(how.card, memory_gib=how.card.memory_gib + compare.memory_gib))

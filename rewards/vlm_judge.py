@@ -25,7 +25,7 @@ from typing import Annotated
 
 import torch
 from flowrl.rewards._judges import rubrics
-from flowrl.rewards._judges.backends import QWEN, Backend, Score, judge_card, judged
+from flowrl.rewards._judges.backends import QWEN, Backend, Score, judge_card, judge_reward
 from flowrl.rewards._judges.base import (
     DIGITS,
     FIRST_SECOND,
@@ -161,7 +161,7 @@ def build(config: Config) -> Reward:
     text = rubric.model_dump_json()
     if rubric.scale == "score":
         tokens = config.max_tokens
-        return judged(
+        return judge_reward(
             "vlm_judge", card, config, QWEN, lambda judge: _by_axes(judge, rubric, card.outputs, tokens), text
         )
     how = _pairwise if rubric.scale == "pairwise" else _by_probability
@@ -171,4 +171,4 @@ def build(config: Config) -> Reward:
         judge.check_options(options)
         return how(judge, rubric)
 
-    return judged("vlm_judge", card, config, QWEN, checked, text)
+    return judge_reward("vlm_judge", card, config, QWEN, checked, text)

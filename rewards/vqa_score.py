@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowrl.rewards._judges.backends import QWEN, Backend, Score, judge_card, judged_by
+from flowrl.rewards._judges.backends import QWEN, Backend, Score, judge_card, reward_of_judge
 from flowrl.rewards._judges.base import Judge, ask_about, where_asked
 from torch import Tensor
 
@@ -81,4 +81,4 @@ def build(config: Config) -> Reward:
     judge = config.load("vqa_score", QWEN)
     question = config.question or wording(judge.family)
     score = _score(judge, question, config.answer)
-    return judged_by(judge, "vqa_score", CARD, config, QWEN, score, question, config.answer)
+    return reward_of_judge(judge, "vqa_score", CARD, config, QWEN, score, question, config.answer)

@@ -94,13 +94,13 @@ def code_files(tree: dict[str, Any]) -> list[Path]:
         *(f"rewards/{entry['name']}.py" for entry in rewards),
     ]
     silent = {ROOT / "flowrl" / f"{name}.py" for name in SILENT}
-    waiting, found = [ROOT / start for start in starts], set[Path]()
+    waiting, result = [ROOT / start for start in starts], set[Path]()
     while waiting:
         file = waiting.pop()
-        if file not in found | silent and file.is_file():
-            found.add(file)
+        if file not in result | silent and file.is_file():
+            result.add(file)
             waiting += _imported(file)
-    return sorted(found)
+    return sorted(result)
 
 
 def model_files(tree: dict[str, Any]) -> list[Path]:

@@ -111,18 +111,18 @@ def code_column(cell: dict[str, Any], state: str) -> str:
 
 def summary_row(entry: Entry) -> str:
     """A recipe over its seeds."""
-    found = entry.summaries
-    if not found:
+    result = entry.summaries
+    if not result:
         return _row(entry.name, entry.level, *[""] * 6, "not run")
-    gains = [values["difference"][METRIC] for values in found]
-    mean = {key: sum(values[key] for values in found) / len(found) for key in ("seconds", "iterations")}
-    spent = [sum(v["evaluations"][part] for v in found) / len(found) for part in ("rollout", "train")]
+    gains = [values["difference"][METRIC] for values in result]
+    mean = {key: sum(values[key] for values in result) / len(result) for key in ("seconds", "iterations")}
+    spent = [sum(v["evaluations"][part] for v in result) / len(result) for part in ("rollout", "train")]
     return _row(
         entry.name,
         entry.level,
         f"{100 * sum(gain['mean'] for gain in gains) / len(gains):+.1f}",
         f"{100 * min(gain['low'] for gain in gains):+.1f}",
-        f"{len(found)} of {len(entry.cells)}",
+        f"{len(result)} of {len(entry.cells)}",
         f"{mean['iterations']:.0f}",
         f"{spent[0]:.2f} + {spent[1]:.2f}",
         f"{mean['seconds']:.0f}",
@@ -198,8 +198,8 @@ def wins(entries: list[Entry]) -> list[str]:
     for entry in entries:
         for seed, cell in entry.cells.items():
             if cell is not None:
-                found = cell["summary"]["win_rate"][PARTIAL]
-                told = percent(found | {"mean": found["rate"]}), found["n"], f"{100 * found['tie_rate']:.1f}"
+                result = cell["summary"]["win_rate"][PARTIAL]
+                told = percent(result | {"mean": result["rate"]}), result["n"], f"{100 * result['tie_rate']:.1f}"
                 rows.append(_row(entry.name, seed, *told))
     titles = _table("recipe", "seed", "win rate, per cent", "pictures not tied", "ties, per cent")
     return ["", "## Win rate", "", WINS, *titles, *rows] if rows else []
@@ -210,8 +210,8 @@ def reached(curve: list[list[float]], goal: float) -> float | None:
 
     One evaluation alone would let the luckiest of a dozen decide. The last one stands alone.
     """
-    for (seconds, found), (_, following) in zip(curve, [*curve[1:], curve[-1]], strict=True):
-        if (found + following) / 2 >= goal:
+    for (seconds, result), (_, following) in zip(curve, [*curve[1:], curve[-1]], strict=True):
+        if (result + following) / 2 >= goal:
             return seconds
     return None
 
@@ -222,8 +222,8 @@ def at(curve: list[list[float]], seconds: float) -> float:
     >>> at([[10.0, 0.4], [20.0, 0.5], [30.0, 0.9]], 25.0)
     0.7
     """
-    times, found = zip(*curve, strict=True)
-    return float(np.interp(seconds, times, found))
+    times, result = zip(*curve, strict=True)
+    return float(np.interp(seconds, times, result))
 
 
 def raced(entries: list[Entry]) -> list[Entry]:

@@ -41,7 +41,7 @@ class Settings:
     learning_rate: float = 2e-3
     weight_decay: float = 0.02
     warmup: int = 40
-    pictures_per_scene: int = 4
+    images_per_scene: int = 4
     noise: float = 0.06
     """Pixels get noise of a std drawn up to this."""
     fade: float = 0.15
@@ -125,9 +125,9 @@ def near_misses(scene: Scene) -> tuple[Scene, ...]:
     Other relations of the same objects are few among them and hard to learn, so they stand there three times.
     """
     captions = dict.fromkeys(edit.caption for edit in _edits(scene) if edit != scene)
-    found = [shapes.parse(caption) for caption in captions if caption in _known()]
-    related = [s for s in found if s.relation and set(s.objects) == set(scene.objects)]
-    return tuple(found + 2 * related)
+    result = [shapes.parse(caption) for caption in captions if caption in _known()]
+    related = [s for s in result if s.relation and set(s.objects) == set(scene.objects)]
+    return tuple(result + 2 * related)
 
 
 def true_captions(placed: tuple[Placed, ...]) -> set[str]:
@@ -158,23 +158,23 @@ def _jittered(placed: tuple[Placed, ...], rng: np.random.Generator) -> tuple[Pla
 class Pool:
     """Pictures of every training scene, drawn once."""
 
-    pictures: Tensor
+    images: Tensor
     """[N, 3, 32, 32] uint8."""
     truths: list[set[str]]
     rows: dict[Scene, range]
 
     @staticmethod
     def draw(settings: Settings) -> Pool:
-        rng, pictures, truths, rows = np.random.default_rng((settings.seed, 1)), [], [], {}
+        rng, images, truths, rows = np.random.default_rng((settings.seed, 1)), [], [], {}
         for scene in itertools.chain.from_iterable(training_scenes().values()):
             # The easy tasks have few scenes, and as many batches ask for them.
-            count = settings.pictures_per_scene * (10 if scene.task in ("single", "color", "counting") else 1)
-            rows[scene] = range(len(pictures), len(pictures) + count)
+            count = settings.images_per_scene * (10 if scene.task in ("single", "color", "counting") else 1)
+            rows[scene] = range(len(images), len(images) + count)
             for _ in range(count):
                 placed = _jittered(shapes.place(scene, rng), rng)
-                pictures.append((shapes.render(placed) * 255).round().astype(np.uint8))
+                images.append((shapes.render(placed) * 255).round().astype(np.uint8))
                 truths.append(true_captions(placed) | {scene.caption})
-        return Pool(torch.from_numpy(np.stack(pictures)), truths, rows)
+        return Pool(torch.from_numpy(np.stack(images)), truths, rows)
 
 
 def draw_family(rng: np.random.Generator) -> list[Scene]:
@@ -190,7 +190,7 @@ def draw_batch(pool: Pool, settings: Settings, rng: np.random.Generator) -> tupl
     """Pictures [B, 3, 32, 32] in [0, 1], captions, and [B, B]: is caption j true of picture i?"""
     scenes = [scene for _ in range(settings.families) for scene in draw_family(rng)]
     rows = [pool.rows[scene][rng.integers(len(pool.rows[scene]))] for scene in scenes]
-    images = pool.pictures[rows].float() / 255
+    images = pool.images[rows].float() / 255
     count = len(rows)
     fade = torch.from_numpy(rng.uniform(1 - settings.fade, 1, size=(count, 1, 1, 1)).astype(np.float32))
     std = torch.from_numpy(rng.uniform(0, settings.noise, size=(count, 1, 1, 1)).astype(np.float32))
@@ -249,7 +249,7 @@ def train(settings: Settings) -> dict[str, float]:
     config = model_config(len(tokenizer))
     model = CLIP(**config["model_cfg"]).train()
     pool, rng = Pool.draw(settings), np.random.default_rng((settings.seed, 2))
-    print(f"{len(pool.pictures)} pictures, {time.process_time() - started:.0f} s of CPU", flush=True)
+    print(f"{len(pool.images)} pictures, {time.process_time() - started:.0f} s of CPU", flush=True)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]

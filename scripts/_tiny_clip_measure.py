@@ -25,10 +25,10 @@ VALUES = ("clip_cos", "shapes_strict", "shapes_partial")
 
 def verify(images: Tensor, captions: list[str]) -> np.ndarray:
     """[B, 2] strict and partial."""
-    from flowrl.rewards.shapes import detect, judge
+    from flowrl.rewards.shapes import detect, score_scene
 
     scenes = map(shapes.parse, captions)
-    return np.asarray([judge(s, detect(i.numpy())) for s, i in zip(scenes, images.detach(), strict=True)])
+    return np.asarray([score_scene(s, detect(i.numpy())) for s, i in zip(scenes, images.detach(), strict=True)])
 
 
 @torch.no_grad()

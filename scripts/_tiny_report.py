@@ -18,7 +18,7 @@ FINGERPRINT = {"prompt": "a red circle left of a blue square", "seed": 0}
 @torch.no_grad()
 def strict_accuracy(pipe: Any, count: int, **call: Any) -> dict[str, float]:
     """Strict accuracy of plain pipeline calls on held-out captions, overall and by task."""
-    from flowrl.rewards.shapes import detect, judge
+    from flowrl.rewards.shapes import detect, score_scene
 
     captions, hits = shapes.prompts("heldout")[:count], {}
     for start in range(0, len(captions), 64):
@@ -26,7 +26,7 @@ def strict_accuracy(pipe: Any, count: int, **call: Any) -> dict[str, float]:
         generator = [torch.Generator().manual_seed(start + i) for i in range(len(part))]
         images = pipe(part, output_type="np", generator=generator, **call).images
         for scene, image in zip(map(shapes.parse, part), images.transpose(0, 3, 1, 2), strict=True):
-            hits.setdefault(scene.task, []).append(judge(scene, detect(image))[0])
+            hits.setdefault(scene.task, []).append(score_scene(scene, detect(image))[0])
     flat = [hit for group in hits.values() for hit in group]
     return {"all": sum(flat) / len(flat)} | {task: sum(group) / len(group) for task, group in sorted(hits.items())}
 

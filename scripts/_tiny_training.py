@@ -35,7 +35,7 @@ class Settings:
     cycles: tuple[tuple[int, float, float], ...]
     """(steps, peak learning rate, share of the steps after which it falls linearly to 0)."""
     vae_steps: int = 2300
-    pictures: int = 120_000
+    images: int = 120_000
     first_cycle: int = 0
     """Start with this cycle, from the pipeline already in the output folder."""
     text_rate: float = 0.25
@@ -100,13 +100,13 @@ def caption_rows() -> tuple[str, ...]:
 def draw_batch(rng: np.random.Generator, count: int) -> tuple[Tensor, list[str]]:
     """Pictures [count, 3, 32, 32] in [0, 1] with a caption each; tasks by their weights."""
     tasks, weights = zip(*TASK_WEIGHTS.items(), strict=True)
-    pictures, texts = [], []
+    images, texts = [], []
     for task in rng.choice(len(tasks), size=count, p=np.asarray(weights) / sum(weights)):
         group = shapes.scenes()[tasks[task]]
         scene = group[rng.integers(len(group))]
-        pictures.append(shapes.draw(scene, rng))
+        images.append(shapes.draw(scene, rng))
         texts.append(scene.forms[rng.integers(len(scene.forms))])
-    return torch.from_numpy(np.stack(pictures)), texts
+    return torch.from_numpy(np.stack(images)), texts
 
 
 def draw(latents: Tensor, rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def encode_world(pipe: Any, model: Model, settings: Settings, rank: int, cycle: 
     rng = np.random.default_rng((settings.seed, 2, rank, cycle))
     index = {text: row for row, text in enumerate(caption_rows())}
     latents, rows = [], []
-    for _ in range(settings.pictures // settings.processes // 500):
+    for _ in range(settings.images // settings.processes // 500):
         images, texts = draw_batch(rng, 500)
         latents.append(pipe.vae.encode(images * 2 - 1).latent_dist.mean)
         rows.append(torch.tensor([index[text] for text in texts]))

@@ -97,8 +97,8 @@ def drawn(session: Session, count: int, purpose: str, judge: str, *, base: bool)
     evaluator = replace(evaluator, options=replace(evaluator.options, samples_per_prompt=count))
     setting = Setting(purpose, 0, session.eval_guidance, session.config.rollout.num_inference_steps, save=False)
     with session.weights.using(session.parts.optimizer.role):
-        found = evaluator(setting)
-    return values_of(session, found, judge)
+        result = evaluator(setting)
+    return values_of(session, result, judge)
 
 
 def measure(overrides: list[str], pool: int, draws: int, judge: str) -> None:
@@ -211,8 +211,8 @@ def table(numbers: dict[str, Any]) -> str:
 def write_page(numbers: dict[str, Any]) -> None:
     start, end = (f"<!-- {word} best of n by {numbers['judge']} -->" for word in ("begin", "end"))
     marked, pattern = f"{start}\n{table(numbers)}\n{end}", f"{start}.*{end}"
-    text, found = re.subn(pattern, lambda _: marked, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert found == 1, f"{PAGE} lost its marks"
+    text, result = re.subn(pattern, lambda _: marked, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert result == 1, f"{PAGE} lost its marks"
     PAGE.write_text(text, encoding="utf-8")
 
 

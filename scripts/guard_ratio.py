@@ -36,7 +36,7 @@ from flowrl.training.learner import Learner
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "scripts" / "guard_ratio.yaml"
 PAGES = ROOT / "docs" / "algorithms"
-NUMBERS, PICTURE, PAGE = PAGES / "guard_ratio.json", PAGES / "guard_ratio.svg", PAGES / "grpo_guard.md"
+NUMBERS, IMAGE, PAGE = PAGES / "guard_ratio.json", PAGES / "guard_ratio.svg", PAGES / "grpo_guard.md"
 # The published clip ranges times sqrt(65536 / 256): both log ratios go with 1 / sqrt(dims).
 METHODS = {
     "flow_grpo": ("plain", ["algorithm.clip_range=1.6e-3"]),
@@ -142,7 +142,7 @@ def train(method: str, overrides: list[str]) -> tuple[LogRatios, dict]:
         log.info("%s", row_line(rows[-1], config.iterations, session.parts.prompts))
     tuned = session.evaluate("tuned")
     size, clip = max(1, len(rows) // 5), resolved.algorithm.config.clip_range
-    found = LogRatios.join(probe.parts)
+    result = LogRatios.join(probe.parts)
     facts = {
         "iterations": config.iterations,
         "updates_per_iteration": config.optim.updates_per_iteration,
@@ -154,11 +154,11 @@ def train(method: str, overrides: list[str]) -> tuple[LogRatios, dict]:
         "jpeg_kb_first_fifth": float(np.mean([row["reward/jpeg_kb_mean"] for row in rows[:size]])),
         "jpeg_kb_last_fifth": float(np.mean([row["reward/jpeg_kb_mean"] for row in rows[-size:]])),
         "held_out": {name: [float(np.nanmean(e.scores[name])) for e in (base, tuned)] for name in base.scores},
-        "above_clip": float((found.own.exp() > 1 + clip).float().mean()),
-        "below_clip": float((found.own.exp() < 1 - clip).float().mean()),
+        "above_clip": float((result.own.exp() > 1 + clip).float().mean()),
+        "below_clip": float((result.own.exp() < 1 - clip).float().mean()),
         "seconds": round(time.monotonic() - started),
     }
-    return found, facts
+    return result, facts
 
 
 # ---- statistics
@@ -220,13 +220,13 @@ def measure(overrides: list[str]) -> dict:
     """Both runs, and how many times smaller the guard's spread is."""
     numbers, own = {"overrides": overrides, "runs": {}}, {}
     for method, (form, _) in METHODS.items():
-        found, facts = train(method, overrides)
-        numbers["runs"][method] = {"own": form} | facts | summarise(found)
-        own[method] = found
+        result, facts = train(method, overrides)
+        numbers["runs"][method] = {"own": form} | facts | summarise(result)
+        own[method] = result
     plain = spread_draws(own["flow_grpo"].plain, own["flow_grpo"])
     numbers["plain_over"] = {
-        f"{method}/{form}": interval(plain / spread_draws(getattr(found, form), found))
-        for method, found in own.items()
+        f"{method}/{form}": interval(plain / spread_draws(getattr(result, form), result))
+        for method, result in own.items()
         for form in FORMS[1:]
     }
     return numbers
@@ -304,8 +304,8 @@ def draw(numbers: dict, file: Path) -> None:
 def write_page(numbers: dict) -> None:
     marked = f"<!-- guard_ratio -->\n{table(numbers)}\n<!-- end of guard_ratio -->"
     pattern = r"<!-- guard_ratio -->.*<!-- end of guard_ratio -->"
-    text, found = re.subn(pattern, lambda _: marked, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert found == 1, f"{PAGE} lost its marks"
+    text, result = re.subn(pattern, lambda _: marked, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert result == 1, f"{PAGE} lost its marks"
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -318,7 +318,7 @@ def main() -> None:
         set_up_logging(None, main=True)
         NUMBERS.write_text(json.dumps(measure(args.overrides), indent=1) + "\n", encoding="utf-8")
     numbers = json.loads(NUMBERS.read_text(encoding="utf-8"))
-    draw(numbers, PICTURE)
+    draw(numbers, IMAGE)
     write_page(numbers)
     print(table(numbers))
 

@@ -54,8 +54,8 @@ MACHINE = ("hardware", "threads_per_process", "python", "torch", "diffusers", "t
 
 def recipes() -> dict[str, Path]:
     """Name -> file, the quickstart first."""
-    found = {"quickstart": ROOT / "configs" / "quickstart.yaml"}
-    return found | {file.stem: file for file in sorted((ROOT / "configs" / "lab").glob("*.yaml"))}
+    result = {"quickstart": ROOT / "configs" / "quickstart.yaml"}
+    return result | {file.stem: file for file in sorted((ROOT / "configs" / "lab").glob("*.yaml"))}
 
 
 # ---- running
@@ -65,8 +65,8 @@ def processor() -> str:
     """The processor's name; provenance.json has its architecture only."""
     file = Path("/proc/cpuinfo")
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or "unknown"
+    result = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return result[1].strip() if result else platform.processor() or "unknown"
 
 
 def machine(facts: dict[str, Any]) -> dict[str, Any]:
@@ -104,9 +104,9 @@ def measured(folder: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     # Where samples are given, none are drawn.
     evaluations = {part: sum(row.get(f"nfe/{part}", 0) for row in rows) / len(rows) for part in ("rollout", "train")}
-    found = {"evaluations": evaluations, "commit": facts["commit"], "curve": curve(folder, rows)}
+    result = {"evaluations": evaluations, "commit": facts["commit"], "curve": curve(folder, rows)}
     return {
-        "summary": {key: summary[key] for key in kept if key in summary} | found,
+        "summary": {key: summary[key] for key in kept if key in summary} | result,
         "replay": {"machine": machine(facts), "rows": first_rows(folder)},
     }
 
@@ -207,14 +207,14 @@ def differences(cell: dict[str, Any], replayed: dict[str, Any]) -> list[str]:
     parts = [("", *bases, {"abs_tol": 1e-6, "rel_tol": 0.0})]
     for old, new in zip(recorded, replayed["rows"], strict=True):
         parts.append((f"iteration {old['iteration']} ", old, new, {"rel_tol": 1e-5}))
-    found = []
+    result = []
     for place, old, new, tolerance in parts:
         for key, value in old.items():
             other = new.get(key, "missing")
             numbers = all(isinstance(v, int | float) for v in (value, other))
             if not (math.isclose(value, other, **tolerance) if numbers else value == other):
-                found.append(f"{place}{key}: {value} recorded, {other} now")
-    return found
+                result.append(f"{place}{key}: {value} recorded, {other} now")
+    return result
 
 
 def check_recipe(name: str, recipe: Path, results: dict[str, Any], seeds: list[int]) -> bool:
@@ -233,11 +233,11 @@ def check_recipe(name: str, recipe: Path, results: dict[str, Any], seeds: list[i
     for members in groups.values():
         cell = results[f"{name}/{members[0]}"]
         replayed = replay(name, recipe, members[0])
-        found = differences(cell, replayed)
-        if found:
+        result = differences(cell, replayed)
+        if result:
             same = False
             print(f"{name}: seed {members[0]} gives other numbers, seeds {members} stay stale")
-            print("\n".join(f"  {text}" for text in found))
+            print("\n".join(f"  {text}" for text in result))
             for key, value in cell["replay"]["machine"].items():
                 if replayed["machine"][key] != value:
                     print(f"  (recorded with {key} {value}, now {replayed['machine'][key]}: it may be the machine's)")

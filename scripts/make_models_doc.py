@@ -58,7 +58,7 @@ what they make is dropped; `{last}` is the number of the last block.
 
 """
 
-ABOUT_PICTURES = """
+ABOUT_IMAGES = """
 ## Pictures in a prompt record
 
 Records of prompts (a `.jsonl`, a `.json` list, a `.csv` or `.tsv` with a header) may name reference pictures or a first
@@ -97,17 +97,17 @@ class Found:
 
 def examples() -> dict[str, Found]:
     """The tiny pipelines by class."""
-    found: dict[str, Found] = {}
-    for name, case in (tiny.CASES | tiny.PICTURED).items():
+    result: dict[str, Found] = {}
+    for name, case in (tiny.CASES | tiny.IMAGED).items():
         pipeline = tiny.make(name)
         kind = type(pipeline).__name__
-        if kind not in found:
+        if kind not in result:
             height, width = case.sizes[0]
             model = Generic(pipeline, Config(path="tiny", height=height, width=width, call=case.call))
-            found[kind] = Found(model, [])
-        found[kind].cases.append(case)
-        found[kind].networks = max(found[kind].networks, len(find_networks(pipeline)))
-    return found
+            result[kind] = Found(model, [])
+        result[kind].cases.append(case)
+        result[kind].networks = max(result[kind].networks, len(find_networks(pipeline)))
+    return result
 
 
 def time_map(model: Generic) -> str:
@@ -144,7 +144,7 @@ def remarks(family: Family, found: Found | None) -> Iterator[str]:
             yield "its network takes no LoRA in diffusers: full weights only"
         if found.networks > 1:
             yield "two trainable networks, one for each part of the steps, where the model has both"
-    yield from picture_remarks(family)
+    yield from image_remarks(family)
     if family.singly:
         yield f"samples are predicted one by one: {family.singly}"
     if family.decode_singly:
@@ -166,28 +166,28 @@ def remarks(family: Family, found: Found | None) -> Iterator[str]:
         yield f"dead modules: {', '.join(f'`{name}`' for name in family.dead)}"
 
 
-def picture_remarks(family: Family) -> Iterator[str]:
+def image_remarks(family: Family) -> Iterator[str]:
     """Sentences on what a class does with pictures."""
-    if not family.pictures:
+    if not family.images:
         return
-    count = len(family.pictures)
+    count = len(family.images)
     many = "a picture" if count == 1 else f"a picture, or {count} where the model wants"
-    if family.picture_list:
-        many = "one picture or more" if family.needs_picture else "any number of pictures"
-    yield f"with each prompt it {'needs' if family.needs_picture else 'may have'} {many} (see below)"
+    if family.image_list:
+        many = "one picture or more" if family.needs_image else "any number of pictures"
+    yield f"with each prompt it {'needs' if family.needs_image else 'may have'} {many} (see below)"
     if family.holds:
         yield "the picture's frame stays as it is: flowrl's latents are the other frames"
-    if family.sized_by_picture:
+    if family.sized_by_image:
         yield "its call has no size: pictures are cropped to `model.height` x `model.width`, one of its own sizes"
 
 
 def page() -> str:
     """The whole file."""
-    found, native = examples(), natives()
-    rows = [row(kind, found.get(kind), native.get(kind, "")) for kind in FAMILIES]
-    said = {kind: list(remarks(family, found.get(kind))) for kind, family in FAMILIES.items()}
+    result, native = examples(), natives()
+    rows = [row(kind, result.get(kind), native.get(kind, "")) for kind in FAMILIES]
+    said = {kind: list(remarks(family, result.get(kind))) for kind, family in FAMILIES.items()}
     lines = [f"- **{kind}**: {'; '.join(sentences)}." for kind, sentences in said.items() if sentences]
-    return HEAD + "\n".join(rows) + "\n" + TAIL + "\n".join(lines) + "\n" + ABOUT_PICTURES
+    return HEAD + "\n".join(rows) + "\n" + TAIL + "\n".join(lines) + "\n" + ABOUT_IMAGES
 
 
 def main() -> None:

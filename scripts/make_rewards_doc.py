@@ -95,12 +95,12 @@ def options() -> str:
 
 def pages() -> str:
     """Links to the other files of docs/rewards/, by their titles."""
-    found = []
+    result = []
     for file in sorted(PAGES.glob("*.md")):
         if file != NOTES:
             title = file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-            found.append(f"- [{title}](rewards/{file.name})\n")
-    return "\n## More\n\n" + "".join(found) if found else ""
+            result.append(f"- [{title}](rewards/{file.name})\n")
+    return "\n## More\n\n" + "".join(result) if result else ""
 
 
 def example() -> str:

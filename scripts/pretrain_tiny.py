@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
         words.add_argument("--first-cycle", type=int, default=0, help="go on from the pipeline in the output folder")
         words.add_argument("--vae-from", type=Path, default=VAE_FROM[name], help="take the VAE of this pipeline folder")
         words.add_argument("--vae-steps", type=int, default=Settings.vae_steps)
-        words.add_argument("--pictures", type=int, default=Settings.pictures)
+        words.add_argument("--pictures", type=int, default=Settings.images)
         words.add_argument("--port", type=int, default=29617)
         words.add_argument("--output", type=Path, default=ASSETS / name)
     clip = names.add_parser("tiny-clip")
@@ -96,7 +96,7 @@ def main() -> None:
         first_cycle=args.first_cycle,
         vae_from=args.vae_from,
         vae_steps=args.vae_steps,
-        pictures=args.pictures,
+        images=args.images,
     )
     mp.spawn(worker, args=(model, settings, args.port), nprocs=settings.processes)
 

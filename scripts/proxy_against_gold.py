@@ -28,7 +28,7 @@ from flowrl.evaluation.results import Evaluation
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "proxy"
 PAGES = ROOT / "docs" / "rewards"
-NUMBERS, PICTURE, PAGE = PAGES / "proxy.json", PAGES / "proxy.svg", PAGES / "proxy.md"
+NUMBERS, IMAGE, PAGE = PAGES / "proxy.json", PAGES / "proxy.svg", PAGES / "proxy.md"
 PRETRAINING = ROOT / "assets" / "tiny-clip" / "pretraining.json"
 PROXY, GOLD = "clip_cos", "shapes_strict"
 METRICS = (PROXY, GOLD, "shapes_partial")
@@ -100,8 +100,8 @@ def mean_curve(curves: list[list[dict[str, float]]]) -> dict[str, np.ndarray]:
 
 def by_recipe(cells: Cells) -> dict[str, list[dict[str, Any]]]:
     """Recipe -> its cells in the order of seeds; recipes without any are left out."""
-    found = {name: [cells[key] for seed in lab.SEEDS if (key := f"{name}/{seed}") in cells] for name in recipes()}
-    return {name: rows for name, rows in found.items() if rows}
+    result = {name: [cells[key] for seed in lab.SEEDS if (key := f"{name}/{seed}") in cells] for name in recipes()}
+    return {name: rows for name, rows in result.items() if rows}
 
 
 def draw(cells: Cells, file: Path) -> None:
@@ -150,12 +150,12 @@ def summary_table(cells: Cells) -> list[str]:
         *("recipe", "seeds", "proxy, base -> end", "strict, base", "strict, best mean (at iteration)", "strict, end"),
         *("end - best", "tuned - base on all captions, lowest lower end"),
     )
-    found = by_recipe(cells)
+    result = by_recipe(cells)
     for name in recipes():
-        if name not in found:
+        if name not in result:
             lines.append(_row(name, f"0 of {len(lab.SEEDS)}", *[""] * 5, "not run"))
             continue
-        members = found[name]
+        members = result[name]
         mean = mean_curve([cell["curve"] for cell in members])
         gold, best = 100 * mean[GOLD], int(np.argmax(mean[GOLD]))
         gains = [cell["summary"]["difference"][GOLD] for cell in members]
@@ -263,7 +263,7 @@ little. The last column is on all 512 captions x 2, with 95 % bootstrap interval
 def page(cells: Cells, facts: dict[str, Any]) -> str:
     lines = [HEAD, *in_short(cells), PRETRAINED, *proxy_tables(facts), TRAINING]
     if cells:
-        lines += [f"![proxy and strict verifier against iterations]({PICTURE.name})", ""]
+        lines += [f"![proxy and strict verifier against iterations]({IMAGE.name})", ""]
     lines += summary_table(cells)
     if cells:
         lines += ["", "Every cell; its state as in [the lab](../lab.md):", "", *cells_table(cells)]
@@ -290,7 +290,7 @@ def main() -> None:
         run_missing(names, cells, args.seeds, stale=args.stale)
     PAGES.mkdir(parents=True, exist_ok=True)
     if cells:
-        draw(cells, PICTURE)
+        draw(cells, IMAGE)
     PAGE.write_text(page(cells, json.loads(PRETRAINING.read_text(encoding="utf-8"))), encoding="utf-8")
     print(PAGE)
     make_rewards_doc.main()

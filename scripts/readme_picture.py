@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "assets" / "quickstart.png"
+IMAGE = ROOT / "assets" / "quickstart.png"
 COLUMNS, SCALE, MARGIN, CAPTION = 10, 3, 8, 44
 RIGHT, WRONG, PAPER, INK = (46, 160, 67), (207, 34, 46), (255, 255, 255), (36, 41, 47)
 
@@ -41,12 +41,12 @@ def draw(folder: Path) -> Image.Image:
         for row, (tag, record) in enumerate(rows.items()):
             top = CAPTION + row * cell
             pen.text((8, top + cell // 2 - 6), tag, fill=INK, font=font)
-            picture = Image.open(folder / "eval" / tag / f"{prompt:05d}-0.png").resize((side, side), Image.NEAREST)
+            image = Image.open(folder / "eval" / tag / f"{prompt:05d}-0.png").resize((side, side), Image.NEAREST)
             frame = RIGHT if record["scores"]["shapes_strict"][prompt][0] == 1 else WRONG
             pen.rectangle(
                 (left + MARGIN - 3, top + MARGIN - 3, left + MARGIN + side + 2, top + MARGIN + side + 2), frame
             )
-            sheet.paste(picture, (left + MARGIN, top + MARGIN))
+            sheet.paste(image, (left + MARGIN, top + MARGIN))
     return sheet
 
 
@@ -86,13 +86,13 @@ def block(folder: Path) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    draw(folder).save(PICTURE, optimize=True)
+    draw(folder).save(IMAGE, optimize=True)
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     marked = f"<!-- quickstart -->\n{block(folder)}\n<!-- end of quickstart -->"
     pattern = r"<!-- quickstart -->(?:.*<!-- end of quickstart -->)?"
     readme.write_text(re.sub(pattern, lambda _: marked, text, flags=re.DOTALL), encoding="utf-8")
-    print(PICTURE)
+    print(IMAGE)
 
 
 if __name__ == "__main__":

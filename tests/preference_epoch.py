@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator
 
 from flowrl.data.labels import LabelledSource, labelled
-from flowrl.data.preference_records import Picture
+from flowrl.data.preference_records import StoredImage
 from flowrl.data.preferences import PreferenceSource, load_preferences
 
 PER_ITERATION = 100
 
 
-def pictures(source: str, method: str) -> Iterator[tuple[int, list[Picture]]]:
+def pictures(source: str, method: str) -> Iterator[tuple[int, list[StoredImage]]]:
     """(number, pictures) of every record of an epoch."""
     pairs = load_preferences(source, "SOURCE")
     if method == "pairs":
@@ -34,7 +34,7 @@ def pictures(source: str, method: str) -> Iterator[tuple[int, list[Picture]]]:
     draws = LabelledSource(single, PER_ITERATION, seed=0, positive_share=0.5)
     for iteration in range(1, len(single) // PER_ITERATION + 1):
         for number in draws.draw(iteration):
-            yield number, [single.read(number).picture]
+            yield number, [single.read(number).image]
 
 
 def main() -> None:

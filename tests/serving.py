@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flowrl.core.transport import pack
-from flowrl.core.wire import SCHEMA, fingerprint, plain_card, write_picture
+from flowrl.core.wire import SCHEMA, fingerprint, plain_card, write_image
 from flowrl.reward import Card, Reward
 from flowrl.scoring.server.app import Service
 from flowrl.scoring.server.batching import Batcher
@@ -101,7 +101,7 @@ def message(count: int = 1, request_id: str = "a", **changes: Any) -> dict[str, 
             "id": f"item-{k}",
             "prompt": str(k),
             "metadata": {},
-            "picture": write_picture(pack(picture, "png")),
+            "picture": write_image(pack(picture, "png")),
         }
         for k, picture in enumerate(pictures(count))
     ]

@@ -125,7 +125,7 @@ class ToyAdapter(ModelAdapter):
     def decode(self, latents: Tensor) -> Tensor:
         return latents.mean(dim=1, keepdim=True).sigmoid().expand(-1, 3, -1, -1)
 
-    def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
+    def encode_images(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
         """Two channels of the picture, from -1 to 1; the posterior's std is 0.1."""
         return 2 * pictures[:, :2] - 1 + (0 if noise is None else 0.1 * noise)
 

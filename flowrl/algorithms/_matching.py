@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms.base import Options
+from flowrl.algorithms._options import Options
 from flowrl.core.strict import require_positive
 from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.diffusion.training_times import TimesConfig

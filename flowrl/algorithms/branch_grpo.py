@@ -110,18 +110,18 @@ class Config(ClippedOptions):
         noisy = set(range(num_steps - 1))
         if self.mix is not None:
             noisy = {*steps, *mix_window(self.mix, num_steps, seed, iteration)}
-        found = splits(num_steps, dict.fromkeys(steps, self.children), noisy)
-        if self.prune == "extremes" and not 1 <= 2 * self.keep <= found.leaves:
-            raise ValueError(f"keep={self.keep} best and worst of {found.leaves} leaves")
+        result = splits(num_steps, dict.fromkeys(steps, self.children), noisy)
+        if self.prune == "extremes" and not 1 <= 2 * self.keep <= result.leaves:
+            raise ValueError(f"keep={self.keep} best and worst of {result.leaves} leaves")
         if self.depth is not None:
-            self.depth.check(found)
+            self.depth.check(result)
         last = num_steps - 2 if self.mix is None else self.mix.last(num_steps)
         if self.prune is not None and last <= max(steps):
             raise ValueError(
                 f"prune={self.prune}: behind the last split, step {max(steps)}, no step is trained in any iteration; "
                 "set it to null, split earlier, or set mix to null"
             )
-        return found
+        return result
 
 
 class BranchGrpo(EdgeMethod[Config]):
@@ -129,8 +129,8 @@ class BranchGrpo(EdgeMethod[Config]):
     loss = clipped_loss
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        found = tree_plan(self, schedule, sampler, iteration, seed)
-        return replace(found, spread=self.config.spread, inflation=self.config.split_inflation)
+        result = tree_plan(self, schedule, sampler, iteration, seed)
+        return replace(result, spread=self.config.spread, inflation=self.config.split_inflation)
 
     def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
         config, paths = self.config, path_weights(rollout, self.config.path_weight)

@@ -20,7 +20,14 @@ from typing import Any, ClassVar, Literal
 
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.dance_grpo import check_kept, check_share, random_steps
-from flowrl.algorithms.flow_grpo import ClippedOptions, Terms, clipped_terms, merged, ratio_metrics, with_reference
+from flowrl.algorithms.flow_grpo import (
+    ClippedOptions,
+    Terms,
+    clipped_terms,
+    ratio_metrics,
+    single_advantage,
+    with_reference,
+)
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.history import HistoryConfig
 from flowrl.diffusion.plan import StepPlan, noisy_steps, window
@@ -89,9 +96,9 @@ class Ddpo(EdgeMethod[Config]):
         policy, sampler = networks.transition(batch), networks.policy.sampler
         log_ratio = self.log_ratio(policy, batch, sampler)
         if self.config.estimator == "importance":
-            terms = clipped_terms(log_ratio, [merged(batch)], self.config.clip(sampler))
+            terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.clip(sampler))
         else:
-            loss = -merged(batch) * log_ratio  # less log p_old, a constant, so that it begins at 0
+            loss = -single_advantage(batch) * log_ratio  # less log p_old, a constant, so that it begins at 0
             terms = Terms(loss, ratio_metrics(log_ratio, loss), {"policy/ratio": log_ratio.detach().exp()})
         return with_reference(terms, policy, batch, networks, self.config.kl)
 

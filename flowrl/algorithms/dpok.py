@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
-from flowrl.algorithms.base import EdgeMethod, Networks, Options
+from flowrl.algorithms._options import Options
+from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.ddpo import noisy_plan
-from flowrl.algorithms.flow_grpo import check_steps, clip_preset, merged, ratio_metrics
+from flowrl.algorithms.flow_grpo import check_steps, clip_preset, ratio_metrics, single_advantage
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
@@ -151,7 +152,7 @@ class Dpok(EdgeMethod[Config]):
         law = policy.distribution(belief, batch.latents, batch.start).at(batch.parent)
         log_ratio, bound = self.log_ratio(law, batch, sampler), config.clip(sampler)
         rule = clamped_ratio_loss if config.surrogate == "clamp" else clipped_ratio_loss
-        surrogate, clipped = rule(log_ratio, merged(batch), (bound, bound))
+        surrogate, clipped = rule(log_ratio, single_advantage(batch), (bound, bound))
         loss = config.reward_weight * surrogate
         metrics = ratio_metrics(log_ratio, loss) | {"policy/clip_fraction": clipped.float().sum()}
         if config.kl.coef > 0:
@@ -178,8 +179,8 @@ class Dpok(EdgeMethod[Config]):
 
     def tensors(self) -> dict[str, Tensor]:
         critic = self.saved if self.critic is None else self.critic.state()
-        found = {f"transitions.{name}": value for name, value in self.transitions.tensors().items()}
-        return found | {f"value.{name}": value for name, value in critic.items()}
+        result = {f"transitions.{name}": value for name, value in self.transitions.tensors().items()}
+        return result | {f"value.{name}": value for name, value in critic.items()}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         parts: dict[str, dict[str, Tensor]] = {"transitions": {}, "value": {}}

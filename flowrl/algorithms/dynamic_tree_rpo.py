@@ -26,7 +26,7 @@ from torch import Tensor
 from flowrl.algorithms._credit import leaf_advantages
 from flowrl.algorithms._tree import by_leaves, totals, tree_plan
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_terms, merged, with_reference
+from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_terms, single_advantage, with_reference
 from flowrl.core.types import Edges
 from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.diffusion.plan import StepPlan
@@ -170,7 +170,7 @@ class DynamicTreeRpo(EdgeMethod[Config]):
         config, policy = self.config, networks.policy
         prediction = policy.predict(batch.latents, batch.start, batch.cond)
         law = policy.distribution(prediction, batch.latents, batch.start).at(batch.parent)
-        clip, advantage = config.clip(policy.sampler), merged(batch)
+        clip, advantage = config.clip(policy.sampler), single_advantage(batch)
         lean = config.clip_sensitivity * advantage
         bounds = clip * (1 - lean).clamp(min=_LEAST), clip * (1 + lean).clamp(min=_LEAST)
         terms = clipped_terms(self.log_ratio(law, batch, policy.sampler), [advantage], bounds)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
-from flowrl.algorithms.base import Networks, NoiseMethod, Options
+from flowrl.algorithms._options import Options
+from flowrl.algorithms.base import Networks, NoiseMethod
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages
@@ -29,7 +30,7 @@ from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.losses.batches import InitialBatch, LossOutput, summed
 from flowrl.losses.ratio import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
 from flowrl.models.weights import Weights
-from flowrl.rollout.learned_noise import NoiseWeights, learned
+from flowrl.rollout.learned_noise import NoiseWeights, as_noise_weights
 
 LEVEL = "tested"
 _GROUP = AdvantageConfig(std="none", clip=None)
@@ -122,7 +123,7 @@ class Find(NoiseMethod[Config]):
         return gaussian_log_prob(latents, laws.mean, laws.std, self.config.log_prob)
 
     def loss(self, batch: InitialBatch, networks: Networks) -> LossOutput:
-        config, weights = self.config, learned(networks.weights)
+        config, weights = self.config, as_noise_weights(networks.weights)
         laws = weights.network.laws(batch.law)
         log_prob = gaussian_log_prob(batch.latents, laws.mean, laws.std, config.log_prob)
         log_ratio = log_prob - batch.old_log_prob
@@ -141,9 +142,9 @@ class Find(NoiseMethod[Config]):
         return summed(policy + config.prior_coef * prior, metrics)
 
     def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
-        learned(weights).bound_std(self.config.least_std)
+        as_noise_weights(weights).bound_std(self.config.least_std)
         if self.config.keep_moment:
-            learned(weights).keep_moment()
+            as_noise_weights(weights).keep_moment()
 
     def after_iteration(self, updates: int, weights: Weights) -> None:
         self.iterations += 1

@@ -17,8 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import EdgeMethod, Networks, Options
-from flowrl.algorithms.flow_grpo import KLConfig, Terms, check_steps, merged, ratio_metrics, with_reference
+from flowrl.algorithms._options import Options
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import KLConfig, Terms, check_steps, ratio_metrics, single_advantage, with_reference
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.process import Process
 from flowrl.losses.batches import LossOutput, Microbatch
@@ -78,7 +79,7 @@ class FlowDppo(EdgeMethod[Config]):
     columns = ("mean_old",)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
-        policy, advantage = networks.transition(batch), merged(batch)
+        policy, advantage = networks.transition(batch), single_advantage(batch)
         log_ratio = self.log_ratio(policy, batch, networks.policy.sampler)
         moved = policy.kl(StepDistribution(batch.columns["mean_old"], policy.std), divisor=self.config.divisor).detach()
         loss, dropped = masked_ratio_loss(log_ratio, advantage, moved >= self.config.threshold)

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import EdgeMethod, Networks, Options
+from flowrl.algorithms._options import Options
+from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import StepPlan, window
@@ -169,7 +170,7 @@ def clipped_loss(
     """
     policy, sampler = networks.transition(batch), networks.policy.sampler
     log_ratio = method.log_ratio(policy, batch, sampler)  # log p - log p_old, [E, *pos]
-    terms = clipped_terms(log_ratio, [merged(batch)], method.config.clip(sampler), weight)
+    terms = clipped_terms(log_ratio, [single_advantage(batch)], method.config.clip(sampler), weight)
     return with_reference(terms, policy, batch, networks, method.config.kl)
 
 
@@ -224,7 +225,7 @@ def with_reference(
     return LossOutput(loss=loss.sum(), metrics=metrics, per_step=terms.per_step)
 
 
-def merged(batch: Microbatch) -> Tensor:
+def single_advantage(batch: Microbatch) -> Tensor:
     """The one advantage for all rewards, [E, 1, *pos] -> [E, *pos]."""
     return batch.advantage.squeeze(1)
 

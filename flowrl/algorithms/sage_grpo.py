@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.algorithms.flow_grpo import ClippedOptions, Terms, clipped_terms, merged, with_reference
+from flowrl.algorithms.flow_grpo import ClippedOptions, Terms, clipped_terms, single_advantage, with_reference
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import Process
@@ -114,7 +114,7 @@ class SageGrpo(EdgeMethod[Config]):
         if self.config.equalise:
             scale = equaliser(batch.plan, sampler, networks.policy.adapter.process)
             weight = scale.to(log_ratio.device)[batch.step.index]
-        terms = clipped_terms(log_ratio, [merged(batch)], self.config.clip(sampler), weight)
+        terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.clip(sampler), weight)
         if self.feedback:
             terms = self._trusted(terms, policy, log_ratio, batch, networks)
         return with_reference(terms, policy, batch, networks, self.config.kl)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowrl.algorithms._tree import NodeConfig, branching_steps, by_nodes, check_children, tree_plan
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.algorithms.flow_grpo import ClippedOptions, KLConfig, clipped_terms, merged, with_reference
+from flowrl.algorithms.flow_grpo import ClippedOptions, KLConfig, clipped_terms, single_advantage, with_reference
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import Scale, depthwise, fuse
 from flowrl.diffusion.tree_shapes import Branching, offshoots
@@ -80,7 +80,7 @@ class TempFlowGrpo(EdgeMethod[Config]):
         policy, sampler = networks.transition(batch), networks.policy.sampler
         weight = self.weight(policy.std, batch, networks)
         log_ratio = self.log_ratio(policy, batch, sampler)
-        terms = clipped_terms(log_ratio, [merged(batch)], self.config.clip(sampler), weight)
+        terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.clip(sampler), weight)
         return with_reference(terms, policy, batch, networks, self.config.kl)
 
     def weight(self, std: Tensor, batch: Microbatch, networks: Networks) -> Tensor | None:

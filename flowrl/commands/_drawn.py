@@ -35,8 +35,8 @@ class Origin:
     arguments: dict[str, Any]
     """Of the pipeline's call, as far as they were set."""
 
-    def told(self, prompt: str, pictures: Sequence[str], seed: int) -> dict[str, Any]:
-        """Of one file, plain data; `pictures` are paths."""
+    def told(self, prompt: str, images: Sequence[str], seed: int) -> dict[str, Any]:
+        """Of one file, plain data; `images` are paths."""
         return {
             "prompt": prompt,
             "seed": seed,
@@ -47,7 +47,7 @@ class Origin:
             "steps": self.steps,
             "guidance": self.guidance,
             "arguments": self.arguments,
-            "images": [{"file": Path(path).name, "sha256": _content(Path(path)).hexdigest()} for path in pictures],
+            "images": [{"file": Path(path).name, "sha256": _content(Path(path)).hexdigest()} for path in images],
         }
 
 

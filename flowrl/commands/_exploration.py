@@ -39,10 +39,10 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for keep in sizes:
-        found = fidelity(first, full, keep)
+        result = fidelity(first, full, keep)
         lines.append(
-            f"| {keep} | {found.kendall:.3f} | {found.spearman:.3f} | {found.hit_rate:.3f} | {found.top_rank:.1f} | "
-            f"{found.bottom_rank:.1f} | {(keep // 2 + 1) / 2:g} |"
+            f"| {keep} | {result.kendall:.3f} | {result.spearman:.3f} | {result.hit_rate:.3f} | "
+            f"{result.top_rank:.1f} | {result.bottom_rank:.1f} | {(keep // 2 + 1) / 2:g} |"
         )
     spread = _std(full), _std(full.gather(1, _chosen(collector, first, group)))
     plain, explored = _timed(collector, rounds)

@@ -66,8 +66,8 @@ def _on_hub(path: str, revision: str | None) -> str:
 def _cached(path: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(path, _INDEX, revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    result = try_to_load_from_cache(path, _INDEX, revision=revision)
+    return Path(result).parent if isinstance(result, str) else None
 
 
 def hub_fault(name: str, revision: str | None, error: BaseException) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowrl.data.preference_records import Picture, Preference
+    from flowrl.data.preference_records import Preference, StoredImage
     from flowrl.data.preferences import PreferenceSet
 
 
@@ -50,18 +50,18 @@ def look(source: str, words: Sequence[str]) -> bool:
     set_up_logging(None, main=True)
     # All of it is to be seen before it is judged.
     pairs = load_preferences(source, "SOURCE", dataclasses.replace(options, max_broken=1.0), paired=False)
-    found = _opened(pairs)
-    print(f"{found.pairs} of {len(pairs)} records have readable pictures, of {_sizes(found.sizes)}")
+    result = _opened(pairs)
+    print(f"{result.pairs} of {len(pairs)} records have readable pictures, of {_sizes(result.sizes)}")
     print(f"{sum(1 for _ in pairs.captions())} distinct prompts")
     for count, shown, what in (
-        (found.broken, found.unreadable, "records with a picture that cannot be read"),
-        (found.equal, found.alike, "records of two equal pictures"),
+        (result.broken, result.unreadable, "records with a picture that cannot be read"),
+        (result.equal, result.alike, "records of two equal pictures"),
     ):
         if count:
             print(f"{count} {what}: {'; '.join(shown)}{' ...' if count > len(shown) else ''}")
     rows, left_out = pairs.report.rows, pairs.report.broken
-    paired = _verdict("methods on pairs", found.pairs - found.alone, left_out, len(pairs), rows, options.max_broken)
-    alone = _verdict("methods on winners alone", found.winners, left_out, len(pairs), rows, options.max_broken)
+    paired = _verdict("methods on pairs", result.pairs - result.alone, left_out, len(pairs), rows, options.max_broken)
+    alone = _verdict("methods on winners alone", result.winners, left_out, len(pairs), rows, options.max_broken)
     return alone if pairs.report.winners_only == len(pairs) else paired
 
 
@@ -78,37 +78,37 @@ def _opened(pairs: PreferenceSet) -> Look:
     from flowrl.core.console import Progress
     from flowrl.data.preference_records import EXAMPLES, Unreadable
 
-    found, bar = Look(), Progress(len(pairs), "opening", show=True)
+    result, bar = Look(), Progress(len(pairs), "opening", show=True)
     for index in range(len(pairs)):
         try:
             pair = pairs.read(index)
-            for count, picture in enumerate(_pictures(pair)):
-                found.sizes.add(picture.open().size)
-                found.winners += count == 0
+            for count, image in enumerate(_images(pair)):
+                result.sizes.add(image.open().size)
+                result.winners += count == 0
         except Unreadable as error:
-            found.broken += 1
-            found.unreadable += [str(error)] if len(found.unreadable) < EXAMPLES else []
+            result.broken += 1
+            result.unreadable += [str(error)] if len(result.unreadable) < EXAMPLES else []
         else:
-            found.pairs += 1
-            found.alone += pair.rejected is None
+            result.pairs += 1
+            result.alone += pair.rejected is None
             if pair.rejected is not None and _bytes(pair.chosen) == _bytes(pair.rejected):
-                found.equal += 1
-                found.alike += [pair.key] if len(found.alike) < EXAMPLES else []
+                result.equal += 1
+                result.alike += [pair.key] if len(result.alike) < EXAMPLES else []
         bar.update(1)
     bar.close()
-    return found
+    return result
 
 
-def _pictures(pair: Preference) -> Iterator[Picture]:
+def _images(pair: Preference) -> Iterator[StoredImage]:
     yield pair.chosen
     if pair.rejected is not None:
         yield pair.rejected
 
 
-def _bytes(picture: Picture) -> bytes:
+def _bytes(image: StoredImage) -> bytes:
     """What its file holds."""
-    assert picture.source is not None
-    return picture.source if isinstance(picture.source, bytes) else picture.source.read_bytes()
+    assert image.source is not None
+    return image.source if isinstance(image.source, bytes) else image.source.read_bytes()
 
 
 def _sizes(sizes: set[tuple[int, int]]) -> str:

@@ -44,12 +44,12 @@ def data_here(resolved: Resolved) -> Data:
     elif "eval_prompts" in remote:
         whole = {} if data.prompts is None else {"eval_share": 0.0}  # nothing is split off where some are named
         prompts = run_prompts(replace(run, data=replace(data, eval_prompts=None, **whole)), own)
-        texts |= {(p.text, p.pictures) for p in prompts.train}
+        texts |= {(p.text, p.images) for p in prompts.train}
         count = len(prompts.train)
         lines.append(f"{count} training prompts; number of prompts for evaluation: not known")
     else:
         prompts = run_prompts(run, own)
-        texts |= {(p.text, p.pictures) for p in (*prompts.train, *prompts.evaluated)}
+        texts |= {(p.text, p.images) for p in (*prompts.train, *prompts.evaluated)}
         count = len(prompts.train)
         if resolved.members:
             lines.append(f"{len(prompts.evaluated)} prompts for evaluation")

@@ -26,15 +26,15 @@ def report(seconds: float, clients: int, items: int, core: int, warmup: float = 
     """
     bodies, expected = requests(clients, items)
     with pinned_server(core) as (url, process):
-        found = asyncio.run(_load(url, bodies, expected, warmup, seconds, process.pid))
-    rate, spent, latencies = found["pictures"] / seconds, max(found["cpu"], 1e-3), sorted(found["latencies"])
+        result = asyncio.run(_load(url, bodies, expected, warmup, seconds, process.pid))
+    rate, spent, latencies = result["pictures"] / seconds, max(result["cpu"], 1e-3), sorted(result["latencies"])
     middle, late = (1000 * latencies[min(int(q * len(latencies)), len(latencies) - 1)] for q in (0.5, 0.99))
     judged = f"target {TARGET:.0f}: {'met' if rate >= TARGET else 'missed'}"
     lines = (
         f"{rate:.0f} pictures/s on one core ({judged}); a request of {items}: p50 {middle:.0f} ms, p99 {late:.0f} ms",
-        f"{clients} clients, {found['pictures']} pictures of {_SIDE} x {_SIDE} noise as PNG in {seconds:g} s, every "
+        f"{clients} clients, {result['pictures']} pictures of {_SIDE} x {_SIDE} noise as PNG in {seconds:g} s, every "
         "score right",
-        f"the server had {spent / seconds:.0%} of its core: {found['pictures'] / spent:.0f} pictures per second of its "
+        f"the server had {spent / seconds:.0%} of its core: {result['pictures'] / spent:.0f} images a second of its "
         f"CPU time; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
     )
     return "\n".join(lines)
@@ -45,18 +45,18 @@ def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list
     import torch
 
     from flowrl.core.transport import pack, unpack
-    from flowrl.core.wire import write_picture
+    from flowrl.core.wire import write_image
     from flowrl.rewards import jpeg
 
     reward, generator = jpeg.build(jpeg.Config()), torch.Generator().manual_seed(0)
     bodies, expected = [], []
     for _ in range(clients):
         packed = [pack(torch.rand(3, _SIDE, _SIDE, generator=generator), "png") for _ in range(items)]
-        scores = reward.score([unpack(picture) for picture in packed], [""] * items, [{}] * items)
+        scores = reward.score([unpack(image) for image in packed], [""] * items, [{}] * items)
         assert isinstance(scores, torch.Tensor)
         expected.append(scores.tolist())
-        pictures = [write_picture(picture) for picture in packed]
-        bodies.append([{"id": str(k), "prompt": "", "metadata": {}, "picture": p} for k, p in enumerate(pictures)])
+        images = [write_image(image) for image in packed]
+        bodies.append([{"id": str(k), "prompt": "", "metadata": {}, "picture": p} for k, p in enumerate(images)])
     return bodies, expected
 
 
@@ -117,8 +117,8 @@ async def _load(
 
     async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
         await asyncio.gather(clock(), *(client(http, *one) for one in zip(bodies, expected, strict=True)))
-    pictures = len(latencies) * len(bodies[0])
-    return {"pictures": pictures, "cpu": cpu[1] - cpu[0], "latencies": latencies}
+    images = len(latencies) * len(bodies[0])
+    return {"pictures": images, "cpu": cpu[1] - cpu[0], "latencies": latencies}
 
 
 def cpu_seconds(pid: int) -> float:

@@ -101,7 +101,7 @@ def ratios(cost: list[float], of: list[float]) -> list[float]:
     return [a / b for a, b in zip(cost, of, strict=True)]
 
 
-def _spread(values: list[float]) -> str:
+def _format_range(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
@@ -116,7 +116,7 @@ def report(costs: dict[str, Cost], cpu: str) -> str:
         lines.append(
             f"| {name} | {middle(cost.rollout):.2f} | {middle(cost.train):.2f} | {middle(cost.rollout_s):.2f} | "
             f"{middle(cost.update_s):.2f} | {middle(cost.seconds):.2f} | "
-            f"{_spread(ratios(cost.seconds, full.seconds))} | {_spread(ratios(cost.cpu_s, full.cpu_s))} |"
+            f"{_format_range(ratios(cost.seconds, full.seconds))} | {_format_range(ratios(cost.cpu_s, full.cpu_s))} |"
         )
     rollout = statistics.median(costs[DENSE].rollout) / statistics.median(costs[CHAINS].rollout)
     mix = statistics.median(ratios(costs[MIX].seconds, costs[FULL].seconds))

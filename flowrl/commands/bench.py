@@ -129,13 +129,13 @@ def reentry_cost(calls: int, batch: int, guidance_scale: float) -> dict[str, lis
     def predict(k: int) -> torch.Tensor:
         return adapters[k].predict(x, timestep, conds[k], guidance_scale)
 
-    found = {}
+    result = {}
     for name, with_gradient in (("rollout", False), ("training, forward", True)):
         with torch.set_grad_enabled(with_gradient):
             # Rounding may differ where the one pads its text and the other does not.
             assert torch.allclose(predict(0), predict(1), atol=1e-5), "the adapters disagree"
-            found[name] = paired(lambda: predict(0), lambda: predict(1), calls)
-    return found
+            result[name] = paired(lambda: predict(0), lambda: predict(1), calls)
+    return result
 
 
 def paired(first: Callable[[], Any], second: Callable[[], Any], count: int) -> list[tuple[float, float]]:

@@ -55,10 +55,10 @@ def _laws(component: str, words: list[str]) -> bool:
     for word in words:
         apply_override(options, word)
     try:
-        found, good = check(component, **options), True
+        result, good = check(component, **options), True
     except ContractError as error:
-        found, good = error.findings, False
-    print(*found, sep="\n")
+        result, good = error.findings, False
+    print(*result, sep="\n")
     return good
 
 
@@ -139,8 +139,8 @@ def _probe(plan, resolved) -> str:
     from flowrl.scoring.build import PROBE_PX, probe_batch
     from flowrl.scoring.one_call import score_once
 
-    found = run_prompts(resolved.run, resolved.training.own_prompts)
-    prompts = (found.train or found.evaluated)[:2]  # given pairs bring no prompts
+    result = run_prompts(resolved.run, resolved.training.own_prompts)
+    prompts = (result.train or result.evaluated)[:2]  # given pairs bring no prompts
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     images = probe_batch(len(prompts), PROBE_PX, PROBE_PX, resolved.model.config.frames)
     scores = score_once(plan.build(), images, texts, metadata)

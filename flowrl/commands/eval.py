@@ -32,7 +32,7 @@ def command(
     from flowrl.evaluation.results import Evaluation
     from flowrl.evaluation.statistics import accuracy, summary
     from flowrl.run.inputs import collect
-    from flowrl.run.report import told_accuracy
+    from flowrl.run.report import format_accuracy
     from flowrl.run.trainer import Trainer
 
     folder = Path(target)
@@ -45,7 +45,7 @@ def command(
     # Read before anything is drawn: a damaged file is told now rather than behind the evaluation.
     base = Evaluation.load(saved) if run is not None and saved.is_file() else None
     trainer = Trainer(resolved)
-    if run is not None and (ended := status.told(status.read(run))):
+    if run is not None and (ended := status.describe(status.read(run))):
         print(f"{run}: {ended}")
     with no_exit():
         result = trainer.evaluate_only(run, out_folder(out or default), accept)
@@ -56,7 +56,7 @@ def command(
             f"{parts.prompts.counted(value['n'])} x {result.scores[name].shape[1]} seeds)"
         )
     if result.agreement is not None:
-        print(told_accuracy(accuracy(result.agreement)))
+        print(format_accuracy(accuracy(result.agreement)))
     if base is not None:
         _against(base, result, parts)
 
@@ -64,7 +64,7 @@ def command(
 def _against(base: Evaluation, tuned: Evaluation, parts: Parts) -> None:
     """Win rates against the run's base, where that was drawn alike."""
     from flowrl.evaluation.statistics import win_rate
-    from flowrl.run.report import told_win_rate
+    from flowrl.run.report import format_win_rate
 
     cards = [] if parts.watched is None else [entry.reward.card for entry in parts.watched.distinct]
     higher = {name: card.higher_is_better for card in cards for name in card.outputs}
@@ -73,4 +73,4 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts) -> None:
         if unlike:
             print(f"no win rate by {name}: the run's base was made with other values of: {', '.join(unlike)}")
         else:
-            print(told_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name]), parts.prompts.on))
+            print(format_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name]), parts.prompts.on))

@@ -322,7 +322,7 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
     cached = "host" if result.embeddings else "made when needed"
     table.add_row(f"embeddings of {texts} texts, {size(result.prompt)} each", "", size(result.embeddings), cached)
     table.add_row("latents of a rollout", "", size(result.latents), "host")
-    table.add_row("pictures of a rollout", "", size(result.pictures), "host")
+    table.add_row("pictures of a rollout", "", size(result.images), "host")
     return table
 
 

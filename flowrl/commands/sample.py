@@ -47,7 +47,7 @@ def command(
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
     from flowrl.core.phases import phase
-    from flowrl.models.generic.images import picture_arguments
+    from flowrl.models.generic.images import image_arguments
     from flowrl.models.generic.options import guidance_arguments
     from flowrl.run.export import learned_noise, load_run_pipeline
 
@@ -56,11 +56,11 @@ def command(
     records = _records(prompts, image or [])
     out_folder(out)
     noise = learned_noise(Path(model))
-    laws = None if noise is None else _laws(noise, records)
+    laws = None if noise is None else _distributions(noise, records)
     with phase("loading"):
         pipeline, call = load_run_pipeline(model)
     for record in records:
-        picture_arguments(pipeline, record.pictures)
+        image_arguments(pipeline, record.images)
     with phase("loading"):
         pipeline.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     pipeline.set_progress_bar_config(disable=True)
@@ -91,15 +91,15 @@ def _draw(
     from flowrl.core import media
     from flowrl.core.console import Progress
     from flowrl.core.errors import ConfigError
-    from flowrl.core.media import open_picture
-    from flowrl.models.generic.images import picture_arguments
+    from flowrl.core.media import open_image
+    from flowrl.models.generic.images import image_arguments
 
     bar = Progress(len(records) * count, "sampling", show=True)
     for i, record in enumerate(records):
-        pictures = picture_arguments(pipeline, [open_picture(file) for file in record.pictures])
+        images = image_arguments(pipeline, [open_image(file) for file in record.images])
         for k in range(count):
             generator = torch.Generator().manual_seed(seed + k)
-            arguments = {**call, **pictures, "output_type": "pt", "generator": generator, "return_dict": False}
+            arguments = {**call, **images, "output_type": "pt", "generator": generator, "return_dict": False}
             if laws is not None:
                 law = laws.at(torch.tensor([i]))
                 arguments["latents"] = law.sample(torch.randn(law.mean.shape, generator=generator))
@@ -107,14 +107,14 @@ def _draw(
                 drawn = pipeline(prompt=record.text, **arguments)[0][0]
             except ValueError as error:  # how pipelines refuse what they are called with
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
-            told = made.told(record.text, record.pictures, seed + k)
+            told = made.told(record.text, record.images, seed + k)
             file = media.write(drawn.float().cpu(), out / stem(i, k, told), told)
             bar.update(1)
             print(file)
     bar.close()
 
 
-def _laws(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
+def _distributions(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
     """The learned law of each prompt.
 
     Raises:
@@ -145,11 +145,11 @@ def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:
     from flowrl.core.registry import suggest
     from flowrl.core.strict import apply_override
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for word in words:
-        apply_override(found, word)
+        apply_override(result, word)
     known = [name for name in inspect.signature(type(pipeline).__call__).parameters if name not in _OURS]
-    for name in found:
+    for name in result:
         if name in _OURS:
             raise ConfigError(f"--set {name}: the command line decides it")
         if name not in known:
@@ -157,10 +157,10 @@ def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:
                 f"--set {name}: {type(pipeline).__name__} takes no such argument; {suggest(name, known)}"
                 f"there are: {', '.join(known)}"
             )
-    steps = found.get("num_inference_steps", 1)
+    steps = result.get("num_inference_steps", 1)
     if not isinstance(steps, int) or steps < 1:
         raise ConfigError(f"--set num_inference_steps={steps}: at least 1, a whole number")
-    return found
+    return result
 
 
 def _records(words: list[str], images: list[Path]) -> list[Prompt]:
@@ -170,14 +170,14 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
         ConfigError: a file that is none, a picture that cannot be read, or pictures from two sides.
     """
     from flowrl.core.errors import ConfigError
-    from flowrl.core.media import UNREADABLE, open_picture
+    from flowrl.core.media import UNREADABLE, open_image
     from flowrl.data.prompt_files import named_as_file
     from flowrl.data.prompt_sources import load_prompts
     from flowrl.data.prompts import Prompt
 
     for file in images:
         try:
-            open_picture(file)
+            open_image(file)
         except UNREADABLE as error:
             raise ConfigError(f"--image {str(file)!r} cannot be read as a picture: {error}") from None
     paths = tuple(str(file.resolve()) for file in images)
@@ -188,7 +188,7 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
             records.append(Prompt(word, {}, paths))
             continue
         for record in load_prompts(word, "prompts"):
-            if paths and record.pictures:
+            if paths and record.images:
                 raise ConfigError(f"--image beside {word!r}, whose records name their own pictures; leave it out")
-            records.append(Prompt(record.text, record.metadata, record.pictures or paths))
+            records.append(Prompt(record.text, record.metadata, record.images or paths))
     return records

@@ -72,14 +72,16 @@ def command(
     scorer = build_scorer(entries, batch_size=batch_size, max_failed_share=1.0, on_error=_warn)
     size = len(samples) if any(entry.reward.card.needs_groups for entry in entries) else batch_size
     batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-    values = _told(_scored(scorer, batches), scorer.outputs, out)
+    values = _print_records(_scored(scorer, batches), scorer.outputs, out)
     for name, column in values.items():
         mean = f"mean {sum(column) / len(column):.6g} over {len(column)}" if column else "no sample scored"
         _warn(f"{name}: {mean}, {len(samples) - len(column)} failed")
     raise SystemExit(0 if all(values.values()) else 1)
 
 
-def _told(records: Iterator[dict[str, Any]], outputs: Sequence[str], out: Path | None) -> dict[str, list[float]]:
+def _print_records(
+    records: Iterator[dict[str, Any]], outputs: Sequence[str], out: Path | None
+) -> dict[str, list[float]]:
     """Print the lines as they come, or write them into the folder `out` in the end; the numbers by output."""
     from flowrl.core.files import write_atomically
 
@@ -138,12 +140,12 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
     from flowrl.core import media
     from flowrl.core.errors import ConfigError
 
-    found = sorted(images.iterdir()) if images.is_dir() else [images] if images.is_file() else []
-    files = [file for file in found if file.suffix.lower() in _SUFFIXES]
+    result = sorted(images.iterdir()) if images.is_dir() else [images] if images.is_file() else []
+    files = [file for file in result if file.suffix.lower() in _SUFFIXES]
     if not files:
         raise ConfigError(f"{str(images)!r}: no pictures there ({', '.join(sorted(_SUFFIXES))})")
     if prompts is None:
-        samples = [(file, str(media.told(file).get("prompt", "")), {}) for file in files]
+        samples = [(file, str(media.read_note(file).get("prompt", "")), {}) for file in files]
     else:
         samples = _matched(files, prompts)
     for plan in plans:

@@ -66,14 +66,14 @@ def component(kind: str, options: Options, where: str, default: str | None = Non
         raise ConfigError(f"{where}: name={name!r} and path={path!r}: give either, and set the other to null")
     if path is not None and not str(path).endswith(".py"):
         raise ConfigError(f"{where}.path={path!r} must be a .py file; use name for a module")
-    found = path or name or default
-    if not isinstance(found, str):
+    result = path or name or default
+    if not isinstance(result, str):
         raise ConfigError(f"{where}.name is required; there are: {', '.join(registry.names(kind))}")
-    module = imported(kind, found, where)
-    config = validate(config_class(module, where, found), rest, where)
+    module = imported(kind, result, where)
+    config = validate(config_class(module, where, result), rest, where)
     if not own or module.__name__.startswith("flowrl."):
-        return Component(found, module, config)
-    made = Component(found if path is None else Path(found).stem, module, config, path)
+        return Component(result, module, config)
+    made = Component(result if path is None else Path(result).stem, module, config, path)
     _require_kind(kind, made, where)
     return made
 

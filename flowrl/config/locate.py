@@ -17,7 +17,7 @@ from typing import Any
 from flowrl.core import registry
 from flowrl.core.assets import asset_roots, embedded_prompts
 from flowrl.core.errors import ConfigError
-from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, beside, expanded
+from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, expanded, relative_to_folder
 from flowrl.core.strict import Options
 from flowrl.data.prompt_sources import split_of
 from flowrl.scoring.entries import RewardEntry
@@ -120,7 +120,7 @@ def _located(value: str, mark: Place, key: str, base: Path) -> str:
         return f"hf:{told}:{split}" if split else f"hf:{told}"
     if "://" in text or (kind == "prompts" and text.startswith("shapes:")):
         return text
-    path = beside(base, text)
+    path = relative_to_folder(base, text)
     if os.path.exists(path):
         return path
     if kind == "prompts" and embedded_prompts(text) is not None:

@@ -230,8 +230,8 @@ def _parts(tree: Options, place: Place) -> Iterator[tuple[str, Options]]:
 def _reached(part: Options, dotted: str) -> tuple[Options | None, str]:
     """(mapping that holds a key, its last name); None: a part of the way there is no mapping."""
     way, _, last = dotted.rpartition(".")
-    found = _at(part, way) if way else part
-    return (found if isinstance(found, dict) else None), last
+    result = _at(part, way) if way else part
+    return (result if isinstance(result, dict) else None), last
 
 
 def _at(part: Any, dotted: str) -> Any:

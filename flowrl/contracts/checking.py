@@ -52,10 +52,10 @@ def check(thing: Any, **options: Any) -> tuple[Finding, ...]:
             raise ConfigError(
                 f"{WHERE}: options {sorted(options)} are for a file or a module, and this is made already"
             )
-    found = tuple(_findings(name, thing))
-    if any(not finding.good for finding in found):
-        raise ContractError(name, found)
-    return found
+    result = tuple(_findings(name, thing))
+    if any(not finding.good for finding in result):
+        raise ContractError(name, result)
+    return result
 
 
 def _findings(name: str, thing: Any) -> Iterable[Finding]:

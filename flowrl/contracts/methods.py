@@ -119,10 +119,10 @@ class MethodTrial:
         parameters = self.session.weights.parameters
         for batch in batches:
             self.session.method.loss(batch, self.session.networks).loss.backward()
-        found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        result = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         for p in parameters.values():
             p.grad = None
-        return found
+        return result
 
 
 def given(folder: Path) -> str:
@@ -175,14 +175,14 @@ def plan(trial: MethodTrial) -> str:
 @law("credit", "advantages are [P, G, ...] and finite, the same twice; valid and kept are [P, G], dead is [P]")
 def credit(trial: MethodTrial) -> str:
     rewards, prompts = trial.rollout.rewards, trial.rollout.prompts
-    found, again = (trial.build().advantages(rewards, trial.weights, prompts) for _ in range(2))
+    result, again = (trial.build().advantages(rewards, trial.weights, prompts) for _ in range(2))
     shape = tuple(rewards.shape[1:])
-    require(tuple(found.values.shape[:2]) == shape, f"values {tuple(found.values.shape)} for {shape} samples")
-    shapes = tuple(map(tuple, (found.valid.shape, found.kept.shape, found.dead.shape)))
+    require(tuple(result.values.shape[:2]) == shape, f"values {tuple(result.values.shape)} for {shape} samples")
+    shapes = tuple(map(tuple, (result.valid.shape, result.kept.shape, result.dead.shape)))
     require(shapes == (shape, shape, shape[:1]), f"valid, kept and dead are {shapes} for {shape} samples")
-    require(bool(found.values.isfinite().all()), "not finite")
-    require(torch.equal(found.values, again.values), "another one when it is asked once more")
-    return f"{tuple(found.values.shape)}, from {float(found.values.min()):.3g} to {float(found.values.max()):.3g}"
+    require(bool(result.values.isfinite().all()), "not finite")
+    require(torch.equal(result.values, again.values), "another one when it is asked once more")
+    return f"{tuple(result.values.shape)}, from {float(result.values.min()):.3g} to {float(result.values.max()):.3g}"
 
 
 @law("failed rewards", "a sample whose reward is NaN is not kept, and the advantages of all others are finite")
@@ -191,18 +191,18 @@ def failed_rewards(trial: MethodTrial) -> str:
         return "its samples are given: none can fail"
     rewards = trial.rollout.rewards.clone()
     rewards[:, 0, 0] = torch.nan
-    found = trial.build().advantages(rewards, trial.weights, trial.rollout.prompts)
-    require(not bool(found.valid[0, 0]) and not bool(found.kept[0, 0]), "the failed sample is valid or kept")
-    require(bool(found.values[found.valid].isfinite().all()), "the advantages of other samples are not finite")
+    result = trial.build().advantages(rewards, trial.weights, trial.rollout.prompts)
+    require(not bool(result.valid[0, 0]) and not bool(result.kept[0, 0]), "the failed sample is valid or kept")
+    require(bool(result.values[result.valid].isfinite().all()), "the advantages of other samples are not finite")
     return "masked"
 
 
 @law("retired", "retired says of each prompt whether it is no longer sampled, [P] bool")
 def retired(trial: MethodTrial) -> str:
-    found = trial.build().retired(trial.rollout.rewards, trial.weights)
-    shape = tuple(found.shape), found.dtype
+    result = trial.build().retired(trial.rollout.rewards, trial.weights)
+    shape = tuple(result.shape), result.dtype
     require(shape == ((trial.rollout.rewards.shape[1],), torch.bool), f"{shape}")
-    return f"{int(found.sum())} of {len(found)} prompts"
+    return f"{int(result.sum())} of {len(result)} prompts"
 
 
 # ---- the loss
@@ -216,9 +216,11 @@ def ratio(trial: MethodTrial) -> str:
         return "has none"
     networks, worst = trial.session.networks, 0.0
     for batch in trial.batches:
-        found = method.log_ratio(networks.transition(batch), batch, sampler)
-        require(found.shape == batch.old_log_prob.shape, f"{tuple(found.shape)} for {tuple(batch.old_log_prob.shape)}")
-        worst = max(worst, float(found.abs().max()))
+        result = method.log_ratio(networks.transition(batch), batch, sampler)
+        require(
+            result.shape == batch.old_log_prob.shape, f"{tuple(result.shape)} for {tuple(batch.old_log_prob.shape)}"
+        )
+        worst = max(worst, float(result.abs().max()))
     most = method.parity_tolerance(sampler, torch.float32)
     require(worst <= most, f"{worst:.2g}, and the tolerance is {most:.2g}")
     return f"{worst:.2g} of {most:.2g}"
@@ -229,20 +231,20 @@ def loss(trial: MethodTrial) -> str:
     method = trial.session.method
     require(bool(trial.batches), "there is nothing to train on: every sample was left out")
     for batch in trial.batches:
-        found = method.loss(batch, trial.session.networks)
-        require(found.loss.shape == (), f"the loss is {tuple(found.loss.shape)}")
-        require(bool(found.loss.isfinite()), f"the loss is {float(found.loss.detach())}")
-        for name, value in found.metrics.items():
+        result = method.loss(batch, trial.session.networks)
+        require(result.loss.shape == (), f"the loss is {tuple(result.loss.shape)}")
+        require(bool(result.loss.isfinite()), f"the loss is {float(result.loss.detach())}")
+        for name, value in result.metrics.items():
             require(
                 value.shape == () and not value.requires_grad, f"{name} is {tuple(value.shape)}, or carries a graph"
             )
             require(bool(value.isfinite()), f"{name} is {float(value)}")
-        for name, value in found.per_step.items():
+        for name, value in result.per_step.items():
             good = value.shape == (len(batch),) and not value.requires_grad
             require(good, f"{name} is {tuple(value.shape)} for {len(batch)} edges, or carries a graph")
-        missing = set(method.feedback) - set(found.metrics)
+        missing = set(method.feedback) - set(result.metrics)
         require(not missing, f"feedback names {sorted(missing)}, which the loss does not give")
-    return f"{', '.join(sorted(found.metrics))}"
+    return f"{', '.join(sorted(result.metrics))}"
 
 
 def forwards(batch: Any) -> int:
@@ -274,17 +276,17 @@ def reachable(trial: MethodTrial) -> set[str]:
     x, cond = rollout.samples.x0, rollout.cond.index(rollout.rows)
     for timestep in session.parts.schedule.timesteps[1:]:
         session.model.predict(x, timestep.expand(len(x)), cond, 1.0).square().sum().backward()
-    found = {n for n, p in session.weights.parameters.items() if p.grad is not None and float(p.grad.abs().max()) > 0}
+    result = {n for n, p in session.weights.parameters.items() if p.grad is not None and float(p.grad.abs().max()) > 0}
     session.model.network.zero_grad()
-    return found
+    return result
 
 
 @law("gradient", "the loss has a finite gradient to every trained weight that the network's output depends on")
 def gradient(trial: MethodTrial) -> str:
-    found = trial.gradient(trial.batches)
-    bad = [name for name, value in found.items() if not bool(value.isfinite().all())]
+    result = trial.gradient(trial.batches)
+    bad = [name for name, value in result.items() if not bool(value.isfinite().all())]
     require(not bad, f"not finite at {bad[:3]}")
-    reached = {name for name, value in found.items() if float(value.abs().max()) > 0}
+    reached = {name for name, value in result.items() if float(value.abs().max()) > 0}
     missing = sorted(reachable(trial) - reached)
     require(bool(reached), "it is 0 at every weight")
     require(not missing, f"none at {len(missing)} weights, such as {missing[:3]}")
@@ -293,10 +295,10 @@ def gradient(trial: MethodTrial) -> str:
 
 def tensors_of(rollout: Rollout) -> dict[str, Tensor]:
     """The tensors of a rollout by name."""
-    found = {"rewards": rollout.rewards, "samples.x0": rollout.samples.x0, "rows": rollout.rows}
+    result = {"rewards": rollout.rewards, "samples.x0": rollout.samples.x0, "rows": rollout.rows}
     edges: Edges = rollout.edges
-    found |= {"edges.nodes": edges.nodes, "edges.step": edges.step, "edges.old_log_prob": edges.old_log_prob}
-    return found | {f"edges.columns.{name}": value for name, value in edges.columns.items()}
+    result |= {"edges.nodes": edges.nodes, "edges.step": edges.step, "edges.old_log_prob": edges.old_log_prob}
+    return result | {f"edges.columns.{name}": value for name, value in edges.columns.items()}
 
 
 @law("inputs", "credit and loss leave rewards, samples and edges as they were")
@@ -346,9 +348,9 @@ def require_state(method: Method, state: dict[str, Any]) -> None:
 
 @law("state", "state_dict survives JSON, a new method takes it over, and a foreign one is refused with ValueError")
 def state(trial: MethodTrial) -> str:
-    found = json.loads(json.dumps(trial.build().state_dict()))
-    require_state(trial.build(), found)
-    return f"{sorted(found) or 'none'}"
+    result = json.loads(json.dumps(trial.build().state_dict()))
+    require_state(trial.build(), result)
+    return f"{sorted(result) or 'none'}"
 
 
 LAWS: tuple[Law[MethodTrial], ...] = (

@@ -41,11 +41,11 @@ def predicted(model: Model, x: Tensor, nodes: list[int], rows: tuple[int, ...], 
 @law("grid", "schedule(K) has K timesteps and K + 1 sigmas that fall from at most 1")
 def grid(model: Model) -> str:
     for steps in (2, STEPS, 10):
-        found = model.adapter.schedule(steps)
-        sizes = len(found.timesteps), len(found.sigmas)
-        require(len(found) <= steps and sizes[1] == sizes[0] + 1, f"{sizes} timesteps and sigmas for {steps} steps")
-        require(0 < float(found.sigmas[0]) <= 1, f"sigma begins at {float(found.sigmas[0]):g}")
-    return f"sigma from {float(found.sigmas[0]):g} to {float(found.sigmas[-1]):g}"
+        result = model.adapter.schedule(steps)
+        sizes = len(result.timesteps), len(result.sigmas)
+        require(len(result) <= steps and sizes[1] == sizes[0] + 1, f"{sizes} timesteps and sigmas for {steps} steps")
+        require(0 < float(result.sigmas[0]) <= 1, f"sigma begins at {float(result.sigmas[0]):g}")
+    return f"sigma from {float(result.sigmas[0]):g} to {float(result.sigmas[-1]):g}"
 
 
 @law("conditions", "encode gives one row a prompt, the same alone as beside others")
@@ -66,8 +66,8 @@ def prediction(model: Model) -> str:
     if scale > model.adapter.unguided:
         changes["guidance scale"] = ([1], (0,), 2 * scale)
     for what, (nodes, rows, other) in changes.items():
-        found = predicted(model, x, nodes, rows, other)
-        require(not torch.allclose(base, found, atol=1e-6), f"another {what} changes nothing")
+        result = predicted(model, x, nodes, rows, other)
+        require(not torch.allclose(base, result, atol=1e-6), f"another {what} changes nothing")
     return f"follows {', '.join(changes)}"
 
 
@@ -129,11 +129,11 @@ def gradient(model: Model) -> str:
 @law("images", "decode gives images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1]")
 @torch.no_grad()
 def images(model: Model) -> str:
-    found = model.sample(PROMPTS[0], num_inference_steps=2)
-    shape = tuple(found.shape)
-    require(found.ndim in (4, 5) and shape[-3] == 3 and shape[0] == 1, f"{shape}")
-    require(found.dtype == torch.float32, f"{found.dtype}")
-    low, high = float(found.min()), float(found.max())
+    result = model.sample(PROMPTS[0], num_inference_steps=2)
+    shape = tuple(result.shape)
+    require(result.ndim in (4, 5) and shape[-3] == 3 and shape[0] == 1, f"{shape}")
+    require(result.dtype == torch.float32, f"{result.dtype}")
+    low, high = float(result.min()), float(result.max())
     require(low >= 0 and high <= 1, f"{low:g} to {high:g}")
     return f"{shape}"
 

@@ -167,16 +167,16 @@ class Trials:
         images[1][..., 0, 0] = torch.nan
         same = isinstance(given.images, Tensor)
         try:
-            found = self.once(Material(torch.stack(images) if same else images, given.prompts, given.metadata))
+            result = self.once(Material(torch.stack(images) if same else images, given.prompts, given.metadata))
         except (Exception, SystemExit) as error:
             return Finding("NaN picture", f"raises {type(error).__name__}, and the scorer masks that sample")
-        numbers = [name for name, values in found.items() if not values[1].isnan()]
+        numbers = [name for name, values in result.items() if not values[1].isnan()]
         if numbers:
-            value = float(found[numbers[0]][1])
+            value = float(result[numbers[0]][1])
             remedy = "return NaN for a picture that is not finite: a failed sample must never look like a scored one"
             return Finding("NaN picture", f"{numbers[0]} = {value:.4g} for it", remedy)
         rest = [row for row in range(len(images)) if row != 1]
-        apart = _apart(*({name: values[rest] for name, values in each.items()} for each in (self.base, found)))
+        apart = _apart(*({name: values[rest] for name, values in each.items()} for each in (self.base, result)))
         if apart > _TOLERANCE and not self.card.needs_groups:
             return Finding("NaN picture", f"the others change by {apart:.2g}", "let it spoil no other sample")
         return Finding("NaN picture", "is NaN, and spoils no other")

@@ -60,22 +60,22 @@ def inputs(count: int = STEPS, dtype: torch.dtype = torch.float32) -> tuple[Tens
 
 def taken_paths(sampler: Sampler) -> list[OnPath]:
     """The paths that a sampler does not refuse."""
-    found = []
+    result = []
     for path in PATHS:
         each = OnPath(sampler, path)
         try:
             each.call(each.steps(0.0, 4), *inputs(4))
         except ValueError:
             continue
-        found.append(each)
-    return found
+        result.append(each)
+    return result
 
 
 def on_each(sampler: Sampler) -> list[OnPath]:
     """The same, for a trial on each of them."""
-    found = taken_paths(sampler)
-    require(bool(found), "it refuses flow and VP models alike")
-    return found
+    result = taken_paths(sampler)
+    require(bool(result), "it refuses flow and VP models alike")
+    return result
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
@@ -102,9 +102,9 @@ def without_noise(sampler: Sampler) -> str:
     for each in on_each(sampler):
         process, kind = PATHS[each.path]
         step, (x, raw) = each.steps(0.0), inputs()
-        found = each.call(step, x, raw)
-        require(not bool(found.std.any()), f"std {found.std.tolist()} on {each}")
-        worst = max(worst, apart(found.mean, euler_mean(process, process.predict(raw, x, step.sigma, kind), step)))
+        result = each.call(step, x, raw)
+        require(not bool(result.std.any()), f"std {result.std.tolist()} on {each}")
+        worst = max(worst, apart(result.mean, euler_mean(process, process.predict(raw, x, step.sigma, kind), step)))
     require(worst <= 2e-6, f"the mean differs by {worst:.2g}")
     return f"the mean differs by {worst:.2g}"
 
@@ -113,9 +113,9 @@ def without_noise(sampler: Sampler) -> str:
 def with_noise(sampler: Sampler) -> str:
     for each in on_each(sampler):
         x, raw = inputs()
-        still, found = each.call(each.steps(0.0), x, raw), each.call(each.steps(), x, raw)
-        noisy, moved = bool((found.std[:-1] > 0).all()), not torch.allclose(found.mean, still.mean)
-        require(noisy == (each.level > 0), f"std {found.std.tolist()} at noise level {each.level:g} on {each}")
+        still, result = each.call(each.steps(0.0), x, raw), each.call(each.steps(), x, raw)
+        noisy, moved = bool((result.std[:-1] > 0).all()), not torch.allclose(result.mean, still.mean)
+        require(noisy == (each.level > 0), f"std {result.std.tolist()} at noise level {each.level:g} on {each}")
         require(moved == (each.level > 0), f"the mean is {'another' if moved else 'the same'} one on {each}")
     return "noisy" if sampler.default_noise_level() else "deterministic, as it says"
 
@@ -125,11 +125,11 @@ def half_precision(sampler: Sampler) -> str:
     for each in on_each(sampler):
         for dtype in (torch.bfloat16, torch.float16):
             x, raw = inputs(dtype=dtype)
-            found, exact = each.call(each.steps(), x, raw), each.call(each.steps(), x.float(), raw.float())
-            kinds = {found.mean.dtype, found.std.dtype}
+            result, exact = each.call(each.steps(), x, raw), each.call(each.steps(), x.float(), raw.float())
+            kinds = {result.mean.dtype, result.std.dtype}
             require(kinds == {torch.float32}, f"mean and std are {kinds} for {dtype}")
-            same = torch.equal(found.mean, exact.mean) and torch.equal(found.std, exact.std)
-            require(same, f"differs by {apart(found.mean, exact.mean):.2g} from the same numbers in float32 ({dtype})")
+            same = torch.equal(result.mean, exact.mean) and torch.equal(result.std, exact.std)
+            require(same, f"differs by {apart(result.mean, exact.mean):.2g} from the same numbers in float32 ({dtype})")
     return "mean and std are float32, bitwise those of float32 latents"
 
 
@@ -178,10 +178,10 @@ def velocity_gain(sampler: Sampler) -> str:
                 step, (x, raw) = each.steps(level), inputs()
                 raw = raw.clone().requires_grad_(True)
                 each.call(step, x, raw, kind).mean.sum().backward()
-                found = sampler.velocity_gain(step)
-                shape = tuple(found.shape), found.dtype
+                result = sampler.velocity_gain(step)
+                shape = tuple(result.shape), result.dtype
                 require(shape == ((STEPS,), torch.float32), f"it is {shape} for {STEPS} samples")
-                expected, grad = (found * scale(step))[:, None, None, None].expand_as(raw), raw.grad
+                expected, grad = (result * scale(step))[:, None, None, None].expand_as(raw), raw.grad
                 assert grad is not None
                 # Autograd adds terms that the closed form cancels: 1 / alpha reaches 13 on VP, and a gain 1e-2.
                 near = torch.allclose(grad, expected, rtol=1e-4, atol=1e-6)
@@ -194,13 +194,15 @@ def velocity_gain(sampler: Sampler) -> str:
 def direction(sampler: Sampler) -> str:
     for each in on_each(sampler):
         step = each.steps()
-        still, found = sampler.velocity_gain(each.steps(0.0)), sampler.velocity_gain(step)
+        still, result = sampler.velocity_gain(each.steps(0.0)), sampler.velocity_gain(step)
         expected = step.alpha * step.sigma_next - step.sigma * step.alpha_next
         near = torch.allclose(still, expected, rtol=1e-4, atol=1e-6)
         require(near, f"without noise it is {still.tolist()}, and the path's is {expected.tolist()} on {each}")
-        require(bool((found < 0).all()), f"{found.tolist()} on {each}")
+        require(bool((result < 0).all()), f"{result.tolist()} on {each}")
         # At sigma = 1 and sigma' = 0 the two are equal up to one rounding.
-        require(bool((found <= still + 1e-7).all()), f"{found.tolist()}, and {still.tolist()} without noise on {each}")
+        require(
+            bool((result <= still + 1e-7).all()), f"{result.tolist()}, and {still.tolist()} without noise on {each}"
+        )
     return "negative at every step"
 
 
@@ -211,12 +213,12 @@ def density(sampler: Sampler) -> str:
     for each in on_each(sampler):
         for num_steps, shift in ((n, s) for n in range(2, 41) for s in (1.0, 3.0)):
             inner, (x, raw) = torch.arange(num_steps - 1), inputs(num_steps)
-            found = each.call(each.steps(None, num_steps, shift).at(inner), x[inner], raw[inner])
-            noise = torch.randn(found.mean.shape, generator=torch.Generator().manual_seed(num_steps))
-            log_prob = found.log_prob(found.sample(noise), sampler.log_prob_form)
-            good = found.mean.isfinite().all() & (found.std > 0).all() & found.std.isfinite().all()
+            result = each.call(each.steps(None, num_steps, shift).at(inner), x[inner], raw[inner])
+            noise = torch.randn(result.mean.shape, generator=torch.Generator().manual_seed(num_steps))
+            log_prob = result.log_prob(result.sample(noise), sampler.log_prob_form)
+            good = result.mean.isfinite().all() & (result.std > 0).all() & result.std.isfinite().all()
             where = f"on {each} at {num_steps} steps and shift {shift:g}"
-            require(bool(good & log_prob.isfinite().all()), f"std {found.std.tolist()} {where}")
+            require(bool(good & log_prob.isfinite().all()), f"std {result.std.tolist()} {where}")
     return "finite"
 
 
@@ -227,9 +229,9 @@ def gradient(sampler: Sampler) -> str:
         raw = raw.clone().requires_grad_(True)
         mean = each.call(each.steps(), x, raw).mean
         require(mean.requires_grad, f"the mean has none on {each}")
-        (found,) = torch.autograd.grad(mean.square().sum(), raw)
-        sizes = found.flatten(1).norm(dim=1)
-        require(bool(found.isfinite().all() and (sizes[:-1] > 0).all()), f"its size is {sizes.tolist()} on {each}")
+        (result,) = torch.autograd.grad(mean.square().sum(), raw)
+        sizes = result.flatten(1).norm(dim=1)
+        require(bool(result.isfinite().all() and (sizes[:-1] > 0).all()), f"its size is {sizes.tolist()} on {each}")
     return "arrives"
 
 
@@ -242,10 +244,10 @@ def grids(path: str) -> tuple[Schedule, ...]:
     if path == "vp":
         return tuple(vp_schedule(num_steps) for num_steps in range(2, 121))
     shifts, counts = (1.0, 3.0, 5.0, 7.0), range(2, 121)
-    found = [flow_schedule(num_steps, shift) for shift in shifts for num_steps in counts]
+    result = [flow_schedule(num_steps, shift) for shift in shifts for num_steps in counts]
     for sigmas in (shifted_linspace(num_steps, shift) for shift in shifts for num_steps in counts):
-        found.append(Schedule(sigmas=sigmas, timesteps=1000 * sigmas[:-1]))
-    return tuple(found)
+        result.append(Schedule(sigmas=sigmas, timesteps=1000 * sigmas[:-1]))
+    return tuple(result)
 
 
 @functools.cache
@@ -271,7 +273,7 @@ def accepted(each: OnPath, steps: Step) -> Iterator[tuple[Step, StepDistribution
         step = waiting.pop()
         count = len(step.sigma)
         try:
-            found = each.call(step, x.expand(count, -1, -1, -1), raw.expand(count, -1, -1, -1))
+            result = each.call(step, x.expand(count, -1, -1, -1), raw.expand(count, -1, -1, -1))
         except ValueError as error:
             require("sigma_next=" in str(error), f"refuses a step on {each} without sigma_next=: {error}")
             waiting += [step.at(half) for half in torch.arange(count).tensor_split(2)] if count > 1 else []
@@ -279,7 +281,7 @@ def accepted(each: OnPath, steps: Step) -> Iterator[tuple[Step, StepDistribution
             most = REFUSED * len(steps.sigma)
             require(refused <= most, f"refuses more than {REFUSED:.0%} of the steps on {each}, such as: {error}")
             continue
-        yield step, found
+        yield step, result
 
 
 @law("every grid", "steps of all grids of 2-120 are finite; at most 1 % next to noise is refused, with sigma_next=")
@@ -289,8 +291,8 @@ def every_grid(sampler: Sampler) -> str:
         steps = all_steps(each.path)
         steps = dataclasses.replace(steps, noise_level=torch.full_like(steps.sigma, each.level))
         refused += len(steps.sigma)
-        for part, found in accepted(each, steps):
-            bad = ~(found.std.isfinite() & (found.std >= 0) & found.mean.flatten(1).isfinite().all(dim=1))
+        for part, result in accepted(each, steps):
+            bad = ~(result.std.isfinite() & (result.std >= 0) & result.mean.flatten(1).isfinite().all(dim=1))
             where = f"on {each} at sigma_next={part.sigma_next[bad][:3].tolist()}"
             require(not bool(bad.any()), f"a mean or std is not finite {where}")
             require(bool(sampler.velocity_gain(part).isfinite().all()), f"velocity_gain is not finite on {each}")
@@ -304,8 +306,8 @@ def every_grid_without_noise(sampler: Sampler) -> str:
         steps = all_steps(each.path)
         parts = list(accepted(each, dataclasses.replace(steps, noise_level=torch.zeros_like(steps.sigma))))
         require(len(parts) == 1, f"refuses steps on {each}")
-        found = parts[0][1]
-        require(not bool(found.std.any()) and bool(found.mean.isfinite().all()), f"noisy or not finite on {each}")
+        result = parts[0][1]
+        require(not bool(result.std.any()) and bool(result.mean.isfinite().all()), f"noisy or not finite on {each}")
     return "deterministic"
 
 

@@ -97,7 +97,7 @@ def changes(run: Path, record: Record, now: Sequence[Input]) -> dict[tuple[str, 
     old = record.by_place()
     pairs = [(old[one.place], one) for one in now if one.place in old]
     return {
-        one.place: _told(then, one, run if then.copy is None else run / then.copy, file_of(one))
+        one.place: _describe_difference(then, one, run if then.copy is None else run / then.copy, file_of(one))
         for then, one in pairs
         if then.sha256 != one.sha256
     }
@@ -115,20 +115,20 @@ def require_comparable(runs: Sequence[Path], *, accept: bool) -> list[str]:
         ConfigError: there are such, and they are not accepted.
     """
     records = [(run, record) for run in runs if (record := read(run)) is not None]
-    found = []
+    result = []
     for (first, one), (second, other) in itertools.combinations(records, 2):
         known = one.by_place()
         for now in other.inputs:
             then = known.get(now.place)
             if then is not None and then.name == now.name and then.sha256 != now.sha256:
                 files = [run / (part.copy or "") for run, part in ((first, then), (second, now))]
-                found.append(f"{first} (then) and {second} (now): {_told(then, now, *files)}")
-    if found and not accept:
+                result.append(f"{first} (then) and {second} (now): {_describe_difference(then, now, *files)}")
+    if result and not accept:
         raise ConfigError(
-            f"these runs were made with other contents of a file: {'; '.join(found)}. Compare runs of one reward and "
+            f"these runs were made with other contents of a file: {'; '.join(result)}. Compare runs of one reward and "
             f"one list of prompts, or add {ACCEPT}: they are then shown side by side, on no common chart"
         )
-    return found
+    return result
 
 
 def require_same(run: Path, record: Record, now: Sequence[Input], *, accept: bool) -> list[str]:
@@ -137,13 +137,13 @@ def require_same(run: Path, record: Record, now: Sequence[Input], *, accept: boo
     Raises:
         ConfigError: something differs and is not accepted.
     """
-    found = list(changes(run, record, now).values())
-    if found and not accept:
+    result = list(changes(run, record, now).values())
+    if result and not accept:
         raise ConfigError(
-            f"{run} was made with other contents: {'; '.join(found)}. Bring back what it was, start a run of another "
+            f"{run} was made with other contents: {'; '.join(result)}. Bring back what it was, start a run of another "
             f"name, or add {ACCEPT}: then what is there now counts, and nothing is compared with earlier scores"
         )
-    return found
+    return result
 
 
 def require_unedited(run: Path, now: Sequence[Input], *, accept: bool) -> None:
@@ -162,7 +162,7 @@ def require_unedited(run: Path, now: Sequence[Input], *, accept: bool) -> None:
         say("accepted: %s", line)
 
 
-def _told(then: Input, now: Input, before_file: Path, after_file: Path) -> str:
+def _describe_difference(then: Input, now: Input, before_file: Path, after_file: Path) -> str:
     """What differs between two contents of a file: lines, and the first that is another one."""
     what = f"{now.key}: {now.path}"
     if now.kind == "set":

@@ -73,12 +73,12 @@ def read_object(file: Path, remedy: str) -> dict[str, Any]:
         ConfigError: it is damaged; `remedy` says what is safe to do.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        result = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # bytes that are no text, text that is no JSON
         raise damaged(file, error, remedy) from error
-    if not isinstance(found, dict):
-        raise damaged(file, TypeError(f"it holds a {type(found).__name__}"), remedy)
-    return found
+    if not isinstance(result, dict):
+        raise damaged(file, TypeError(f"it holds a {type(result).__name__}"), remedy)
+    return result
 
 
 def json_ready(value: Any) -> Any:

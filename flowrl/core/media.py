@@ -50,33 +50,33 @@ def write(sample: Tensor, stem: Path, told: Mapping[str, Any] | None = None) -> 
                 info.add_text(_TOLD, json.dumps(told))
             images[0].save(file, pnginfo=info)
         else:
-            write_clip(images, file, quality=_QUALITY)
+            write_video(images, file, quality=_QUALITY)
             if told is not None:
-                _beside(file).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+                _note_file(file).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return file
 
 
-def told(file: Path) -> dict[str, Any]:
+def read_note(file: Path) -> dict[str, Any]:
     """What `write` was told of a picture or a clip; empty where nothing is known, as of anyone else's file."""
     from PIL import Image as Pillow
 
     try:
         if file.suffix == ".png":
             with Pillow.open(file) as opened:
-                found = json.loads(opened.info.get(_TOLD, "{}"))
+                result = json.loads(opened.info.get(_TOLD, "{}"))
         else:
-            found = json.loads(_beside(file).read_text(encoding="utf-8")) if _beside(file).is_file() else {}
+            result = json.loads(_note_file(file).read_text(encoding="utf-8")) if _note_file(file).is_file() else {}
     # No picture, or text of another program: whoever reads the pixels says what is wrong with them.
     except (OSError, SyntaxError, ValueError, TypeError, Pillow.DecompressionBombError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
-def _beside(clip: Path) -> Path:
+def _note_file(clip: Path) -> Path:
     return clip.with_suffix(".json")
 
 
-def write_clip(images: Sequence[Image], file: object, *, quality: int, frame_ms: int = FRAME_MS) -> None:
+def write_video(images: Sequence[Image], file: object, *, quality: int, frame_ms: int = FRAME_MS) -> None:
     """Frames of one size as an animated WebP, to a path or a binary file; small ones without loss."""
     settings = {"lossless": True} if max(images[0].size) < SMALL_PX else {"quality": quality}
     options = {"save_all": True, "append_images": images[1:], "duration": frame_ms, "loop": 0}
@@ -112,19 +112,19 @@ def find(stem: Path) -> Path | None:
 
 
 def read_frames(file: Path) -> list[Image]:
-    """RGB frames (`pictures.plain`), one for a picture. WebP joins equal neighbours: those of `write` are taken apart
+    """RGB frames (`images.plain`), one for a picture. WebP joins equal neighbours: those of `write` are taken apart
     again, but where all are equal it keeps one.
 
     Raises:
-        UNREADABLE (`pictures.opened`): no picture, or one of too many pixels.
+        UNREADABLE (`images.opened`): no picture, or one of too many pixels.
         ValueError: grey of an unknown range.
     """
     frames, times = [], []
-    with opened(file) as picture:
-        for number in range(getattr(picture, "n_frames", 1)):
-            picture.seek(number)
-            frames.append(plain(picture))
-            times.append(picture.info.get("duration") or 0)
+    with opened(file) as image:
+        for number in range(getattr(image, "n_frames", 1)):
+            image.seek(number)
+            frames.append(plain(image))
+            times.append(image.info.get("duration") or 0)
     if any(not time or time % FRAME_MS for time in times):
         return frames
     return [frame for frame, time in zip(frames, times, strict=True) for _ in range(round(time / FRAME_MS))]
@@ -189,8 +189,8 @@ def opened(path: str | Path | IO[bytes]) -> Iterator[Image]:
     from PIL import Image
 
     try:
-        with Image.open(path) as picture:
-            yield picture
+        with Image.open(path) as image:
+            yield image
     except Image.DecompressionBombError as error:
         raise ValueError(f"it has more pixels than a picture is taken to have ({error}); make it smaller") from None
     # What decoders let through of broken bytes; of the block's own code these would be faults, so it only decodes.
@@ -198,18 +198,18 @@ def opened(path: str | Path | IO[bytes]) -> Iterator[Image]:
         raise OSError(f"its bytes are broken ({type(error).__name__}: {error})") from error
 
 
-def open_picture(path: str | Path | IO[bytes]) -> Image:
+def open_image(path: str | Path | IO[bytes]) -> Image:
     """See `plain`.
 
     Raises:
         ValueError: grey of 32 bits or of floats.
         UNREADABLE: see `opened`.
     """
-    with opened(path) as picture:
-        return plain(picture)
+    with opened(path) as image:
+        return plain(image)
 
 
-def plain(picture: Image) -> Image:
+def plain(image: Image) -> Image:
     """RGB of 8 bits, turned upright, on white where it is transparent; of several frames that it was sought to.
 
     Raises:
@@ -219,11 +219,11 @@ def plain(picture: Image) -> Image:
     from PIL import Image, ImageOps
 
     # Pillow before 10.3 opens the 16-bit grey of a PNG, which knows no 32 bits, as "I".
-    wide = picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG")
-    if picture.mode in ("I", "F") and not wide:
-        kind = "32-bit grey" if picture.mode == "I" else "grey of floats"
+    wide = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
+    if image.mode in ("I", "F") and not wide:
+        kind = "32-bit grey" if image.mode == "I" else "grey of floats"
         raise ValueError(f"it is {kind}, whose range is not known; save it with 8 or 16 bits")
-    upright = ImageOps.exif_transpose(picture)
+    upright = ImageOps.exif_transpose(image)
     if wide:  # convert() would cut it off at 255
         return Image.fromarray(((np.asarray(upright).astype(np.uint32) + 128) // 257).astype(np.uint8)).convert("RGB")
     if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:

@@ -65,7 +65,7 @@ def expanded(value: str, key: str) -> str:
     return os.path.expanduser(re.sub(r"\$\{([^{}]*)\}", fill, value))
 
 
-def beside(folder: Path, value: str) -> str:
+def relative_to_folder(folder: Path, value: str) -> str:
     """The absolute path of `value` in `folder`; links in it stay as they are."""
     told = os.path.join(folder.absolute(), value)
     plain = os.path.normpath(told)

@@ -41,31 +41,31 @@ def close_to(name: str, valid: Sequence[str], cutoff: float = 0.5) -> str | None
     """
     initials = {known for known in valid if "_" in known and name == "".join(word[:1] for word in known.split("_"))}
     # Two of the same initials would be a guess.
-    found = initials if len(initials) == 1 else difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
-    return next(iter(found), None)
+    result = initials if len(initials) == 1 else difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
+    return next(iter(result), None)
 
 
 def suggest(name: str, valid: Sequence[str]) -> str:
     """ "did you mean X? " or ""."""
-    found = close_to(name, valid)
-    return "" if found is None else f"did you mean {found!r}? "
+    result = close_to(name, valid)
+    return "" if result is None else f"did you mean {result!r}? "
 
 
 def names(kind: str) -> list[str]:
     """Names of the built-in components of a kind ("models", "samplers", "algorithms", "rewards")."""
     # The package says where its files lie: in a checkout those of rewards are not inside flowrl/.
     folders = [Path(folder) for folder in importlib.import_module(FOLDERS[kind]).__path__]
-    found = {file.stem for folder in folders for file in folder.glob("*.py")}
-    found |= {file.parent.name for folder in folders for file in folder.glob("*/__init__.py")}
-    return sorted(name for name in found if not name.startswith("_") and name not in _HELPERS)
+    result = {file.stem for folder in folders for file in folder.glob("*.py")}
+    result |= {file.parent.name for folder in folders for file in folder.glob("*/__init__.py")}
+    return sorted(name for name in result if not name.startswith("_") and name not in _HELPERS)
 
 
 def plugins(kind: str) -> dict[str, list[EntryPoint]]:
     """Name -> the entry points that installed packages give it; more than one, or a built-in's name, is a collision."""
-    found: dict[str, list[EntryPoint]] = {}
+    result: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=PLUGINS[kind]) if kind in PLUGINS else ():
-        found.setdefault(entry.name, []).append(entry)
-    return dict(sorted(found.items()))
+        result.setdefault(entry.name, []).append(entry)
+    return dict(sorted(result.items()))
 
 
 def collision(kind: str, name: str) -> str | None:

@@ -233,12 +233,12 @@ def _refuse_no_number(value: Any, where: str, cls: type | None, *, infinite: boo
 
 def _field_types(cls: type) -> dict[str, type | None]:
     """Field name -> the dataclass inside it, or None."""
-    found: dict[str, type | None] = {}
+    result: dict[str, type | None] = {}
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         options = [hints[item.name], *typing.get_args(hints[item.name])]
-        found[item.name] = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
-    return found
+        result[item.name] = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
+    return result
 
 
 def dotted(cls: type, prefix: str = "") -> Iterator[str]:

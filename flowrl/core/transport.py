@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.core.wire import Picture
+from flowrl.core.wire import WireImage
 
 _DTYPES = {"uint8": "u1", "float32": "<f4"}
 
 
-def pack(sample: Tensor, kind: str) -> Picture:
+def pack(sample: Tensor, kind: str) -> WireImage:
     """A picture [3, H, W] or a clip [F, 3, H, W] in [0, 1], in 8 bits ("png", "uint8") or exactly ("float32").
 
     NaN and inf have no place in 8 bits: such a sample goes as "float32", for the reward to judge.
@@ -23,12 +23,12 @@ def pack(sample: Tensor, kind: str) -> Picture:
     if values.ndim not in (3, 4) or shape[-3] != 3:
         raise ValueError(f"a sample must be a picture [3, H, W] or a clip [F, 3, H, W], got {list(shape)}")
     if kind == "float32" or not values.isfinite().all():
-        return Picture("float32", shape, values.contiguous().numpy().astype("<f4", copy=False).tobytes())
+        return WireImage("float32", shape, values.contiguous().numpy().astype("<f4", copy=False).tobytes())
     pixels = (values * 255).round().clamp(0, 255).byte()
     if kind == "uint8":
-        return Picture("uint8", shape, pixels.contiguous().numpy().tobytes())
+        return WireImage("uint8", shape, pixels.contiguous().numpy().tobytes())
     rows = pixels.movedim(-3, -1).reshape(-1, shape[-1], 3).contiguous()
-    return Picture("png", shape, png(Image.fromarray(rows.numpy())))
+    return WireImage("png", shape, png(Image.fromarray(rows.numpy())))
 
 
 def png(image: Image.Image) -> bytes:
@@ -38,21 +38,21 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def unpack(picture: Picture) -> Tensor:
+def unpack(image: WireImage) -> Tensor:
     """float32 [3, H, W] or [F, 3, H, W] in [0, 1].
 
     Raises:
         OSError, ValueError, SyntaxError: no picture after all; PIL raises any of them.
     """
-    if picture.format in _DTYPES:
-        values = np.frombuffer(picture.data, _DTYPES[picture.format]).reshape(picture.shape)
+    if image.format in _DTYPES:
+        values = np.frombuffer(image.data, _DTYPES[image.format]).reshape(image.shape)
         tensor = torch.from_numpy(values.astype(np.float32))
-        return tensor if picture.format == "float32" else tensor / 255
-    with Image.open(io.BytesIO(picture.data), formats=["PNG"]) as opened:
+        return tensor if image.format == "float32" else tensor / 255
+    with Image.open(io.BytesIO(image.data), formats=["PNG"]) as opened:
         opened.load()
         rows = np.asarray(opened)
-    *frames, _, height, width = picture.shape
+    *frames, _, height, width = image.shape
     if rows.shape != (int(np.prod(frames, dtype=int)) * height, width, 3):
-        raise ValueError(f"the PNG holds {list(rows.shape)}, not the shape {list(picture.shape)}")
+        raise ValueError(f"the PNG holds {list(rows.shape)}, not the shape {list(image.shape)}")
     tensor = torch.from_numpy(rows.astype(np.float32)).reshape(*frames, height, width, 3)
     return tensor.movedim(-1, -3).contiguous() / 255

@@ -9,10 +9,10 @@ from importlib import metadata
 def versions() -> dict[str, str]:
     """Of everything that can change a number."""
     names = ("flowrl", "torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "numpy")
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            result[name] = "not installed"
+    return result

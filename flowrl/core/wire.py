@@ -38,7 +38,7 @@ class WireError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class WireImage:
     """A picture or clip on its way, still encoded."""
 
     format: str
@@ -52,13 +52,13 @@ class Picture:
         return math.prod(self.shape) // 3
 
 
-def write_picture(picture: Picture) -> dict[str, Any]:
+def write_image(image: WireImage) -> dict[str, Any]:
     """As plain data for JSON."""
-    data = base64.b64encode(picture.data).decode("ascii")
-    return {"format": picture.format, "shape": list(picture.shape), "data": data}
+    data = base64.b64encode(image.data).decode("ascii")
+    return {"format": image.format, "shape": list(image.shape), "data": data}
 
 
-def read_picture(record: Any, where: str) -> Picture:
+def read_image(record: Any, where: str) -> WireImage:
     """A picture from plain data, its size known from its header alone: nothing is decoded.
 
     Raises:
@@ -76,7 +76,7 @@ def read_picture(record: Any, where: str) -> Picture:
     shape = _shape(record.get("shape"), kind, data, where)
     if kind != "png" and len(data) != math.prod(shape) * FORMATS[kind]:
         raise WireError(f"{where}: {len(data)} bytes are not {list(shape)} values of {kind}")
-    return Picture(kind, shape, data)
+    return WireImage(kind, shape, data)
 
 
 def _shape(given: Any, kind: str, data: bytes, where: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl.credit.history import HistoryConfig, compared
+from flowrl.credit.history import HistoryConfig, normalise_against
 from flowrl.credit.selection import SelectConfig, select
 
 Std = Literal["global", "group", "none"]
@@ -163,12 +163,12 @@ def unclipped(
 
     Who takes part is decided by the clipped values, as without the multiplication.
     """
-    found = _compared(rewards, weights, config, past)
+    result = _compared(rewards, weights, config, past)
     bound = None
     if config.clip is not None:
-        bound = torch.full(found.values.shape[2:], config.clip)
-        bound = bound if found.weights is None else bound * found.weights.abs()
-    return replace(_clipped(found, config), values=found.within(None), bound=bound)
+        bound = torch.full(result.values.shape[2:], config.clip)
+        bound = bound if result.weights is None else bound * result.weights.abs()
+    return replace(_clipped(result, config), values=result.within(None), bound=bound)
 
 
 def _compared(rewards: Tensor, weights: Tensor, config: RuleConfig, past: Sequence[Tensor | None] | None) -> Compared:
@@ -381,7 +381,7 @@ def batch(
     Source: arXiv 2305.13301; kvablack/ddpo-pytorch:ddpo_pytorch/stat_tracking.py.
     """
     total = aggregate(rewards, weights)
-    values, dead = compared(total, past, eps=config.eps, ddof=config.ddof, scaled=config.std == "global")
+    values, dead = normalise_against(total, past, eps=config.eps, ddof=config.ddof, scaled=config.std == "global")
     return Compared(values[:, :, None], total.isfinite(), dead)
 
 

@@ -85,11 +85,11 @@ class ValueNetwork:
 
     def state(self) -> dict[str, Tensor]:
         """Weights and moments as flat names."""
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for name, p in self.network.named_parameters():
             moments = {f"{name}.{key}": torch.as_tensor(value) for key, value in self.adam.state.get(p, {}).items()}
-            found |= {name: p.detach()} | moments
-        return found
+            result |= {name: p.detach()} | moments
+        return result
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of `state`."""

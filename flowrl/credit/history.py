@@ -74,7 +74,7 @@ class RewardHistory:
         }
 
 
-def compared(
+def normalise_against(
     total: Tensor, past: Sequence[Tensor | None] | None, *, eps: float, ddof: int = 0, scaled: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(reward - mean) / (std + eps) of rewards [P, G], NaN masked.

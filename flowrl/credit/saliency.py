@@ -8,7 +8,7 @@ The sign of a singular vector is arbitrary, and with it which end of a component
 border of the picture has less of. (The official code takes (max - c) / (max - min) of whatever sign comes out.)
 
 A method that takes the option `spatial` has them made from every rollout's images (rollout/saliency_maps.py), and its
-advantages multiplied by them (`spread`).
+advantages multiplied by them (`apply_map`).
 
 Source: arXiv 2511.18719; Tele-AI/TeleBoost:teleboost/algorithms/vipo.py.
 """
@@ -97,7 +97,7 @@ def to_latent_grid(maps: Tensor, shape: tuple[int, ...], *, keep_mean: bool = Fa
     return frames
 
 
-def spread(
+def apply_map(
     advantages: Tensor, maps: Tensor, ratio: Literal["position", "sample"], bound: Tensor | None = None
 ) -> Tensor:
     """Advantages [E, R], not clipped yet, as the loss takes them: times the map of each, then clipped to +-bound [R].

@@ -56,15 +56,15 @@ def fuse(total: Tensor, tree: Branching, path_weights: Tensor | None = None) -> 
         path_weights: of each leaf behind each edge, [P, G, K] (`by_path`); None: all alike.
     """
     leaves = total.double().unflatten(1, (-1, tree.leaves))
-    found = torch.full((*leaves.shape, tree.num_steps), torch.nan, dtype=torch.float64)
+    result = torch.full((*leaves.shape, tree.num_steps), torch.nan, dtype=torch.float64)
     for k in range(tree.num_steps):
         below = _below(tree, k)  # [L, L]: leaf, and leaves behind the same edge
         weights = leaves.isfinite().double()
         if path_weights is not None:
             weights = weights * path_weights[:, :, k].unflatten(1, (-1, tree.leaves))
         summed, share = (leaves.nan_to_num() * weights) @ below, weights @ below
-        found[..., k] = torch.where(share > 0, summed / share, torch.nan)
-    return found.flatten(1, 2)
+        result[..., k] = torch.where(share > 0, summed / share, torch.nan)
+    return result.flatten(1, 2)
 
 
 def _below(tree: Branching, k: int) -> Tensor:
@@ -86,15 +86,15 @@ def by_path(log_probs: Tensor, tree: Branching, beta: float) -> Tensor:
     """
     steps = log_probs.double().nan_to_num().unflatten(1, (-1, tree.leaves))
     behind = steps.flip(-1).cumsum(-1).flip(-1) - steps  # of the steps after k
-    found = torch.ones_like(behind)
+    result = torch.ones_like(behind)
     for k in range(tree.num_steps):
         below = _below(tree, k)
         count = below.sum(0).clamp(min=1)
         centred = behind[..., k] - behind[..., k] @ below / count
         std = (centred.square() @ below / count).sqrt()
         weights = (beta * torch.where(std > 0, centred / std.clamp(min=1e-300), 0.0)).exp()
-        found[..., k] = weights / (weights @ below / count).clamp(min=1e-300)
-    return found.flatten(1, 2)
+        result[..., k] = weights / (weights @ below / count).clamp(min=1e-300)
+    return result.flatten(1, 2)
 
 
 # ---- credit
@@ -111,26 +111,26 @@ def depthwise(values: Tensor, total: Tensor, tree: Branching, scale: Scale) -> T
         scale: what is compared, and what divides.
     """
     edges = values.unflatten(1, (-1, tree.leaves))
-    leaf_std = _spread(total.double().unflatten(1, (-1, tree.leaves)), scale)[1]
-    found = torch.full_like(edges, torch.nan)
+    leaf_std = _group_moments(total.double().unflatten(1, (-1, tree.leaves)), scale)[1]
+    result = torch.full_like(edges, torch.nan)
     for k in range(tree.num_steps):
         nodes = tree.noisy_children(k)
         if not len(nodes):
             continue
-        credit = _compared(edges[..., k], edges[:, :, nodes, k], leaf_std, scale)
-        found[..., k] = torch.where(tree.noisy[k], credit, torch.nan)
-    return found.flatten(1, 2)
+        credit = _normalised(edges[..., k], edges[:, :, nodes, k], leaf_std, scale)
+        result[..., k] = torch.where(tree.noisy[k], credit, torch.nan)
+    return result.flatten(1, 2)
 
 
-def _compared(values: Tensor, nodes: Tensor, leaf_std: Tensor, scale: Scale) -> Tensor:
+def _normalised(values: Tensor, nodes: Tensor, leaf_std: Tensor, scale: Scale) -> Tensor:
     """(value - mean) / std of values [P, T, L or 1], mean and std over the nodes [P, T, N] they are among."""
-    mean, std, count = _spread(nodes, scale)
+    mean, std, count = _group_moments(nodes, scale)
     divisor = torch.maximum(std, scale.floor * leaf_std) + scale.eps
     credit = torch.where(std >= _LEAST_STD, (values - mean) / divisor, 0.0)
     return torch.where(values.isnan() | (count < 2), torch.nan, credit)
 
 
-def _spread(values: Tensor, scale: Scale) -> tuple[Tensor, Tensor, Tensor]:
+def _group_moments(values: Tensor, scale: Scale) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, std and count of values [P, T, N] over a tree or a prompt, [P, T or 1, 1]; NaN counts for nothing."""
     dims = (2,) if scale.pool == "tree" else (1, 2)
     count = values.isfinite().sum(dim=dims, keepdim=True)
@@ -170,13 +170,13 @@ def increments(total: Tensor, tree: Branching, *, gain: Gain, turning: float, sc
     gains = leaves.diff(dim=2)
     if gain != "step":
         gains = _at_turning_points(leaves, gains, gain, turning)
-    leaf_std = _spread(leaves, scale)[1]
-    found = torch.full((*leaves.shape, tree.num_steps), torch.nan, dtype=torch.float64)
+    leaf_std = _group_moments(leaves, scale)[1]
+    result = torch.full((*leaves.shape, tree.num_steps), torch.nan, dtype=torch.float64)
     steps = [k for k in range(tree.num_steps) if tree.noisy[k].any()]
     for t, k in enumerate(steps):
         own = gains[..., t : t + 1]
-        found[..., k] = torch.where(tree.noisy[k], _compared(own, own, leaf_std, scale), torch.nan)
-    return found.flatten(1, 2)
+        result[..., k] = torch.where(tree.noisy[k], _normalised(own, own, leaf_std, scale), torch.nan)
+    return result.flatten(1, 2)
 
 
 def _at_turning_points(leaves: Tensor, d: Tensor, gain: Gain, turning: float) -> Tensor:
@@ -308,9 +308,9 @@ def log_probs_on_ways(edges: Edges, ids: Sequence[SampleId], plan: StepPlan) -> 
     """Old log-probs of the steps on the way to each of B leaves of whole trees, [K, B]; NaN where none is kept."""
     tree, leaf = plan.tree, torch.tensor([i.sample % plan.leaves for i in ids])
     assert tree is not None
-    found, first = torch.full((len(plan), len(leaf)), torch.nan), torch.arange(len(leaf)) - leaf
-    found[edges.step, edges.sample] = edges.old_log_prob
+    result, first = torch.full((len(plan), len(leaf)), torch.nan), torch.arange(len(leaf)) - leaf
+    result[edges.step, edges.sample] = edges.old_log_prob
     for k in range(len(plan)):
         child = tree.child(k)[leaf]
-        found[k] = torch.where(child >= 0, found[k, first + child.clamp(min=0)], torch.nan)
-    return found
+        result[k] = torch.where(child >= 0, result[k, first + child.clamp(min=0)], torch.nan)
+    return result

@@ -23,7 +23,7 @@ from flowrl.core.rng import normal, permutation, stream
 from flowrl.core.types import Member, SampleId
 from flowrl.data.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.data.options import PairsConfig
-from flowrl.data.preference_records import Picture, Preference, Unreadable
+from flowrl.data.preference_records import Preference, StoredImage, Unreadable
 from flowrl.data.preferences import PreferenceSet, PreferenceSource, load_preferences
 from flowrl.models.base import ModelAdapter
 
@@ -41,7 +41,7 @@ class Slot:
     """What stands in a slot."""
 
     text: str
-    pictures: tuple[Picture | None, ...]
+    images: tuple[StoredImage | None, ...]
     """None: the network draws it, or the record cannot be read."""
     rewards: tuple[float, ...]
     """1 or 0 of each sample; NaN where the record cannot be read."""
@@ -128,22 +128,22 @@ class Given:
 
     def facts(self) -> dict[str, Any]:
         """What the sets hold and what was left out of them, for provenance.json."""
-        found = {"pairs": self.pairs.report.facts()}
+        result = {"pairs": self.pairs.report.facts()}
         if isinstance(self.records, LabelledSet):
-            found["pairs"]["pictures"] = self.records.counts
-        return found if self.held_out is None else found | {"eval_pairs": self.held_out.report.facts()}
+            result["pairs"]["pictures"] = self.records.counts
+        return result if self.held_out is None else result | {"eval_pairs": self.held_out.report.facts()}
 
     def contents(self) -> list[Input]:
         """What the sets hold: what their scans found, with names and sizes of their files; no picture is read."""
-        found = []
+        result = []
         for key, source, pairs in (
             ("data.pairs.path", self.options.path, self.pairs),
             ("data.pairs.eval", self.options.eval, self.held_out),
         ):
             if pairs is not None:
                 scanned = {"scan": pairs.fingerprint, "files": pairs.report.files()}
-                found.append(set_of(key, str(source), f"{len(pairs)} records", scanned))
-        return found
+                result.append(set_of(key, str(source), f"{len(pairs)} records", scanned))
+        return result
 
     def require_readable(self, lost: int, count: int) -> None:
         """Count an iteration's slots, `lost` of `count` without a readable picture, and judge all so far.
@@ -175,11 +175,11 @@ def slot_of(records: PreferenceSet | LabelledSet, number: int, members: Sequence
         log.warning("%s", error)
         return Slot("", (None,) * len(members), (math.nan,) * len(members))
     if isinstance(record, Labelled):
-        return Slot(record.prompt.text, (record.picture,), ((record.label + 1) / 2,))
-    return Slot(record.prompt.text, tuple(_picture(record, m) for m in members), tuple(map(_reward, members)))
+        return Slot(record.prompt.text, (record.image,), ((record.label + 1) / 2,))
+    return Slot(record.prompt.text, tuple(_image(record, m) for m in members), tuple(map(_reward, members)))
 
 
-def _picture(record: Preference, member: Member) -> Picture | None:
+def _image(record: Preference, member: Member) -> StoredImage | None:
     return {"chosen": record.chosen, "rejected": record.rejected}.get(member)
 
 
@@ -219,7 +219,7 @@ def latents_of(
         if waiting:
             rows = [row for row, _ in waiting]
             noise = None if look is None else look.posterior(x0.shape[1:], [ids[row].slot for row in rows])
-            x0[rows] = adapter.encode_pictures(torch.stack([picture for _, picture in waiting]), noise).float().cpu()
+            x0[rows] = adapter.encode_images(torch.stack([image for _, image in waiting]), noise).float().cpu()
             waiting.clear()
 
     for row, i in enumerate(ids):
@@ -227,11 +227,11 @@ def latents_of(
             slot = read(i.slot)
             texts[i.slot] = slot.text
             place, mirror = ((0.5, 0.5), False) if look is None else look.place(i.slot)
-        rewards[row], picture = slot.rewards[i.sample], slot.pictures[i.sample]
-        if picture is None:
+        rewards[row], image = slot.rewards[i.sample], slot.images[i.sample]
+        if image is None:
             continue
         try:
-            shown = fitted(picture.open(), adapter.height, adapter.width, place, mirror=mirror)
+            shown = fitted(image.open(), adapter.height, adapter.width, place, mirror=mirror)
         except Unreadable as error:
             log.warning("%s", error)
             rewards[row] = torch.nan
@@ -250,4 +250,4 @@ def require_encoder(adapter: ModelAdapter) -> None:
         ModelError: it makes no latents of pictures.
     """
     sides = adapter.height, adapter.width
-    adapter.encode_pictures(torch.full((1, 3, *sides), 0.5))
+    adapter.encode_images(torch.full((1, 3, *sides), 0.5))

@@ -11,7 +11,7 @@ import numpy as np
 
 from flowrl.core.console import log
 from flowrl.core.errors import ConfigError
-from flowrl.data.preference_records import Picture
+from flowrl.data.preference_records import StoredImage
 from flowrl.data.preferences import PreferenceSet, require_same
 from flowrl.data.prompts import Prompt
 
@@ -26,7 +26,7 @@ class Labelled:
     """A picture and whether it is one to draw."""
 
     prompt: Prompt
-    picture: Picture
+    image: StoredImage
     label: int
     """+1 or -1."""
     key: str
@@ -55,10 +55,10 @@ class LabelledSet:
         """
         index, lost = divmod(int(self.entries[number]), 2)
         pair = self.pairs.read(index)
-        picture = pair.rejected if lost else pair.chosen
-        assert picture is not None
+        image = pair.rejected if lost else pair.chosen
+        assert image is not None
         side = "rejected" if lost else "chosen"
-        return Labelled(pair.prompt, picture, int(self.labels[number]), f"{pair.key}, {side}")
+        return Labelled(pair.prompt, image, int(self.labels[number]), f"{pair.key}, {side}")
 
 
 def labelled(pairs: PreferenceSet, mixed: Mixed = "positive") -> LabelledSet:
@@ -104,12 +104,12 @@ class LabelledSource:
     """
 
     def __init__(
-        self, pictures: LabelledSet, per_iteration: int, seed: int, positive_share: float = POSITIVE_SHARE
+        self, images: LabelledSet, per_iteration: int, seed: int, positive_share: float = POSITIVE_SHARE
     ) -> None:
         if not 0 < positive_share < 1:
             raise ValueError(f"positive_share={positive_share}: give a share between 0 and 1, both excluded")
-        self.pictures, self.per_iteration, self.seed, self.share = pictures, per_iteration, seed, positive_share
-        self.classes = {sign: np.flatnonzero(pictures.labels == sign) for sign in (1, -1)}
+        self.images, self.per_iteration, self.seed, self.share = images, per_iteration, seed, positive_share
+        self.classes = {sign: np.flatnonzero(images.labels == sign) for sign in (1, -1)}
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         """Class -> its last epoch asked for, and the order there."""
 
@@ -131,14 +131,14 @@ class LabelledSource:
         """The class in the order of its pairs, which lie close together where that is cheap to read."""
         numbers = self.classes[sign]
         purpose = f"labelled/{'positive' if sign > 0 else 'negative'}"
-        return numbers[self.pictures.pairs.arrange(self.pictures.entries[numbers] // 2, self.seed, purpose, epoch)]
+        return numbers[self.images.pairs.arrange(self.images.entries[numbers] // 2, self.seed, purpose, epoch)]
 
     def state_dict(self) -> dict[str, object]:
-        return {"fingerprint": self.pictures.pairs.fingerprint, "count": len(self.pictures)}
+        return {"fingerprint": self.images.pairs.fingerprint, "count": len(self.images)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """
         Raises:
             ConfigError: the set is not the one that the checkpoint was trained on.
         """
-        require_same(self.pictures.pairs.report.where, state, self.state_dict())
+        require_same(self.images.pairs.report.where, state, self.state_dict())

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.core.media import open_picture
+from flowrl.core.media import open_image
 from flowrl.data.prompts import Prompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 TIE, SAME, NO_LABEL = "tie", "same picture twice", "no label"
-NO_RECORD, NO_CAPTION, NO_PICTURE = "not a record", "no caption", "missing picture"
+NO_RECORD, NO_CAPTION, NO_IMAGE = "not a record", "no caption", "missing picture"
 NO_REJECTED, BAD_LABEL, BAD_MARGIN = "no rejected picture", "label not 0, 0.5 or 1", "margin not a number from 0"
 BY_RULE = (TIE, SAME, NO_LABEL)
 """Pairs without a preference: nothing is wrong with them, and there may be any number."""
@@ -36,7 +36,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class StoredImage:
     """One picture of a set, not opened yet."""
 
     source: Path | bytes | None
@@ -56,7 +56,7 @@ class Picture:
         return f"sha256:{hashlib.sha256(self.source).hexdigest()}"
 
     def open(self) -> Image:
-        """See `open_picture`.
+        """See `open_image`.
 
         Raises:
             Unreadable: there is none, it is broken, or its range is not known.
@@ -64,7 +64,7 @@ class Picture:
         if not self.source:
             raise Unreadable(self.where, "there are no bytes")
         try:
-            return open_picture(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source)
+            return open_image(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source)
         except MemoryError:
             raise
         # Decoders raise what they happen to meet in broken bytes: OSError, SyntaxError, ValueError, struct.error, ...
@@ -78,8 +78,8 @@ class Preference:
 
     prompt: Prompt
     """Everything else of the record is its metadata."""
-    chosen: Picture
-    rejected: Picture | None
+    chosen: StoredImage
+    rejected: StoredImage | None
     """None: the record has a winner only."""
     margin: float | None
     """By how much a reward preferred it, above 0, where the set says."""
@@ -87,7 +87,7 @@ class Preference:
     """Of the record, unique in the set."""
 
 
-def says_no(value: Any) -> bool:
+def is_false(value: Any) -> bool:
     """Whether a flag is false, in whatever way a table or a text file writes it.
 
     >>> [says_no(value) for value in (False, 0, None, "0", "False", True, 1, "true")]
@@ -105,11 +105,11 @@ class Votes:
 
     def add(self, preference: Preference) -> None:
         """Of pictures that a path or a name tells apart; no bytes are read for it."""
-        pictures = [picture for picture in (preference.chosen, preference.rejected) if picture is not None]
-        if len(pictures) < 2 or any(one.uid is None and not isinstance(one.source, Path) for one in pictures):
+        images = [image for image in (preference.chosen, preference.rejected) if image is not None]
+        if len(images) < 2 or any(one.uid is None and not isinstance(one.source, Path) for one in images):
             self.marks.append(0)
             return
-        won, lost = (picture.key for picture in pictures)
+        won, lost = (image.key for image in images)
         text = "\0".join((preference.prompt.text, *sorted((won, lost))))
         mark = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self.marks.append(int.from_bytes(mark, "big") & ~1 | (won < lost))
@@ -120,11 +120,11 @@ class Votes:
         known = np.flatnonzero(marks)
         values, first = np.unique(marks[known], return_index=True)
         both = np.flatnonzero(values[1:] >> 1 == values[:-1] >> 1)
-        found = {
+        result = {
             "repeated": known[np.setdiff1d(np.arange(len(known)), first)],
             "opposed": known[np.sort(np.maximum(first[both], first[both + 1]))],
         }
-        return {k: (len(v), [name(place) for place in v[:EXAMPLES].tolist()]) for k, v in found.items() if len(v)}
+        return {k: (len(v), [name(place) for place in v[:EXAMPLES].tolist()]) for k, v in result.items() if len(v)}
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Report:
     """Reason -> records skipped."""
     examples: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> the first few of them."""
-    pictures: Any = field(default_factory=hashlib.sha256, repr=False)
+    images: Any = field(default_factory=hashlib.sha256, repr=False)
     """Digest of the names and sizes of the pictures."""
     votes: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     """Used records that repeat an earlier one, and that oppose one: how many, and the first few."""
@@ -149,13 +149,13 @@ class Report:
     def add(self, found: Preference) -> None:
         """Count a record that is used, with the names and sizes of its pictures where they are files."""
         self.winners_only += found.rejected is None
-        for picture in (found.chosen, found.rejected):
-            if picture is not None and isinstance(picture.source, Path):
-                self.pictures.update(f"{picture.source.name}\0{picture.source.stat().st_size}\n".encode())
+        for image in (found.chosen, found.rejected):
+            if image is not None and isinstance(image.source, Path):
+                self.images.update(f"{image.source.name}\0{image.source.stat().st_size}\n".encode())
 
     def files(self) -> list[Any]:
         """Names and sizes of the files that the set lies in, and one fingerprint of those of its pictures."""
-        return [[file.name, file.stat().st_size] for file in self.sources] + [self.pictures.hexdigest()]
+        return [[file.name, file.stat().st_size] for file in self.sources] + [self.images.hexdigest()]
 
     def skip(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1

@@ -25,24 +25,24 @@ from flowrl.data.preference_records import (
     BAD_LABEL,
     BAD_MARGIN,
     NO_CAPTION,
+    NO_IMAGE,
     NO_LABEL,
-    NO_PICTURE,
     NO_RECORD,
     NO_REJECTED,
     SAME,
     TIE,
-    Picture,
     Preference,
     Report,
+    StoredImage,
     Unreadable,
     Votes,
-    says_no,
+    is_false,
 )
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import LATER, WINDOW_BYTES, Records, find_records
 
 __all__ = [
-    "Picture",
+    "StoredImage",
     "Preference",
     "PreferenceOptions",
     "PreferenceSet",
@@ -142,10 +142,10 @@ def load_preferences(
         ConfigError: no such source or column, nothing usable, too much broken, a package that is not installed.
     """
     where = f"{key}={source!r}"
-    pictures = (options.chosen, options.rejected, options.first, options.second)
-    found = Preferences(find_records(source, pictures, options.subset, where), where, options, paired=paired)
-    log.info("%s", found.report)
-    return found
+    images = (options.chosen, options.rejected, options.first, options.second)
+    result = Preferences(find_records(source, images, options.subset, where), where, options, paired=paired)
+    log.info("%s", result.report)
+    return result
 
 
 class _Skip(Exception):
@@ -185,17 +185,17 @@ class Preferences:
         for row, record in enumerate(self.records.scan()):
             self.report.rows += 1
             try:
-                found = self._preference(record, row)
+                result = self._preference(record, row)
             except _Skip as skipped:
                 reason, what = skipped.args
                 self.report.skip(reason, f"{self.records.place(row)}{f' ({what})' if what else ''}")
                 continue
             rows.append(row)
-            votes.add(found)
-            self.report.add(found)
+            votes.add(result)
+            self.report.add(result)
             values = [(record or {}).get(name) for name in self.named]
             named = [value for value in values if isinstance(value, (str, int, float))]
-            digest.update(repr((row, found.prompt.text, named)).encode())
+            digest.update(repr((row, result.prompt.text, named)).encode())
         self.report.votes = votes.told(lambda place: self.records.place(rows[place]))
         return np.asarray(rows, dtype=np.int64), digest.hexdigest()
 
@@ -224,12 +224,12 @@ class Preferences:
 
     def identities(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
         for index, record in self._usable():
-            found = self._preference(record, int(self.rows[index]))
-            pictures = [found.chosen, *([] if found.rejected is None else [found.rejected])]
-            if any(picture.source is None and picture.uid is None for picture in pictures):
-                found = self.read(index)
-                pictures = [found.chosen, *([] if found.rejected is None else [found.rejected])]
-            yield index, found.prompt.text, tuple(picture.key for picture in pictures)
+            result = self._preference(record, int(self.rows[index]))
+            images = [result.chosen, *([] if result.rejected is None else [result.rejected])]
+            if any(image.source is None and image.uid is None for image in images):
+                result = self.read(index)
+                images = [result.chosen, *([] if result.rejected is None else [result.rejected])]
+            yield index, result.prompt.text, tuple(image.key for image in images)
 
     def _usable(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(index, scanned record) of every record that can be used."""
@@ -266,8 +266,8 @@ class Preferences:
         else:
             chosen, rejected = self.options.chosen, self.options.rejected
             its, other, margin = None, None, _margin(record.get("margin"))
-        won = self._picture(record, chosen, its, row)
-        lost = None if record.get(rejected) is None and not self.voted else self._picture(record, rejected, other, row)
+        won = self._image(record, chosen, its, row)
+        lost = None if record.get(rejected) is None and not self.voted else self._image(record, rejected, other, row)
         if lost is None and self.paired:
             raise _Skip(NO_REJECTED, "")
         if lost is not None and isinstance(won.source, Path) and won.source == lost.source:
@@ -282,7 +282,7 @@ class Preferences:
     def _voted(self, record: dict[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any], None]:
         """(column and name of the winner, of the loser, no margin)."""
         options = self.options
-        if options.labelled in record and says_no(record[options.labelled]):
+        if options.labelled in record and is_false(record[options.labelled]):
             raise _Skip(NO_LABEL, "")
         label, other = record.get(options.label), record.get(options.other_label)
         if label not in (0, 0.5, 1) or isinstance(label, bool) or (other is not None and other != 1 - label):
@@ -293,35 +293,35 @@ class Preferences:
         won, lost = pair if label == 1 else reversed(pair)
         return won, lost, None
 
-    def _picture(self, record: dict[str, Any], column: str, uid: Any, row: int) -> Picture:
+    def _image(self, record: dict[str, Any], column: str, uid: Any, row: int) -> StoredImage:
         value, where = record.get(column), f"{self.report.where}, {self.records.place(row)}, {column}"
         name = None if uid is None else str(uid)
         if value is LATER:
-            return Picture(None, where, name)
+            return StoredImage(None, where, name)
         if isinstance(value, dict):  # as data sets store pictures
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes) and value:
-            return Picture(value, where, name)
+            return StoredImage(value, where, name)
         if not isinstance(value, str) or not value:
-            raise _Skip(NO_PICTURE, f"{column}={str(value)[:60]}")
+            raise _Skip(NO_IMAGE, f"{column}={str(value)[:60]}")
         file = Path(os.path.expanduser(value))  # Path.expanduser() raises where there is no such user
         if not file.is_absolute() and self.records.folder is None:
-            raise _Skip(NO_PICTURE, f"{column}={value[:60]!r} is a relative path, and the set has no folder")
+            raise _Skip(NO_IMAGE, f"{column}={value[:60]!r} is a relative path, and the set has no folder")
         file = file if self.records.folder is None else self.records.folder / file
         if not _is_file(file):
-            raise _Skip(NO_PICTURE, f"{column}={value[:60]!r}")
-        return Picture(file.resolve(), f"{where} ({value})", name)
+            raise _Skip(NO_IMAGE, f"{column}={value[:60]!r}")
+        return StoredImage(file.resolve(), f"{where} ({value})", name)
 
 
 def _text_column(names: Sequence[str], options: PreferenceOptions, where: str) -> str:
     wanted = ("prompt", "caption") if options.prompt is None else (options.prompt,)
-    found = next((name for name in wanted if name in names), None)
-    if found is None:
+    result = next((name for name in wanted if name in names), None)
+    if result is None:
         close = suggest(wanted[0], list(names))
         raise ConfigError(
             f"{where}: needs a column {' or '.join(map(repr, wanted))}; {close}there are: {', '.join(names) or 'none'}"
         )
-    return found
+    return result
 
 
 def _is_file(path: Path) -> bool:
@@ -344,13 +344,13 @@ def _margin(value: Any) -> float | None:
 
 def _windows(sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Window of each of K blocks of so many bytes [K]: in a random order, as many together as memory is meant for."""
-    window, filled, found = 0, 0, np.zeros(len(sizes), dtype=np.int64)
+    window, filled, result = 0, 0, np.zeros(len(sizes), dtype=np.int64)
     for block in rng.permutation(len(sizes)):
         if filled and filled + sizes[block] > WINDOW_BYTES:
             window, filled = window + 1, 0
-        found[block] = window
+        result[block] = window
         filled += int(sizes[block])
-    return found
+    return result
 
 
 class PreferenceSource:

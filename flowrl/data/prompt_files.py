@@ -92,10 +92,10 @@ def _jsonl(file: Path, where: str, prompt: str) -> Records:
 
 
 def _json(file: Path, where: str, prompt: str) -> Records:
-    found = _parsed(_text(file, where), where)
-    if not isinstance(found, list):
-        raise ConfigError(f"{where}: a .json of prompts is a list of strings or of records, this is {_short(found)}")
-    for number, item in enumerate(found, 1):
+    result = _parsed(_text(file, where), where)
+    if not isinstance(result, list):
+        raise ConfigError(f"{where}: a .json of prompts is a list of strings or of records, this is {_short(result)}")
+    for number, item in enumerate(result, 1):
         if not isinstance(item, str | dict):
             raise ConfigError(f"{where}, item {number}: needs a string or a record, got {_short(item)}")
         yield f"item {number}", {prompt: item} if isinstance(item, str) else item

@@ -20,7 +20,7 @@ from typing import Any
 from flowrl import shapes
 from flowrl.core.assets import embedded_prompts
 from flowrl.core.errors import ConfigError
-from flowrl.core.media import UNREADABLE, open_picture, opened
+from flowrl.core.media import UNREADABLE, open_image, opened
 from flowrl.core.registry import suggest
 from flowrl.data.prompt_files import FORMS, missing_package, read_records
 from flowrl.data.prompts import Prompt
@@ -102,8 +102,8 @@ def split_of(path: str) -> tuple[str, str | None]:
     >>> split_of("owner/name:train[:100]"), split_of("/data/set")
     (('owner/name', 'train[:100]'), ('/data/set', None))
     """
-    found = re.fullmatch(r"(?P<path>.+?):(?P<split>\w[\w.\-]*(\[[^\]]*\])?)", path)
-    return (found["path"], found["split"]) if found else (path, None)
+    result = re.fullmatch(r"(?P<path>.+?):(?P<split>\w[\w.\-]*(\[[^\]]*\])?)", path)
+    return (result["path"], result["split"]) if result else (path, None)
 
 
 def open_data_set(path: str, split: str | None, subset: str | None, where: str, key: str = "data.subset") -> Any | None:
@@ -167,14 +167,14 @@ def _rows(rows: Any | None, columns: Columns) -> Iterator[tuple[str, dict]]:
     return ((f"row {number}", record) for number, record in enumerate(as_stored(rows, columns.names), 1))
 
 
-def as_stored(rows: Any, pictures: Callable[[Iterable[str]], Sequence[str]]) -> Any:
-    """Rows whose pictures in the columns that `pictures` chooses stay as they are stored, {bytes, path}.
+def as_stored(rows: Any, images: Callable[[Iterable[str]], Sequence[str]]) -> Any:
+    """Rows whose pictures in the columns that `images` chooses stay as they are stored, {bytes, path}.
 
     Sound, films and pictures that nobody asked for are no metadata: those columns are left out.
     """
     import datasets
 
-    wanted = pictures(rows.column_names)
+    wanted = images(rows.column_names)
     for name, kind in dict(rows.features).items():
         inner = getattr(kind, "feature", kind)
         if name in wanted and isinstance(inner, datasets.Image):
@@ -216,11 +216,11 @@ def _prompt(record: dict, where: str, folder: Path | None, columns: Columns, rea
     several = given if isinstance(given, list) else [given]
     if not several or (names == ["images"] and not isinstance(given, list)):
         raise ConfigError(f"{where}: needs a path under 'image', or a list of paths under 'images'; got {given!r}")
-    pictures = tuple(str(_picture(one, names[0], where, folder, read)) for one in several)
-    return Prompt(text, metadata | {"images": list(pictures)}, pictures)
+    images = tuple(str(_image(one, names[0], where, folder, read)) for one in several)
+    return Prompt(text, metadata | {"images": list(images)}, images)
 
 
-def _picture(given: Any, column: str, where: str, folder: Path | None, read: set[Path]) -> Path:
+def _image(given: Any, column: str, where: str, folder: Path | None, read: set[Path]) -> Path:
     """Absolute path of a readable picture that is given by its path, or as a data set stores it: {bytes, path}."""
     data, name = (given.get("bytes"), given.get("path")) if isinstance(given, dict) else (None, given)
     if data is not None:
@@ -241,14 +241,14 @@ def _picture(given: Any, column: str, where: str, folder: Path | None, read: set
     if not file.is_file():
         raise ConfigError(f"{where}: there is no picture {name!r} ({file}); paths are relative to the file of prompts")
     try:
-        open_picture(file)
+        open_image(file)
     except UNREADABLE as error:
         raise ConfigError(f"{where}: {name!r} cannot be read as a picture: {error}") from None
     read.add(file)
     return file
 
 
-def picture_folder() -> Path:
+def image_folder() -> Path:
     """Where pictures from inside data sets are kept; FLOWRL_CACHE says where else."""
     cache = os.environ.get("FLOWRL_CACHE") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/flowrl"
     return Path(cache).expanduser().resolve() / "pictures"
@@ -257,12 +257,12 @@ def picture_folder() -> Path:
 def _kept(data: bytes, what: str, read: set[Path]) -> Path:
     """The file that holds these bytes, named by their hash, and written unless it is there."""
     try:
-        with opened(io.BytesIO(data)) as picture:
-            suffix = str(picture.format).lower()
-        file = picture_folder() / f"{hashlib.sha256(data).hexdigest()}.{suffix}"
+        with opened(io.BytesIO(data)) as image:
+            suffix = str(image.format).lower()
+        file = image_folder() / f"{hashlib.sha256(data).hexdigest()}.{suffix}"
         if file in read:
             return file
-        open_picture(io.BytesIO(data))
+        open_image(io.BytesIO(data))
     except UNREADABLE as error:
         raise ConfigError(f"{what} cannot be read: {error}") from None
     if not file.is_file():

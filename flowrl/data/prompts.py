@@ -18,18 +18,18 @@ class Prompt:
 
     text: str
     metadata: dict = field(default_factory=dict)
-    pictures: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
     """Absolute paths of its reference pictures or first frame; the rewards find them as metadata["images"]."""
 
 
-def require_pictures(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, first: Prompt) -> None:
+def require_images(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, first: Prompt) -> None:
     """Raise ConfigError unless every prompt has as many pictures as the model wants; as `first`, all or none have some.
 
     Their embeddings lie in one table, so they must be made alike.
     """
-    (least, most), kind = adapter.picture_limits, adapter.kind
+    (least, most), kind = adapter.image_limits, adapter.kind
     for number, prompt in enumerate(prompts, 1):
-        count, where = len(prompt.pictures), f"{key}: prompt {number}, {prompt.text[:60]!r},"
+        count, where = len(prompt.images), f"{key}: prompt {number}, {prompt.text[:60]!r},"
         if count > most:
             remedy = f"leave out {count - most}" if most else "use a model that edits or animates pictures"
             raise ConfigError(f"{where} has {count} picture(s), but {kind} takes {most or 'none'}; {remedy}")
@@ -38,7 +38,7 @@ def require_pictures(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str,
                 f"{where} has {count} picture(s), but {kind} needs {least}; give the paths under 'image' or 'images' "
                 "in a .jsonl, or data.image_column of a data set"
             )
-        if bool(count) != bool(first.pictures):
+        if bool(count) != bool(first.images):
             raise ConfigError(
                 f"{where} has {'a' if count else 'no'} picture, unlike the first prompt; give one to all or to none"
             )
@@ -98,7 +98,7 @@ class PromptSource:
 
 def identity(prompt: str | Prompt) -> tuple[str, tuple[str, ...]]:
     """What an embedding, and a learned law, depends on: text and pictures. Prompts that share it are one prompt."""
-    return (prompt, ()) if isinstance(prompt, str) else (prompt.text, prompt.pictures)
+    return (prompt, ()) if isinstance(prompt, str) else (prompt.text, prompt.images)
 
 
 def distinct_numbers(keys: Sequence[Hashable]) -> list[int]:

@@ -77,12 +77,12 @@ class Records(Protocol):
         ...
 
 
-def find_records(source: str, pictures: Sequence[str], subset: str | None, where: str) -> Records:
+def find_records(source: str, images: Sequence[str], subset: str | None, where: str) -> Records:
     """The records that `source` names; docs/preferences.md lists the forms.
 
     Args:
         source: a .jsonl, a .parquet, a glob of shards, a folder of either, or hf:PATH[:SPLIT].
-        pictures: columns that may hold pictures.
+        images: columns that may hold pictures.
         subset: of a data set that has several.
         where: for messages.
 
@@ -95,7 +95,7 @@ def find_records(source: str, pictures: Sequence[str], subset: str | None, where
         if rows is None:
             raise ConfigError(f"{where}: it holds no record")
         folder = Path(path).expanduser()
-        return DataSet(rows, pictures, folder if folder.is_dir() else None)
+        return DataSet(rows, images, folder if folder.is_dir() else None)
     path = Path(source).expanduser()
     if path.is_dir():
         lines, shards = sorted(path.glob("*.jsonl")), sorted(path.rglob("*.parquet"))
@@ -103,9 +103,9 @@ def find_records(source: str, pictures: Sequence[str], subset: str | None, where
         if len(lines) == 1:
             return Lines(lines[0])
         if shards and not lines:
-            return Shards(shards, pictures, where)
-        found = ", ".join(file.name for file in lines[:5]) or "none"
-        raise ConfigError(f"{where}: the folder must hold pairs.jsonl, one .jsonl, or .parquet files; .jsonl: {found}")
+            return Shards(shards, images, where)
+        result = ", ".join(file.name for file in lines[:5]) or "none"
+        raise ConfigError(f"{where}: the folder must hold pairs.jsonl, one .jsonl, or .parquet files; .jsonl: {result}")
     if path.is_file():
         suffix = path.suffix.lower()
         if suffix not in ("", ".jsonl", ".parquet"):
@@ -113,14 +113,14 @@ def find_records(source: str, pictures: Sequence[str], subset: str | None, where
                 f"{where}: pairs are not read from a {path.suffix} file; give a .jsonl (one record a line), a "
                 ".parquet, a pattern of such, a folder, or hf:PATH for a data set (docs/preferences.md)"
             )
-        return Shards([path], pictures, where) if suffix == ".parquet" else Lines(path)
+        return Shards([path], images, where) if suffix == ".parquet" else Lines(path)
     shards = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     if not shards:
         raise ConfigError(f"{where}: there is no such file or folder")
     wrong = next((file.name for file in shards if file.suffix != ".parquet"), None)
     if wrong is not None:
         raise ConfigError(f"{where}: {wrong} is no .parquet file; only those can be given by a pattern")
-    return Shards(shards, pictures, where)
+    return Shards(shards, images, where)
 
 
 # ---- lines
@@ -226,7 +226,7 @@ class Shards:
     def __init__(
         self,
         files: Sequence[Path],
-        pictures: Sequence[str],
+        images: Sequence[str],
         where: str,
         open_file: Callable[[Path, str], GroupedFile] | None = None,
     ) -> None:
@@ -234,10 +234,10 @@ class Shards:
         self._open = open_file or ParquetFile
         self._groups: list[_Group] = []
         self._kept: OrderedDict[int, Table] = OrderedDict()
-        self._add_groups(pictures)
+        self._add_groups(images)
         self._starts = [group.first for group in self._groups]
 
-    def _add_groups(self, pictures: Sequence[str]) -> None:
+    def _add_groups(self, images: Sequence[str]) -> None:
         first = 0
         for number, file in enumerate(self.files):
             opened = self._open(file, self.where)
@@ -245,7 +245,7 @@ class Shards:
             if number == 0:
                 self._names = names
                 self._light = [name for name in names if name in plain]
-                self._heavy = [name for name in names if name in pictures and name not in plain]
+                self._heavy = [name for name in names if name in images and name not in plain]
             lacking = [name for name in (*self._light, *self._heavy) if name not in names]
             if lacking:
                 raise ConfigError(
@@ -324,8 +324,8 @@ class ParquetFile:
         from pyarrow import types
 
         kinds = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
-        found = {f.name: f.type for f in self._file.schema_arrow}
-        inner = {name: kind.value_type if types.is_dictionary(kind) else kind for name, kind in found.items()}
+        result = {f.name: f.type for f in self._file.schema_arrow}
+        inner = {name: kind.value_type if types.is_dictionary(kind) else kind for name, kind in result.items()}
         return [name for name, kind in inner.items() if any(fits(kind) for fits in kinds)]
 
     def groups(self) -> list[tuple[int, int]]:
@@ -348,13 +348,13 @@ class ParquetFile:
 class DataSet:
     """Rows of a data set of Hugging Face's library, mapped into memory: any row is read by itself."""
 
-    def __init__(self, rows: Any, pictures: Sequence[str], folder: Path | None) -> None:
-        self._rows = as_stored(rows, lambda names: [name for name in names if name in pictures])
+    def __init__(self, rows: Any, images: Sequence[str], folder: Path | None) -> None:
+        self._rows = as_stored(rows, lambda names: [name for name in names if name in images])
         self.folder, self.files = folder, list[Path]()
         self._light = [
             name for name, kind in self._rows.features.items() if getattr(kind, "dtype", "binary") not in _STORED
         ]
-        self._heavy = [name for name in self._rows.column_names if name in pictures and name not in self._light]
+        self._heavy = [name for name in self._rows.column_names if name in images and name not in self._light]
         self._rows = self._rows.select_columns([*self._light, *self._heavy])
 
     def __len__(self) -> int:

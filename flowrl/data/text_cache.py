@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flowrl.core.media import open_picture
+from flowrl.core.media import open_image
 from flowrl.core.types import Condition
 from flowrl.data.prompts import Prompt, identity
 from flowrl.models.base import ModelAdapter
@@ -50,4 +50,4 @@ class Texts:
                 yield self.adapter.encode(texts)
                 continue
             encode: Any = self.adapter.encode  # with pictures, for adapters that declare picture_limits
-            yield encode(texts, [[open_picture(file) for file in files] for _, files in part])
+            yield encode(texts, [[open_image(file) for file in files] for _, files in part])

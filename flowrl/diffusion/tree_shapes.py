@@ -74,8 +74,8 @@ class Branching:
 
     def noisy_children(self, k: int) -> Tensor:
         """Those of them that are reached by the law, [M] ascending."""
-        found = self.children(k)
-        return found[self.noisy[k, found]]
+        result = self.children(k)
+        return result[self.noisy[k, result]]
 
     def child(self, k: int) -> Tensor:
         """The node that each leaf's step from a place leads to, [L]; -1 where it passes by."""
@@ -84,15 +84,15 @@ class Branching:
 
     def end(self, k: int) -> int:
         """Where the noisy steps from a place end; the next place where there are none."""
-        found = self.ends[k][self.noisy[k]]
-        return int(found[0]) if len(found) else k + 1
+        result = self.ends[k][self.noisy[k]]
+        return int(result[0]) if len(result) else k + 1
 
     @property
     def splits(self) -> tuple[bool, ...]:
         """Steps at which a node has several noisy children."""
         return tuple(
-            len(found) > len(self.node[k, found].unique())
-            for k, found in ((k, self.noisy_children(k)) for k in range(self.num_steps))
+            len(result) > len(self.node[k, result].unique())
+            for k, result in ((k, self.noisy_children(k)) for k in range(self.num_steps))
         )
 
     @property

@@ -111,7 +111,7 @@ class EvalTree:
         # A copy of the method: what it remembers is looked at, and nothing is added.
         method: EdgeMethod = self.resolved.algorithm.build()
         method.load_state_dict(self.method.state_dict())
-        credit, note = credited(method, rollout, weights, max(iteration, 1))
+        credit, note = credit_tree(method, rollout, weights, max(iteration, 1))
         columns = math.ceil(math.sqrt(len(images)))
         sheet, (height, width) = media.contact_sheet(images, columns, LEAF_PX)
         record = {
@@ -120,7 +120,7 @@ class EvalTree:
             "method": self.resolved.algorithm.name,
             "prompt": self.evaluator.prompts[0].text,
             "guidance_scale": self.policy.guidance_scale,
-            **told(rollout, weights, credit, method.config.path_weight),
+            **tree_record(rollout, weights, credit, method.config.path_weight),
             "sheet": {"columns": columns, "width": width, "height": height},
             "note": note,
         }
@@ -158,7 +158,7 @@ class EvalTree:
         return replace(rollout, rewards=scores.values[:, None], raw=raw), scores.weights
 
 
-def credited(
+def credit_tree(
     algorithm: EdgeMethod, rollout: Rollout, weights: Tensor, iteration: int
 ) -> tuple[Advantages | None, str | None]:
     """Credit by edge of one tree, and a remark on it; None where the method does not compare so little.
@@ -181,7 +181,7 @@ def credited(
     return credit, "All leaves have the same reward, so no edge is trained." if dead else None
 
 
-def told(rollout: Rollout, weights: Tensor, credit: Advantages | None, path_weight: float) -> dict[str, Any]:
+def tree_record(rollout: Rollout, weights: Tensor, credit: Advantages | None, path_weight: float) -> dict[str, Any]:
     """What the file says of a scored tree: sigmas, splits, nodes, edges and leaves."""
     tree, total = rollout.plan.tree, aggregate(rollout.rewards, weights)
     assert tree is not None

@@ -100,11 +100,13 @@ def run_prompts(config: RunConfig, own: bool) -> RunPrompts:
     if data.eval_prompts is not None:
         given = load_prompts(data.eval_prompts, "data.eval_prompts", columns, data.max_eval_prompts)
         name, remark = ("its own prompts", "") if own else _overlap(listed, given)
-        return RunPrompts(listed, listed, given, name, _told("data.eval_prompts", data.eval_prompts), remark=remark)
+        return RunPrompts(
+            listed, listed, given, name, _describe_share("data.eval_prompts", data.eval_prompts), remark=remark
+        )
     if data.prompts is None:
         remark = "data.eval_prompts is not set: no picture is drawn before and after"
         return RunPrompts([], [], [], "no prompts", "", remark=remark)
-    source, first = _told("data.prompts", data.prompts), listed[: data.max_eval_prompts]
+    source, first = _describe_share("data.prompts", data.prompts), listed[: data.max_eval_prompts]
     if own:
         return RunPrompts(listed, listed, first, "its own prompts", source)
     count = len({identity(prompt) for prompt in listed})
@@ -136,14 +138,14 @@ def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[Prom
     return [prompt for prompt in prompts if identity(prompt) in left], held_out
 
 
-def _told(key: str, source: str) -> str:
+def _describe_share(key: str, source: str) -> str:
     """A list by its name: where it lies is the configuration's to say."""
     return f"{key}={Path(source).name if Path(source).is_absolute() else source}"
 
 
-def _key(text: str, pictures: Sequence[str]) -> int:
+def _key(text: str, images: Sequence[str]) -> int:
     """A number of what a prompt says, the same in whatever folder its pictures lie."""
-    said = json.dumps([text, [Path(picture).name for picture in pictures]])
+    said = json.dumps([text, [Path(image).name for image in images]])
     return int(hashlib.sha256(said.encode()).hexdigest(), 16)
 
 

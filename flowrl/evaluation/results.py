@@ -59,13 +59,13 @@ class Evaluation:
             "guidance scale": (self.guidance_scale, other.guidance_scale),
             "num inference steps": (self.num_inference_steps, other.num_inference_steps),
         }
-        found = [what for what, (own, others) in both.items() if own != others]
+        result = [what for what, (own, others) in both.items() if own != others]
         for what in sorted(self.made_with.keys() & other.made_with.keys()):
             told = "the model" if what == "model" else what if what == "prompts" else f"what gives {what[6:]}"
             asked = score is None or not what.startswith("score ") or what == f"score {score}"
-            if asked and told not in found and self.made_with[what] != other.made_with[what]:
-                found.append(told)
-        return found
+            if asked and told not in result and self.made_with[what] != other.made_with[what]:
+                result.append(told)
+        return result
 
     def save(self, folder: Path) -> None:
         """`eval/<tag>.json`, with every digit: a number made from the file is bitwise the one made in memory."""

@@ -21,7 +21,7 @@ import numpy as np
 from flowrl.core.contents import require_comparable
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import writing
-from flowrl.gallery import charts, pictures, results, treechart
+from flowrl.gallery import charts, images, results, treechart
 from flowrl.gallery.places import PAGE, page_folder
 from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import Run, load_run, nan_mean, number
@@ -69,7 +69,7 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
     page = environment.get_template("index.html.j2").render(
         runs=views,
         comparison=_comparison(runs, alike=not changed) if len(runs) > 1 else None,
-        selection_seed=pictures.SELECTION_SEED,
+        selection_seed=images.SELECTION_SEED,
     )
     _write(output, page)
     return output
@@ -80,7 +80,7 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
     metrics = results.metrics_of(run)
     estimates = {m.name: results.estimates_of(run, m) for m in metrics}
     verdict, tone = results.NO_VERDICT, "same"
-    available = pictures.pictured(run)
+    available = images.imaged(run)
     gain = np.full(available.shape, np.nan)
     if metrics:
         verdict, tone = results.verdict(run, metrics[0], estimates[metrics[0].name])
@@ -88,12 +88,12 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
         gain = metrics[0].sign * (after - before)
     curves, more_curves = _curves(run, metrics)
 
-    def cards(kind: str, pairs: list[pictures.Pair]) -> list[dict[str, Any]]:
-        return [pictures.card(run, metrics, pair, f"{anchor}-{kind}", page_folder) for pair in pairs if metrics]
+    def cards(kind: str, pairs: list[images.Pair]) -> list[dict[str, Any]]:
+        return [images.card(run, metrics, pair, f"{anchor}-{kind}", page_folder) for pair in pairs if metrics]
 
-    pairs = cards("pair", pictures.draw_pairs(available))
-    worst = cards("worst", pictures.largest_drops(gain, available))
-    best = cards("best", pictures.largest_drops(-gain, available))
+    pairs = cards("pair", images.draw_pairs(available))
+    worst = cards("worst", images.largest_drops(gain, available))
+    best = cards("best", images.largest_drops(-gain, available))
 
     return {
         "id": anchor,
@@ -124,7 +124,7 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
         "pairs": pairs,
         "worst": worst,
         "best": best,
-        "film": pictures.film(run, metrics, page_folder),
+        "film": images.film(run, metrics, page_folder),
         "trees": _trees(run, f"{anchor}-tree", page_folder),
         "prompts": _prompt_rows(run, metrics, {c["prompt_id"]: c["anchor"] for c in (*best, *worst, *pairs)}),
         "config_text": run.config_text,
@@ -219,14 +219,14 @@ def _trees(run: Run, anchor: str, page_folder: Path) -> dict[str, Any] | None:
         (tree for tag, tree in run.trees.items() if tag.startswith("iteration-")), key=lambda t: t.iteration
     )
     chosen = [run.trees.get("base"), *during[-DURING_TREES:], run.trees.get("tuned")]
-    found = [tree for tree in chosen if tree is not None]
-    if not found:
+    result = [tree for tree in chosen if tree is not None]
+    if not result:
         return None
-    ranges, drawings = treechart.Ranges.of(found), []
-    for tree in found:
+    ranges, drawings = treechart.Ranges.of(result), []
+    for tree in result:
         name = f"{anchor}-{tree.tag}"
         rows = -(-len(tree.leaves) // tree.columns)
-        sheet = pictures.embed(tree.sheet, pictures.SHEET_PX, page_folder, cells=max(tree.columns, rows))
+        sheet = images.embed(tree.sheet, images.SHEET_PX, page_folder, cells=max(tree.columns, rows))
         drawings.append(
             {
                 "id": name,
@@ -236,7 +236,7 @@ def _trees(run: Run, anchor: str, page_folder: Path) -> dict[str, Any] | None:
                 "svg": treechart.draw(tree, ranges, sheet, name),
             }
         )
-    last, key = found[-1], treechart.legend(found, ranges)
+    last, key = result[-1], treechart.legend(result, ranges)
     return {"method": last.method.replace("_", " "), "prompt": last.prompt, "legend": key, "drawings": drawings}
 
 

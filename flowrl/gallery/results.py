@@ -124,15 +124,15 @@ def _comparable(base: Evaluation, after: Evaluation, metric: str) -> bool:
 
 def metrics_of(run: Run) -> list[Metric]:
     """The run's metrics, the primary one first."""
-    found = [e for e in (run.base, run.after) if e is not None]
+    result = [e for e in (run.base, run.after) if e is not None]
     names = [str(run.summary["primary"])] if run.summary.get("primary") else []
     for block in BLOCKS:
         names += [name for name, entry in _block(run, block).items() if isinstance(entry, dict)]
-    names += [name for evaluation in found for name in evaluation.scores]
+    names += [name for evaluation in result for name in evaluation.scores]
     lower_is_better = run.summary.get("lower_is_better") or ()
     metrics = []
     for name in dict.fromkeys(names):
-        tables = [e.scores[name] for e in found if name in e.scores]
+        tables = [e.scores[name] for e in result if name in e.scores]
         scores = np.concatenate([t[np.isfinite(t)] for t in tables]) if tables else np.zeros(0)
         percent = bool(np.isin(scores, (0, 1)).all()) if scores.size else name == "shapes_strict"
         # Two digits below the spread between pictures: finer ones are noise at any usual number of prompts.
@@ -144,22 +144,22 @@ def metrics_of(run: Run) -> list[Metric]:
 
 def estimates_of(run: Run, metric: Metric) -> Estimates:
     """What summary.json says or, while it does not, means without an interval of what has been evaluated."""
-    found = {block: Estimate() for block in BLOCKS}
+    result = {block: Estimate() for block in BLOCKS}
     if run.base:
-        found["base"] = Estimate(run.base.mean(metric.name))
+        result["base"] = Estimate(run.base.mean(metric.name))
     if run.after:
-        found["tuned"] = Estimate(run.after.mean(metric.name))
+        result["tuned"] = Estimate(run.after.mean(metric.name))
     before, after = paired(run, metric.name)
     if before.size:
-        found["difference"] = Estimate(nan_mean(nan_mean(after - before)))
+        result["difference"] = Estimate(nan_mean(nan_mean(after - before)))
     for block in BLOCKS:
         entry = _block(run, block).get(metric.name)
         if isinstance(entry, dict):
-            found[block] = Estimate(*(number(entry.get(key)) for key in ("mean", "low", "high")))
+            result[block] = Estimate(*(number(entry.get(key)) for key in ("mean", "low", "high")))
     if _is_own_guidance(run) and not (run.config.get("eval") or {}).get("best_guidance"):
         # No other scale was tried, so the base model's own was not found to be its best.
-        found["base_best_guidance"] = Estimate()
-    return found
+        result["base_best_guidance"] = Estimate()
+    return result
 
 
 def level_while_training(run: Run, evaluation: Evaluation | None, metric: Metric) -> float:
@@ -201,7 +201,7 @@ def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
 
 def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]) -> list[tuple[str, str]]:
     """(tone, sentence) each: the fair rival, and the other metrics that got worse."""
-    found, on = [], run.subject.on
+    result, on = [], run.subject.on
     if metrics and (rival := estimates[metrics[0].name]["base_best_guidance"]).known:
         metric, tuned = metrics[0], estimates[metrics[0].name]["tuned"]
         scale = number(_block(run, "base_best_guidance").get("guidance_scale"))
@@ -209,33 +209,33 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
         text = f"The fair rival, the base model with its best guidance{at}, reaches {metric.value(rival.mean)}{on}"
         gap = tuned.mean - rival.mean
         text += f"; tuned minus rival: {metric.change(gap)}." if math.isfinite(gap) else "."
-        found.append((metric.tone(gap), text))
+        result.append((metric.tone(gap), text))
     if metrics and (sentence := win_rate(run, metrics[0])):
-        found.append(sentence)
+        result.append(sentence)
     accuracy = _block(run, "implicit_accuracy")
     if math.isfinite(number(accuracy.get("mean"))):
         share, low, high = (100 * number(accuracy.get(key)) for key in ("mean", "low", "high"))
         text = f"Of {accuracy.get('n')} held-out pairs the tuned model prefers {share:.1f} % as the data do"
         tone = "better" if low > 50 else "worse" if high < 50 else "same"
-        found.append((tone, f"{text} (95 % CI {low:.1f} to {high:.1f})."))
+        result.append((tone, f"{text} (95 % CI {low:.1f} to {high:.1f})."))
     for metric in metrics[1:]:
         change = estimates[metric.name]["difference"]
         if change.bounded and metric.tone(change.low, change.high) == "worse":
             interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
             text = f"{metric.label} got worse{on}: {metric.change(change.mean)}, {interval}."
-            found.append(("worse", text[:1].upper() + text[1:]))
-    return found if run.subject.judged else [("same", text) for _, text in found]
+            result.append(("worse", text[:1].upper() + text[1:]))
+    return result if run.subject.judged else [("same", text) for _, text in result]
 
 
 def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
     """(tone, sentence): how often the tuned picture beats the base's of the same prompt and seed; None if not known."""
-    found = _block(run, "win_rate").get(metric.name)
-    if not isinstance(found, dict) or not found.get("n"):
+    result = _block(run, "win_rate").get(metric.name)
+    if not isinstance(result, dict) or not result.get("n"):
         return None
-    rate, low, high, ties = (100 * number(found.get(key)) for key in ("rate", "low", "high", "tie_rate"))
+    rate, low, high, ties = (100 * number(result.get(key)) for key in ("rate", "low", "high", "tie_rate"))
     tone = "better" if low > 50 else "worse" if high < 50 else "same"
     return tone, (
-        f"By {metric.label} the tuned model wins {rate:.1f} % of {found['n']} pictures that are not tied"
+        f"By {metric.label} the tuned model wins {rate:.1f} % of {result['n']} pictures that are not tied"
         f"{run.subject.on} (95 % CI {low:.1f} to {high:.1f}); {ties:.1f} % of all are ties."
     )
 

@@ -30,7 +30,7 @@ class Evaluation:
     prompts: tuple[str, ...]
     scores: dict[str, np.ndarray]
     """Metric -> [P, K]; NaN where a picture could not be scored."""
-    pictures: Path
+    images: Path
     distinct: tuple[int, ...] = ()
     """[P] number of the distinct prompt: those of one number are one prompt; (): texts tell (older files)."""
     made_with: dict[str, str] = field(default_factory=dict)
@@ -45,9 +45,9 @@ class Evaluation:
     def label(self) -> str:
         return f"iteration {self.iteration}" if self.tag.startswith("iteration-") else self.tag
 
-    def picture(self, prompt: int, sample: int) -> Path | None:
+    def image(self, prompt: int, sample: int) -> Path | None:
         """File of a picture or a clip, if one was saved."""
-        return media.find(self.pictures / f"{prompt:05d}-{sample}")
+        return media.find(self.images / f"{prompt:05d}-{sample}")
 
     def mean(self, metric: str) -> float:
         """Mean over prompts of the mean over seeds; what could not be scored is left out."""
@@ -100,8 +100,8 @@ class Run:
     @property
     def during(self) -> list[Evaluation]:
         """Evaluations while training, ascending."""
-        found = [e for e in self.evaluations.values() if e.tag.startswith("iteration-")]
-        return sorted(found, key=lambda e: e.iteration)
+        result = [e for e in self.evaluations.values() if e.tag.startswith("iteration-")]
+        return sorted(result, key=lambda e: e.iteration)
 
     @property
     def base(self) -> Evaluation | None:
@@ -174,7 +174,7 @@ def load_run(folder: Path) -> Run:
     problems: list[str] = []
     provenance = _read_optional(folder / "provenance.json", problems)
     summary = status.now(_read_optional(folder / status.SUMMARY, problems), folder)
-    problems += filter(None, [status.told(summary)])
+    problems += filter(None, [status.describe(summary)])
     rows = _read_rows(folder / "metrics.jsonl", problems)
     record = contents.read(folder)
     for change in () if record is None else record.changes:
@@ -217,11 +217,11 @@ def _read_rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         problems.append("There is no metrics.jsonl yet.")
         return []
-    found, torn = read_rows(path)
+    result, torn = read_rows(path)
     if torn:
         problems.append("The last line of metrics.jsonl is half written and was left out.")
     # A resumed run may repeat an iteration: the last row is the one that was trained on.
-    rows = {row["iteration"]: row for row in found}
+    rows = {row["iteration"]: row for row in result}
     return [rows[iteration] for iteration in sorted(rows)]
 
 
@@ -235,7 +235,7 @@ def _read_evaluation(path: Path, folder: Path) -> Evaluation:
             str(name): np.array([[number(v) for v in row] for row in table], dtype=float).reshape(len(table), -1)
             for name, table in document["scores"].items()
         }
-        pictures = folder / str(document.get("images", f"eval/{path.stem}"))
+        images = folder / str(document.get("images", f"eval/{path.stem}"))
         evaluation = Evaluation(
             tag=path.stem,
             iteration=int(document.get("iteration") or 0),
@@ -244,7 +244,7 @@ def _read_evaluation(path: Path, folder: Path) -> Evaluation:
             seeds=seeds,
             prompts=prompts,
             scores=scores,
-            pictures=pictures,
+            images=images,
             distinct=tuple(map(int, document.get("distinct", ()))),
             made_with=dict(document.get("made_with") or {}),
         )
@@ -261,6 +261,6 @@ def _read_evaluation(path: Path, folder: Path) -> Evaluation:
                 f"{len(seeds)} seeds]; {remedy}"
             )
     # A page carries its pictures along: a foreign path must not be able to smuggle other files into it.
-    if not pictures.resolve().is_relative_to(folder.resolve()):
+    if not images.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"{path}: images={document['images']!r} lies outside the run folder; {remedy}")
     return evaluation

@@ -76,7 +76,7 @@ class Layout:
     """Of each place, [K + 1]."""
     nodes: tuple[tuple[float, float], ...]
     """(x, y) of each node."""
-    pictures: tuple[tuple[float, float], ...]
+    images: tuple[tuple[float, float], ...]
     """(x, y) of each leaf's picture, its upper left corner."""
     size: tuple[float, float]
     """(width, height) of a picture."""
@@ -95,11 +95,11 @@ class Layout:
             (x[at], top + pitch * (first + last) / 2)
             for at, (first, last) in zip(tree.place, tree.below(), strict=True)
         )
-        pictures = tuple(
+        images = tuple(
             (right + DOT + TEXT + (number % lanes) * (wide + 4), top + pitch * number - high / 2)
             for number in range(count)
         )
-        return Layout(x, nodes, pictures, (wide, high), top + pitch * (count - 1 + lanes / 2) + BOTTOM)
+        return Layout(x, nodes, images, (wide, high), top + pitch * (count - 1 + lanes / 2) + BOTTOM)
 
 
 def _places(tree: Tree, right: float) -> tuple[float, ...]:
@@ -121,7 +121,7 @@ def draw(tree: Tree, ranges: Ranges, sheet: dict[str, Any] | None, anchor: str) 
     Args:
         tree: what is drawn.
         ranges: of the colours.
-        sheet: its pictures as `pictures.embed` makes them; None leaves their places empty.
+        sheet: its pictures as `images.embed` makes them; None leaves their places empty.
         anchor: begins the ids inside, unique on the page.
     """
     layout = Layout.of(tree)
@@ -189,8 +189,8 @@ def _columns(tree: Tree, layout: Layout) -> list[str]:
 
 def _ways(tree: Tree, layout: Layout, ranges: Ranges) -> list[str]:
     """Lines from node to node, those of most interest on top."""
-    found = [(_order(way[0]), _way(tree, layout, ranges, way)) for way in tree.ways()]
-    return [text for _, text in sorted(found, key=lambda pair: pair[0])]
+    result = [(_order(way[0]), _way(tree, layout, ranges, way)) for way in tree.ways()]
+    return [text for _, text in sorted(result, key=lambda pair: pair[0])]
 
 
 def _order(edge: Edge) -> tuple[bool, bool, float]:
@@ -241,18 +241,18 @@ def _nodes(tree: Tree, layout: Layout, ranges: Ranges) -> list[str]:
 
 def _leaf(tree: Tree, layout: Layout, number: int, anchor: str | None) -> str:
     """The picture of a leaf and its reward."""
-    (x, y), (left, top), (wide, high) = layout.nodes[tree.leaves[number]], layout.pictures[number], layout.size
+    (x, y), (left, top), (wide, high) = layout.nodes[tree.leaves[number]], layout.images[number], layout.size
     reward = tree.leaf_reward[number]
     box = f'x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
     raw = ", ".join(f"{name} {_text(values[number])}" for name, values in tree.raw.items())
     told = escape(f"leaf {number + 1}: reward {_text(reward)}" + (f" ({raw})" if raw else ""))
-    picture = f'<rect class="{"no-leaf" if anchor is None else "frame"}" {box}/>'
+    image = f'<rect class="{"no-leaf" if anchor is None else "frame"}" {box}/>'
     if anchor is not None:
         view = f"{number % tree.columns} {number // tree.columns} 1 1"
         use = f'<use href="#{escape(anchor)}-sheet"/>'
-        picture = f'<svg {box} viewBox="{view}" preserveAspectRatio="none">{use}</svg>{picture}'
+        image = f'<svg {box} viewBox="{view}" preserveAspectRatio="none">{use}</svg>{image}'
     text = f'<text class="reward" x="{x + DOT:.1f}" y="{y + 4:.1f}">{_text(reward)}</text>'
-    return f'<g class="leaf"><title>{told}</title>{picture}{text}</g>'
+    return f'<g class="leaf"><title>{told}</title>{image}{text}</g>'
 
 
 def _pixelated(sheet: dict[str, Any]) -> str:

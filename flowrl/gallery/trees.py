@@ -78,13 +78,13 @@ class Tree:
 
     def below(self) -> list[tuple[int, int]]:
         """First and last leaf behind each node, [N]."""
-        found = [(len(self.leaves), -1)] * len(self.place)
+        result = [(len(self.leaves), -1)] * len(self.place)
         for number, node in enumerate(self.leaves):
-            found[node] = (number, number)
+            result[node] = (number, number)
         for edge in reversed(self.edges):
-            (low, high), (first, last) = found[edge.parent], found[edge.child]
-            found[edge.parent] = (min(low, first), max(high, last))
-        return found
+            (low, high), (first, last) = result[edge.parent], result[edge.child]
+            result[edge.parent] = (min(low, first), max(high, last))
+        return result
 
     def ways(self) -> list[list[Edge]]:
         """Edges that follow each other with nothing between them that a drawing would show."""
@@ -92,16 +92,16 @@ class Tree:
         for edge in self.edges:
             out.setdefault(edge.parent, []).append(edge)
         ends: dict[int, list[Edge]] = {}
-        found = []
+        result = []
         for edge in self.edges:
             way = ends.get(edge.parent)
             if way is not None and len(out[edge.parent]) == 1 and way[-1].looks_like(edge):
                 way.append(edge)
             else:
                 way = [edge]
-                found.append(way)
+                result.append(way)
             ends[edge.child] = way
-        return found
+        return result
 
 
 def read(path: Path) -> Tree:

@@ -64,10 +64,10 @@ def _require_class(path: str, pipeline_name: str) -> None:
     index = Path(resolve_path(path)) / "model_index.json"
     if not index.is_file() or pipeline_name == "DiffusionPipeline":
         return
-    found = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
-    if found != pipeline_name:
+    result = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
+    if result != pipeline_name:
         raise ModelError(
-            f"model.path={path!r} is a {found}, and this adapter is for {pipeline_name}; leave model.name "
+            f"model.path={path!r} is a {result}, and this adapter is for {pipeline_name}; leave model.name "
             "out, and the class decides"
         )
 
@@ -110,10 +110,10 @@ def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: str = "", absent: C
 
 
 def _class(library: Any, name: str) -> Any:
-    found = getattr(library, name, None)
-    if found is None:
+    result = getattr(library, name, None)
+    if result is None:
         raise ModelError(f"{library.__name__} has no class {name!r}: this pipeline brings its own code")
-    return found
+    return result
 
 
 def _part(kind: Any, folder: Path, dtype: torch.dtype) -> Any:

@@ -19,7 +19,7 @@ from flowrl.models.base import (
     ModelConfig,
     check_size,
     require_channels,
-    require_picture_size,
+    require_image_size,
     torch_dtype,
 )
 from flowrl.models.paths import lacks
@@ -84,8 +84,8 @@ class Family:
     def takes(self, part: Part) -> bool:
         """Whether a checkpoint of the class is one for text alone, on the family's grid."""
         taken, made = self.channels
-        found = part(self.denoiser).get("in_channels", taken)
-        return self.fits(part) and found == self.patch**2 * (latent_channels(part("vae")) or made)
+        result = part(self.denoiser).get("in_channels", taken)
+        return self.fits(part) and result == self.patch**2 * (latent_channels(part("vae")) or made)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ class Native(ModelAdapter):
         return self.texts([self.config.negative_prompt])
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str], pictures: Sequence[Sequence[Any]] | None = None) -> Condition:
+    def encode(self, prompts: Sequence[str], images: Sequence[Sequence[Any]] | None = None) -> Condition:
         if self.pipeline.text_encoder is None:
             raise ModelError(NO_ENCODERS if self._had_encoder else lacks(self.kind, "text_encoder"))
         if self.unconditional is None:
@@ -255,10 +255,10 @@ class Native(ModelAdapter):
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
     @torch.no_grad()
-    def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
-        require_picture_size(pictures, self.height, self.width)
+    def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        require_image_size(images, self.height, self.width)
         vae = self.pipeline.vae
-        posterior = vae.encode(2 * pictures.to(self.device, vae.dtype) - 1).latent_dist
+        posterior = vae.encode(2 * images.to(self.device, vae.dtype) - 1).latent_dist
         latents = self.packed(posterior.mean.float())
         if noise is not None:
             if noise.shape != latents.shape:

@@ -174,20 +174,20 @@ def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedul
         ModelError: the last step would not move, or a noise-prediction network starts at alpha = 0.
     """
     try:
-        found = vp_schedule(table, timesteps, end)
+        result = vp_schedule(table, timesteps, end)
     except ValueError as error:
         raise ModelError(f"model.path, model.final_alpha: {error}") from None
-    assert found.alphas is not None
-    if path.prediction_type == "eps" and float(found.alphas[0]) == 0:
+    assert result.alphas is not None
+    if path.prediction_type == "eps" and float(result.alphas[0]) == 0:
         raise ModelError(
-            f"model.path: the first step, timestep {float(found.timesteps[0]):g}, is pure noise (alpha = 0: "
+            f"model.path: the first step, timestep {float(result.timesteps[0]):g}, is pure noise (alpha = 0: "
             "rescale_betas_zero_snr), where a network that predicts noise says nothing of the picture; use a "
             "v-prediction checkpoint, or a scheduler without rescale_betas_zero_snr"
         )
     if path.prediction_type == "eps":
-        assert found.table is not None
-        return replace(found, table=found.table[(1 - found.table).sqrt().float() < 1])
-    return found
+        assert result.table is not None
+        return replace(result, table=result.table[(1 - result.table).sqrt().float() < 1])
+    return result
 
 
 def rising(sigmas: Tensor) -> bool:

@@ -214,9 +214,9 @@ class UNet(Native):
 
     def _rescaled(self, negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
         """CFG whose std is partly that of the conditional prediction (arXiv 2305.08891, section 3.4)."""
-        found, share = classifier_free(negative, positive, guidance_scale), self.config.guidance_rescale
-        dims = tuple(range(1, found.ndim))
-        return found * (share * positive.std(dims, keepdim=True) / found.std(dims, keepdim=True) + 1 - share)
+        result, share = classifier_free(negative, positive, guidance_scale), self.config.guidance_rescale
+        dims = tuple(range(1, result.ndim))
+        return result * (share * positive.std(dims, keepdim=True) / result.std(dims, keepdim=True) + 1 - share)
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition, guidance: Tensor | None = None) -> Tensor:
         with autocast(self.device, self.dtype):

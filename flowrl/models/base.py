@@ -112,7 +112,7 @@ class ModelAdapter:
     """Largest scale at which CFG does nothing."""
     distilled: str = ""
     """How the checkpoint was distilled to few steps, in words; empty: it was not."""
-    picture_limits: tuple[int, int] = (0, 0)
+    image_limits: tuple[int, int] = (0, 0)
     """Least and most images that a prompt must and may have; with them `encode` takes RGB images for each prompt."""
     decodes_with_cond: bool = False
     """A part of the video is given (a first frame) and not among the latents: `decode` wants the conditions too."""
@@ -130,7 +130,7 @@ class ModelAdapter:
         """Adapted modules whose output the network never uses: they can have no gradient."""
         return ()
 
-    def encode(self, prompts: Sequence[str], pictures: Sequence[Sequence[Any]] | None = None) -> Condition:
+    def encode(self, prompts: Sequence[str], images: Sequence[Sequence[Any]] | None = None) -> Condition:
         """Text embeddings of P prompts, on the model's device."""
         raise NotImplementedError
 
@@ -184,11 +184,11 @@ class ModelAdapter:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents."""
         raise NotImplementedError
 
-    def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
+    def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Clean latents [B, ...] float32 of images, on the adapter's device: `decode` undoes it.
 
         Args:
-            pictures: [B, 3, H, W] in [0, 1], of the size that the model makes.
+            images: [B, 3, H, W] in [0, 1], of the size that the model makes.
             noise: standard normal, shaped like the latents: a draw of the VAE's posterior, mean + std * noise. None:
                 the mean.
 
@@ -219,11 +219,11 @@ def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tenso
     return adapter.decode(latents, cond.index(rows)) if adapter.decodes_with_cond else adapter.decode(latents)
 
 
-def require_picture_size(pictures: Tensor, height: int, width: int) -> None:
+def require_image_size(images: Tensor, height: int, width: int) -> None:
     """Raise ModelError unless pictures [B, 3, H, W] have the size that the model makes."""
-    if pictures.ndim != 4 or pictures.shape[1:] != (3, height, width):
+    if images.ndim != 4 or images.shape[1:] != (3, height, width):
         raise ModelError(
-            f"pictures {list(pictures.shape)} are not [B, 3, {height}, {width}], which the model makes: resize them, "
+            f"pictures {list(images.shape)} are not [B, 3, {height}, {width}], which the model makes: resize them, "
             "or set model.height and model.width to their size"
         )
 
@@ -245,10 +245,10 @@ def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:
 
 def require_channels(network: Any, expected: int) -> None:
     """Raise ModelError where the network takes more than latents: a variant that paints in or animates a picture."""
-    found = network.config.in_channels
-    if found != expected:
+    result = network.config.in_channels
+    if result != expected:
         raise ModelError(
-            f"model.path: this {type(network).__name__} takes {found} channels, not the {expected} of its "
+            f"model.path: this {type(network).__name__} takes {result} channels, not the {expected} of its "
             "latents, so it wants a picture beside the text; use model.name=generic, or a text-only checkpoint"
         )
 

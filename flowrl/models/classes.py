@@ -99,12 +99,12 @@ def _reader(path: str, revision: str | None, *, offline: bool) -> Callable[[str]
     def read(name: str) -> dict[str, Any]:
         file = folder / name if folder is not None else _download(path, name, revision, offline=offline)
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            result = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={path!r}: its {name} cannot be read: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(result, dict):
             raise ModelError(f"model.path={path!r}: its {name} holds no JSON object")
-        return found
+        return result
 
     return read
 
@@ -119,10 +119,10 @@ def _download(path: str, name: str, revision: str | None, *, offline: bool) -> P
             if not offline:
                 return Path(hf_hub_download(path, name, revision=revision))
             # hf_hub_download(local_files_only=True) sends a request all the same, for its user agent.
-            found = try_to_load_from_cache(path, name, revision=revision)
-            if not isinstance(found, str):
+            result = try_to_load_from_cache(path, name, revision=revision)
+            if not isinstance(result, str):
                 raise LocalEntryNotFoundError(name)
-            return Path(found)
+            return Path(result)
     except ModelError as error:
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             asked = "a plan asks the hub for nothing" if offline else "the hub cannot be reached"

@@ -68,7 +68,7 @@ class QwenImage(Native):
         unused = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
         return tuple(f"transformer_blocks.{last}.{name}" for name in unused)
 
-    def encode(self, prompts: Sequence[str], pictures: Sequence[Sequence[Any]] | None = None) -> Condition:
+    def encode(self, prompts: Sequence[str], images: Sequence[Sequence[Any]] | None = None) -> Condition:
         starts = range(0, len(prompts), self.text_batch)
         return Condition.collate([super(QwenImage, self).encode(prompts[k : k + self.text_batch]) for k in starts])
 
@@ -128,7 +128,7 @@ class QwenImage(Native):
         # Its VAE is one for videos: an image is a video of one frame.
         return decoded_frames(self.pipeline.vae, self.unpacked(latents))[:, 0]
 
-    encode_pictures = ModelAdapter.encode_pictures
+    encode_images = ModelAdapter.encode_images
 
 
 FAMILY = Family(

@@ -170,7 +170,7 @@ class Wan(Native):
         frames = decoded_frames(self.pipeline.vae, latents)
         return frames[:, 0] if self.num_frames == 1 else frames
 
-    encode_pictures = ModelAdapter.encode_pictures
+    encode_images = ModelAdapter.encode_images
 
 
 def _any_grid(part: Part) -> bool:

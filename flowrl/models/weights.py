@@ -72,7 +72,7 @@ def order_header(file: Path) -> None:
         stream.write(text.ljust(length))
 
 
-def held(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """This process's rows of a tensor that `fully_shard` has split, in the same memory; any other tensor itself."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
 
@@ -116,7 +116,7 @@ class Weights:
         """Take the trainable parameters from the network; once more when it was split, which makes them anew."""
         self.parameters = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         # What this process has of each: the parameter itself, or its rows where the trained weights are split.
-        self.values = {name: held(p) for name, p in self.parameters.items()}
+        self.values = {name: full_tensor(p) for name, p in self.parameters.items()}
         self.split = any(self.values[name] is not p for name, p in self.parameters.items())
 
     def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> None:
@@ -213,7 +213,7 @@ class Weights:
 
     def gradients(self) -> list[Tensor | None]:
         """Of `values`, in their order; None where the backward pass left none."""
-        return [None if p.grad is None else held(p.grad) for p in self.parameters.values()]
+        return [None if p.grad is None else full_tensor(p.grad) for p in self.parameters.values()]
 
     def state(self) -> dict[str, Tensor]:
         """Every role as flat names, for a checkpoint: what this process has of it."""
@@ -239,10 +239,10 @@ class Weights:
     def _check(self, values: dict[str, Tensor], role: str) -> None:
         for name, value in self.values.items():
             if name not in values or values[name].shape != value.shape:
-                found = tuple(values[name].shape) if name in values else "nothing"
+                result = tuple(values[name].shape) if name in values else "nothing"
                 raise ModelError(
                     f"the checkpoint's {role} weights do not fit this model: "
-                    f"{name} is {tuple(value.shape)} here, {found} there"
+                    f"{name} is {tuple(value.shape)} here, {result} there"
                 )
 
     def load_lora(self, path: str) -> None:

@@ -16,7 +16,7 @@ def decode(adapter: ModelAdapter, batch: int) -> Any:
 
 def latents(adapter: ModelAdapter, batch: int) -> torch.Tensor:
     """Of so many pictures, as the run encodes them."""
-    return adapter.encode_pictures(torch.empty(batch, 3, adapter.height, adapter.width))
+    return adapter.encode_images(torch.empty(batch, 3, adapter.height, adapter.width))
 
 
 def predict(adapter: ModelAdapter, batch: int, guidance_scale: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
               in `encode` the text encoders instead of moments, EMA and embeddings
     transient encode      one batch of prompts through the largest text encoder
               rollout     a forward without gradients at rollout.batch_size, doubled by CFG
-              decode      the VAE at rollout.batch_size; with pairs `pictures`, its encoder
+              decode      the VAE at rollout.batch_size; with pairs `images`, its encoder
               evaluation  the larger of those two at eval.batch_size
               update      forward, the reference's forward if there is a KL, and backward at optim.batch_size;
                           at least the gradient with its three flat copies (16 bytes per trained weight)
@@ -128,7 +128,7 @@ class Estimate:
     snapshots: int
     latents: int
     """Host memory: latents of a rollout that the update will need."""
-    pictures: int
+    images: int
     """Host memory: decoded pictures of a rollout."""
     phases: tuple[Phase, ...]
     rollout_flop: float | None
@@ -228,7 +228,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         ema=ema,
         snapshots=snapshots,
         latents=(kept + samples) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,
-        pictures=_pictures(resolved, adapter, samples),
+        images=_images(resolved, adapter, samples),
         phases=(
             Phase("encode", base + texts, transient["encode"]),
             *(Phase(name, loaded, transient[name]) for name in _phases(resolved)),
@@ -256,7 +256,7 @@ def _phases(resolved: Resolved) -> tuple[str, ...]:
     return (*drawn, "pictures" if resolved.members else "decode", "evaluation", "update")
 
 
-def _pictures(resolved: Resolved, adapter: Any, samples: int) -> int:
+def _images(resolved: Resolved, adapter: Any, samples: int) -> int:
     """Host memory of an iteration's pictures: given ones are opened a batch at a time."""
     held = min(samples, resolved.run.rollout.batch_size) if resolved.members else samples
     return held * 3 * adapter.num_frames * adapter.height * adapter.width * _FLOAT
@@ -306,7 +306,7 @@ def _measure(
         if resolved.members:
             given = attempt("pictures", lambda: forwards.latents(adapter, batch))
         # One by one, a batch takes hardly more than a picture; otherwise bytes are proportional to it.
-        pictures = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
+        images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         if not resolved.training.frozen:
             update = attempt(
@@ -317,8 +317,8 @@ def _measure(
             for n, e in encoders.items()
         ]
     share, evaluation = shown / batch, None
-    if held_out[0] is not None and pictures[0] is not None:
-        largest = pictures[0] * (1 if config.memory.vae_slicing else share) + leaf["vae"]
+    if held_out[0] is not None and images[0] is not None:
+        largest = images[0] * (1 if config.memory.vae_slicing else share) + leaf["vae"]
         evaluation = max(round(share * held_out[0]), round(largest))
     return {
         "encode": max(texts, default=0),

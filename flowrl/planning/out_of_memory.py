@@ -48,10 +48,10 @@ def explaining(resolved: Resolved, world: World) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = explained(error, resolved, world)
-        if found is error:
+        result = explained(error, resolved, world)
+        if result is error:
             raise
-        raise found from error
+        raise result from error
 
 
 def _peak(device: torch.device) -> str:
@@ -67,14 +67,14 @@ def _estimated(phases: Sequence[str], resolved: Resolved, world: World) -> str:
     if phases[0].startswith("reward"):
         return "flowrl plan leaves reward models out of its estimates"
     try:
-        found = planned(resolved, world.size)
+        result = planned(resolved, world.size)
     except Exception as error:  # the lack of memory is what is to be told, whatever its estimate meets
         return f"flowrl plan has no estimate of it ({(str(error).splitlines() or [type(error).__name__])[0]})"
     wanted = next((_ESTIMATED[name] for name in phases if name in _ESTIMATED), None)
-    peaks = {phase.name: phase.peak for phase in found.phases}
+    peaks = {phase.name: phase.peak for phase in result.phases}
     told = [f"{name} {size(peaks[name])}" for name in peaks if name == wanted]
-    if found.peak is not None and found.peak.name != wanted:
-        told.append(f"at most {size(found.peak.peak)} ({found.peak.name})")
+    if result.peak is not None and result.peak.name != wanted:
+        told.append(f"at most {size(result.peak.peak)} ({result.peak.name})")
     text = ", ".join(told) or "not known"
     return f"flowrl plan estimates: {text}, without reward models, the CUDA context and fragmentation (10 to 20 %)"
 
@@ -88,7 +88,7 @@ def planned(resolved: Resolved, processes: int) -> Estimate:
     run, adapter, method = resolved.run, skeleton(resolved), resolved.method
     plan = method.plan(adapter.schedule(run.rollout.num_inference_steps), resolved.sampler.build(), 1, run.seed)
     prompts = run_prompts(run, resolved.training.own_prompts)
-    texts = {(p.text, p.pictures) for p in (*prompts.train, *prompts.evaluated)}
+    texts = {(p.text, p.images) for p in (*prompts.train, *prompts.evaluated)}
     return estimate(resolved, adapter, plan, prompts=len(texts), processes=processes)
 
 
@@ -111,42 +111,42 @@ def _remedy(phases: Sequence[str], resolved: Resolved, world: World) -> str:
 
 def _batches(phases: set[str], resolved: Resolved) -> list[str]:
     run = resolved.run
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if "evaluation" in phases:
-        found["eval.batch_size"] = run.eval.batch_size
+        result["eval.batch_size"] = run.eval.batch_size
     elif "update" in phases:
-        found["optim.batch_size"] = run.optim.batch_size
+        result["optim.batch_size"] = run.optim.batch_size
     elif "explore" in phases and run.rollout.exploration is not None:
-        found["rollout.exploration.batch_size"] = run.rollout.exploration.batch_size
+        result["rollout.exploration.batch_size"] = run.rollout.exploration.batch_size
     elif phases & {"rollout", "decode", "pictures", "maps", "iteration"}:
-        found["rollout.batch_size"] = run.rollout.batch_size
-    return [f"a lower {key} (it is {value})" for key, value in found.items() if value is None or value > 1]
+        result["rollout.batch_size"] = run.rollout.batch_size
+    return [f"a lower {key} (it is {value})" for key, value in result.items() if value is None or value > 1]
 
 
 def _decoding(phases: set[str], resolved: Resolved) -> list[str]:
     memory = resolved.model.config.memory
     if not phases & {"decode", "pictures", "evaluation"}:
         return []
-    found = [] if memory.vae_slicing else ["model.memory.vae_slicing=true"]
-    found += [] if memory.vae_tiling else ["model.memory.vae_tiling=true"]
-    return found + ([] if "vae" in memory.group_offload else ["model.memory.group_offload=[vae]"])
+    result = [] if memory.vae_slicing else ["model.memory.vae_slicing=true"]
+    result += [] if memory.vae_tiling else ["model.memory.vae_tiling=true"]
+    return result + ([] if "vae" in memory.group_offload else ["model.memory.group_offload=[vae]"])
 
 
 def _training(phases: set[str], resolved: Resolved) -> list[str]:
     config = resolved.model.config
     if "update" not in phases:
         return []
-    found = [] if config.gradient_checkpointing else ["model.gradient_checkpointing=true"]
-    return found + (["model.lora (all weights are trained now)"] if config.lora is None else [])
+    result = [] if config.gradient_checkpointing else ["model.gradient_checkpointing=true"]
+    return result + (["model.lora (all weights are trained now)"] if config.lora is None else [])
 
 
 def _weights(phases: set[str], resolved: Resolved) -> list[str]:
     """Smaller weights or pictures, which help in every phase."""
-    config, found = resolved.model.config, list[str]()
+    config, result = resolved.model.config, list[str]()
     if phases & {"loading", "text"} and "text_encoders" not in config.memory.group_offload:
-        found.append("model.memory.group_offload=[text_encoders]")
+        result.append("model.memory.group_offload=[text_encoders]")
     if config.dtype == "float32":
-        found.append("model.dtype=bfloat16")
+        result.append("model.dtype=bfloat16")
     if config.lora is not None and config.memory.quantize is None and config.memory.layerwise_casting is None:
-        found.append("model.memory.quantize=nf4 or int8")
-    return [*found, "smaller model.height and model.width"]
+        result.append("model.memory.quantize=nf4 or int8")
+    return [*result, "smaller model.height and model.width"]

@@ -47,7 +47,7 @@ def found(model: Generic) -> Iterator[tuple[str, str]]:
     yield "latents", "x".join(str(n) for n in model.latent_shape()) + held
     rows = encoded(model, PROMPTS[:1]).tensors
     yield "embedding of a prompt", _shapes(rows[name] for name in rows if not name.startswith("pictures."))
-    least, most = model.picture_limits
+    least, most = model.image_limits
     if most:
         several = f"{least} or more" if most == ANY else f"{least} to {most}"
         yield "pictures with a prompt", str(least) if least == most else several
@@ -72,13 +72,13 @@ def checks(model: Generic, guidance_scale: float) -> Iterator[tuple[str, float]]
         rows = [torch.tensor([k]) for k in (0, 1)]
         alone = [model.predict(x[k], steps[1 + k], cond.index(k), guidance_scale) for k in rows]
     yield "two timesteps in one batch against one by one", _difference(together, torch.cat(alone))
-    latents, pictures = own_call(model, x[:1], guidance_scale)
+    latents, images = own_call(model, x[:1], guidance_scale)
     mine = euler(model, x[:1], guidance_scale)
     single = type(model.pipeline.scheduler).__name__ in ("FlowMatchEulerDiscreteScheduler", "DDIMScheduler")
     if single or "CogVideoXDDIM" in type(model.pipeline.scheduler).__name__:
         yield f"{STEPS} steps against the pipeline's own call", _difference(mine, latents)
     mine = model.decode(latents, cond.index(torch.tensor([0])))
-    yield "decoding against the pipeline's own", _difference(mine, pictures)
+    yield "decoding against the pipeline's own", _difference(mine, images)
 
 
 def untrained(model: Generic, guidance_scale: float) -> tuple[int, list[str]]:
@@ -117,27 +117,27 @@ def own_call(model: Generic, x: Tensor, guidance_scale: float) -> tuple[Tensor, 
 
     def preparing(*args: Any, **kwargs: Any) -> Any:
         own = Prepared.of(prepare(*args, **kwargs))
-        return replace(own, free=model.pictures.free).around(x, keep_dtype=False)
+        return replace(own, free=model.images.free).around(x, keep_dtype=False)
 
     options = model.call.arguments(1, guidance_scale, list(PROMPTS[:1]), STEPS, "pt")
-    options |= model.pictures.arguments(pictures_of(model, 0), 1)
+    options |= model.images.arguments(images_of(model, 0), 1)
     pipe.scheduler.__dict__["step"], pipe.__dict__["prepare_latents"] = stepping, preparing
     try:
-        pictures = pipe(**options)[0]
+        images = pipe(**options)[0]
     finally:
         del pipe.scheduler.__dict__["step"], pipe.__dict__["prepare_latents"]
-    return left[-1].float(), pictures.float()
+    return left[-1].float(), images.float()
 
 
 def encoded(model: Generic, prompts: Sequence[str]) -> Condition:
     """Prompts, with pictures where the pipeline needs them."""
-    pictures = [pictures_of(model, number) for number in range(len(prompts))]
-    return model.encode(prompts, pictures if pictures[0] else None)
+    images = [images_of(model, number) for number in range(len(prompts))]
+    return model.encode(prompts, images if images[0] else None)
 
 
-def pictures_of(model: Generic, number: int) -> list[Any]:
+def images_of(model: Generic, number: int) -> list[Any]:
     """Of one colour, another for each prompt."""
-    least, _ = model.picture_limits
+    least, _ = model.image_limits
     return [blank((model.width, model.height), 40 + 80 * number)] * least
 
 

@@ -61,8 +61,8 @@ class LearnedNoise(nn.Module):
     @torch.no_grad()
     def drawn_from(self, numbers: Tensor) -> Gaussians:
         """The laws of `numbers` [M] to draw from, on the CPU, as they are now."""
-        found = self.laws(numbers)
-        return Gaussians(found.mean.float().cpu(), found.std.float().cpu())
+        result = self.laws(numbers)
+        return Gaussians(result.mean.float().cpu(), result.std.float().cpu())
 
     def save(self, folder: Path) -> None:
         """Write `learned_noise.safetensors`."""
@@ -80,12 +80,12 @@ class LearnedNoise(nn.Module):
 
         with safe_open(file, framework="pt") as source:
             mean, std = source.get_tensor("mean"), source.get_tensor("std")
-            prompts = [(text, tuple(pictures)) for text, pictures in json.loads(source.metadata()["prompts"])]
-        found = LearnedNoise(prompts, mean.shape[1:])
-        for own, rows in ((found.mean, mean), (found.std, std)):
+            prompts = [(text, tuple(images)) for text, images in json.loads(source.metadata()["prompts"])]
+        result = LearnedNoise(prompts, mean.shape[1:])
+        for own, rows in ((result.mean, mean), (result.std, std)):
             for parameter, row in zip(own, rows, strict=True):
                 parameter.data = row
-        return found
+        return result
 
 
 class Calibration:
@@ -175,7 +175,7 @@ class NoiseWeights(Weights):
         self.network.save(folder)
 
 
-def learned(weights: Weights) -> NoiseWeights:
+def as_noise_weights(weights: Weights) -> NoiseWeights:
     """The weights of a run on the initial noise, as what they are."""
     assert isinstance(weights, NoiseWeights)
     return weights

@@ -133,7 +133,7 @@ class _Walk:
         """What the rows of a place become, by where their steps end."""
         step = self.plan.steps(torch.full((len(front.x),), k), self.process, self.device)
         prediction = self._predict(front, step, batch_size)
-        found = []
+        result = []
         for move in self.routes.moves(k, front.leads):
             rows = move.parent.to(front.x.device)
             if move.noisy:
@@ -144,8 +144,8 @@ class _Walk:
                 x_next, left = self._solve(k, front, step, prediction, move.end)
                 x_next, stored = x_next[rows], torch.full((len(rows),), -1)
             part = _Front(move.leads, x_next, None if self.plan.tree is not None else left.at(rows), stored)
-            found.append((move.end, part))
-        return found
+            result.append((move.end, part))
+        return result
 
     def _predict(self, front: _Front, step: Step, batch_size: int) -> Prediction:
         """The network at all rows; in several forwards where a tree is larger than a batch."""

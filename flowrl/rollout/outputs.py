@@ -62,14 +62,14 @@ class Outputs:
 
     def metrics(self) -> dict[str, Tensor]:
         """Errors of the networks and their distances, as every method on samples reports them: name -> [M]."""
-        found = {"matching/error": self.error()}
+        result = {"matching/error": self.error()}
         if "reference" in self.by_role:
-            found["matching/error_reference"] = self.error("reference")
-            found["matching/norm_ratio"] = self.norm_ratio("reference")
+            result["matching/error_reference"] = self.error("reference")
+            result["matching/norm_ratio"] = self.norm_ratio("reference")
         for role in self.by_role:
             if role != "policy":
-                found[f"matching/to_{role}"] = self.apart(role)
-        return found | {"matching/clean_square": self.batch.clean.square().flatten(1).mean(dim=1)}
+                result[f"matching/to_{role}"] = self.apart(role)
+        return result | {"matching/clean_square": self.batch.clean.square().flatten(1).mean(dim=1)}
 
 
 def evaluate(adapter: ModelAdapter, weights: Weights, batch: NoisedBatch, guidance: Mapping[str, float]) -> Outputs:
@@ -85,11 +85,11 @@ def evaluate(adapter: ModelAdapter, weights: Weights, batch: NoisedBatch, guidan
     x = process.add_noise(batch.clean, batch.eps, batch.sigma)
     target = process.target(batch.clean, batch.eps, batch.sigma, adapter.prediction_type)
 
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for role, scale in guidance.items():
         with torch.set_grad_enabled(torch.is_grad_enabled() and role == "policy"), weights.using(role):
-            found[role] = adapter.predict(x, batch.timestep, batch.cond, scale).float()
-    return Outputs(adapter, batch, x, target, found)
+            result[role] = adapter.predict(x, batch.timestep, batch.cond, scale).float()
+    return Outputs(adapter, batch, x, target, result)
 
 
 def training_guidance(adapter: ModelAdapter, rollout: float, own: float | None) -> float:

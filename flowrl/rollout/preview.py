@@ -89,12 +89,12 @@ class Preview:
             quantize_,
         )
 
-        found = copy.deepcopy(self._plain)
+        result = copy.deepcopy(self._plain)
         int8 = self.kind == "int8"
         quantize_(
-            found, Int8DynamicActivationInt8WeightConfig() if int8 else Float8DynamicActivationFloat8WeightConfig()
+            result, Int8DynamicActivationInt8WeightConfig() if int8 else Float8DynamicActivationFloat8WeightConfig()
         )
-        return found
+        return result
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -153,13 +153,13 @@ def _require(kind: PreviewKind) -> None:
 
 def _without_adapter(network: nn.Module) -> nn.Module:
     """A frozen copy of the network as it was before peft wrapped its layers."""
-    found: Any = copy.deepcopy(network)
+    result: Any = copy.deepcopy(network)
     # The run's own count of evaluations; torch has no public list of hooks.
-    found._forward_pre_hooks.clear()
-    for part in found.modules():
+    result._forward_pre_hooks.clear()
+    for part in result.modules():
         if vars(part).get("peft_config"):
             part.unload_lora()
-    return found.requires_grad_(False).eval()
+    return result.requires_grad_(False).eval()
 
 
 def _sources(network: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
@@ -167,10 +167,10 @@ def _sources(network: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = {name: part for name, part in network.named_modules() if isinstance(part, BaseTunerLayer)}
-    found: dict[str, tuple[nn.Parameter, Any]] = {}
+    result: dict[str, tuple[nn.Parameter, Any]] = {}
     for name, parameter in network.named_parameters():
         if ".lora_" in name:
             continue
         place, _, kind = name.rpartition(".base_layer.")
-        found[name.replace(".base_layer.", ".")] = (parameter, layers.get(place) if kind == "weight" else None)
-    return found
+        result[name.replace(".base_layer.", ".")] = (parameter, layers.get(place) if kind == "weight" else None)
+    return result

@@ -81,8 +81,8 @@ class Routes:
         here = (self.node[k] >= 0).nonzero().squeeze(1)
         child = self.node[self.ends[k, here], here].unique()
         ends, noisy, parent = self.ends[k, child], self.noisy[k, child], self.node[k, child]
-        found = []
+        result = []
         for end, law in torch.stack([ends, noisy.long()], dim=1).unique(dim=0).tolist():
             chosen = (ends == end) & (noisy == bool(law))
-            found.append(Move(end, bool(law), child[chosen], torch.searchsorted(leads, parent[chosen])))
-        return found
+            result.append(Move(end, bool(law), child[chosen], torch.searchsorted(leads, parent[chosen])))
+        return result

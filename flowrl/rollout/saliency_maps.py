@@ -29,10 +29,10 @@ def importance(images: Tensor, backbone: Backbone, shape: tuple[int, ...], *, ke
     frames = images.flatten(0, 1) if images.ndim == 5 else images
     parts = []
     for part in frames.float().split(_FRAMES_AT_ONCE):
-        found = saliency(*backbone(part))
+        result = saliency(*backbone(part))
         # Position embeddings tell patches apart even there. Half an 8-bit level is no difference.
         spread = (part.amax(dim=(2, 3)) - part.amin(dim=(2, 3))).amax(dim=1)
-        parts.append(torch.where((spread < 0.5 / 255)[:, None, None].to(found.device), 1.0, found))
+        parts.append(torch.where((spread < 0.5 / 255)[:, None, None].to(result.device), 1.0, result))
     maps = torch.cat(parts)
     return to_latent_grid(maps.reshape(*images.shape[:-3], *maps.shape[1:]), shape, keep_mean=keep_mean)
 
@@ -59,8 +59,8 @@ def mapper(
     def maps(images: Tensor) -> Tensor:
         if images.ndim == 4 and len(shape) == 3:
             images = images[:, None]  # pictures of a model of clips
-        found = importance(images, backbone, shape, keep_mean=config.keep_mean).cpu()
-        return found if grid is None else found.flatten(1)
+        result = importance(images, backbone, shape, keep_mean=config.keep_mean).cpu()
+        return result if grid is None else result.flatten(1)
 
     return maps
 

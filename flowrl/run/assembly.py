@@ -21,7 +21,7 @@ from flowrl.core.types import Condition, Identity
 from flowrl.data.given_samples import Given, require_encoder
 from flowrl.data.labels import LabelledSource
 from flowrl.data.preferences import PreferenceSource
-from flowrl.data.prompts import Prompt, PromptSource, identity, require_pictures
+from flowrl.data.prompts import Prompt, PromptSource, identity, require_images
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
@@ -79,15 +79,15 @@ class Parts:
 
     def sets(self) -> list[Input]:
         """Contents of the sets that it reads, as they were scanned: pairs, and prompts of data sets."""
-        found = [] if self.given is None else self.given.contents()
+        result = [] if self.given is None else self.given.contents()
         data = self.resolved.run.data
         train = self.prompts.listed
         named = [("prompts", data.prompts, train), ("eval_prompts", data.eval_prompts, self.prompts.evaluated)]
         for key, source, prompts in named:
             if source is not None and source.startswith("hf:"):
                 rows = [[prompt.text, prompt.metadata] for prompt in prompts]
-                found.append(set_of(f"data.{key}", source, f"{len(rows)} prompts", {"rows": rows}))
-        return found
+                result.append(set_of(f"data.{key}", source, f"{len(rows)} prompts", {"rows": rows}))
+        return result
 
     def introduction(self) -> str:
         """One line on what is about to run."""
@@ -203,7 +203,7 @@ def _outputs(watched: Scorer | None) -> list[tuple[str, ...]]:
 
 def _embedded(texts: Texts, prompts: Sequence[Identity]) -> Condition:
     """Conditions of prompts that an earlier iteration drew."""
-    return texts.lookup([Prompt(text, pictures=pictures) for text, pictures in prompts])
+    return texts.lookup([Prompt(text, images=images) for text, images in prompts])
 
 
 def _data(config: RunConfig, kind: Training) -> _Data:
@@ -222,8 +222,8 @@ def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAd
     # Captions of pairs have no reference pictures.
     listed, (key, evaluated) = data.prompts.listed, data.prompts.looked_up
     first = listed[0] if data.given is None else Prompt("")
-    require_pictures(listed or [first], adapter, "data.prompts" if data.given is None else "data.pairs", first)
-    require_pictures(evaluated, adapter, key, first)
+    require_images(listed or [first], adapter, "data.prompts" if data.given is None else "data.pairs", first)
+    require_images(evaluated, adapter, key, first)
     return adapter
 
 

@@ -53,8 +53,8 @@ def available(folder: Path) -> list[int]:
     """Iterations with a finished checkpoint, ascending."""
     if not folder.is_dir():
         return []
-    found = [re.fullmatch(r"iteration-(\d{6,})", entry.name) for entry in folder.iterdir()]
-    return sorted(int(match.group(1)) for match in found if match)
+    result = [re.fullmatch(r"iteration-(\d{6,})", entry.name) for entry in folder.iterdir()]
+    return sorted(int(match.group(1)) for match in result if match)
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) -> Path:
@@ -178,7 +178,7 @@ def _read(
                     low, high = (min(max(row, first), last) - first for row in rows)
                     piece = part[low:high]
                 pieces.setdefault(name, []).append(piece)
-    return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in pieces.items()}
+    return {name: result[0] if len(result) == 1 else torch.cat(result) for name, result in pieces.items()}
 
 
 def _fingerprint(file: Path) -> dict:

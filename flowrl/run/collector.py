@@ -192,24 +192,24 @@ class Collector:
                 before = self.evaluations.rows
             text, recording = f"iteration {iteration}: sampling", parts.learner.training.recording(parts.sampler)
             wanted = Wanted(text, prompts, config.rollout.group_size, plan, noise, recording)
-            found = Drawing(parts, wanted, timer, self.stop)()
+            result = Drawing(parts, wanted, timer, self.stop)()
         if parts.maps is not None:
             with timer.phase("maps"):
-                maps = parts.maps(found.images)
-        sums.add("nfe/rollout", self.evaluations.rows - before, len(found.drawn.rows))
-        rewards, raw = self._gather(found, len(prompts), config.rollout.group_size)
+                maps = parts.maps(result.images)
+        sums.add("nfe/rollout", self.evaluations.rows - before, len(result.drawn.rows))
+        rewards, raw = self._gather(result, len(prompts), config.rollout.group_size)
         if looked is not None:
             self._report(*looked, aggregate(rewards, self.weights), sums)
         gone = parts.algorithm.retired(rewards, self.weights)
         self.source.retire(iteration, [k for k, done in zip(numbers, gone.tolist(), strict=True) if done])
-        return found.drawn.scored(
+        return result.drawn.scored(
             rewards,
             raw=raw,
             prompts=tuple(identity(p) for p in prompts),
-            spread=_group_spread(found.images, found.drawn.rows),
+            spread=_group_image_std(result.images, result.drawn.rows),
             maps=maps,
-            noise=None if laws is None else NoiseDraws(noise.initial(found.drawn.samples.ids), laws),
-            paths=self._paths(found.drawn, rewards),
+            noise=None if laws is None else NoiseDraws(noise.initial(result.drawn.samples.ids), laws),
+            paths=self._paths(result.drawn, rewards),
         )
 
     def _paths(self, drawn: Trajectories, rewards: Tensor) -> Tensor | None:
@@ -291,23 +291,23 @@ class Collector:
         plan = self.parts.algorithm.plan(grid, self.parts.sampler, iteration, self.config.seed)
         pool, text = self.options.pool, f"iteration {iteration}: exploring"
         wanted = Wanted(text, prompts, pool, plan, noise, batch_size=batch_size)
-        found = Drawing(self.parts, wanted, Timer(), self.stop)()
-        return aggregate(self._gather(found, len(prompts), pool)[0], self.weights)
+        result = Drawing(self.parts, wanted, Timer(), self.stop)()
+        return aggregate(self._gather(result, len(prompts), pool)[0], self.weights)
 
     def _check(self, iteration: int, prompts: Sequence[Prompt], noise: Noise, scores: Tensor) -> None:
         """Draw the whole pool of some prompts in full: does the first look rank it alike?"""
         options = self.options
         assert options is not None
         truth = self.truth(iteration, prompts, noise)
-        found = fidelity(scores[: len(prompts)], truth, self.config.rollout.group_size)
-        self.fidelity = asdict(found)
-        log.info("exploration: %s", found)
-        if found.prompts and not found.hit_rate >= options.least_hit_rate:
+        result = fidelity(scores[: len(prompts)], truth, self.config.rollout.group_size)
+        self.fidelity = asdict(result)
+        log.info("exploration: %s", result)
+        if result.prompts and not result.hit_rate >= options.least_hit_rate:
             self.explores = False
             log.warning(
                 "exploration finds %.0f %% of the best and worst candidates, less than the %.0f %% of "
                 "rollout.exploration.least_hit_rate: the run goes on without it; give the first look more steps",
-                100 * found.hit_rate,
+                100 * result.hit_rate,
                 100 * options.least_hit_rate,
             )
 
@@ -315,9 +315,9 @@ class Collector:
         """How the scores of the chosen agree, which is less than over the pool: they are extremes."""
         if not self.world.main:
             return
-        found = fidelity(looked.gather(1, chosen), drawn, chosen.shape[1])
-        if found.prompts:
-            sums.add("exploration/rank_correlation", found.spearman)
+        result = fidelity(looked.gather(1, chosen), drawn, chosen.shape[1])
+        if result.prompts:
+            sums.add("exploration/rank_correlation", result.spearman)
         sums.add("exploration/first_look", float(looked.nanmean()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,7 +327,7 @@ class Collector:
         self.explores, self.fidelity = state["explores"] and self.options is not None, state["fidelity"]
 
 
-def _group_spread(images: Tensor, rows: Tensor) -> float:
+def _group_image_std(images: Tensor, rows: Tensor) -> float:
     """Mean over prompts of the std of pixels over the group's samples; near 0 means collapse."""
     spreads = [images[rows == row].std(dim=0, correction=0).mean() for row in rows.unique()]
     return float(torch.stack(spreads).mean())
@@ -369,11 +369,11 @@ def drawn_in_step(
         batch_size: samples per network forward.
     """
     options = replace(options, device=parts.world.device)
-    found = run(parts.policy, plan, noise, asked, batch_size=batch_size, options=options)
+    result = run(parts.policy, plan, noise, asked, batch_size=batch_size, options=options)
     together, most = plan.drawn_together(batch_size), largest_shard(*whole, parts.world.size, plan.leaves)
     idle = math.ceil(most / together) - math.ceil(len(asked.ids) / together)
     spare = RunOptions(device=options.device, stop=options.stop)
     for _ in range(idle if parts.sharded else 0):
         with parts.learner.context.counter.uncounted():
             run(parts.policy, plan, noise, asked[: plan.leaves], batch_size=batch_size, options=spare)
-    return found
+    return result

@@ -147,10 +147,10 @@ class RunFolder:
         """
         self.metrics.truncate(iteration)
         for file in (self.path / "eval").glob("*.json"):
-            found = read_object(file, of_evaluation(file)).get("iteration")
-            if not isinstance(found, int):
+            result = read_object(file, of_evaluation(file)).get("iteration")
+            if not isinstance(result, int):
                 raise damaged(file, KeyError("iteration"), of_evaluation(file))
-            if found > iteration:
+            if result > iteration:
                 file.unlink()
 
     def write_json(self, name: str, value: Any) -> None:
@@ -159,17 +159,17 @@ class RunFolder:
 
 def differences(old: Options, new: Options, may_change: Sequence[str] = _MAY_CHANGE, prefix: str = "") -> list[str]:
     """ "key was 1, now 2" of every value of two trees that is not the same; of `may_change` nothing is said."""
-    found = []
+    result = []
     for key in sorted(set(old) | set(new)):
         place = f"{prefix}{key}"
         a, b = old.get(key), new.get(key)
         if a == b or place in may_change:
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, may_change, f"{place}.")
+            result += differences(a, b, may_change, f"{place}.")
         else:
-            found.append(f"{place} was {a!r}, now {b!r}")
-    return found
+            result.append(f"{place} was {a!r}, now {b!r}")
+    return result
 
 
 def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any]:

@@ -71,16 +71,16 @@ class PairCollector:
         def prepare() -> tuple[Latents, Condition]:
             with timer.phase("pictures"):
                 read, size = partial(_read, given, numbers), config.rollout.batch_size
-                found = latents_of(read, own, parts.adapter, batch_size=size, look=look, stop=self.stop.here)
+                result = latents_of(read, own, parts.adapter, batch_size=size, look=look, stop=self.stop.here)
             with timer.phase("text"):
-                return found, parts.texts.lookup([look.caption(slot, found.texts[slot]) for slot in slots])
+                return result, parts.texts.lookup([look.caption(slot, result.texts[slot]) for slot in slots])
 
-        found, cond = self.world.in_step(prepare)
-        x0 = found.x0
+        result, cond = self.world.in_step(prepare)
+        x0 = result.x0
         if "drawn" in given.members:
-            complete = partial(self._completed, plan, found, Asked(own, cond, rows), iteration, timer, sums)
+            complete = partial(self._completed, plan, result, Asked(own, cond, rows), iteration, timer, sums)
             x0 = complete() if parts.sharded else self.world.in_step(complete)
-        rewards = by_identity(self.world, own, found.rewards[None], len(numbers), size)
+        rewards = by_identity(self.world, own, result.rewards[None], len(numbers), size)
         given.require_readable(int(rewards[0].isnan().any(dim=1).sum()), len(numbers))
         samples = Samples(x0, tuple(own))
         return Trajectories(plan, samples, no_edges(samples), cond, rows).scored(rewards)
@@ -174,8 +174,8 @@ class HeldOutPairs:
             for place in range(most if self.parts.sharded else len(starts)):
                 idle = place >= len(starts)
                 chunk = self.slots[:1] if idle else self.own[starts[place] : starts[place] + _CHUNK]
-                found = self._judged(chunk, latents, rewards, credit, stop)
-                sums += 0 if idle else found
+                result = self._judged(chunk, latents, rewards, credit, stop)
+                sums += 0 if idle else result
             return sums
 
         sums = judge() if self.parts.sharded else self.world.in_step(judge)
@@ -223,7 +223,7 @@ class HeldOutPairs:
             for batch, counts in work.plain_batches(0):
                 if stop.in_step():
                     raise Abandoned
-                found = algorithm.preferred(batch, self.context.networks).cpu()
+                result = algorithm.preferred(batch, self.context.networks).cpu()
                 if counts:
-                    sums.index_add_(0, batch.sample.cpu(), found)
+                    sums.index_add_(0, batch.sample.cpu(), result)
         return sums

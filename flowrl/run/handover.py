@@ -43,7 +43,7 @@ def _written(folder: Path) -> float:
     return max((file.stat().st_mtime for file in folder.rglob("*") if file.is_file()), default=0.0)
 
 
-def tell(run: Path, iteration: int) -> None:
+def announce(run: Path, iteration: int) -> None:
     """Say what is about to be mended."""
     log.warning("%s is older than the checkpoint of iteration %d; it is written anew", run / FOLDER, iteration)
 
@@ -62,11 +62,11 @@ def renew(run: Path, iteration: int, tree: Options, adapter: Any, options: Any) 
         CheckpointError: the checkpoint is damaged.
         ConfigError: the run is under way, or cannot be written.
     """
-    tell(run, iteration)
-    found, folder = checkpoint.load(run / "checkpoints", iteration), RunFolder(run)
+    announce(run, iteration)
+    result, folder = checkpoint.load(run / "checkpoints", iteration), RunFolder(run)
     weights = Weights(adapter.network, options.lora, adapter.lora_targets, 0)
     prefix = "weights/"
-    weights.load_state({k.removeprefix(prefix): v for k, v in found.tensors.items() if k.startswith(prefix)})
+    weights.load_state({k.removeprefix(prefix): v for k, v in result.tensors.items() if k.startswith(prefix)})
     folder.lock()
     try:
         with (

@@ -39,20 +39,20 @@ def collect(resolved: Resolved) -> list[Input]:
 
     Code of the user's own components with what it imports from beside it, prompts, and small files of rewards' options.
     """
-    found = []
+    result = []
     for key, module in _components(resolved):
-        found += [_input(key, "code", file) for file in code_files(module)]
+        result += [_input(key, "code", file) for file in code_files(module)]
     data = resolved.run.data
     for key, source in (("prompts", data.prompts), ("eval_prompts", data.eval_prompts)):
         file = None if source is None else embedded_prompts(source) or Path(source)
         if file is not None and file.is_file():
-            found.append(_input(f"data.{key}", "prompts", file, source))
+            result.append(_input(f"data.{key}", "prompts", file, source))
     for key, plan in _rewards(resolved):
         for option, value in _paths_in(plan.config):
             file = Path(value)
             if file.is_file() and file.stat().st_size <= LARGEST_TEXT:
-                found.append(_input(f"{key}.{option}", "text", file))
-    return found
+                result.append(_input(f"{key}.{option}", "text", file))
+    return result
 
 
 def _rewards(resolved: Resolved) -> Iterator[tuple[str, Any]]:
@@ -62,12 +62,12 @@ def _rewards(resolved: Resolved) -> Iterator[tuple[str, Any]]:
 
 def _components(resolved: Resolved) -> Iterator[tuple[str, ModuleType]]:
     """(key, module) of the components that are not flowrl's own."""
-    found = [("model.name", resolved.model.module)]
+    result = [("model.name", resolved.model.module)]
     for key, part in (("algorithm", resolved.algorithm), ("rollout.sampler", resolved.sampler)):
-        found += [(f"{key}.{named}", part.module) for named in part.reference]
+        result += [(f"{key}.{named}", part.module) for named in part.reference]
     for key, plan in _rewards(resolved):
-        found.append((f"{key}.{'name' if plan.entry.path is None else 'path'}", plan.module))
-    yield from ((key, module) for key, module in found if not f"{module.__name__}.".startswith("flowrl."))
+        result.append((f"{key}.{'name' if plan.entry.path is None else 'path'}", plan.module))
+    yield from ((key, module) for key, module in result if not f"{module.__name__}.".startswith("flowrl."))
 
 
 def _paths_in(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -88,7 +88,7 @@ def code_files(module: ModuleType) -> list[Path]:
         return []
     main = Path(module.__file__)
     roots = {main.parent.resolve(), Path.cwd()}
-    found, waiting = [main], [main]
+    result, waiting = [main], [main]
     while waiting:
         for name in _imported(waiting.pop()):
             if name.split(".")[0] in ("flowrl", *sys.stdlib_module_names) or name not in sys.modules:
@@ -98,10 +98,10 @@ def code_files(module: ModuleType) -> list[Path]:
             if file is None or file.suffix != ".py":
                 continue
             installed = {"site-packages", "dist-packages"} & set(file.parts)
-            if file not in found and not installed and any(file.is_relative_to(root) for root in roots):
-                found.append(file)
+            if file not in result and not installed and any(file.is_relative_to(root) for root in roots):
+                result.append(file)
                 waiting.append(file)
-    return found
+    return result
 
 
 def _imported(file: Path) -> Iterator[str]:
@@ -200,15 +200,15 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[S
         `model`, `prompts`, and `score NAME` of each output. Where files lie does not matter.
     """
     model = {k: v for k, v in asdict(resolved.model.config).items() if k not in ("shard", "gradient_checkpointing")}
-    found = {"model": fingerprint([resolved.model.name, _portable(model)])}
-    found["prompts"] = fingerprint([[p.text, _portable(p.metadata)] for p in prompts])
+    result = {"model": fingerprint([resolved.model.name, _portable(model)])}
+    result["prompts"] = fingerprint([[p.text, _portable(p.metadata)] for p in prompts])
     files = collect(resolved)
     for (key, plan), names in zip(_rewards(resolved), outputs, strict=True):
         own = [(one.kind, one.name, one.sha256) for one in files if one.key.startswith(f"{key}.")]
         options = None if plan.config is None else _portable(asdict(plan.config))
         for name in names:
-            found.setdefault(f"score {name}", fingerprint([plan.name, options, own]))
-    return found
+            result.setdefault(f"score {name}", fingerprint([plan.name, options, own]))
+    return result
 
 
 def _portable(value: Any) -> Any:

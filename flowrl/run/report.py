@@ -53,7 +53,7 @@ class Report:
         file = self.folder.path / "eval" / f"{tag}.json"
         if not file.is_file():
             return None
-        found, prompts = Evaluation.load(file), tuple(prompt.text for prompt in evaluator.prompts)
+        result, prompts = Evaluation.load(file), tuple(prompt.text for prompt in evaluator.prompts)
         now = Evaluation(
             tag=tag,
             iteration=session.iteration,
@@ -64,10 +64,10 @@ class Report:
             scores={},
             made_with=dict(evaluator.made_with),
         )
-        unlike = now.unlike(found)
+        unlike = now.unlike(result)
         if unlike:
             log.warning("%s was made with other values of: %s; it is made anew", file, ", ".join(unlike))
-        return None if unlike else found
+        return None if unlike else result
 
     def before(self, *, resumed: bool) -> Before:
         """Evaluate the untouched model; called before a checkpoint is put back.
@@ -95,9 +95,9 @@ class Report:
         metric = next(iter(entry.shares()))
         stale = sorted(folder.glob("base-guidance-*.json"))
         for file in stale:
-            found = self._saved(file.stem, Evaluation.load(file).guidance_scale)
-            if found is not None:
-                return found
+            result = self._saved(file.stem, Evaluation.load(file).guidance_scale)
+            if result is not None:
+                return result
         if sought and not stale:  # the search found that the base's own scale is its best
             return None
         world.barrier()  # everybody has read them
@@ -129,7 +129,7 @@ class Report:
         if session.world.main:
             started = time.monotonic()
             page = build_gallery([self.folder.path])
-            _tell(self.metric, result, before[1], self.prompts)
+            _log_verdict(self.metric, result, before[1], self.prompts)
             log.info("report: %s (%.1f s)", page, time.monotonic() - started)
         session.world.barrier()
         return result
@@ -175,7 +175,7 @@ def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
     shown = {"reward/total_mean": "reward", "policy/implicit_accuracy": "agreement", "policy/loss": "loss"}
     # Without rewards or pairs there is still a loss, but for an iteration without a readable image.
     parts += [f"{word} {row[name]:.3f}" for name, word in shown.items() if name in row][:1]
-    parts += [told_mean(prompts, name, row[name]) for name in row if name.startswith("eval/")][:1]
+    parts += [format_mean(prompts, name, row[name]) for name in row if name.startswith("eval/")][:1]
     if "policy/clip_fraction" in row:
         parts.append(f"clip {row['policy/clip_fraction']:.2f}")
     if "advantage/dead_group_share" in row:
@@ -187,7 +187,7 @@ def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
     return "  ".join(parts)
 
 
-def _tell(metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts) -> None:
+def _log_verdict(metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts) -> None:
     if metric is not None and metric in result["difference"]:
         on = prompts.on
         log.info("base%s  %s %s", on, metric, _format(result["base"][metric]))
@@ -196,25 +196,25 @@ def _tell(metric: str | None, result: dict[str, Any], best: Evaluation | None, p
             log.info("base with its best CFG %g%s  %s %s", best.guidance_scale, on, metric, rival)
         log.info("tuned%s %s %s", on, metric, _format(result["tuned"][metric]))
         log.info("paired difference%s %s", on, _format(result["difference"][metric], signed=True))
-        log.info("%s", told_win_rate(metric, result["win_rate"][metric], on))
+        log.info("%s", format_win_rate(metric, result["win_rate"][metric], on))
         if prompts.name == "training prompts":
             log.info("%s", prompts.remark)
     if "implicit_accuracy" in result:
-        log.info("%s", told_accuracy(result["implicit_accuracy"]))
+        log.info("%s", format_accuracy(result["implicit_accuracy"]))
 
 
-def told_accuracy(found: dict[str, float]) -> str:
+def format_accuracy(found: dict[str, float]) -> str:
     """What the network prefers of held-out pairs, in a sentence."""
     return f"implicit accuracy on held-out pairs {_format(found)}"
 
 
-def told_mean(prompts: RunPrompts, key: str, value: float) -> str:
+def format_mean(prompts: RunPrompts, key: str, value: float) -> str:
     """An evaluation's mean, as a row has it: of held-out pairs, or of the evaluated prompts."""
     what = "" if key == "eval/implicit_accuracy" else prompts.on
     return f"{key.removeprefix('eval/')}{what} {value:.3f}" if what else f"held-out {key[5:]} {value:.3f}"
 
 
-def told_win_rate(metric: str, found: dict[str, float], on: str = "") -> str:
+def format_win_rate(metric: str, found: dict[str, float], on: str = "") -> str:
     """A win rate in a sentence; `on` is what it is of, where that are no held-out prompts."""
     if not found["n"]:
         return f"win rate{on} by {metric}: no picture of the {found['ties']} differs from the base's"

@@ -101,16 +101,18 @@ class Saver:
 
 def _unlike(state: dict[str, Any], session: Session) -> list[str]:
     """Whatever may let the numbers differ from those without an interruption."""
-    found, size = [], session.world.size
+    result, size = [], session.world.size
     if state["processes"] != size:
-        found.append(f"{state['processes']} processes before, {size} now: the result is right but not bitwise the same")
+        result.append(
+            f"{state['processes']} processes before, {size} now: the result is right but not bitwise the same"
+        )
     other = [text for text in differences(state["config"], session.resolved.tree(), ()) if text.startswith(BATCHES)]
     if other:
-        found.append(f"{'; '.join(other)}: the result is right but not bitwise the same")
+        result.append(f"{'; '.join(other)}: the result is right but not bitwise the same")
     changed = {k: v for k, v in state["versions"].items() if versions().get(k) != v}
     if changed:
-        found.append(f"other versions than before ({changed}): the result may differ in the last digits")
-    return found
+        result.append(f"other versions than before ({changed}): the result may differ in the last digits")
+    return result
 
 
 def is_split(session: Session) -> bool:
@@ -149,7 +151,7 @@ def mend_adapter(session: Session, run: Path) -> None:
     """Write the weights, which are those of the newest checkpoint, where the run folder has older ones."""
     iteration = session.world.gather(handover.outdated(run))[0]
     if iteration is not None:
-        handover.tell(run, iteration)
+        handover.announce(run, iteration)
         write_adapter(session, run)
 
 
@@ -169,11 +171,11 @@ def load(session: Session, folder: Path, iteration: int, accept_changes: bool = 
 
     # Every process reads the rows it needs; the hashes of large files are shared out.
     part = slice(world.rank, None, world.size) if own else slice(None)
-    found: list[Checkpoint] = []
-    world.agree(lambda: found.append(checkpoint.load(folder, iteration, wanted, part)))
+    result: list[Checkpoint] = []
+    world.agree(lambda: result.append(checkpoint.load(folder, iteration, wanted, part)))
     other_data = accept_changes and session.config.data.pairs is not None
-    session.load_state(iteration, found[0].tensors, found[0].state, other_data=other_data)
-    return found[0].state
+    session.load_state(iteration, result[0].tensors, result[0].state, other_data=other_data)
+    return result[0].state
 
 
 def load_newest(session: Session, run: Path, accept_changes: bool = False) -> None:

@@ -92,14 +92,14 @@ class Attempts:
         if self.cache is None or any(getattr(image, "requires_grad", False) for image in batch.images):
             return self._scored(batch)
         keys = self.cache.keys(batch.images, batch.prompts, batch.metadata)
-        found = [self.cache.get(key, self.outputs) for key in keys]
-        rows = [i for i, scores in enumerate(found) if scores is None]
+        result = [self.cache.get(key, self.outputs) for key in keys]
+        rows = [i for i, scores in enumerate(result) if scores is None]
         self.counts.cached += len(batch) - len(rows)
         fresh = self._scored(batch.pick(rows) if len(rows) < len(batch) else batch) if rows else {}
         for place, i in enumerate(rows):
-            found[i] = {name: float(fresh[name][place]) for name in self.outputs}
-            self.cache.put(keys[i], found[i])
-        return {name: torch.tensor([scores[name] for scores in found if scores]) for name in self.outputs}
+            result[i] = {name: float(fresh[name][place]) for name in self.outputs}
+            self.cache.put(keys[i], result[i])
+        return {name: torch.tensor([scores[name] for scores in result if scores]) for name in self.outputs}
 
     def _scored(self, batch: Batch) -> dict[str, Tensor]:
         tries = self.retries + 1
@@ -161,9 +161,9 @@ class Search:
             return True
         part = self.batch.part(low, high)
         alone = f" for the prompt {part.prompts[0]!r}" if high - low == 1 else ""
-        found = self.attempts.attempt(part, f"a part of {high - low} of its batch{alone}")
-        if found is not None:
-            self._keep(found, low, high)
+        result = self.attempts.attempt(part, f"a part of {high - low} of its batch{alone}")
+        if result is not None:
+            self._keep(result, low, high)
             return True
         self.left = self.left and self.left - 1
         return high - low == 1

@@ -154,7 +154,7 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
         conduct = Conduct(looks_at_inputs=True)
         joined |= _probed(entry, images, prompts, conduct)
         if not any(entry.reward is reward for reward in told):
-            _tell(entry.name, conduct)
+            _warn_of_conduct(entry.name, conduct)
     for entry in scorer.entries:
         if entry.training_value(joined).isnan().all():
             log.warning(
@@ -170,7 +170,7 @@ def _probed(
 ) -> dict[str, torch.Tensor]:
     given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
     try:
-        found = score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts], conduct)
+        result = score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts], conduct)
     except RewardError as error:
         if images.ndim < 5:
             raise
@@ -187,10 +187,10 @@ def _probed(
             f"reward {entry.name!r} changes {' and '.join(conduct.settings)} and leaves it so, for the whole process; "
             f"{MEND}; nothing was trained"
         )
-    return found
+    return result
 
 
-def _tell(name: str, conduct: Conduct) -> None:
+def _warn_of_conduct(name: str, conduct: Conduct) -> None:
     """What a reward does that hurts nobody, since it gets a copy, or since it is put back."""
     for reason in conduct.reasons:
         log.warning("reward %r: %s", name, reason)

@@ -65,10 +65,10 @@ class Folder:
 
     def get(self, key: str) -> dict[str, float] | None:
         try:
-            found = json.loads(self._file(key).read_text(encoding="utf-8"))
+            result = json.loads(self._file(key).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):  # not there, or torn by a machine that went down: score it again
             return None
-        return found if isinstance(found, dict) else None
+        return result if isinstance(result, dict) else None
 
     def put(self, key: str, scores: Mapping[str, float]) -> None:
         file = self._file(key)
@@ -86,7 +86,7 @@ class ScoreCache:
         store: where they lie; several scorers may share one.
         fingerprint: whatever tells this scorer from every other, its version and options included.
         place: of the store, as the configuration names it.
-        pictures: whether the files under metadata["images"] are part of what is scored, as an edit's source is.
+        images: whether the files under metadata["images"] are part of what is scored, as an edit's source is.
         prefix: what the run puts before the names of the outputs; the store knows them without.
     """
 
@@ -96,10 +96,10 @@ class ScoreCache:
         fingerprint: str,
         *,
         place: str = "memory",
-        pictures: bool = False,
+        images: bool = False,
         prefix: str | None = None,
     ) -> None:
-        self.store, self.fingerprint, self.place, self.pictures = store, fingerprint, place, pictures
+        self.store, self.fingerprint, self.place, self.images = store, fingerprint, place, images
         self.prefix = "" if prefix is None else f"{prefix}_"
 
     def key(self, image: Tensor, prompt: str, record: Mapping) -> str | None:
@@ -116,7 +116,7 @@ class ScoreCache:
         digest.update(f"{pixels.dtype} {list(pixels.shape)}".encode())
         digest.update(pixels.view(torch.uint8).numpy().tobytes())
         try:
-            for file in record.get("images", ()) if self.pictures else ():
+            for file in record.get("images", ()) if self.images else ():
                 digest.update(hashlib.sha256(Path(file).read_bytes()).digest())
         except (OSError, TypeError):
             return None
@@ -128,11 +128,11 @@ class ScoreCache:
     def get(self, key: str | None, outputs: Sequence[str]) -> dict[str, float] | None:
         """The scores under a key, or None; a file that does not hold a number for each output is none."""
         kept = None if key is None else self.store.get(key)
-        found = None if kept is None else {f"{self.prefix}{name}": value for name, value in kept.items()}
-        if found is None or set(found) != set(outputs):
+        result = None if kept is None else {f"{self.prefix}{name}": value for name, value in kept.items()}
+        if result is None or set(result) != set(outputs):
             return None
-        numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in found.values())
-        return found if numbers else None
+        numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in result.values())
+        return result if numbers else None
 
     def put(self, key: str | None, scores: Mapping[str, float]) -> None:
         """Keep the scores of a sample, unless one of them is missing."""

@@ -131,12 +131,12 @@ class Ahead:
         if not self.lanes:
             return self.scorer.score(images, self.prompts, self.metadata)
         assert self.done == len(self.prompts), "pictures are missing"
-        found = self.lanes.others(images, self.prompts, self.metadata, self.errors)
+        result = self.lanes.others(images, self.prompts, self.metadata, self.errors)
         for entry, _ in self.lanes.pools:
             parts = [self.lanes.result(futures[id(entry)]) for futures in self._found]
-            found[id(entry)] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            result[id(entry)] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         self.lanes.settle()
-        return self.lanes.combine(found, self.errors)
+        return self.lanes.combine(result, self.errors)
 
 
 class Beside:

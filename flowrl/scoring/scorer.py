@@ -131,14 +131,14 @@ class Scorer:
 
     def take_counts(self) -> dict[str, int]:
         """What happened since the last time this was asked, by metric: "<first output of the reward>_calls", ..."""
-        found = {
+        result = {
             f"{entry.reward.card.outputs[0]}_{what}": value
             for entry, counts in zip(self.distinct, self.counts, strict=True)
             for what, value in asdict(counts).items()
             if what != "cached" or entry.cache is not None
         }
         self.counts = [Counts() for _ in self.distinct]
-        return found
+        return result
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
         """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
@@ -200,11 +200,11 @@ class Scorer:
             if self.stop():
                 raise Abandoned
             conduct = Conduct()
-            found = score_once(entry, images, prompts, metadata, conduct)
+            result = score_once(entry, images, prompts, metadata, conduct)
             for reason in conduct.reasons:
                 tell(f"reward {entry.name!r}: {reason}")
             self.tell_changed(entry.name, conduct.settings)
-            return found
+            return result
 
         return Attempts(
             name=entry.name,

@@ -53,24 +53,24 @@ def _looks(entry: WeightedReward, values: Tensor, rollout: Rollout) -> str:
     """What a reward with training values [P, G] looks like."""
     name, card = f"reward {entry.name!r}", entry.reward.card
     outputs = [rollout.raw[output] for output in entry.shares()]
-    if _spread(values):
+    if _differs(values):
         return f"{name} tells samples apart, and the other rewards take that back"
-    if any(map(_spread, outputs)):
+    if any(map(_differs, outputs)):
         return f"{name} tells samples apart, and its clip or gate makes one training value of them; widen it"
-    found = torch.cat([output[output.isfinite()] for output in outputs]).unique()
-    if all(value in (card.low, card.high) for value in found.tolist()):
-        ends = " or ".join(f"{value:g}" for value in found.tolist())
+    result = torch.cat([output[output.isfinite()] for output in outputs]).unique()
+    if all(value in (card.low, card.high) for value in result.tolist()):
+        ends = " or ".join(f"{value:g}" for value in result.tolist())
         return (
             f"{name} is saturated, with {ends}, an end of its range, for all pictures of a prompt; take prompts that "
             "the model solves now and then, or a reward with values in between"
         )
     if rollout.spread < _SAME_PX:
         return "all pictures of a prompt are alike; raise rollout.sampler.noise_level, set rollout.shared_noise=false"
-    if len(found) < 2:
-        return f"{name} looks constant, with {found.item():g} for every picture; does it look at them?"
+    if len(result) < 2:
+        return f"{name} looks constant, with {result.item():g} for every picture; does it look at them?"
     return f"{name} gives all pictures of a prompt one value: it looks at the prompt alone, or is too coarse"
 
 
-def _spread(table: Tensor) -> bool:
+def _differs(table: Tensor) -> bool:
     """Whether some prompt's samples differ in [P, G]."""
     return any(row[row.isfinite()].unique().numel() > 1 for row in table)

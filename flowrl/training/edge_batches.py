@@ -12,7 +12,7 @@ from flowrl.algorithms.base import EdgeMethod
 from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, ParityError
 from flowrl.core.types import SampleId
-from flowrl.credit.saliency import spread
+from flowrl.credit.saliency import apply_map
 from flowrl.diffusion.plan import StepPlan
 from flowrl.losses.batches import Microbatch
 from flowrl.rollout.recorder import Recording
@@ -152,7 +152,7 @@ class EdgeBatches(Work):
         assert maps is not None
         sums.add("spatial/map_mean", float(maps.flatten(1).mean(dim=1).sum()), len(maps))
         sums.add("spatial/flat_share", float((maps == 1).flatten(1).all(dim=1).sum()), len(maps))
-        return spread(own, maps, options.ratio, credit.bound)
+        return apply_map(own, maps, options.ratio, credit.bound)
 
     def prepare(self) -> None:
         if self.context.method.recompute:

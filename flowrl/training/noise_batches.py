@@ -19,7 +19,7 @@ from flowrl.losses.batches import InitialBatch
 from flowrl.models.base import ModelAdapter, ModelConfig
 from flowrl.models.savings import cast_frozen
 from flowrl.models.weights import Weights, component_names
-from flowrl.rollout.learned_noise import Calibration, LearnedNoise, NoiseWeights, learned
+from flowrl.rollout.learned_noise import Calibration, LearnedNoise, NoiseWeights, as_noise_weights
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
 
 _TEXTS = 64  # prompts whose embeddings are on the device at once
@@ -83,13 +83,13 @@ class NoiseTraining(Training[NoiseMethod]):
         return NoiseWeights(noise, train_std=self.method.train_std)
 
     def learned_noise(self, weights: Weights) -> LearnedNoise | None:
-        return learned(weights).network
+        return as_noise_weights(weights).network
 
     def begin(self, weights: Weights, texts: Texts, train: Sequence[Prompt], seed: int) -> None:
         """Give the laws their V, on the features of their prompts, where the method wants one."""
         if self.method.value is None:
             return
-        noise = learned(weights)
+        noise = as_noise_weights(weights)
         by_identity = {identity(prompt): prompt for prompt in train}
         prompts, mean = [by_identity[key] for key in noise.network.prompts], noise.network.mean[0]
         parts = [text_features(texts.lookup(prompts[low : low + _TEXTS])) for low in range(0, len(prompts), _TEXTS)]
@@ -107,7 +107,7 @@ class NoiseBatches(Work):
         super().__init__(context, iteration)
         rollout, drawn = iteration.rollout, iteration.rollout.noise
         assert drawn is not None
-        self.weights, self.latents, self.laws = learned(context.networks.weights), drawn.initial, drawn.laws
+        self.weights, self.latents, self.laws = as_noise_weights(context.networks.weights), drawn.initial, drawn.laws
         self.identity = rollout.identity
         self.law = self.laws[torch.tensor([i.slot for i in rollout.samples.ids])]
         self.advantage = torch.zeros(len(self.law))

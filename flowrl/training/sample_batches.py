@@ -156,9 +156,9 @@ class SampleBatches(Work):
         old = torch.zeros(len(self.identity) * self.count, dtype=torch.float64)
         with torch.no_grad(), networks.weights.using(method.behaviour):
             for terms, counts in (each for share in self.shares for each in self._in_step(share)):
-                found = method.old(self._batch(terms), networks).cpu()
+                result = method.old(self._batch(terms), networks).cpu()
                 if counts:
-                    old[terms] = found
+                    old[terms] = result
         self.old = old
 
     @property
@@ -179,9 +179,9 @@ class SampleBatches(Work):
         sums, count = torch.zeros(()), 0
         with torch.no_grad():
             for batch, counts in self.plain_batches(number):
-                found = self.method.measured(batch, self.context.networks)
+                result = self.method.measured(batch, self.context.networks)
                 if counts:
-                    sums, count = sums + found.sum(dim=0).cpu(), count + len(batch)
+                    sums, count = sums + result.sum(dim=0).cpu(), count + len(batch)
         everyone = [part for part in self.context.world.gather((sums, count)) if part[1]]
         if not everyone:
             return None

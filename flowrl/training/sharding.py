@@ -84,13 +84,13 @@ def rows(weights: Weights) -> dict[str, Rows]:
     """
     if not weights.split:
         return {}
-    found = {}
+    result = {}
     for name, parameter in weights.parameters.items():
         mesh, count = parameter.device_mesh, len(parameter)  # type: ignore[attr-defined]
         run = -(-count // mesh.size())
         first = min(mesh.get_local_rank() * run, count)
-        found[name] = (first, min(first + run, count))
-    return found
+        result[name] = (first, min(first + run, count))
+    return result
 
 
 def longest(counts: Sequence[dict[int, int]]) -> dict[int, int]:

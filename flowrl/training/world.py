@@ -47,7 +47,7 @@ class World:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over processes, in place."""
         if self.size > 1:
-            with _lost_told():
+            with _naming_lost_process():
                 dist.all_reduce(tensor)
         return tensor
 
@@ -56,7 +56,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with _lost_told():
+        with _naming_lost_process():
             dist.all_gather_object(values, value)
         return values
 
@@ -82,7 +82,7 @@ class World:
             result = work()
         except errors as caught:
             error = caught
-        everyone = self.gather((result, _told(error, str)))
+        everyone = self.gather((result, _failure_of(error, str)))
         failed = next((told for _, told in everyone if told is not None), None)
         if failed is not None:
             raise self.sharing(error or Elsewhere(*failed))
@@ -117,7 +117,7 @@ class World:
         left = isinstance(error, Abandoned)
         ours = isinstance(error, Fault) and not error.of_one_process and not isinstance(error, Elsewhere)
         kind = type(error) if ours else None
-        everyone = self.gather((left, kind, None if left else _told(error, described)))
+        everyone = self.gather((left, kind, None if left else _failure_of(error, described)))
         failed = [(kind, told) for _, kind, told in everyone if told is not None]
         if failed:
             kind, told = min(failed, key=lambda each: each[1][2] == Fault.status)
@@ -146,7 +146,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 """No other process to share anything with."""
 
 
-def _told(error: BaseException | None, words: Callable[[BaseException], str]) -> tuple[str, int, str] | None:
+def _failure_of(error: BaseException | None, words: Callable[[BaseException], str]) -> tuple[str, int, str] | None:
     """What the other processes are told of a failure: text, exit code, status."""
     if error is None:
         return None
@@ -156,7 +156,7 @@ def _told(error: BaseException | None, words: Callable[[BaseException], str]) ->
 
 
 @contextmanager
-def _lost_told() -> Iterator[None]:
+def _naming_lost_process() -> Iterator[None]:
     """A collective that breaks off because another process is gone says so."""
     try:
         yield

@@ -94,7 +94,7 @@ class Mask2Former(_Network):
         """The best (query, class) pairs; [Q, C] and [Q, H, W]."""
         queries, classes = probabilities.shape
         best, flat = probabilities.flatten().topk(queries)
-        found = []
+        result = []
         for probability, index in zip(best.tolist(), flat.tolist(), strict=True):
             logits = masks[index // classes]
             inside = logits > 0
@@ -104,8 +104,8 @@ class Mask2Former(_Network):
             if confidence < self.floor:
                 continue
             mask = inside.cpu().numpy()
-            found.append(Detection(self._label(index % classes), confidence, box_of(mask), mask))
-        return found
+            result.append(Detection(self._label(index % classes), confidence, box_of(mask), mask))
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +120,14 @@ class BoxDetector(_Network):
         (seen,) = self.processor.post_process_object_detection(
             outputs, threshold=self.floor, target_sizes=[(height, width)]
         )
-        found = []
+        result = []
         for confidence, index, corners in zip(*(seen[k].tolist() for k in ("scores", "labels", "boxes")), strict=True):
             left, top, right, bottom = (
                 min(max(value, 0.0), side) for value, side in zip(corners, (width, height) * 2, strict=True)
             )
             if right > left and bottom > top:
-                found.append(Detection(self._label(index), confidence, (left, top, right, bottom)))
-        return found
+                result.append(Detection(self._label(index), confidence, (left, top, right, bottom)))
+        return result
 
 
 def load_detector(model: str, *, device: str | None, reward: str) -> Mask2Former | BoxDetector:

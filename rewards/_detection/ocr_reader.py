@@ -64,7 +64,7 @@ class Pool:
     workers: int
     _executor: ProcessPoolExecutor | None = field(default=None, init=False)
 
-    def __call__(self, pictures: Sequence[np.ndarray]) -> list[str]:
+    def __call__(self, images: Sequence[np.ndarray]) -> list[str]:
         """The text of each picture.
 
         Raises:
@@ -79,7 +79,7 @@ class Pool:
                 initargs=(self.min_confidence, self.detection_side),
             )
         try:
-            return list(self._executor.map(_read, pictures))
+            return list(self._executor.map(_read, images))
         except BrokenProcessPool:
             self.close()
             raise

@@ -124,8 +124,8 @@ def _detection(item: dict[str, Any], size: tuple[int, ...]) -> Detection:
         raise ValueError(f"box {item['box']} holds no pixel of a picture of {width} x {height}")
     mask = None
     if item.get("mask") is not None:
-        picture = Image.open(io.BytesIO(base64.b64decode(item["mask"], validate=True)))
-        if picture.size != (width, height):
-            raise ValueError(f"a mask of {picture.size} for a picture of {(width, height)}")
-        mask = np.asarray(picture.convert("L")) > 0
+        image = Image.open(io.BytesIO(base64.b64decode(item["mask"], validate=True)))
+        if image.size != (width, height):
+            raise ValueError(f"a mask of {image.size} for a picture of {(width, height)}")
+        mask = np.asarray(image.convert("L")) > 0
     return Detection(label, confidence, (left, top, right, bottom), mask)

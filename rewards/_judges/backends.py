@@ -65,15 +65,17 @@ def judge_card(*outputs: str, **own: Any) -> Card:
     return Card(outputs=outputs, **(common | own))
 
 
-def judged(
+def judge_reward(
     name: str, card: Card, config: Backend, default: Local, score: Callable[[Judge], Score], *text: str
 ) -> Reward:
     """The reward with its judge loaded; the version of its card names the judge and the `text` of the questions."""
     judge = config.load(name, default)
-    return judged_by(judge, name, card, config, default, score(judge), *text)
+    return reward_of_judge(judge, name, card, config, default, score(judge), *text)
 
 
-def judged_by(judge: Judge, name: str, card: Card, config: Backend, default: Local, score: Score, *text: str) -> Reward:
+def reward_of_judge(
+    judge: Judge, name: str, card: Card, config: Backend, default: Local, score: Score, *text: str
+) -> Reward:
     """The same with a judge that is loaded already, for questions that depend on it."""
     digest = hashlib.sha256(repr((config.backend, config.identity(default), *text)).encode()).hexdigest()[:12]
     memory = judge.memory_gib if isinstance(judge, vlm.LocalJudge) else 0.0

@@ -58,9 +58,9 @@ class Options:
     @property
     def depth(self) -> int:
         """The layer that is taken."""
-        found = self.layer if self.layer is not None else self._published()
-        assert found is not None
-        return found
+        result = self.layer if self.layer is not None else self._published()
+        assert result is not None
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class BertScore:
         """Of each text its tokens' unit embeddings [L, D] and which of them count [L]."""
         space = " " if self.model.config.model_type in _SPACE_BEFORE else ""
         special = torch.tensor([self.tokenizer.cls_token_id, self.tokenizer.sep_token_id])
-        found: list[tuple[Tensor, Tensor]] = []
+        result: list[tuple[Tensor, Tensor]] = []
         for start in range(0, len(texts), self.options.batch_size):
             part = [space + text for text in texts[start : start + self.options.batch_size]]
             given = self.tokenizer(part, padding=True, truncation=True, max_length=self._longest(), return_tensors="pt")
@@ -96,8 +96,8 @@ class BertScore:
             units = F.normalize(states[self.options.depth].cpu().double(), dim=-1)
             tokens, masks = given["input_ids"].cpu(), given["attention_mask"].bool().cpu()
             for ids, mask, unit in zip(tokens, masks, units, strict=True):
-                found.append((unit[mask], ~torch.isin(ids[mask], special)))
-        return found
+                result.append((unit[mask], ~torch.isin(ids[mask], special)))
+        return result
 
     def _longest(self) -> int:
         """Tokens of a text with its special ones; a tokenizer that sets no limit says a huge number."""

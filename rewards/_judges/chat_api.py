@@ -138,7 +138,7 @@ class HttpJudge:
             "top_logprobs": self.config.top_logprobs,
             self.config.token_limit: 1,
         }
-        found: list[dict[str, float] | None] = []
+        result: list[dict[str, float] | None] = []
         for choice in self._ask(questions, body):
             positions = choice.logprobs.content if choice is not None and choice.logprobs is not None else None
             if choice is not None and not (positions and positions[0].top_logprobs):
@@ -146,8 +146,8 @@ class HttpJudge:
                     f"reward {self.reward!r}: the server at {self.config.base_url} gives no log-probabilities of "
                     f"{self.config.model!r}; use a rubric of scale 'score', or a server that gives them (vLLM, SGLang)"
                 )
-            found.append({t.token: t.logprob for t in positions[0].top_logprobs} if positions else None)
-        return found
+            result.append({t.token: t.logprob for t in positions[0].top_logprobs} if positions else None)
+        return result
 
     def _ask(self, questions: Sequence[Question], body: Mapping[str, Any]) -> list[Any]:
         """The first choice of each reply, in the order of the questions; None: failed. Equal questions are put once."""
@@ -293,8 +293,8 @@ def data_url(pixels: np.ndarray, jpeg_quality: int | None = None) -> str:
 def _messages(question: Question) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in question.turns()]
     urls = [data_url(image, question.jpeg_quality) for image in question.images]
-    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    messages[0]["content"] = [*pictures, {"type": "text", "text": question.text}]
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    messages[0]["content"] = [*images, {"type": "text", "text": question.text}]
     return messages
 
 

@@ -14,7 +14,7 @@ _TRAINED_WHOLE = ".modules_to_save.default."
 _REPLACED = (".original_module.", ".modules_to_save.")
 
 
-def merged(tensors: Mapping[str, Tensor], *, scale: float, reward: str) -> dict[str, Tensor]:
+def merged_weights(tensors: Mapping[str, Tensor], *, scale: float, reward: str) -> dict[str, Tensor]:
     """The weights of the plain network: W + scale * B A where a layer was adapted.
 
     Args:

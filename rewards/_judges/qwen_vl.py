@@ -158,9 +158,9 @@ class Regressor:
         chat = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         ids = self.tokenizer(chat, add_special_tokens=False)["input_ids"]
         config = self.backbone.config
-        found = tuple(i for i in ids if i in self.marks)
+        result = tuple(i for i in ids if i in self.marks)
         places = [i for i in ids if i in (config.image_token_id, config.video_token_id)]
-        if found != self.marks or places != [self._place(kind)]:
+        if result != self.marks or places != [self._place(kind)]:
             names = self.tokenizer.convert_ids_to_tokens([*self.marks, self._place(kind)])
             raise RewardError(
                 f"reward {self.reward!r}: the text for the model must hold each of {', '.join(names)} exactly once; "

@@ -82,7 +82,7 @@ class LocalJudge:
         Raises:
             RewardError: an option has none, or two options share one.
         """
-        tokenizer, found = self.processor.tokenizer, []
+        tokenizer, result = self.processor.tokenizer, []
         vocabulary = tokenizer.get_vocab()
         for option, forms in options.items():
             pieces = [tokenizer.encode(form, add_special_tokens=False) for form in forms]
@@ -96,13 +96,13 @@ class LocalJudge:
                     f"reward {self.reward!r}: the judge's tokenizer has no single token for the answer {option!r} "
                     f"(tried {', '.join(map(repr, forms))}); use a rubric of scale 'score', or another model"
                 )
-            found.append(sorted(ids))
-        if len({i for ids in found for i in ids}) != sum(map(len, found)):
+            result.append(sorted(ids))
+        if len({i for ids in result for i in ids}) != sum(map(len, result)):
             raise RewardError(
                 f"reward {self.reward!r}: the judge's tokenizer takes two of the answers {list(options)} for one; "
                 "choose another model"
             )
-        return found
+        return result
 
     def check_options(self, options: Mapping[str, tuple[str, ...]]) -> None:
         self.token_ids(options)
@@ -154,8 +154,8 @@ class LocalJudge:
         for question in questions:
             turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in question.turns()]
             shown = [_seen(image, question.jpeg_quality) for image in question.images]
-            pictures = [{"type": "image", "image": image} for image in shown]
-            turns[0]["content"] = [*pictures, *turns[0]["content"]]
+            images = [{"type": "image", "image": image} for image in shown]
+            turns[0]["content"] = [*images, *turns[0]["content"]]
             conversations.append(turns)
         inputs = self.processor.apply_chat_template(
             conversations,
@@ -256,12 +256,12 @@ def _adapted(model: Any, adapter: str, reward: str) -> Any:
     renamed = _FORMER_NAMES if hasattr(inner, "language_model") else {}
     with torch.random.fork_rng(devices=[]):
         adapted = get_peft_model(model, PeftConfig.from_pretrained(adapter))
-        found = adapted.load_adapter(adapter, "default", key_mapping=renamed)
-    strange = [*found.missing_keys, *found.unexpected_keys]
+        result = adapted.load_adapter(adapter, "default", key_mapping=renamed)
+    strange = [*result.missing_keys, *result.unexpected_keys]
     if strange:
         raise RewardError(
-            f"reward {reward!r}: adapter={adapter!r} does not fit the judge: {len(found.missing_keys)} of its weights "
-            f"are missing and {len(found.unexpected_keys)} are not known, such as {strange[0]!r}; it was trained on "
+            f"reward {reward!r}: adapter={adapter!r} does not fit the judge: {len(result.missing_keys)} of its weights "
+            f"are missing and {len(result.unexpected_keys)} are not known, such as {strange[0]!r}; it was trained on "
             "another model, or by a library that names weights otherwise"
         )
     return adapted.merge_and_unload().eval().requires_grad_(False)

@@ -20,9 +20,9 @@ from flowrl.rewards._remote.options import Config
 from flowrl.rewards._remote.servers import Server, Servers
 from torch import Tensor
 
-from flowrl.core.media import open_picture
+from flowrl.core.media import open_image
 from flowrl.core.transport import pack, png
-from flowrl.core.wire import SCHEMA, Picture, WireError, require_schema, write_picture
+from flowrl.core.wire import SCHEMA, WireError, WireImage, require_schema, write_image
 from flowrl.reward import Card, RewardError, unscored
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _Part:
     sample: Tensor
     prompt: str
     metadata: dict[str, Any]
-    sources: tuple[Picture, ...]
+    sources: tuple[WireImage, ...]
     size: int
     """Bytes in a body, at most."""
 
@@ -163,8 +163,8 @@ class Client:
                 "id": str(part.row),
                 "prompt": part.prompt,
                 "metadata": part.metadata,
-                "picture": write_picture(pack(part.sample, self.config.encoding)),
-                "sources": [write_picture(source) for source in part.sources],
+                "picture": write_image(pack(part.sample, self.config.encoding)),
+                "sources": [write_image(source) for source in part.sources],
             }
             for part in chunk
         ]
@@ -245,13 +245,13 @@ class Client:
         """The card of the reward, which all servers that answer must agree on; waits for a first one."""
         deadline, said = time.monotonic() + self.config.start_s, {}
         while True:
-            found = {}
+            result = {}
             for server in self.servers.servers:
                 try:
-                    found[server.url] = self._ask(server.url)
+                    result[server.url] = self._ask(server.url)
                 except _Again as error:
                     said[server.url] = str(error)
-            if found:
+            if result:
                 break
             if time.monotonic() >= deadline:
                 reasons = "; ".join(f"{url}: {text}" for url, text in said.items())
@@ -260,15 +260,15 @@ class Client:
                     f"flowrl serve --reward {self.config.reward}"
                 )
             time.sleep(0.5)
-        for url in set(said) - set(found):
+        for url in set(said) - set(result):
             log.warning(
                 "reward %r: %s does not answer (%s); the run starts without it", self.config.reward, url, said[url]
             )
-        for message in found.values():
+        for message in result.values():
             self._require_same(message["rewards"][self.config.reward]["fingerprint"])
         # What every server takes.
-        self.limits = {n: min(int(m["limits"][n]) for m in found.values()) for n in ("items", "bytes", "pixels")}
-        card = _card(next(iter(found.values()))["rewards"][self.config.reward]["card"], self.config)
+        self.limits = {n: min(int(m["limits"][n]) for m in result.values()) for n in ("items", "bytes", "pixels")}
+        card = _card(next(iter(result.values()))["rewards"][self.config.reward]["card"], self.config)
         # A cache of scores that outlives the servers must not outlive what they compute.
         return dataclasses.replace(card, version=f"{card.version} at {self.fingerprint}")
 
@@ -333,13 +333,13 @@ def _http_client(config: Config) -> httpx.Client:
     return httpx.Client(headers=headers, limits=pool, trust_env=False)
 
 
-def _source(path: str) -> Picture:
+def _source(path: str) -> WireImage:
     """A reference picture of the prompt, as the server will find it."""
     try:
-        image = open_picture(path)
+        image = open_image(path)
     except (OSError, SyntaxError, ValueError) as error:
         raise RewardError(f"reward 'remote': the picture {path!r} of a prompt cannot be read: {error}") from None
-    return Picture("png", (3, image.height, image.width), png(image))
+    return WireImage("png", (3, image.height, image.width), png(image))
 
 
 def _card(plain: dict[str, Any], config: Config) -> Card:

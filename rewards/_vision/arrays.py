@@ -9,9 +9,9 @@ from PIL import Image
 from torch import Tensor
 
 
-def to_uint8(picture: Tensor) -> np.ndarray | None:
+def to_uint8(image: Tensor) -> np.ndarray | None:
     """[H, W, 3] uint8 of a [3, H, W] picture in [0, 1], rounded, as it would be saved; None if it holds NaN or inf."""
-    values = picture.detach().float().cpu()
+    values = image.detach().float().cpu()
     if values.ndim != 3 or values.shape[0] != 3:
         raise ValueError(f"a picture must be [3, H, W], got {list(values.shape)}")
     if not values.isfinite().all():

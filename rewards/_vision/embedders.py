@@ -46,11 +46,11 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "") ->
     place = checkpoints.place(device)
     model.to(place)
 
-    def part(pictures: Sequence[Tensor]) -> Tensor:
-        pixels = processor(images=[to_uint8(p) for p in pictures], return_tensors="pt")["pixel_values"].to(place)
+    def part(images: Sequence[Tensor]) -> Tensor:
+        pixels = processor(images=[to_uint8(p) for p in images], return_tensors="pt")["pixel_values"].to(place)
         with torch.autocast(place.type, enabled=False):
             if hasattr(model, "get_image_features"):
                 return projected(model.get_image_features(pixel_values=pixels)).cpu()
             return model(pixel_values=pixels).last_hidden_state[:, 0].cpu()
 
-    return lambda pictures: torch.cat([part(pictures[i : i + _CHUNK]) for i in range(0, len(pictures), _CHUNK)])
+    return lambda images: torch.cat([part(images[i : i + _CHUNK]) for i in range(0, len(images), _CHUNK)])

@@ -43,7 +43,7 @@ def framewise(score: ScoreFunction, frames: int, *, chunk: int = 64) -> ScoreFun
     """
 
     def of_all(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
-        taken = [_pictures(image, frames) for image in images]
+        taken = [_images(image, frames) for image in images]
         rows = [row for row, pieces in enumerate(taken) for _ in pieces]
         flat = [piece for pieces in taken for piece in pieces]
         parts = []
@@ -59,7 +59,7 @@ def framewise(score: ScoreFunction, frames: int, *, chunk: int = 64) -> ScoreFun
     return of_all
 
 
-def _pictures(image: Tensor, frames: int) -> list[Tensor]:
+def _images(image: Tensor, frames: int) -> list[Tensor]:
     """The picture itself, or the frames that stand for a clip."""
     if image.ndim == 3:
         return [image]

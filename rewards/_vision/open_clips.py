@@ -200,10 +200,10 @@ def _weights(pretrained: str, name: str, who: str) -> str:
     if path.is_file():
         return str(path)
     if path.is_dir():
-        found = next((path / file for file in _WEIGHTS if (path / file).is_file()), None)
-        if found is None:
+        result = next((path / file for file in _WEIGHTS if (path / file).is_file()), None)
+        if result is None:
             raise RewardError(f"{who}: the folder pretrained={pretrained!r} has none of {', '.join(_WEIGHTS)}")
-        return str(found)
+        return str(result)
     if _hub_id(pretrained):
         try:
             return download_pretrained_from_hf(pretrained)

@@ -57,12 +57,12 @@ def load_raft(file: str, *, device: str | None, reward: str) -> Magnitude:
     model.eval().requires_grad_(False).to(place)
 
     def prepared(pixels: np.ndarray) -> Tensor:
-        picture = torch.from_numpy(pixels).permute(2, 0, 1)[None].to(place).float() / 127.5 - 1
+        image = torch.from_numpy(pixels).permute(2, 0, 1)[None].to(place).float() / 127.5 - 1
         height, width = pixels.shape[:2]
         down, right = -height % 8, -width % 8
         # Half of the border on either side, as the original pads for Sintel; VBench keeps it in the flow.
         border = (right // 2, right - right // 2, down // 2, down - down // 2)
-        return F.pad(picture, border, mode="replicate")
+        return F.pad(image, border, mode="replicate")
 
     def magnitude(first: np.ndarray, second: np.ndarray) -> float:
         if min(first.shape[:2]) < _LEAST_SIDE:

@@ -53,28 +53,28 @@ class Pixels:
 
     def __call__(self, images: Tensor | Sequence[Tensor]) -> Tensor:
         """[B, 3, size, size]; NaN all over where a picture holds NaN or inf."""
-        return torch.stack([self._one(picture) for picture in images])
+        return torch.stack([self._one(image) for image in images])
 
-    def _one(self, picture: Tensor) -> Tensor:
+    def _one(self, image: Tensor) -> Tensor:
         resize = self._exactly if self.preprocess == "exact" else self._fast
-        if picture.ndim != 3 or picture.shape[0] != 3:
-            raise ValueError(f"a picture must be [3, H, W], got {list(picture.shape)}")
+        if image.ndim != 3 or image.shape[0] != 3:
+            raise ValueError(f"a picture must be [3, H, W], got {list(image.shape)}")
         # Tested first: a crop or a clamp could hide it.
-        if not picture.isfinite().all():
-            return broken(picture, self.size, self.preprocess)
-        resized = resize(picture, resized_shape(*picture.shape[-2:], self.size, self.fit))
+        if not image.isfinite().all():
+            return broken(image, self.size, self.preprocess)
+        resized = resize(image, resized_shape(*image.shape[-2:], self.size, self.fit))
         if self.fit == "crop":
             resized = self._centre(resized)
         elif self.fit == "pad":
             resized = padded(resized, self.size, self.fill)
         return normalised(resized, self.mean, self.std)
 
-    def _exactly(self, picture: Tensor, shape: tuple[int, int]) -> Tensor:
-        resized = Image.fromarray(to_uint8(picture)).resize(shape[::-1], _PIL[self.interpolation])
+    def _exactly(self, image: Tensor, shape: tuple[int, int]) -> Tensor:
+        resized = Image.fromarray(to_uint8(image)).resize(shape[::-1], _PIL[self.interpolation])
         return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() / 255
 
-    def _fast(self, picture: Tensor, shape: tuple[int, int]) -> Tensor:
-        resized = F.interpolate(picture[None].float(), shape, mode=self.interpolation, antialias=True)[0]
+    def _fast(self, image: Tensor, shape: tuple[int, int]) -> Tensor:
+        resized = F.interpolate(image[None].float(), shape, mode=self.interpolation, antialias=True)[0]
         # PIL works on 8 bits and so cuts off the overshoot of the bicubic kernel.
         return resized.clamp(0, 1)
 
@@ -84,9 +84,9 @@ class Pixels:
         return pixels[..., top : top + self.size, left : left + self.size]
 
 
-def broken(picture: Tensor, size: int, preprocess: Preprocess) -> Tensor:
+def broken(image: Tensor, size: int, preprocess: Preprocess) -> Tensor:
     """[3, size, size] of NaN for a picture that is not finite, where the others of its batch are: PIL's in memory."""
-    return torch.full((3, size, size), torch.nan, device="cpu" if preprocess == "exact" else picture.device)
+    return torch.full((3, size, size), torch.nan, device="cpu" if preprocess == "exact" else image.device)
 
 
 def resized_shape(height: int, width: int, size: int, fit: Fit) -> tuple[int, int]:

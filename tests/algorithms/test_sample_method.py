@@ -9,7 +9,8 @@ import torch
 
 from flowrl.algorithms import awm
 from flowrl.algorithms._matching import AnchorConfig, LagConfig
-from flowrl.algorithms.base import Networks, Options, SampleMethod
+from flowrl.algorithms._options import Options
+from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from tests.toys import ToyAdapter, assert_same_gradient, noising_of, roll_out, terms_gradient

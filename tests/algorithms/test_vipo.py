@@ -16,7 +16,7 @@ from flowrl.core import registry
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import validate
 from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages, unclipped
-from flowrl.credit.saliency import SpatialConfig, spread
+from flowrl.credit.saliency import SpatialConfig, apply_map
 from flowrl.credit.selection import SelectConfig
 from flowrl.losses.ratio import clipped_ratio_loss
 from flowrl.rollout.saliency_maps import mapper
@@ -152,9 +152,9 @@ def test_maps_of_ones_give_the_plain_credit_bitwise_under_every_rule(rule):
     plain, open_ = (f(rewards(), WEIGHTS, RULES[rule]) for f in (advantages, unclipped))
     assert all(torch.equal(getattr(open_, n), getattr(plain, n)) for n in ("valid", "dead", "kept"))
     values = open_.values.flatten(0, 1)
-    found = spread(values, torch.ones(len(values), 5, 7), "sample", open_.bound)
+    found = apply_map(values, torch.ones(len(values), 5, 7), "sample", open_.bound)
     assert torch.equal(found, plain.values.flatten(0, 1))
-    dense = spread(values, torch.ones(len(values), 5, 7), "position", open_.bound)
+    dense = apply_map(values, torch.ones(len(values), 5, 7), "position", open_.bound)
     assert torch.equal(dense, found[:, :, None, None].expand_as(dense))
     if rule != "unbounded":
         assert float((values.abs() > open_.bound).sum()) > 0, "nothing was clipped"
@@ -164,16 +164,16 @@ def test_an_advantage_is_normalised_then_multiplied_then_clipped():
     """grpo_family 7.6: a map may bring an advantage back inside the clip."""
     credit = unclipped(torch.tensor([[[0.0, 0.0, 0.0, 4.0]]]), torch.ones(1), AdvantageConfig(std="none", clip=1.0))
     maps = torch.tensor([0.2, 0.5, 1.5])[None].expand(4, 3)
-    found = spread(credit.values.flatten(0, 1), maps, "position", credit.bound)
+    found = apply_map(credit.values.flatten(0, 1), maps, "position", credit.bound)
     assert_close(found[:, 0], torch.tensor([[-0.2, -0.5, -1.0]] * 3 + [[0.6, 1.0, 1.0]]))
-    assert_close(spread(credit.values.flatten(0, 1), maps, "sample", credit.bound)[:, 0], found[:, 0].mean(dim=1))
+    assert_close(apply_map(credit.values.flatten(0, 1), maps, "sample", credit.bound)[:, 0], found[:, 0].mean(dim=1))
 
 
 def test_a_dense_advantage_has_the_sign_of_its_sample():
     """grpo_family 7.6: sign(A^p) = sign(A)."""
     credit = advantages(rewards(), WEIGHTS, RULES["group"]).values.flatten(0, 1)
     maps = mapper(SpatialConfig(keep_mean=True), (4, 4, 6))(pictures(len(credit)))
-    found = spread(credit, maps, "position", torch.tensor([5.0]))
+    found = apply_map(credit, maps, "position", torch.tensor([5.0]))
     sign = credit.sign()[:, :, None, None].expand_as(found)
     assert torch.equal(found.sign(), torch.where(maps[:, None] > 0, sign, 0.0))
 
@@ -181,8 +181,8 @@ def test_a_dense_advantage_has_the_sign_of_its_sample():
 def test_one_ratio_for_all_positions_may_take_the_mean_advantage():
     """max(-A r, -A clamp(r)) is linear in |A|, so for M >= 0 the mean over positions of the losses is the same."""
     log_ratio, maps = 0.05 * draw_advantages(64), uniform(64, 5, 7)
-    dense = spread(draw_advantages(64).roll(1)[:, None], maps, "position", torch.tensor([1.0])).squeeze(1)
-    mean = spread(draw_advantages(64).roll(1)[:, None], maps, "sample", torch.tensor([1.0])).squeeze(1)
+    dense = apply_map(draw_advantages(64).roll(1)[:, None], maps, "position", torch.tensor([1.0])).squeeze(1)
+    mean = apply_map(draw_advantages(64).roll(1)[:, None], maps, "sample", torch.tensor([1.0])).squeeze(1)
     everywhere, _ = clipped_ratio_loss(log_ratio[:, None, None].expand_as(dense), dense, (CLIP, CLIP))
     once, clipped = clipped_ratio_loss(log_ratio, mean, (CLIP, CLIP))
     assert 0 < int(clipped.sum()) < 64
@@ -191,7 +191,7 @@ def test_one_ratio_for_all_positions_may_take_the_mean_advantage():
 
 def test_bounds_belong_to_columns():
     with pytest.raises(ValueError, match="one bound for each of 2 columns"):
-        spread(torch.ones(3, 2), torch.ones(3, 4), "position", torch.ones(3))
+        apply_map(torch.ones(3, 2), torch.ones(3, 4), "position", torch.ones(3))
 
 
 # ---- the loss
@@ -273,7 +273,7 @@ def test_clips_have_a_loss_on_their_own_latent_grid(frames):
     assert maps.shape == (2, *latents[1:])
     mean = uniform(2, *latents, seed=1).requires_grad_()
     log_prob = StepDistribution(mean, torch.tensor([0.5, 0.9])).log_prob(uniform(2, *latents, seed=2), "position")
-    advantage = spread(torch.tensor([[1.5], [-0.5]]), maps, "position", torch.tensor([5.0]))
+    advantage = apply_map(torch.tensor([[1.5], [-0.5]]), maps, "position", torch.tensor([5.0]))
     assert advantage.shape == (2, 1, *latents[1:])
     terms = clipped_terms(log_prob - log_prob.detach(), [advantage.squeeze(1)], CLIP)
     assert terms.loss.shape == (2,)

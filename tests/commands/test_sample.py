@@ -151,7 +151,7 @@ def test_pictures_that_do_not_fit_are_refused_with_the_reason(draw, case, words,
 def test_a_folder_used_again_keeps_what_another_call_drew_and_the_same_call_draws_the_same_file(draw):
     for words in (["a red circle"], ["a red circle"], ["a red circle!"]):
         assert draw("flux", *words)[0] == 0
-    assert [media.told(file)["prompt"] for file in sorted(Path("samples").iterdir(), key=os.path.getmtime)] == [
+    assert [media.read_note(file)["prompt"] for file in sorted(Path("samples").iterdir(), key=os.path.getmtime)] == [
         "a red circle",
         "a red circle!",
     ]
@@ -181,9 +181,9 @@ def test_whatever_decides_a_picture_is_in_its_name(tmp_path, monkeypatch, change
     for name, colour in (("red.png", "red"), ("blue.png", "blue")):
         Image.new("RGB", (2, 2), colour).save(name)
 
-    def name(*, prompt="a", seed=0, call=CALL, guidance=None, model="model", weights="bytes", picture="red.png"):
+    def name(*, prompt="a", seed=0, call=CALL, guidance=None, model="model", weights="bytes", image="red.png"):
         (Path(model) / "weights.safetensors").write_text(weights)
-        told = origin(model, SimpleNamespace(), call, guidance).told(prompt, [picture], seed)
+        told = origin(model, SimpleNamespace(), call, guidance).told(prompt, [image], seed)
         return stem(0, 0, told)
 
     assert name() != name(**change)
@@ -204,7 +204,7 @@ def test_other_weights_of_a_run_have_another_name(tmp_path):
 def test_a_picture_says_how_it_was_drawn_and_is_scored_by_its_prompt(draw, monkeypatch, capsys):
     Path("words.py").write_text("def score(images, prompts, metadata):\n    return [float(len(p)) for p in prompts]\n")
     assert draw("flux", "a red circle \u2013 one", "--seed", "5", "--guidance", "2.5")[0] == 0
-    told = media.told(drawn("00000-0"))
+    told = media.read_note(drawn("00000-0"))
     assert (told["prompt"], told["seed"], told["model"]) == ("a red circle \u2013 one", 5, "model")
     assert (told["steps"], told["guidance"], told["adapter"], told["run"]) == (2, 2.5, None, None)
     assert told["arguments"]["height"] == 16
@@ -229,7 +229,7 @@ def test_a_clip_has_the_same_beside_it(draw):
     assert draw("wan_image", "a", "--image", "red.png", "--set", "num_frames=5", tokens=512)[0] == 0
     clip = drawn("00000-0", "webp")
     assert clip.with_suffix(".json").is_file()
-    told = media.told(clip)
+    told = media.read_note(clip)
     assert (told["prompt"], told["seed"], told["images"][0]["file"]) == ("a", 0, "red.png")
 
 
@@ -237,10 +237,10 @@ def test_a_clip_has_the_same_beside_it(draw):
 def test_of_a_foreign_or_broken_file_nothing_is_told(tmp_path, content):
     file = tmp_path / "a.png"
     file.write_bytes(content)
-    assert media.told(file) == {}
+    assert media.read_note(file) == {}
     file.with_suffix(".webp").write_bytes(content)
     file.with_suffix(".json").write_text("[1]")
-    assert media.told(file.with_suffix(".webp")) == {}
+    assert media.read_note(file.with_suffix(".webp")) == {}
 
 
 def test_guidance_is_set_in_the_pipelines_own_units():

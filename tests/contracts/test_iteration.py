@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
 """Method -> its options: one line more tries one method more on everything."""
 NATIVE = {"sd": "sd", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "qwen_image": "qwen_image", "wan": "wan"}
 """Native adapter -> tiny pipeline of its family."""
-EVERY = [("generic", name) for name in tiny.CASES | tiny.PICTURED] + list(NATIVE.items())
+EVERY = [("generic", name) for name in tiny.CASES | tiny.IMAGED] + list(NATIVE.items())
 FAST = {("generic", name) for name in ("sd", "sana", "ltx", "ltx_image")} | {("sd3", "sd3")}
 """One for each code path: noise prediction, flow, packed clips, a held first frame, native."""
 GUIDED = 3.0
@@ -41,7 +41,7 @@ def records(folder: Path, case: tiny.Case) -> str:
     """A file of prompts, each with its own pictures where the case wants some."""
     lines = []
     for k, prompt in enumerate(tiny.PROMPTS):
-        names = [f"{k}-{place}.png" for place in range(case.pictures)]
+        names = [f"{k}-{place}.png" for place in range(case.images)]
         for place, name in enumerate(names):
             pixels = torch.rand(
                 12 + case.enlarged, 20 + case.enlarged, 3, generator=torch.Generator().manual_seed(10 * k + place)
@@ -54,7 +54,7 @@ def records(folder: Path, case: tiny.Case) -> str:
 
 def configured(folder: Path, adapter: str, name: str, method: str, pipe: Any) -> RunConfig:
     """A run of one iteration on the pipeline, with the sampler that fits its process."""
-    case = (tiny.CASES | tiny.PICTURED)[name]
+    case = (tiny.CASES | tiny.IMAGED)[name]
     height, width = case.sizes[0]
     call = {"call": case.call} if adapter == "generic" else case.call
     takes_lora = all(hasattr(network, "add_adapter") for network in find_networks(pipe).values())

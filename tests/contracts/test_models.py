@@ -129,7 +129,7 @@ def test_steps_may_share_a_forward_where_one_network_makes_them_all(name):
 
 @pytest.mark.slow
 def test_there_is_a_tiny_pipeline_for_every_class_of_the_table():
-    cases = (tiny.CASES | tiny.PICTURED).values()
+    cases = (tiny.CASES | tiny.IMAGED).values()
     assert not set(FAMILIES) - {type(case.build()).__name__ for case in cases}
 
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from flowrl.algorithms._credit import Rule
 from flowrl.credit.advantages import AdvantageConfig, advantages
-from flowrl.credit.history import HistoryConfig, RewardHistory, compared
+from flowrl.credit.history import HistoryConfig, RewardHistory, normalise_against
 
 NAN = float("nan")
 ONE = torch.ones(1)
@@ -195,6 +195,6 @@ def test_a_group_of_one_is_a_matter_of_the_rule():
 
 
 def test_a_batch_of_failures_is_all_dead():
-    values, dead = compared(torch.full((2, 2), NAN), None, eps=1e-6)
+    values, dead = normalise_against(torch.full((2, 2), NAN), None, eps=1e-6)
     assert values.tolist() == [[0.0, 0.0]] * 2
     assert dead.tolist() == [True, True]

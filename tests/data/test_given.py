@@ -21,7 +21,7 @@ from flowrl.core.media import fitted, pixels
 from flowrl.core.types import SampleId
 from flowrl.data.given_samples import Given, Look, Slot, latents_of, slot_of
 from flowrl.data.options import PairsConfig
-from flowrl.data.preference_records import Picture
+from flowrl.data.preference_records import StoredImage
 from flowrl.data.preferences import PreferenceOptions
 from flowrl.run.folder import differences
 from tests.toys import ToyAdapter
@@ -63,7 +63,7 @@ def both(*slots: int) -> list[SampleId]:
 
 def latent(seed: int) -> Tensor:
     """Of a picture of the model's size, at the posterior's mean."""
-    return ToyAdapter().encode_pictures(pixels(picture(seed))[None])[0]
+    return ToyAdapter().encode_images(pixels(picture(seed))[None])[0]
 
 
 # ---- what fills a slot
@@ -121,12 +121,12 @@ def test_no_more_pictures_than_a_batch_are_in_memory():
     class Counting(ToyAdapter):
         sizes: tuple[int, ...] = ()
 
-        def encode_pictures(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
+        def encode_images(self, pictures: Tensor, noise: Tensor | None = None) -> Tensor:
             assert alive(opened) <= 1, "decoded files are not held beside the tensors"
             self.sizes += (len(pictures),)
             seen.append(weakref.ref(pictures))
             assert alive(seen) == 1
-            return ToyAdapter.encode_pictures(self, pictures, noise)
+            return ToyAdapter.encode_images(self, pictures, noise)
 
     adapter = Counting()
     slots = [Slot("", (Watched(), Watched()), (1.0, 0.0)) for _ in range(5)]
@@ -255,14 +255,14 @@ def test_a_record_that_has_gone_masks_its_slot(folder):
             raise Unreadable("row 3", "it has changed")
 
     slot = slot_of(Gone(), 0, found.members)
-    assert slot.pictures == (None, None)
+    assert slot.images == (None, None)
     assert all(math.isnan(reward) for reward in slot.rewards)
 
 
 def test_a_picture_is_opened_when_its_slot_is_asked_for_and_not_before(folder):
     found = given(folder)
     slot = slot_of(found.records, 0, found.members)
-    assert all(isinstance(one, Picture) for one in slot.pictures)
+    assert all(isinstance(one, StoredImage) for one in slot.images)
 
 
 def test_facts_and_counts_are_those_of_the_sets(folder):

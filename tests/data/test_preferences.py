@@ -16,7 +16,7 @@ from PIL import Image
 
 from flowrl.core.errors import ConfigError
 from flowrl.data.labels import LabelledSource, labelled
-from flowrl.data.preference_records import Picture, Unreadable
+from flowrl.data.preference_records import StoredImage, Unreadable
 from flowrl.data.preferences import PreferenceOptions, Preferences, PreferenceSource, load_preferences
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import WINDOW_BYTES
@@ -220,7 +220,7 @@ def test_a_picture_that_turns_out_unreadable_says_where_it_lies(put, tmp_path):
 @pytest.mark.parametrize("content", [b"", None, b"\x00" * 40, b"BM" + b"\xff" * 60, png(3)[:48]])
 def test_whatever_bytes_a_row_holds_end_in_one_error(content):
     with pytest.raises(Unreadable):
-        Picture(content, "row 1").open()
+        StoredImage(content, "row 1").open()
 
 
 def test_captions_are_given_once_in_the_order_of_the_set_and_of_usable_records_alone(put):
@@ -275,7 +275,7 @@ def test_one_epoch_of_a_table_reads_each_row_group_once_and_keeps_a_few(monkeypa
     from flowrl.data import records
 
     monkeypatch.setattr(records, "WINDOW_BYTES", 3000)
-    monkeypatch.setattr("flowrl.data.preferences.WINDOW_BYTES", 3000)
+    monkeypatch.setattr("flowrl.data.records.WINDOW_BYTES", 3000)
     stored = shards([[10] * 20, [10] * 20], size=100)  # 1000 bytes a group: three make a window
     found = Preferences(stored.records, "t", ALL, paired=True)
     stored.reads.clear()
@@ -360,7 +360,7 @@ def test_pictures_are_labelled_by_what_became_of_them_in_all_their_pairs(put):
         marked = labelled(found, mixed)
         assert marked.counts == {"won": 2, "lost": 3, "both": 1}
         read = [marked.read(k) for k in range(len(marked))]
-        return {(one.prompt.text, one.picture.source.name[0]): one.label for one in read}  # type: ignore[union-attr]
+        return {(one.prompt.text, one.image.source.name[0]): one.label for one in read}  # type: ignore[union-attr]
 
     sure = {("x", "a"): 1, ("x", "c"): -1, ("x", "d"): -1, ("y", "b"): 1, ("y", "a"): -1}
     assert labels("positive") == sure | {("x", "b"): 1}
@@ -379,7 +379,7 @@ def test_pictures_inside_a_table_are_known_by_their_bytes_or_by_the_name_the_set
     stored.columns.clear()
     assert labelled(pairs).counts == {"won": 2, "lost": 2, "both": 0}
     assert not {"jpg_0", "jpg_1"} & stored.columns  # the names were enough
-    assert labelled(pairs).read(1).picture.open().getpixel((0, 0))[0] == 1
+    assert labelled(pairs).read(1).image.open().getpixel((0, 0))[0] == 1
 
 
 def test_a_set_with_one_class_only_is_refused(put):
@@ -408,7 +408,7 @@ def test_drawing_winners_beside_losers_reads_each_row_group_once_for_either(monk
     from flowrl.data import records
 
     monkeypatch.setattr(records, "WINDOW_BYTES", 3000)
-    monkeypatch.setattr("flowrl.data.preferences.WINDOW_BYTES", 3000)
+    monkeypatch.setattr("flowrl.data.records.WINDOW_BYTES", 3000)
     stored = shards([[10] * 30], size=100)
     pictures = labelled(Preferences(stored.records, "t", ALL, paired=True))
     stored.reads.clear()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowrl.core.media import open_picture
+from flowrl.core.media import open_image
 from flowrl.data.prompts import Prompt, PromptSource
 from flowrl.data.text_cache import Texts
 from flowrl.training.world import shard
@@ -124,7 +124,7 @@ def test_retired_prompts_are_passed_over_and_the_order_goes_on():
 def opened(image: Image.Image, kind: str, **options: Any) -> np.ndarray:
     file = io.BytesIO()
     image.save(file, kind, **options)
-    return np.asarray(open_picture(io.BytesIO(file.getvalue())))
+    return np.asarray(open_image(io.BytesIO(file.getvalue())))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])

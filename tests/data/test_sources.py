@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.media import open_picture
-from flowrl.data.prompt_sources import Columns, load_prompts, picture_folder
+from flowrl.core.media import open_image
+from flowrl.data.prompt_sources import Columns, image_folder, load_prompts
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
 from tests.toys import ToyAdapter
@@ -202,7 +202,7 @@ def test_pictures_of_a_record_are_found_beside_its_file_and_told_to_the_rewards(
     assert one == Prompt("x", {"tag": 1, "images": [first]}, (first,))
     assert two == Prompt("x", {"images": [first, second]}, (first, second))
     assert none == Prompt("y")
-    assert open_picture(first).size == (6, 4)
+    assert open_image(first).size == (6, 4)
 
 
 @pytest.mark.parametrize(
@@ -273,16 +273,16 @@ def data_set(columns: dict[str, list[Any]]) -> Any:
 def check_table(found: list[Prompt], cache: Path) -> None:
     assert [p.text for p in found] == TABLE["prompt"]
     assert [p.metadata for p in found] == [
-        {"level": level, "images": list(p.pictures)} for level, p in zip(TABLE["level"], found, strict=True)
+        {"level": level, "images": list(p.images)} for level, p in zip(TABLE["level"], found, strict=True)
     ]
     # One file for equal pictures, with their bytes.
-    assert found[0].pictures == found[2].pictures != found[1].pictures
-    assert sorted(cache.iterdir()) == sorted({Path(p.pictures[0]) for p in found})
+    assert found[0].images == found[2].images != found[1].images
+    assert sorted(cache.iterdir()) == sorted({Path(p.images[0]) for p in found})
     for prompt, data in zip(found, TABLE["image"], strict=True):
-        (file,) = prompt.pictures
+        (file,) = prompt.images
         assert Path(file).read_bytes() == data
         assert file.endswith(".png")
-        assert open_picture(file).size == (6, 4)
+        assert open_image(file).size == (6, 4)
 
 
 def test_a_parquet_file_is_read_with_its_pictures(tmp_path, cache):
@@ -320,12 +320,12 @@ def test_lists_of_pictures_and_of_paths_are_taken(tmp_path, cache, pictures):
     made = data_set({"text": ["x"], "photos": [["a.png", "b.jpg"]]})
     made.to_parquet(tmp_path / "set.parquet")
     (found,) = load_prompts(str(tmp_path / "set.parquet"), "data.prompts", Columns("text", "photos"))
-    assert found.pictures == tuple(str((tmp_path / name).resolve()) for name in ("a.png", "b.jpg"))
+    assert found.images == tuple(str((tmp_path / name).resolve()) for name in ("a.png", "b.jpg"))
     stored = [[{"bytes": png(1), "path": None}, {"bytes": png(2), "path": None}]]
     inside = datasets.Dataset.from_dict({"text": ["x"], "photos": stored})
     inside.cast_column("photos", datasets.List(datasets.Image())).save_to_disk(tmp_path / "inside")
     (found,) = load_prompts(f"hf:{tmp_path / 'inside'}", "data.prompts", Columns("text", "photos"))
-    assert [Path(file).read_bytes() for file in found.pictures] == [png(1), png(2)]
+    assert [Path(file).read_bytes() for file in found.images] == [png(1), png(2)]
 
 
 def test_columns_of_pictures_that_nobody_asked_for_are_no_metadata(tmp_path, cache):
@@ -426,6 +426,6 @@ def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
 def test_pictures_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch, tmp_path):
     monkeypatch.delenv("FLOWRL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert picture_folder() == tmp_path / "flowrl" / "pictures"
+    assert image_folder() == tmp_path / "flowrl" / "pictures"
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "own"))
-    assert picture_folder() == tmp_path / "own" / "pictures"
+    assert image_folder() == tmp_path / "own" / "pictures"

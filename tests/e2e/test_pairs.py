@@ -19,7 +19,7 @@ from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.data.preferences import load_preferences
 from flowrl.diffusion.schedules import Schedule
-from flowrl.run.pairs.drawing import judge
+from flowrl.run.pairs.drawing import group_scores
 from flowrl.run.pairs.folder import PairFolder
 from flowrl.run.pairs.plan import rollout_plan
 from flowrl.scoring.scorer import Scores
@@ -243,17 +243,17 @@ def scores(*totals: float) -> Scores:
 
 
 def test_the_best_and_the_worst_are_judged_among_the_samples_with_a_score():
-    found = judge(7, scores(math.nan, 2.0, 5.0, 1.0, 5.0, 1.0))
+    found = group_scores(7, scores(math.nan, 2.0, 5.0, 1.0, 5.0, 1.0))
     assert (found.number, found.best, found.worst, found.margin, found.masked) == (7, 2, 3, 4.0, 1)
     assert found.scores == ({"total": 5.0, "r": 5.0}, {"total": 1.0, "r": 1.0})
     for few in (scores(math.nan, math.nan), scores(math.nan, 3.0)):
-        assert math.isnan(judge(0, few).margin)
-    assert judge(0, scores(3.0, 3.0)).margin == 0
+        assert math.isnan(group_scores(0, few).margin)
+    assert group_scores(0, scores(3.0, 3.0)).margin == 0
 
 
 def test_a_reward_that_is_only_looked_at_may_fail():
     values = torch.tensor([[1.0, 2.0], [math.nan, math.nan]])
-    found = judge(0, Scores({"a": values[0], "b": values[1]}, values, torch.tensor([1.0, 0.0])))
+    found = group_scores(0, Scores({"a": values[0], "b": values[1]}, values, torch.tensor([1.0, 0.0])))
     assert found.scores == ({"total": 2.0, "a": 2.0, "b": None}, {"total": 1.0, "a": 1.0, "b": None})
 
 

@@ -53,7 +53,7 @@ def test_the_quickstart_raises_strict_accuracy(tmp_path: Path):
 @pytest.mark.slow
 def test_a_plain_call_without_flowrl_draws_as_well_as_the_lab(tmp_path: Path):
     import numpy as np
-    from flowrl.rewards.shapes import detect, judge
+    from flowrl.rewards.shapes import detect, score_scene
 
     from flowrl.shapes import parse, prompts
 
@@ -62,7 +62,7 @@ def test_a_plain_call_without_flowrl_draws_as_well_as_the_lab(tmp_path: Path):
     arguments = [str(ROOT / "assets" / "tiny-sd3"), json.dumps(captions), str(out)]
     subprocess.run([sys.executable, "-c", PLAIN_CALL, *arguments], check=True, cwd=tmp_path, timeout=900)
     images = np.load(out).transpose(0, 3, 1, 2)
-    strict = np.mean([judge(parse(c), detect(image))[0] for c, image in zip(captions, images, strict=True)])
+    strict = np.mean([score_scene(parse(c), detect(image))[0] for c, image in zip(captions, images, strict=True)])
     recorded = json.loads((ROOT / "assets" / "tiny-sd3" / "pretraining.json").read_text())["strict"]
     # 128 pictures have a standard error of 4.4 points: 5 points of the recorded claim and 2 standard errors.
     assert strict >= recorded["6 steps, no CFG"]["all"] - 0.05 - 2 * 0.044

@@ -76,8 +76,8 @@ def test_a_prompt_is_its_text_and_its_pictures_wherever_they_lie():
     records = [Prompt("make it red", {"tag": t}, (f"/here/{k}.png",)) for k in range(40) for t in (0, 1)]
     train, held_out = split(records, 0.1, 0)
     assert (len(held_out), len(train)) == (8, 72)
-    moved = [Prompt(p.text, p.metadata, (p.pictures[0].replace("here", "there"),)) for p in records]
-    assert [p.pictures[0][-8:] for p in split(moved, 0.1, 0)[1]] == [p.pictures[0][-8:] for p in held_out]
+    moved = [Prompt(p.text, p.metadata, (p.images[0].replace("here", "there"),)) for p in records]
+    assert [p.images[0][-8:] for p in split(moved, 0.1, 0)[1]] == [p.images[0][-8:] for p in held_out]
 
 
 # ---- what a run makes of its configuration

@@ -19,7 +19,7 @@ from PIL import Image
 
 from flowrl import shapes
 from flowrl.core import media
-from flowrl.gallery import build, builder, charts, pictures, results
+from flowrl.gallery import build, builder, charts, images, results
 from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import load_run
 
@@ -171,7 +171,7 @@ def make_run(
     """A run folder as the trainer leaves it, or as it stands after two thirds of the iterations."""
     folder.mkdir(parents=True)
     prompts = prompts or shapes.prompts("heldout")[:num_prompts]
-    pictured = len(prompts) if num_pictured is None else num_pictured
+    imaged = len(prompts) if num_pictured is None else num_pictured
     config = {
         "name": name,
         "seed": 0,
@@ -189,7 +189,7 @@ def make_run(
     done = iterations if finished else 2 * iterations // 3
     rows = training_rows(iterations, done, tuned)
     common = {"prompts": prompts, "size": size}
-    base = write_evaluation(folder, "base", 0.46, num_pictured=pictured, **common)
+    base = write_evaluation(folder, "base", 0.46, num_pictured=imaged, **common)
     best = write_evaluation(folder, "base-guidance-3", 0.55, num_pictured=0, guidance_scale=3.0, **common)
     for i in range(20, done + 1, 20):
         accuracy = 0.46 + (tuned - 0.46) * (1 - np.exp(-3 * i / iterations))
@@ -198,7 +198,7 @@ def make_run(
         rows[i - 1]["eval/shapes_partial"] = scores["shapes_partial"].mean()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if finished:
-        after = write_evaluation(folder, "tuned", tuned, iteration=done, num_pictured=pictured, **common)
+        after = write_evaluation(folder, "tuned", tuned, iteration=done, num_pictured=imaged, **common)
         summary = {
             "status": "finished",
             "iterations": done,
@@ -243,7 +243,7 @@ def test_the_verdict_is_made_from_the_summary(run_folder, page):
 
 def test_every_drawn_pair_is_on_the_page_with_its_prompt(run_folder, page):
     drawn = [i for i in page.ids if i.startswith("run-0-pair-")]
-    assert len(drawn) == pictures.NUM_PAIRS
+    assert len(drawn) == images.NUM_PAIRS
     prompts = shapes.prompts("heldout")[:NUM_PROMPTS]
     for anchor in drawn:
         prompt = int(anchor.split("-")[3])
@@ -254,9 +254,9 @@ def test_every_drawn_pair_is_on_the_page_with_its_prompt(run_folder, page):
 
 def test_the_draw_looks_at_no_score_and_takes_each_prompt_once():
     available = np.ones((100, 2), dtype=bool)
-    drawn = pictures.draw_pairs(available)
-    assert drawn == pictures.draw_pairs(available)
-    assert len({p for p, _ in drawn}) == len(drawn) == pictures.NUM_PAIRS
+    drawn = images.draw_pairs(available)
+    assert drawn == images.draw_pairs(available)
+    assert len({p for p, _ in drawn}) == len(drawn) == images.NUM_PAIRS
     assert {k for _, k in drawn} == {0, 1}
 
 
@@ -269,13 +269,13 @@ def test_regressions_are_sorted_worst_first_and_gains_best_first(page):
 
 def test_the_ranking_takes_the_largest_drops_and_never_an_unscored_pair():
     gain = np.array([[0.5, -0.1], [np.nan, -0.9], [-0.4, 0.0]])
-    assert pictures.largest_drops(gain, np.ones_like(gain, dtype=bool)) == [(1, 1), (2, 0), (0, 1)]
+    assert images.largest_drops(gain, np.ones_like(gain, dtype=bool)) == [(1, 1), (2, 0), (0, 1)]
 
 
 def test_equal_drops_show_saved_pictures_first():
     gain = -np.ones((50, 1))
     available = np.arange(50)[:, None] >= 47
-    assert {p for p, _ in pictures.largest_drops(gain, available)[:3]} == {47, 48, 49}
+    assert {p for p, _ in images.largest_drops(gain, available)[:3]} == {47, 48, 49}
 
 
 def test_the_page_refers_to_nothing_outside_itself(page):
@@ -326,16 +326,16 @@ def test_large_pictures_become_thumbnails_that_link_to_the_file(tmp_path):
 
 def test_clips_play_small_on_the_page_and_link_to_the_file(tmp_path):
     frames = [Image.new("RGB", (256, 144), (10 * k, 255 - 10 * k, 5 * k)) for k in range(24)]
-    media.write_clip(frames, tmp_path / "clip.webp", quality=90)
-    shown = pictures.embed(tmp_path / "clip.webp", pictures.PAIR_PX, tmp_path / "gallery")
+    media.write_video(frames, tmp_path / "clip.webp", quality=90)
+    shown = images.embed(tmp_path / "clip.webp", images.PAIR_PX, tmp_path / "gallery")
     assert (shown["width"], shown["height"], shown["pixelated"]) == (192, 108, False)
     assert shown["link"] == "../clip.webp"
     page = Image.open(io.BytesIO(base64.b64decode(shown["src"].removeprefix("data:image/webp;base64,"))))
-    assert (page.n_frames, page.size) == (pictures.CLIP_FRAMES, (192, 108))
+    assert (page.n_frames, page.size) == (images.CLIP_FRAMES, (192, 108))
     page.seek(1)
     page.load()
-    assert page.info["duration"] == pytest.approx(media.FRAME_MS * 24 / pictures.CLIP_FRAMES)  # as fast as the file
-    whole = pictures.embed(media.write(torch.rand(4, 3, 16, 16), tmp_path / "small"), 384, tmp_path)
+    assert page.info["duration"] == pytest.approx(media.FRAME_MS * 24 / images.CLIP_FRAMES)  # as fast as the file
+    whole = images.embed(media.write(torch.rand(4, 3, 16, 16), tmp_path / "small"), 384, tmp_path)
     assert (whole["pixelated"], whole["link"]) == (True, None)
 
 
@@ -344,7 +344,7 @@ def test_the_film_runs_from_base_to_tuned(page):
     alts = [value for name, value in page.attributes if name == "alt" and re.match(r"20: ", value)]
     assert all(frame in page.texts["th"] for frame in frames)
     assert "120" not in page.texts["th"]
-    assert len(alts) == pictures.MAX_FILMS
+    assert len(alts) == images.MAX_FILMS
 
 
 def test_every_prompt_has_a_row_and_what_was_not_scored_is_a_dash(run_folder, page):

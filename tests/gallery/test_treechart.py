@@ -53,7 +53,7 @@ def grown(shape: Branching, *, seed: int = 0, size: tuple[int, int] = (8, 8), cr
     given = Advantages(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.zeros(1), steps=values, pruned=pruned)
     columns = -(-count // 8)
     record = {"tag": "base", "iteration": 0, "method": "branch_grpo", "prompt": "two circles", "guidance_scale": 1.0}
-    record |= evaluation_tree.told(rollout, torch.ones(1), given if credit else None, 0.0)
+    record |= evaluation_tree.tree_record(rollout, torch.ones(1), given if credit else None, 0.0)
     record |= {"sheet": {"columns": columns, "width": size[0], "height": size[1]}, "note": None}
     return record | changed
 
@@ -167,15 +167,15 @@ def test_leaves_pictures_and_rewards_do_not_overlap_and_stay_inside(tmp_path, na
     assert all(b - a >= 16 for a, b in pairwise(ys)), "a line of text is 11 px"
     wide, high = layout.size
     assert wide / high == pytest.approx(size[0] / size[1])
-    for x, y in layout.pictures:
+    for x, y in layout.images:
         assert x >= layout.x[-1] + DOT + TEXT - 1e-6, "the reward stands before it"
         assert y >= 0
         assert x + wide <= WIDTH + 1e-6
         assert y + high <= layout.height
-    for number, (x, y) in enumerate(layout.pictures):
-        for a, b in layout.pictures[number + 1 :]:
+    for number, (x, y) in enumerate(layout.images):
+        for a, b in layout.images[number + 1 :]:
             assert abs(a - x) >= wide or abs(b - y) >= high
-    for number, (_, y) in enumerate(layout.pictures):
+    for number, (_, y) in enumerate(layout.images):
         assert y + high / 2 == pytest.approx(ys[number])
     assert layout.x[-1] > WIDTH / 2, "the tree keeps half of the drawing"
 

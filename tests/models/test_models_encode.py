@@ -35,7 +35,7 @@ def drawn(model: Any, batch: int = 3) -> torch.Tensor:
 def test_decoding_what_was_encoded_is_the_vaes_own_round_trip(family):
     model, given = adapter(family), pictures()
     vae = model.pipeline.vae
-    latents = model.encode_pictures(given)
+    latents = model.encode_images(given)
     assert latents.shape == (3, *model.latent_shape())
     assert latents.dtype == torch.float32
     assert not latents.requires_grad
@@ -50,8 +50,8 @@ def test_noise_draws_from_the_posterior(family, monkeypatch):
     """Its standardised difference to the mean is the noise itself; two draws share nothing else."""
     model, given = adapter(family), pictures()
     noise = drawn(model)
-    mean, moved = model.encode_pictures(given), model.encode_pictures(given, noise)
-    once = model.encode_pictures(given, torch.ones_like(noise)) - mean
+    mean, moved = model.encode_images(given), model.encode_images(given, noise)
+    once = model.encode_images(given, torch.ones_like(noise)) - mean
     assert bool((once > 0).all())
     assert_close((moved - mean) / once, noise, atol=1e-3, rtol=1e-3)
     law = model.pipeline.vae.encode(2 * given - 1).latent_dist
@@ -75,28 +75,28 @@ def test_the_latents_are_those_of_the_pipelines_own_picture_to_picture_call(fami
         own.scheduler.scale_noise = lambda latents, timestep, noise: latents
         clean = own.prepare_latents(*options, generator=torch.Generator().manual_seed(4))
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(4))
-    assert_close(model.encode_pictures(given, noise), clean, atol=1e-5, rtol=1e-5)
+    assert_close(model.encode_images(given, noise), clean, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_do_not_see_each_other():
     model, given = adapter("sd3"), pictures()
-    whole = model.encode_pictures(given)
-    assert_close(torch.cat([model.encode_pictures(one[None]) for one in given]), whole, atol=1e-5, rtol=1e-5)
+    whole = model.encode_images(given)
+    assert_close(torch.cat([model.encode_images(one[None]) for one in given]), whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 24), (1, 3, 16, 16), (1, 4, 24, 16)])
 def test_pictures_of_another_size_are_refused(shape):
     with pytest.raises(ModelError, match=r"are not \[B, 3, 24, 16\].*resize them, or set model\.height"):
-        adapter("sd3").encode_pictures(torch.rand(shape))
+        adapter("sd3").encode_images(torch.rand(shape))
 
 
 def test_noise_of_another_shape_is_refused():
     model = adapter("flux")
     with pytest.raises(ValueError, match="shaped like the latents"):
-        model.encode_pictures(pictures(1), torch.randn(1, 4, 6, 4))
+        model.encode_images(pictures(1), torch.randn(1, 4, 6, 4))
 
 
 def test_an_adapter_without_an_encoder_is_refused_with_what_to_use():
     model = native.adapter("qwen_image", tiny.make("qwen_image"), SIZE)
     with pytest.raises(ModelError, match=r"QwenImage makes no latents of pictures.*native adapter of an image family"):
-        model.encode_pictures(pictures())
+        model.encode_images(pictures())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards.shapes import detect, judge
+from flowrl.rewards.shapes import detect, score_scene
 
 from flowrl import shapes
 from flowrl.models.paths import resolve_path
@@ -104,7 +104,7 @@ def test_its_vae_needs_no_shift_and_keeps_pictures(pipe):
         decoded = pipe.vae.decode(latents / pipe.vae.config.scaling_factor).sample / 2 + 0.5
     assert abs(float(latents.mean())) < 0.05
     assert float(latents.std()) == pytest.approx(1, abs=0.05)
-    hits = [judge(s, detect(i))[0] for s, i in zip(scenes, decoded.clamp(0, 1).numpy(), strict=True)]
+    hits = [score_scene(s, detect(i))[0] for s, i in zip(scenes, decoded.clamp(0, 1).numpy(), strict=True)]
     assert np.mean(hits) > 0.97
 
 

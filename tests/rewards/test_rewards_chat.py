@@ -115,7 +115,7 @@ def test_a_server_without_log_probabilities_stops_with_the_remedy(server):
 
 def test_pictures_arrive_lossless_with_their_own_prompt(server):
     scored(judge(server))
-    sent = {request.text.split('"')[1]: request.pictures[0] for request in server.requests}
+    sent = {request.text.split('"')[1]: request.images[0] for request in server.requests}
     for number, image in enumerate(pictures()):
         expected = (image * 255).round().byte().permute(1, 2, 0).numpy()
         assert (sent[f"prompt {number}"] == expected).all()

@@ -109,7 +109,7 @@ def test_folded_lora_gives_the_outputs_of_peft():
             torch.nn.init.normal_(weight, std=0.5)
     tensors = {n.removeprefix("base_model.model."): t for n, t in adapted.state_dict().items()}
     network = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
-    network.load_state_dict(folded_lora.merged(tensors, scale=5 / math.sqrt(3), reward="x"), strict=True)
+    network.load_state_dict(folded_lora.merged_weights(tensors, scale=5 / math.sqrt(3), reward="x"), strict=True)
     inputs = torch.rand(7, 6, generator=torch.Generator().manual_seed(1))
     assert_close(network(inputs), adapted(inputs), rtol=1e-5, atol=1e-5)
 
@@ -124,7 +124,7 @@ def test_folded_lora_gives_the_outputs_of_peft():
 )
 def test_an_adapter_that_cannot_be_folded_is_refused(names, message):
     with pytest.raises(RewardError, match=message):
-        folded_lora.merged({name: torch.ones(1, 1) for name in names}, scale=1.0, reward="x")
+        folded_lora.merged_weights({name: torch.ones(1, 1) for name in names}, scale=1.0, reward="x")
 
 
 def test_a_file_that_would_run_code_is_not_read(tmp_path):

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import RewardFailure
 from flowrl.core.transport import pack, unpack
-from flowrl.core.wire import Picture, WireError, read_picture, write_picture
+from flowrl.core.wire import WireError, WireImage, read_image, write_image
 from flowrl.reward import Card, RewardError
 from flowrl.rewards import remote
 from flowrl.run.launch import free_port
@@ -40,7 +40,7 @@ def ask(reward, count: int, metadata=None):
 
 def number(item) -> float:
     """What `brightness` gives, from the message alone."""
-    picture = unpack(read_picture(item["picture"], "picture"))
+    picture = unpack(read_image(item["picture"], "picture"))
     return round(255 * float(picture.mean())) + 256 * int(item["prompt"]) + 65536 * item["metadata"].get("k", 0)
 
 
@@ -55,7 +55,7 @@ def dead() -> str:
 @pytest.mark.parametrize("kind", ["png", "uint8", "float32"])
 def test_pictures_and_clips_arrive_as_they_were_sent(kind, shape):
     sample = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    found = unpack(read_picture(json.loads(json.dumps(write_picture(pack(sample, kind)))), "x"))
+    found = unpack(read_image(json.loads(json.dumps(write_image(pack(sample, kind)))), "x"))
     if kind == "float32":
         assert torch.equal(found, sample)
     else:
@@ -85,19 +85,19 @@ def test_a_picture_with_nan_keeps_it_in_every_encoding():
     ],
 )
 def test_a_picture_of_another_form_is_refused_by_its_header(change, text):
-    record = write_picture(pack(torch.zeros(3, 4, 7), "png")) | change
+    record = write_image(pack(torch.zeros(3, 4, 7), "png")) | change
     with pytest.raises(WireError, match=text):
-        read_picture(record, "x")
+        read_image(record, "x")
 
 
 def test_a_png_of_another_kind_is_refused_and_one_without_a_shape_says_it_itself(tmp_path: Path):
     Image.new("RGBA", (5, 4)).save(tmp_path / "a.png")
     Image.new("RGB", (5, 4)).save(tmp_path / "b.png")
-    records = [write_picture(Picture("png", (3, 4, 5), (tmp_path / f"{n}.png").read_bytes())) for n in "ab"]
+    records = [write_image(WireImage("png", (3, 4, 5), (tmp_path / f"{n}.png").read_bytes())) for n in "ab"]
     with pytest.raises(WireError, match="without alpha"):
-        read_picture(records[0], "x")
+        read_image(records[0], "x")
     del records[1]["shape"]
-    assert read_picture(records[1], "x").shape == (3, 4, 5)
+    assert read_image(records[1], "x").shape == (3, 4, 5)
 
 
 # ---- order and chunks

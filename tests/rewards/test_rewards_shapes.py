@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards.shapes import BLOB, Config, Found, build, detect, judge
+from flowrl.rewards.shapes import BLOB, Config, Found, build, detect, score_scene
 from scipy import ndimage
 
 from flowrl import shapes
@@ -229,7 +229,7 @@ NOISE_PICTURES = (static, grain, clouds)
 
 
 def strict_of(scene: Scene, image: np.ndarray) -> float:
-    return judge(scene, detect(image))[0]
+    return score_scene(scene, detect(image))[0]
 
 
 def accuracy_on_truth(task: str, size: int, pictures: int) -> dict[float, float]:
@@ -318,7 +318,7 @@ RED_CIRCLE, BLUE_CROSS = Found("circle", "red", 8.0, 16.0), Found("cross", "blue
     ],
 )
 def test_strict_and_partial_score_of_given_objects(caption, found, strict, partial):
-    assert judge(shapes.parse(caption), found) == (strict, pytest.approx(partial))
+    assert score_scene(shapes.parse(caption), found) == (strict, pytest.approx(partial))
 
 
 def test_partial_is_a_share_and_is_one_exactly_where_strict_is():
@@ -327,7 +327,7 @@ def test_partial_is_a_share_and_is_one_exactly_where_strict_is():
     for kind in (*NEAR_MISSES, drawn):
         for _ in range(12):
             scene, placed = kind(rng, 32)
-            strict, partial = judge(scene, detect(noisy(paint(placed, 32), 0.03, rng)))
+            strict, partial = score_scene(scene, detect(noisy(paint(placed, 32), 0.03, rng)))
             assert 0 <= partial <= 1
             assert (partial == 1) == (strict == 1)
             seen.add(strict)
@@ -338,7 +338,7 @@ def test_a_missing_object_lowers_the_partial_score():
     rng = np.random.default_rng(6)
     for _ in range(60):
         scene, placed = missing(rng, 32)
-        assert judge(scene, detect(paint(placed, 32)))[1] <= 0.75
+        assert score_scene(scene, detect(paint(placed, 32)))[1] <= 0.75
 
 
 def test_scores_do_not_depend_on_the_batch():
@@ -388,7 +388,7 @@ def print_table(pictures: int) -> None:
         images = [shapes.render(placed, size) for _, placed in scenes]
         start = time.process_time()
         for (scene, _), image in zip(scenes, images, strict=True):
-            judge(scene, detect(image))
+            score_scene(scene, detect(image))
         print(f"{size:>4} detect and judge: {(time.process_time() - start) / len(scenes) * 1e3:.3f} ms a picture")
 
 

@@ -269,7 +269,7 @@ def test_a_server_is_sent_jpeg_of_the_papers_quality_unless_told_otherwise(serve
     (request,) = server.requests
     request.pictures_as = "png" if quality is None else "jpeg"
     expected = arrays.to_uint8(noise()[0]) if quality is None else through_jpeg(noise()[0], quality)
-    assert np.array_equal(request.pictures[0], expected)
+    assert np.array_equal(request.images[0], expected)
 
 
 def test_on_this_machine_the_judge_sees_the_picture_through_the_same_jpeg(roberta, tmp_path, monkeypatch):

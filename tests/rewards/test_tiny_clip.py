@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards.shapes import Found, judge
+from flowrl.rewards.shapes import Found, score_scene
 from torch.testing import assert_close
 
 from flowrl import shapes
@@ -167,7 +167,7 @@ def test_true_captions_are_those_that_the_verifier_accepts(clip):
         for scene in (group[rng.integers(len(group))] for _ in range(2)):
             placed = shapes.place(scene, rng)
             found = [Found(p.shape, p.color, p.x, p.y) for p in placed]
-            accepted = {other.caption for other in world if judge(other, found)[0] == 1}
+            accepted = {other.caption for other in world if score_scene(other, found)[0] == 1}
             assert clip.true_captions(placed) >= accepted
             # What it names beyond the world, such as "a red circle and a red circle", is nobody's caption.
             assert clip.true_captions(placed) & {other.caption for other in world} == accepted
@@ -192,7 +192,7 @@ def test_the_loss_leaves_out_other_true_pairs(clip):
 def test_a_seed_gives_the_same_weights(clip, tmp_path: Path):
     states = []
     for name in ("a", "b"):
-        settings = clip.Settings(seed=3, output=tmp_path / name, steps=3, families=4, pictures_per_scene=1)
+        settings = clip.Settings(seed=3, output=tmp_path / name, steps=3, families=4, images_per_scene=1)
         clip.train(settings)
         states.append(clip.load(tmp_path / name)[0].state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])

@@ -205,7 +205,7 @@ def test_the_key_tells_apart_whatever_can_change_a_score():
 
 def test_the_source_picture_of_an_edit_is_part_of_the_key(tmp_path):
     file = tmp_path / "source.png"
-    cache, record = ScoreCache(Memory(), "a", pictures=True), {"images": [str(file)]}
+    cache, record = ScoreCache(Memory(), "a", images=True), {"images": [str(file)]}
     keys = []
     for content in (b"one", b"two"):
         file.write_bytes(content)

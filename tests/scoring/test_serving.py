@@ -20,7 +20,7 @@ import torch
 from flowrl.commands.serve import _token, entries
 from flowrl.core.errors import ConfigError
 from flowrl.core.transport import pack
-from flowrl.core.wire import SCHEMA, Picture, write_picture
+from flowrl.core.wire import SCHEMA, WireImage, write_image
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rewards import jpeg
 from flowrl.scoring.server.messages import Item, Limits
@@ -132,7 +132,7 @@ def test_a_body_that_a_browser_could_be_made_to_send_is_refused(url):
 def test_a_truncated_picture_has_an_error_and_no_score_while_its_neighbours_are_scored(url):
     body = message(3, "truncated")
     whole = pack(torch.rand(3, 30, 30, generator=torch.Generator().manual_seed(0)), "png")
-    body["items"][1]["picture"] = write_picture(Picture("png", whole.shape, whole.data[: len(whole.data) // 2]))
+    body["items"][1]["picture"] = write_image(WireImage("png", whole.shape, whole.data[: len(whole.data) // 2]))
     answer = post(url, body)
     assert values(answer) == [0.0, None, 514.0]
     error = answer.json()["results"][1]["error"]
@@ -152,20 +152,20 @@ def png_that_says(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("shape", [(3, 60_000, 60_000), (3, 1, 10_001), (3, 2**31 - 1, 2**31 - 1)])
 def test_a_decompression_bomb_is_refused_by_its_header_before_it_is_decoded(url, shape, monkeypatch):
-    monkeypatch.setattr("flowrl.scoring.server.worker.unpack", lambda picture: pytest.fail("it was decoded"))
+    monkeypatch.setattr("flowrl.core.transport.unpack", lambda picture: pytest.fail("it was decoded"))
     body = message()
-    body["items"][0]["picture"] = write_picture(Picture("png", shape, png_that_says(shape[2], shape[1])))
+    body["items"][0]["picture"] = write_image(WireImage("png", shape, png_that_says(shape[2], shape[1])))
     answer = post(url, body)
     assert (answer.status_code, answer.json()["error"]["kind"]) == (413, "pixels")
 
 
 def test_a_bomb_whose_shape_lies_is_refused_and_many_small_ones_are_added_up(url):
     body = message()
-    body["items"][0]["picture"] = write_picture(Picture("png", (3, 4, 4), png_that_says(60_000, 60_000)))
+    body["items"][0]["picture"] = write_image(WireImage("png", (3, 4, 4), png_that_says(60_000, 60_000)))
     assert post(url, body).json()["error"]["kind"] == "picture"
     body = message(6)
     for item in body["items"]:
-        item["picture"] = write_picture(Picture("png", (3, 50, 40), png_that_says(40, 50)))
+        item["picture"] = write_image(WireImage("png", (3, 50, 40), png_that_says(40, 50)))
     assert post(url, body).json()["error"]["kind"] == "pixels"
 
 
@@ -428,7 +428,7 @@ def test_a_decoder_may_raise_anything_and_costs_its_own_picture_alone(monkeypatc
 
     monkeypatch.setattr(worker, "unpack", decoded)
     body = message(3, "strange picture")
-    body["items"][1]["picture"] = write_picture(pack(torch.zeros(3, 2, 2), "png"))
+    body["items"][1]["picture"] = write_image(pack(torch.zeros(3, 2, 2), "png"))
     with serving(Inline()) as url:
         answer = post(url, body)
     assert values(answer) == [0.0, None, 514.0]
@@ -531,6 +531,6 @@ def test_the_reward_behind_a_server_gives_the_scores_that_it_gives_here():
     runner = Inline(jpeg.build(jpeg.Config()).score)
     body = message(5)
     for item, image in zip(body["items"], images, strict=True):
-        item["picture"] = write_picture(pack(image, "png"))
+        item["picture"] = write_image(pack(image, "png"))
     with serving(runner) as url:
         assert values(post(url, body)) == here.tolist()

@@ -3,7 +3,7 @@
 Denoisers and VAEs are diffusers' own at toy sizes; stubs.py says what stands in for the text encoders.
 """
 
-from tests.tiny_pipelines.cases import CASES, PICTURED, PROMPTS, Case, make
+from tests.tiny_pipelines.cases import CASES, IMAGED, PROMPTS, Case, make
 from tests.tiny_pipelines.image_transformers import (
     aura_flow,
     cogview_4,
@@ -46,7 +46,7 @@ from tests.tiny_pipelines.videos import (
 __all__ = [
     # the cases
     "CASES",
-    "PICTURED",
+    "IMAGED",
     "PROMPTS",
     "Case",
     "make",

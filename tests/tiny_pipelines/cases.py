@@ -89,7 +89,7 @@ CASES: dict[str, Case] = {
 _LISTED = {"batches": (1,), "pictures": 2, "listed": True}
 _FRAME = {"batches": (1,), "pictures": 1}
 _WIDE = ((16, 16), (32, 16))
-PICTURED: dict[str, Case] = {
+IMAGED: dict[str, Case] = {
     "flux_kontext": Case(
         packed_images.flux_kontext,
         {**_TOKENS, "_auto_resize": False},
@@ -144,7 +144,7 @@ PICTURED: dict[str, Case] = {
 def make(name: str, seed: int = 0) -> Any:
     """The pipeline of a case: random weights, none of them zero."""
     torch.manual_seed(seed)
-    made = (CASES | PICTURED)[name].build()
+    made = (CASES | IMAGED)[name].build()
     for part in made.components.values():
         if isinstance(part, nn.Module):
             part.eval()

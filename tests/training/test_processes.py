@@ -85,7 +85,7 @@ def test_a_worker_whose_launcher_is_gone_ends_before_it_has_loaded_anything(tmp_
     )
     folder.unlock()
     assert worker.wait(timeout=60) == 1
-    assert not status.held(tmp_path)
+    assert not status.is_locked(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_a_folder_says_running_only_while_a_process_holds_it(tmp_path: Path, sai
     found = status.read(tmp_path)
     folder.unlock()
     assert found["status"] == now
-    assert (status.told(found) == "") == (now in ("running", "finished"))
-    assert ("--resume" in status.told(found)) == (now in ("died", "failed"))
+    assert (status.describe(found) == "") == (now in ("running", "finished"))
+    assert ("--resume" in status.describe(found)) == (now in ("died", "failed"))
 
 
 def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(tmp_path: Path):

@@ -17,7 +17,7 @@ from flowrl.models._memory import require_native
 from flowrl.models._native import NO_ENCODERS
 from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
 from flowrl.models.base import ModelAdapter, ModelConfig, autocast, torch_dtype
-from flowrl.models.generic.encoding import SHORT, Template, hushed, learn, one_by_one
+from flowrl.models.generic.encoding import SHORT, Template, learn, one_by_one, without_progress_bars
 from flowrl.models.generic.entrance import PROBE_STEPS, Entrance
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.generic.images import blank
@@ -58,12 +58,12 @@ class Generic(ModelAdapter):
         self.pipeline, self.config = pipeline, config
         self.entrance = door = Entrance(pipeline, config)
         self.family, self.networks, self.network = door.family, door.networks, door.network
-        self.reentry, self.guidance, self.call, self.pictures = door.reentry, door.guidance, door.call, door.pictures
+        self.reentry, self.guidance, self.call, self.images = door.reentry, door.guidance, door.call, door.images
         self.path, self.process, self.prediction_type = door.path, door.path.process, door.path.prediction_type
         self.size, self.height, self.width = door.size, door.size.height, door.size.width
         self.distilled, self.num_frames, self.lora_targets = door.distilled, door.num_frames, door.lora_targets()
         self.channel_axis, self.unguided = self.family.channel_axis, self.family.free_at
-        self.picture_limits, self.decodes_with_cond = door.pictures.limits, self.family.holds
+        self.image_limits, self.decodes_with_cond = door.images.limits, self.family.holds
         if self.path.is_flow and config.final_alpha != "model":
             raise ModelError(f"model.final_alpha={config.final_alpha}: a flow ends at sigma 0; leave it out")
         self.device, self.dtype = torch.device("cpu"), torch_dtype(config.dtype)
@@ -79,20 +79,20 @@ class Generic(ModelAdapter):
             return self._template
         if self._freed:
             raise ModelError(NO_ENCODERS)
-        with self.entrance.explained(), hushed():
+        with self.entrance.explained(), without_progress_bars():
             template = learn(one_by_one(self._probe_calls) if self.family.singly else self._probe_calls)
             self._template = template
-            self._probe = self._encode([SHORT], self._probe_pictures([SHORT]))
+            self._probe = self._encode([SHORT], self._probe_images([SHORT]))
             visit = self.entrance.enter(1, PROBE_GUIDANCE, **self._answers(self._probe), stop_at_network=True)
         if visit.latents is None or visit.timesteps is None or len(visit.latents) != 1:
             raise ModelError(f"{self.kind}: its loop does not start from the latents of prepare_latents()")
         self._shape, self._loop_dtype = tuple(visit.latents.shape[1:]), visit.latents.dtype
         self._grid_dtype = visit.timesteps.dtype
-        if self.family.sized_by_picture:
+        if self.family.sized_by_image:
             self.size.require(visit.latents, self.pipeline)
         if self.family.holds:
             time = float(visit.timesteps[1])
-            self._shape = self.pictures.find_free(visit.latents, lambda places: self._stepped(places, time))
+            self._shape = self.images.find_free(visit.latents, lambda places: self._stepped(places, time))
         self._sign = -1 if self.path.is_flow and visit.sigmas is not None and rising(visit.sigmas) else 1
         self._times: dict[float, tuple[str, Tensor]] = {}
         self._entered = False
@@ -112,23 +112,23 @@ class Generic(ModelAdapter):
     def _answers(self, cond: Condition) -> dict[str, Any]:
         """Options of an entry that hand back what was encoded, for rows that may share a forward."""
         assert self._template is not None
-        options = self.pictures.rebuild(cond)
+        options = self.images.rebuild(cond)
         answers = {"encode_prompt": self._template.rebuild(cond), **options.pop("answers", {})}
         return {"answers": answers, **options}
 
-    def _probe_pictures(self, prompts: Sequence[str]) -> list[Image]:
+    def _probe_images(self, prompts: Sequence[str]) -> list[Image]:
         """Of two colours for the two probing prompts: what depends on the picture must differ between them."""
         grey = 64 if prompts[0] == SHORT else 192
-        return [blank((self.width, self.height), grey)] * self.picture_limits[0]
+        return [blank((self.width, self.height), grey)] * self.image_limits[0]
 
     def _probe_calls(self, prompts: list[str]) -> tuple[Any, ...]:
-        pictures: Any = self._probe_pictures(prompts)
+        images: Any = self._probe_images(prompts)
         options = {}
-        if pictures and self.family.picture_each and len(prompts) > 1:
+        if images and self.family.image_each and len(prompts) > 1:
             # A batch is of both colours, as it is of both prompts.
-            options = {self.family.pictures[0]: [self._probe_pictures([prompt])[0] for prompt in prompts]}
+            options = {self.family.images[0]: [self._probe_images([prompt])[0] for prompt in prompts]}
         arguments = self.call.arguments(len(prompts), PROBE_GUIDANCE, prompts, PROBE_STEPS, "latent")
-        arguments |= options or self.pictures.arguments(pictures, len(prompts))
+        arguments |= options or self.images.arguments(images, len(prompts))
         return tuple(self.reentry.enter(arguments, stop_at_network=True).returned["encode_prompt"])
 
     def dead_lora_modules(self) -> tuple[str, ...]:
@@ -158,37 +158,37 @@ class Generic(ModelAdapter):
     # ---- prompts
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str], pictures: Sequence[Sequence[Image]] | None = None) -> Condition:
+    def encode(self, prompts: Sequence[str], images: Sequence[Sequence[Image]] | None = None) -> Condition:
         """Conditions of P prompts, each with its own RGB pictures."""
         if self._freed:
             raise ModelError(NO_ENCODERS)
-        for one in pictures or [()] * len(prompts):
-            self.pictures.require(len(one))
+        for one in images or [()] * len(prompts):
+            self.images.require(len(one))
         template = self._learned()
-        if pictures is None and not self.family.singly:
+        if images is None and not self.family.singly:
             with self.entrance.explained():
                 return Condition.collate([self._encode(batch, ()) for batch in template.batches(list(prompts))])
         # One by one: a pipeline looks at the size of the first picture of a batch only, or takes one for all.
         rows = []
-        for prompt, own in zip(prompts, pictures or [()] * len(prompts), strict=True):
+        for prompt, own in zip(prompts, images or [()] * len(prompts), strict=True):
             with self.entrance.explained(f"with the {len(own)} picture(s) of the prompt {prompt[:60]!r}"):
-                rows.append(self._encode([prompt], self.pictures.fitted(own)))
+                rows.append(self._encode([prompt], self.images.fitted(own)))
         return Condition.collate(rows)
 
-    def _encode(self, prompts: list[str], pictures: Sequence[Image]) -> Condition:
+    def _encode(self, prompts: list[str], images: Sequence[Image]) -> Condition:
         """Rows of prompts that may be encoded together; with pictures it is one prompt."""
         assert self._template is not None
 
         def enter(batch: int) -> Visit:
             texts = prompts if batch == len(prompts) else prompts * batch
-            return self.entrance.enter(batch, PROBE_GUIDANCE, prompts=texts, pictures=pictures, stop_at_network=True)
+            return self.entrance.enter(batch, PROBE_GUIDANCE, prompts=texts, images=images, stop_at_network=True)
 
         visit = enter(len(prompts))
         cond = self._template.condition(visit.returned["encode_prompt"], len(prompts))
-        if not pictures:
+        if not images:
             return cond
-        self.pictures.learn(enter)
-        return Condition(cond.tensors | self.pictures.entries(visit, pictures))
+        self.images.learn(enter)
+        return Condition(cond.tensors | self.images.entries(visit, images))
 
     def free_text_encoders(self) -> None:
         self._learned()
@@ -221,13 +221,13 @@ class Generic(ModelAdapter):
         assert self._template is not None
         if self.family.singly:
             return [[row] for row in range(len(values))]
-        found: dict[Any, list[int]] = {}
+        result: dict[Any, list[int]] = {}
         for row, value in enumerate(values):
             expert = self._time(value)[0] if len(self.networks) > 1 else None
-            text, seen = self._template.key(cond, row), self.pictures.key(cond, row)
+            text, seen = self._template.key(cond, row), self.images.key(cond, row)
             key = (expert, None if self._mixable else value, text, seen)
-            found.setdefault(key, []).append(row)
-        return list(found.values())
+            result.setdefault(key, []).append(row)
+        return list(result.values())
 
     def _forward(self, x: Tensor, values: list[float], cond: Condition, guidance_scale: float) -> Tensor:
         """One entry, pinned at the first timestep; the network gets the others through its own argument."""
@@ -340,14 +340,14 @@ class Generic(ModelAdapter):
         output = visit.output[0] if isinstance(visit.output, tuple) else visit.output
         if not torch.is_tensor(output) or len(output) != len(latents):
             raise ModelError(f"{self.kind} decodes to {type(output).__name__}, not to one picture or clip per sample")
-        pictures = output.float().clamp(0, 1)
-        return pictures[:, 0] if pictures.ndim == 5 and self.num_frames == 1 else pictures
+        images = output.float().clamp(0, 1)
+        return images[:, 0] if images.ndim == 5 and self.num_frames == 1 else images
 
     def to(self, device: torch.device) -> None:
         place(self.pipeline, self.config, device)
         self.device = device
         self.reentry.forget()
-        self.pictures.to(device)
+        self.images.to(device)
         if self._template is not None:
             self._template.to(device)
             self._probe = self._probe.to(device)

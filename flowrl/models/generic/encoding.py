@@ -83,11 +83,11 @@ class Template:
 
     def condition(self, calls: Calls, batch: int) -> Condition:
         """Rows of encoded prompts."""
-        found = dict(leaves(calls, batch))
-        self._check_shared(found, batch)
+        result = dict(leaves(calls, batch))
+        self._check_shared(result, batch)
         entries: dict[str, Tensor | list[Tensor]] = {}
         for place in sorted(self.varying, key=str):
-            part = found.get(place)
+            part = result.get(place)
             if part is None:
                 if place not in self.masks:
                     raise ModelError(f"encode_prompt() returned no part {_name(place)} this time")
@@ -201,7 +201,7 @@ def one_by_one(encode: Callable[[list[str]], Calls]) -> Callable[[list[str]], Ca
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """The probing prompts are made to be cut off; nobody needs to be warned of it."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -13,7 +13,7 @@ from flowrl.core.errors import ModelError
 from flowrl.models._experts import Experts
 from flowrl.models._schedulers import distilled, path_of, plain
 from flowrl.models.generic.families import dead_modules, family_of, guidance_of
-from flowrl.models.generic.images import Pictures, picture_methods
+from flowrl.models.generic.images import ReferenceImages, image_methods
 from flowrl.models.generic.options import Call, Size, check_components, check_fit, find_networks, frames_of
 from flowrl.models.generic.reentry import Reentry, Visit
 from flowrl.models.savings import switch_on
@@ -41,10 +41,10 @@ class Entrance:
         self.distilled = distilled(pipeline.scheduler, first.config, config.distilled)
         pipeline.scheduler = plain(pipeline.scheduler, self.path)
         self.network: nn.Module = first if len(self.networks) == 1 else Experts(self.networks)
-        self.reentry = Reentry(pipeline, self.networks, picture_methods(self.family), holds=self.family.holds)
+        self.reentry = Reentry(pipeline, self.networks, image_methods(self.family), holds=self.family.holds)
         self.guidance = guidance_of(self.family, pipeline, self.reentry.parameters, first)
         self.size = Size.of(pipeline, config, self.family, self.reentry.parameters, first)
-        self.pictures = Pictures(self.family, pipeline, first.config, self.size)
+        self.images = ReferenceImages(self.family, pipeline, first.config, self.size)
         self.call = Call(pipeline, config, self.family, self.guidance, self.size, self.reentry.parameters)
         self.num_frames = frames_of(pipeline, self.call.fixed, self.reentry.parameters, first)
         self._freeze()
@@ -92,5 +92,5 @@ class Entrance:
         """One call of the pipeline for `batch` samples; other options are those of `Reentry.enter`."""
         output_type = options.pop("output_type", "latent")
         arguments = self.call.arguments(batch, guidance_scale, options.pop("prompts", None), steps, output_type)
-        arguments |= self.pictures.arguments(options.pop("pictures", ()), batch)
+        arguments |= self.images.arguments(options.pop("pictures", ()), batch)
         return self.reentry.enter(arguments, **options)

@@ -53,17 +53,17 @@ class Family:
     """Argument of the call -> why it cannot be set."""
     call: dict[str, Any] = field(default_factory=dict)
     """Arguments of the call that depart from the pipeline's defaults."""
-    pictures: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
     """Arguments of the call that take the pictures of a prompt record, in their order."""
-    needs_picture: bool = False
+    needs_image: bool = False
     """The pipeline cannot be called without the first of them."""
-    picture_each: bool = False
+    image_each: bool = False
     """A call for several prompts wants one picture for each; otherwise it takes one for all."""
-    picture_list: bool = False
+    image_list: bool = False
     """The argument takes a list of any number of pictures, for all prompts."""
-    picture_methods: tuple[str, ...] = ()
+    image_methods: tuple[str, ...] = ()
     """Methods of the pipeline, beside prepare_latents and encode_image, that make something of the pictures."""
-    sized_by_picture: bool = False
+    sized_by_image: bool = False
     """The call has no size: the picture's own decides it, so pictures are cropped to model.height x model.width."""
     holds: bool = False
     """A part of the latents stays what the picture made it, and the scheduler steps the rest."""
@@ -85,8 +85,8 @@ _NO_BINNING = {"use_resolution_binning": False}
 _NO_HEAD_AXIS = "its VAE's attention mask has no head axis and fails for a batch"
 _DYNAMIC_CFG = {"use_dynamic_cfg": "depends on the number of steps"}
 _DRAWN = "the picture's latents are one draw of its VAE's posterior, the same at every use"
-_REFERENCES = {"pictures": ("image",), "picture_list": True, "picture_methods": ("prepare_image_latents",)}
-_FIRST_FRAME = {"pictures": ("image",), "needs_picture": True}
+_REFERENCES = {"images": ("image",), "image_list": True, "image_methods": ("prepare_image_latents",)}
+_FIRST_FRAME = {"images": ("image",), "needs_image": True}
 
 FAMILIES: dict[str, Family] = {
     "StableDiffusionPipeline": Family(),
@@ -95,7 +95,7 @@ FAMILIES: dict[str, Family] = {
         lora_targets=tuple(f"attn.{name}" for name in ATTENTION), dead=_LAST_TEXT_QUERY, refused=_SKIP_LAYERS
     ),
     "FluxPipeline": Family(guidance="embedded", patch=2, channel_axis=2),
-    "FluxKontextPipeline": Family(guidance="embedded", patch=2, channel_axis=2, pictures=("image",)),
+    "FluxKontextPipeline": Family(guidance="embedded", patch=2, channel_axis=2, images=("image",)),
     "Flux2Pipeline": Family(guidance="embedded", patch=2, channel_axis=2, **_REFERENCES),
     "Flux2KleinPipeline": Family(guidance="cfg", patch=2, channel_axis=2, **_REFERENCES),
     "ChromaPipeline": Family(guidance="cfg", patch=2, channel_axis=2),
@@ -105,18 +105,18 @@ FAMILIES: dict[str, Family] = {
         patch=2,
         channel_axis=2,
         dead=_LAST_TEXT,
-        pictures=("image",),
-        needs_picture=True,
-        picture_each=True,
+        images=("image",),
+        needs_image=True,
+        image_each=True,
     ),
     "QwenImageEditPlusPipeline": Family(
         guidance="true_cfg",
         patch=2,
         channel_axis=2,
         dead=_LAST_TEXT,
-        pictures=("image",),
-        needs_picture=True,
-        picture_list=True,
+        images=("image",),
+        needs_image=True,
+        image_list=True,
         singly="its call refuses several",
     ),
     "SanaPipeline": Family(call=_NO_BINNING),
@@ -125,14 +125,14 @@ FAMILIES: dict[str, Family] = {
     "PixArtSigmaPipeline": Family(call=_NO_BINNING),  # full weights only: its network takes no adapter
     "WanPipeline": Family(),
     "WanImageToVideoPipeline": Family(
-        pictures=("image", "last_image"),
-        needs_picture=True,
+        images=("image", "last_image"),
+        needs_image=True,
         unfit={"expand_timesteps": (True, "gives each frame a timestep of its own, and decodes with the picture")},
     ),
     "HunyuanVideoPipeline": Family(guidance="embedded"),
     "HunyuanVideoImageToVideoPipeline": Family(
         **_FIRST_FRAME,
-        picture_each=True,
+        image_each=True,
         unfit={"image_condition_type": ("token_replace", "puts the picture back after every step")},
         note="its own call starts from the noise with 0.1 % of the picture, flowrl from the noise",
     ),
@@ -146,14 +146,14 @@ FAMILIES: dict[str, Family] = {
         dead=_LAST_TEXT,
         decode_singly=_NO_HEAD_AXIS,
         **_FIRST_FRAME,
-        picture_methods=("prepare_cond_latents_and_mask",),
-        sized_by_picture=True,
+        image_methods=("prepare_cond_latents_and_mask",),
+        sized_by_image=True,
     ),
     "LTXPipeline": Family(patch=1, channel_axis=2),
     "LTXImageToVideoPipeline": Family(patch=1, channel_axis=2, holds=True, **_FIRST_FRAME, note=_DRAWN),
     "CogVideoXPipeline": Family(channel_axis=2, refused=_DYNAMIC_CFG),
     "CogVideoXImageToVideoPipeline": Family(
-        channel_axis=2, refused=_DYNAMIC_CFG, **_FIRST_FRAME, picture_each=True, note=_DRAWN
+        channel_axis=2, refused=_DYNAMIC_CFG, **_FIRST_FRAME, image_each=True, note=_DRAWN
     ),
     "CogView4Pipeline": Family(),
     "ZImagePipeline": Family(free_at=0.0, patch=2),

@@ -47,30 +47,30 @@ def blank(size: tuple[int, int], grey: int = 128) -> Image:
     return Image.new("RGB", size, (grey, 255 - grey, grey // 2))
 
 
-def content(pictures: Sequence[Image]) -> int:
+def content(images: Sequence[Image]) -> int:
     """A number below 2^62 that equal pictures share, and others not."""
     digest = hashlib.sha256()
-    for picture in pictures:
-        digest.update(f"{picture.size}".encode())
-        digest.update(picture.tobytes())
+    for image in images:
+        digest.update(f"{image.size}".encode())
+        digest.update(image.tobytes())
     return int.from_bytes(digest.digest()[:8], "big") >> 2
 
 
-def picture_arguments(pipeline: Any, pictures: Sequence[Any]) -> dict[str, Any]:
+def image_arguments(pipeline: Any, images: Sequence[Any]) -> dict[str, Any]:
     """Arguments with which the pipeline's own call takes the pictures of one prompt.
 
     Raises:
         ModelError: it wants more of them, or fewer.
     """
     network = next(iter(find_networks(pipeline).values()))
-    taken = Pictures(family_of(pipeline), pipeline, network.config, None)
-    taken.require(len(pictures))
-    return taken.arguments(pictures, 1)
+    taken = ReferenceImages(family_of(pipeline), pipeline, network.config, None)
+    taken.require(len(images))
+    return taken.arguments(images, 1)
 
 
-def picture_methods(family: Family) -> tuple[str, ...]:
+def image_methods(family: Family) -> tuple[str, ...]:
     """Of the pipeline, beside `prepare_latents`: their results are kept here."""
-    return (EMBED, *family.picture_methods) if family.pictures else ()
+    return (EMBED, *family.image_methods) if family.images else ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Layout:
 
 
 @dataclass
-class Pictures:
+class ReferenceImages:
     """How one pipeline's pictures are stored and handed back."""
 
     family: Family
@@ -110,11 +110,11 @@ class Pictures:
     @property
     def limits(self) -> tuple[int, int]:
         """Least and most pictures of a prompt."""
-        if self.family.pictures and self.config.get("image_dim"):
+        if self.family.images and self.config.get("image_dim"):
             # Such a Wan embeds one picture; with a table of positions always two, the first and the last frame.
             count = 1 if self.config.pos_embed_seq_len is None else 2
             return count, count
-        return int(self.family.needs_picture), ANY if self.family.picture_list else len(self.family.pictures)
+        return int(self.family.needs_image), ANY if self.family.image_list else len(self.family.images)
 
     def require(self, count: int) -> None:
         """Raise ModelError unless a prompt may have that many pictures."""
@@ -127,21 +127,21 @@ class Pictures:
             takes = f"takes at most {most} with a prompt" if most else "takes none (see docs/models.md)"
             raise ModelError(f"{count} picture(s) with a prompt, but {self.kind} {takes}")
 
-    def arguments(self, pictures: Sequence[Image], batch: int) -> dict[str, Any]:
+    def arguments(self, images: Sequence[Image], batch: int) -> dict[str, Any]:
         """Arguments of the call: the pictures for all prompts, or the same one for each."""
-        if self.family.picture_list:
-            return {self.family.pictures[0]: list(pictures)} if pictures else {}
-        each = self.family.picture_each and batch > 1
-        named = zip(self.family.pictures, pictures, strict=False)
-        return {name: [picture] * batch if each else picture for name, picture in named}
+        if self.family.image_list:
+            return {self.family.images[0]: list(images)} if images else {}
+        each = self.family.image_each and batch > 1
+        named = zip(self.family.images, images, strict=False)
+        return {name: [image] * batch if each else image for name, image in named}
 
-    def fitted(self, pictures: Sequence[Image]) -> Sequence[Image]:
+    def fitted(self, images: Sequence[Image]) -> Sequence[Image]:
         """Cropped to the size of the clip where theirs would decide it."""
-        if not self.family.sized_by_picture:
-            return pictures
+        if not self.family.sized_by_image:
+            return images
         resize, size = self.pipeline.video_processor.resize, self.size
         assert size is not None
-        return [resize(picture, height=size.height, width=size.width, resize_mode="crop") for picture in pictures]
+        return [resize(image, height=size.height, width=size.width, resize_mode="crop") for image in images]
 
     def find_free(self, latents: Tensor, stepped: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
         """Shape of what the scheduler steps; where it lies among latents [1, ...] is found by handing in their places.
@@ -151,10 +151,10 @@ class Pictures:
         """
         places = torch.arange(latents.numel(), dtype=torch.float32, device=latents.device)
         given = stepped(places.view_as(latents))
-        found = given.flatten().long().clamp(0, len(places) - 1)
-        if len(found.unique()) < len(found) or not torch.equal(places[found], given.flatten().float()):
+        result = given.flatten().long().clamp(0, len(places) - 1)
+        if len(result.unique()) < len(result) or not torch.equal(places[result], given.flatten().float()):
             raise ModelError(f"{self.kind} changes the latents between prepare_latents() and scheduler.step()")
-        self.free = found
+        self.free = result
         return tuple(given.shape[1:])
 
     def learn(self, enter: Callable[[int], Visit]) -> None:
@@ -183,14 +183,14 @@ class Pictures:
         """Everything that was made of the pictures, but the latents."""
         prepared = visit.prepared
         assert prepared is not None
-        found = {(PREPARE, 0, i): part for i, part in enumerate(prepared.parts) if i != (prepared.place or 0)}
-        for method in picture_methods(self.family):
+        result = {(PREPARE, 0, i): part for i, part in enumerate(prepared.parts) if i != (prepared.place or 0)}
+        for method in image_methods(self.family):
             for k, value in enumerate(visit.returned.get(method, ())):
                 parts = value if isinstance(value, tuple) else (value,)
-                found |= {(method, k, i): part for i, part in enumerate(parts)}
-        return found
+                result |= {(method, k, i): part for i, part in enumerate(parts)}
+        return result
 
-    def entries(self, visit: Visit, pictures: Sequence[Image]) -> dict[str, Tensor | list[Tensor]]:
+    def entries(self, visit: Visit, images: Sequence[Image]) -> dict[str, Tensor | list[Tensor]]:
         """Rows of a Condition for one prompt, from a call with its pictures.
 
         Raises:
@@ -200,8 +200,8 @@ class Pictures:
         assert self.rows is not None
         parts, latents = self._parts(visit), visit.prepared.latents
         entries: dict[str, Tensor | list[Tensor]] = {
-            LAYOUT: torch.tensor([self._layout(visit, parts, tuple(picture.size for picture in pictures))]),
-            CONTENT: torch.tensor([content(pictures)]),
+            LAYOUT: torch.tensor([self._layout(visit, parts, tuple(image.size for image in images))]),
+            CONTENT: torch.tensor([content(images)]),
         }
         for place in sorted(self.rows | self.single):
             part = parts[place]
@@ -229,7 +229,7 @@ class Pictures:
         prepared = Prepared((None,) * len(visit.prepared.parts), visit.prepared.place, visit.prepared.dtype)
         shapes = {
             (method, k): not isinstance(value, tuple)
-            for method in picture_methods(self.family)
+            for method in image_methods(self.family)
             for k, value in enumerate(visit.returned.get(method, ()))
         }
         self.layouts.append(Layout(sizes, prepared, shapes, constants))

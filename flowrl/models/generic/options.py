@@ -36,13 +36,13 @@ def find_networks(pipeline: Any) -> dict[str, nn.Module]:
     Raises:
         ModelError: none of the known names.
     """
-    found = {name: part for name in _NETWORKS if isinstance(part := pipeline.components.get(name), nn.Module)}
-    if not found:
+    result = {name: part for name in _NETWORKS if isinstance(part := pipeline.components.get(name), nn.Module)}
+    if not result:
         raise ModelError(
             f"{type(pipeline).__name__} has no denoiser under the names {', '.join(_NETWORKS)}; "
             f"its components are {', '.join(sorted(pipeline.components))}"
         )
-    return found
+    return result
 
 
 def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class Call:
         kind = type(self.pipeline).__name__
         scale = {"cfg": "guidance_scale", "embedded": "guidance_scale", "true_cfg": "true_cfg_scale"}.get(self.guidance)
         ours = _OURS | ({scale: "rollout.guidance_scale"} if scale else {})
-        ours |= dict.fromkeys(family.pictures, "data.prompts")
+        ours |= dict.fromkeys(family.images, "data.prompts")
         for name in given:
             if name in ours:
                 raise ModelError(f"model.call.{name} is not to be set: {ours[name]} decides it")

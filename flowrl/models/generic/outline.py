@@ -49,7 +49,7 @@ class Outline(Generic):
             try:
                 self._learned()
                 # Where prompts keep their own lengths, a plan is of long ones.
-                self._encoded = self._encode([LONG], self._probe_pictures([LONG]))
+                self._encoded = self._encode([LONG], self._probe_images([LONG]))
                 self._middle = float(Generic.schedule(self, PROBE_STEPS).timesteps[1])
             except NotImplementedError as error:
                 raise ModelError(f"{self.kind}: {str(error).splitlines()[0]}") from error

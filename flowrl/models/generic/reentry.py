@@ -160,8 +160,8 @@ class Reentry:
 
     def _method(self, name: str) -> Any:
         """The pipeline's method of that name, or None."""
-        found = getattr(self.pipeline, name, None)
-        return found if callable(found) else None
+        result = getattr(self.pipeline, name, None)
+        return result if callable(result) else None
 
     def time_argument(self, network: str) -> str | None:
         """Name of the network's timestep argument."""

@@ -25,7 +25,7 @@ from flowrl.core.files import fsync, json_ready
 from flowrl.core.phases import phase
 from flowrl.core.rng import derive, permutation
 from flowrl.core.types import SampleId
-from flowrl.data.prompts import Prompt, require_pictures
+from flowrl.data.prompts import Prompt, require_images
 from flowrl.data.text_cache import Texts
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.models.savings import cast_frozen
@@ -36,7 +36,7 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
 from flowrl.rollout.trajectories import Asked
 from flowrl.run.folder import RunFolder, provenance
-from flowrl.run.pairs.folder import PICTURES, Done, PairFolder
+from flowrl.run.pairs.folder import IMAGES, Done, PairFolder
 from flowrl.run.pairs.plan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
 from flowrl.scoring.build import build_rewards, build_scorer, probe, require_metadata, require_modality
 from flowrl.scoring.scorer import Scorer, Scores
@@ -71,7 +71,7 @@ def enough(done: Done, prompts: int, wanted: Wanted) -> bool:
     return done.pairs >= wanted.count or done.groups - done.last_pair >= max(prompts, PATIENCE)
 
 
-def judge(number: int, scores: Scores) -> Group:
+def group_scores(number: int, scores: Scores) -> Group:
     """The best and the worst of a prompt's scores; of equal ones the first."""
     total = scores.total.double()
     valid = total.isfinite()
@@ -111,7 +111,7 @@ class Pairing:
             )
         for entry in self.scorer.distinct:
             require_modality(entry.name, entry.reward.card, clips=False)
-        require_pictures(prompts, self.adapter, "data.prompts", prompts[0])
+        require_images(prompts, self.adapter, "data.prompts", prompts[0])
         _freeze(resolved, self.adapter, world)
         probe(self.scorer, prompts[:2], self.adapter)
         self.texts = Texts(self.adapter, prompts, cache=config.data.caches_text)
@@ -141,9 +141,9 @@ class Pairing:
         number, place = divmod(done.groups, prompts)
         order = permutation(prompts, self.config.seed, "pairs", number).tolist()
         chosen = order[place : place + self.config.rollout.prompts_per_iteration]
-        pictures: dict[int, Tensor] = {}
+        images: dict[int, Tensor] = {}
         try:
-            own = self.world.in_step(lambda: self._attempt(number, self._own(chosen), pictures))
+            own = self.world.in_step(lambda: self._attempt(number, self._own(chosen), images))
             self.signals.honour(self.world)
         except Abandoned:
             if self.world.main:
@@ -152,20 +152,20 @@ class Pairing:
         groups = {group.number: group for part in self.world.gather(own) for group in part}
         used = self._used([groups[k] for k in chosen], done.pairs)
         kept = [group for group in used if group.margin > self.wanted.margin]
-        self.world.together(lambda: [self._keep(folder, number, g, pictures) for g in kept if g.number in pictures])
+        self.world.together(lambda: [self._keep(folder, number, g, images) for g in kept if g.number in images])
         lines = [self._line(number, group) for group in kept]
         if self.world.main:
             folder.append(lines, _tally(used, kept))
             log.info("round %d: %d of %d prompts; %s", number + 1, place + len(used), prompts, folder.done)
         folder.done = self.world.gather(folder.done)[0]
 
-    def _attempt(self, number: int, own: Sequence[int], pictures: dict[int, Tensor]) -> list[Group]:
-        """This process's groups; `pictures` is given the best and the worst of each, [2, 3, H, W]."""
+    def _attempt(self, number: int, own: Sequence[int], images: dict[int, Tensor]) -> list[Group]:
+        """This process's groups; `images` is given the best and the worst of each, [2, 3, H, W]."""
         if not own:
             return []
         bar = Progress(len(own) * self.wanted.per_prompt, f"round {number + 1}", show=self.world.main)
         try:
-            return self._draw(number, own, bar, pictures)
+            return self._draw(number, own, bar, images)
         finally:
             bar.close()
 
@@ -173,7 +173,7 @@ class Pairing:
         rank, size = self.world.rank, self.world.size
         return chosen[rank * len(chosen) // size : (rank + 1) * len(chosen) // size]
 
-    def _draw(self, number: int, own: Sequence[int], bar: Progress, pictures: dict[int, Tensor]) -> list[Group]:
+    def _draw(self, number: int, own: Sequence[int], bar: Progress, images: dict[int, Tensor]) -> list[Group]:
         config, group = self.config, self.wanted.per_prompt
         noise = Noise(config.seed, "pairs", number, self.adapter.latent_shape(), config.rollout.shared_noise)
         ids = [SampleId(prompt, k) for prompt in own for k in range(group)]
@@ -202,8 +202,8 @@ class Pairing:
         for place, prompt in enumerate(own):
             part = slice(place * group, (place + 1) * group)
             raw = {name: value[part] for name, value in scores.raw.items()}
-            groups.append(judge(prompt, Scores(raw, scores.values[:, part], scores.weights)))
-            pictures[prompt] = drawn[part][[groups[-1].best, groups[-1].worst]]
+            groups.append(group_scores(prompt, Scores(raw, scores.values[:, part], scores.weights)))
+            images[prompt] = drawn[part][[groups[-1].best, groups[-1].worst]]
         return groups
 
     def _used(self, groups: Sequence[Group], before: int) -> list[Group]:
@@ -216,14 +216,14 @@ class Pairing:
             before += group.margin > self.wanted.margin
         return used
 
-    def _keep(self, folder: PairFolder, number: int, group: Group, pictures: dict[int, Tensor]) -> None:
-        for image, name in zip(pictures[group.number], self._names(number, group), strict=True):
+    def _keep(self, folder: PairFolder, number: int, group: Group, images: dict[int, Tensor]) -> None:
+        for image, name in zip(images[group.number], self._names(number, group), strict=True):
             fsync(media.write(image, folder.path / name.removesuffix(".png")))
-        fsync(folder.path / PICTURES)
+        fsync(folder.path / IMAGES)
 
     def _names(self, number: int, group: Group) -> tuple[str, str]:
         """Paths of the best and the worst, relative to the folder."""
-        stem = f"{PICTURES}/{number:03d}-{group.number:06d}"
+        stem = f"{IMAGES}/{number:03d}-{group.number:06d}"
         return f"{stem}-{group.best:03d}.png", f"{stem}-{group.worst:03d}.png"
 
     def _line(self, number: int, group: Group) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from flowrl.core.files import write_atomically, writing
 from flowrl.run.folder import differences
 
 FORMAT = "flowrl-pairs-1"
-HEADER, LINES, PICTURES = "pairs.json", "pairs.jsonl", "pictures"
+HEADER, LINES, IMAGES = "pairs.json", "pairs.jsonl", "pictures"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class PairFolder:
             )
         lines.touch()
         os.truncate(lines, self.done.nbytes)
-        (self.path / PICTURES).mkdir(exist_ok=True)
+        (self.path / IMAGES).mkdir(exist_ok=True)
         return self.done
 
     def append(self, records: Sequence[dict[str, Any]], tally: dict[str, int]) -> None:

@@ -102,8 +102,8 @@ def check(resolved: Resolved, wanted: Wanted) -> None:
 def made_with(resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted) -> dict[str, Any]:
     """Everything that decides which pairs come out; a folder holds those of one such record."""
     config, model = resolved.run, resolved.model
-    texts = hashlib.sha256(repr([(p.text, p.pictures, p.metadata) for p in prompts]).encode()).hexdigest()
-    found = {
+    texts = hashlib.sha256(repr([(p.text, p.images, p.metadata) for p in prompts]).encode()).hexdigest()
+    result = {
         "seed": config.seed,
         "model": {"name": model.name} | to_tree(model.config),
         "prompts": {"source": config.data.prompts, "count": len(prompts), "sha256": texts},
@@ -115,12 +115,12 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted) -> 
         "per_prompt": wanted.per_prompt,
         "margin": wanted.margin,
     }
-    if found["sampler"] is not None:
-        found["sampler"] |= to_tree(resolved.sampler.config)
+    if result["sampler"] is not None:
+        result["sampler"] |= to_tree(resolved.sampler.config)
     if model.config.init_lora is not None and lora_file(Path(model.config.init_lora)).is_file():
         content = lora_file(Path(model.config.init_lora)).read_bytes()
-        found["init_lora_sha256"] = hashlib.sha256(content).hexdigest()
-    return found
+        result["init_lora_sha256"] = hashlib.sha256(content).hexdigest()
+    return result
 
 
 def _reward(plan: RewardPlan, options: dict[str, Any]) -> dict[str, Any]:

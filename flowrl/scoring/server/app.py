@@ -62,8 +62,8 @@ class Service:
 
     def rewards(self) -> bytes:
         """Card and options (so the model) of each; what clients may send."""
-        found = {name: batcher.about for name, batcher in self.batchers.items()}
-        return dumps({"schema": SCHEMA, "limits": self.limits.told(), "rewards": found})
+        result = {name: batcher.about for name, batcher in self.batchers.items()}
+        return dumps({"schema": SCHEMA, "limits": self.limits.told(), "rewards": result})
 
     async def score(self, body: bytes) -> bytes:
         """The answer; the same one again, from memory or from the work going on, for a request that is repeated.
@@ -151,9 +151,9 @@ def create_app(service: Service) -> fastapi.FastAPI:
 
     async def score(request: fastapi.Request) -> tuple[int, bytes]:
         started = time.perf_counter()
-        found = await service.score(await read_body(request, service))
+        result = await service.score(await read_body(request, service))
         counters.time(time.perf_counter() - started)
-        return 200, found
+        return 200, result
 
     def add(path: str, work: Callable[[fastapi.Request], Awaitable[tuple[int, bytes]]], method: str = "GET") -> None:
         media = "text/plain; version=0.0.4" if path == "/metrics" else "application/json"

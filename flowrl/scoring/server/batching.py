@@ -114,7 +114,7 @@ class Batcher:
         if len(self._queue) + len(items) > self.limits.waiting:
             text = f"{len(self._queue)} samples are waiting for {self.name!r}; try again, or another server"
             raise Refusal(503, "busy", text)
-        size = sum(len(picture.data) for item in items for picture in (item.picture, *item.sources))
+        size = sum(len(image.data) for item in items for image in (item.image, *item.sources))
         if self._held + size > self.limits.waiting_bytes:
             text = f"{self._held} bytes of pictures are waiting for {self.name!r}; try again, or another server"
             raise Refusal(503, "busy", text)

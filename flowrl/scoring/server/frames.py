@@ -9,7 +9,7 @@ import json
 import struct
 from typing import IO, Any
 
-from flowrl.core.wire import Picture
+from flowrl.core.wire import WireImage
 from flowrl.scoring.server.messages import Item, dumps
 
 LENGTHS = struct.Struct(">IQ")
@@ -18,20 +18,20 @@ Result = dict[str, Any]
 """{"scores": {output: number or None}, "error": {"kind", "text"} or None}."""
 
 
-def pack_frame(header: Any, pictures: tuple[bytes, ...] = ()) -> list[bytes]:
+def pack_frame(header: Any, images: tuple[bytes, ...] = ()) -> list[bytes]:
     """The parts of a frame, to be written one behind the other."""
     head = dumps(header)
-    return [LENGTHS.pack(len(head), sum(map(len, pictures))), head, *pictures]
+    return [LENGTHS.pack(len(head), sum(map(len, images))), head, *images]
 
 
 def pack_items(items: list[Item]) -> list[bytes]:
     """A batch as a frame."""
 
     def plain(item: Item) -> dict[str, Any]:
-        pictures = [(p.format, p.shape, len(p.data)) for p in (item.picture, *item.sources)]
-        return {"id": item.id, "prompt": item.prompt, "metadata": item.metadata, "pictures": pictures}
+        images = [(p.format, p.shape, len(p.data)) for p in (item.image, *item.sources)]
+        return {"id": item.id, "prompt": item.prompt, "metadata": item.metadata, "pictures": images}
 
-    data = tuple(picture.data for item in items for picture in (item.picture, *item.sources))
+    data = tuple(image.data for item in items for image in (item.image, *item.sources))
     return pack_frame([plain(item) for item in items], data)
 
 
@@ -39,11 +39,11 @@ def unpack_items(records: list[dict[str, Any]], data: bytes) -> list[Item]:
     """The batch of a frame's header and pictures."""
     items, place = [], 0
     for record in records:
-        pictures = []
+        images = []
         for kind, shape, size in record["pictures"]:
-            pictures.append(Picture(kind, tuple(shape), data[place : place + size]))
+            images.append(WireImage(kind, tuple(shape), data[place : place + size]))
             place += size
-        items.append(Item(record["id"], record["prompt"], record["metadata"], pictures[0], tuple(pictures[1:])))
+        items.append(Item(record["id"], record["prompt"], record["metadata"], images[0], tuple(images[1:])))
     return items
 
 

@@ -60,14 +60,14 @@ def bind(host: str, port: int) -> socket.socket:
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
         0
     ]
-    found = socket.socket(family, kind, proto)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    result = socket.socket(family, kind, proto)
+    result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind(address)
+        result.bind(address)
     except OSError:
-        found.close()
+        result.close()
         raise
-    return found
+    return result
 
 
 def uvicorn_server(service: Service, *, grace_s: float) -> Server:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from flowrl.core.wire import SCHEMA, Picture, WireError, read_picture, require_schema
+from flowrl.core.wire import SCHEMA, WireError, WireImage, read_image, require_schema
 
 _REQUEST_KEYS = {"schema", "request_id", "reward", "items"}
 _ITEM_KEYS = {"id", "prompt", "metadata", "picture", "sources"}
@@ -69,12 +69,12 @@ class Item:
     id: str
     prompt: str
     metadata: dict[str, Any]
-    picture: Picture
-    sources: tuple[Picture, ...] = ()
+    image: WireImage
+    sources: tuple[WireImage, ...] = ()
 
     @property
     def pixels(self) -> int:
-        return self.picture.pixels + sum(source.pixels for source in self.sources)
+        return self.image.pixels + sum(source.pixels for source in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +154,10 @@ def _item(record: Any, where: str, limits: Limits) -> Item:
     if not isinstance(sources, list) or len(sources) > limits.sources:
         raise Refusal(413, "items", f"{where}.sources: must be a list of at most {limits.sources} pictures")
     try:
-        pictures = [read_picture(source, f"{where}.sources[{k}]") for k, source in enumerate(sources)]
-        if any(picture.format != "png" for picture in pictures):
+        images = [read_image(source, f"{where}.sources[{k}]") for k, source in enumerate(sources)]
+        if any(image.format != "png" for image in images):
             raise WireError(f"{where}.sources: must be png")
-        return Item(name, prompt, metadata, read_picture(record["picture"], f"{where}.picture"), tuple(pictures))
+        return Item(name, prompt, metadata, read_image(record["picture"], f"{where}.picture"), tuple(images))
     except WireError as error:
         raise Refusal(400, "picture", str(error)) from None
 

@@ -37,7 +37,7 @@ def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:
     samples: dict[int, Any] = {}
     for row, item in enumerate(items):
         try:
-            samples[row] = unpack(item.picture)
+            samples[row] = unpack(item.image)
         except Exception as error:  # PIL raises many kinds for what is no picture; none may end the worker
             results[row] = failed(outputs, "picture", f"the picture cannot be decoded: {error}")
     if whole and results:

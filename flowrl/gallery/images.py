@@ -32,12 +32,12 @@ Pair = tuple[int, int]
 """(prompt index, seed index)."""
 
 
-def pictured(run: Run) -> np.ndarray:
+def imaged(run: Run) -> np.ndarray:
     """[P, K] bool: where both pictures of a shared pair were saved."""
-    found = shared(run)
-    for p, k in np.argwhere(found):
-        found[p, k] = run.base.picture(p, k) is not None and run.after.picture(p, k) is not None
-    return found
+    result = shared(run)
+    for p, k in np.argwhere(result):
+        result[p, k] = run.base.image(p, k) is not None and run.after.image(p, k) is not None
+    return result
 
 
 def draw_pairs(available: np.ndarray) -> list[Pair]:
@@ -87,8 +87,8 @@ def card(run: Run, metrics: list[Metric], pair: Pair, section: str, page_folder:
         "prompt_id": p,
         "text": run.base.prompts[p],
         "seed": run.base.seeds[k],
-        "before": embed(run.base.picture(p, k), PAIR_PX, page_folder),
-        "after": embed(run.after.picture(p, k), PAIR_PX, page_folder),
+        "before": embed(run.base.image(p, k), PAIR_PX, page_folder),
+        "after": embed(run.after.image(p, k), PAIR_PX, page_folder),
         "scores": scores,
         "tone": scores[0]["tone"],
     }
@@ -102,7 +102,7 @@ def film(run: Run, metrics: list[Metric], page_folder: Path) -> dict[str, Any]:
         if len(rows) == MAX_FILMS:
             break
         same = [p < len(e.prompts) and e.prompts[p] == text and e.seeds[:1] == run.base.seeds[:1] for e in frames]
-        saved = [ok and e.picture(p, 0) is not None for ok, e in zip(same, frames, strict=True)]
+        saved = [ok and e.image(p, 0) is not None for ok, e in zip(same, frames, strict=True)]
         # Prompts further down have pictures of the base and tuned models alone: no film.
         if not any(ok and e.tag.startswith("iteration-") for ok, e in zip(saved, frames, strict=True)):
             continue
@@ -135,7 +135,7 @@ def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1
     buffer = io.BytesIO()
     if clip:
         frame_ms = round(media.FRAME_MS * len(frames) / len(kept))
-        media.write_clip(kept, buffer, quality=60, frame_ms=frame_ms)
+        media.write_video(kept, buffer, quality=60, frame_ms=frame_ms)
     elif small:
         kept[0].save(buffer, "PNG", optimize=True)
     else:
@@ -172,7 +172,7 @@ def _frame(evaluation: Evaluation, metric: Metric, prompt: int, saved: bool, pag
     score = float(table[prompt, 0]) if saved and table is not None else float("nan")
     return {
         "label": _frame_label(evaluation),
-        "picture": embed(evaluation.picture(prompt, 0), FRAME_PX, page_folder) if saved else None,
+        "picture": embed(evaluation.image(prompt, 0), FRAME_PX, page_folder) if saved else None,
         "score": metric.single(score),
         "tone": {1.0: "better", 0.0: "worse"}.get(score, "same") if metric.percent else "same",
     }

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.types import Condition
-from flowrl.data.prompts import Prompt, require_pictures
+from flowrl.data.prompts import Prompt, require_images
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import solver_plan
 from flowrl.models.base import decoded
@@ -25,7 +25,7 @@ from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
 from tests.contracts.test_models import GUIDED, lora, noise_like
 
-ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.PICTURED.items()]
+ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.IMAGED.items()]
 
 
 def picture(seed: int, size: tuple[int, int] = (20, 12)) -> Image.Image:
@@ -34,23 +34,23 @@ def picture(seed: int, size: tuple[int, int] = (20, 12)) -> Image.Image:
     return Image.fromarray(pixels.to(torch.uint8).numpy(), "RGB")
 
 
-def pictures_of(name: str, seed: int, size: tuple[int, int] = (20, 12)) -> list[Image.Image]:
+def images_of(name: str, seed: int, size: tuple[int, int] = (20, 12)) -> list[Image.Image]:
     """As many as the case wants and as large, each another one."""
-    case = tiny.PICTURED[name]
+    case = tiny.IMAGED[name]
     large = (case.enlarged + size[0], case.enlarged + size[1])
-    return [picture(seed + 100 * place, large) for place in range(case.pictures)]
+    return [picture(seed + 100 * place, large) for place in range(case.images)]
 
 
 def adapter(name: str, size: tuple[int, int] | None = None) -> Generic:
-    height, width = size or tiny.PICTURED[name].sizes[0]
-    return Generic(tiny.make(name), Config(path="tiny", height=height, width=width, call=tiny.PICTURED[name].call))
+    height, width = size or tiny.IMAGED[name].sizes[0]
+    return Generic(tiny.make(name), Config(path="tiny", height=height, width=width, call=tiny.IMAGED[name].call))
 
 
 def own_call(
     model: Generic, name: str, size: tuple[int, int], noise: Tensor, pictures: list[Any], scale: float
 ) -> tuple[Tensor, Tensor]:
     """(latents that leave the loop, pictures) of the pipeline's own call for one prompt from the same noise."""
-    pipe, case, left = model.pipeline, tiny.PICTURED[name], []
+    pipe, case, left = model.pipeline, tiny.IMAGED[name], []
     step, prepare = pipe.scheduler.step, pipe.prepare_latents
 
     def stepping(*args: Any, **kwargs: Any) -> Any:
@@ -107,10 +107,10 @@ def euler(model: Generic, x: Tensor, cond: Condition, scale: float) -> Tensor:
 @pytest.mark.parametrize("name", ALL)
 def test_the_euler_steps_reproduce_the_pipelines_own_call(name, guided):
     scale = GUIDED if guided else 1.0
-    for number, size in enumerate(tiny.PICTURED[name].sizes):
+    for number, size in enumerate(tiny.IMAGED[name].sizes):
         model = adapter(name, size)
         # The second is of the clip's own shape: HunyuanVideo 1.5 makes the clip of the picture's.
-        own = pictures_of(name, number, ((20, 20), (2 * size[1], 2 * size[0]))[number])
+        own = images_of(name, number, ((20, 20), (2 * size[1], 2 * size[0]))[number])
         x, cond = noise_like(model, 1), model.encode(tiny.PROMPTS[:1], [own])
         found = euler(model, x, cond, scale)
         latents, pictures = own_call(model, name, size, x, own, scale)
@@ -120,12 +120,12 @@ def test_the_euler_steps_reproduce_the_pipelines_own_call(name, guided):
 
 
 def test_a_first_and_a_last_frame_reach_the_call():
-    size, call = tiny.PICTURED["wan_image"].sizes[0], tiny.PICTURED["wan_image"].call
+    size, call = tiny.IMAGED["wan_image"].sizes[0], tiny.IMAGED["wan_image"].call
     made = tiny.make("wan_image")
     sizes = {key: value for key, value in made.transformer.config.items() if not key.startswith("_")}
     made.transformer = type(made.transformer)(**(sizes | {"pos_embed_seq_len": 10})).eval()
     model = Generic(made, Config(path="tiny", height=size[0], width=size[1], call=call))
-    assert model.picture_limits == (2, 2)
+    assert model.image_limits == (2, 2)
     x, both = noise_like(model, 1), [picture(0), picture(1)]
     found = euler(model, x, model.encode(tiny.PROMPTS[:1], [both]), GUIDED)
     assert_close(found, own_call(model, "wan_image", size, x, both, GUIDED)[0].float(), atol=1e-4, rtol=0)
@@ -137,7 +137,7 @@ def test_a_first_and_a_last_frame_reach_the_call():
 
 def test_a_picture_that_is_optional_may_be_left_out():
     model = adapter("flux_kontext")
-    x, size = noise_like(model, 1), tiny.PICTURED["flux_kontext"].sizes[0]
+    x, size = noise_like(model, 1), tiny.IMAGED["flux_kontext"].sizes[0]
     found = euler(model, x, model.encode(tiny.PROMPTS[:1]), 1.0)
     assert_close(found, own_call(model, "flux_kontext", size, x, [], 1.0)[0].float(), atol=1e-4, rtol=0)
 
@@ -149,7 +149,7 @@ def test_a_picture_that_is_optional_may_be_left_out():
 def test_samples_with_different_pictures_do_not_mix(name):
     """Also those of one size, which may share a forward, and of other sizes, which may not."""
     model = adapter(name)
-    own = [pictures_of(name, 0), pictures_of(name, 1), pictures_of(name, 2, (12, 20)), pictures_of(name, 0)]
+    own = [images_of(name, 0), images_of(name, 1), images_of(name, 2, (12, 20)), images_of(name, 0)]
     cond = model.encode([tiny.PROMPTS[0]] * 4, own)
     x = noise_like(model, 1).expand(4, *model.latent_shape())
     t = model.schedule(4).timesteps[1].repeat(4)
@@ -168,7 +168,7 @@ def test_samples_with_different_pictures_do_not_mix(name):
 def test_pictures_of_one_size_share_a_forward_unless_the_pipeline_repeats_one_for_the_batch():
     expected = {"flux_kontext": [[0, 1, 2]], "wan_image": [[0], [1, 2]], "qwen_image_edit_plus": [[0], [1], [2]]}
     for name, groups in expected.items():
-        model, own = adapter(name), [pictures_of(name, seed) for seed in (0, 1, 1)]
+        model, own = adapter(name), [images_of(name, seed) for seed in (0, 1, 1)]
         assert model._groups([500.0] * 3, model.encode([tiny.PROMPTS[0]] * 3, own)) == groups
 
 
@@ -178,11 +178,11 @@ def test_a_replay_is_bitwise_the_rollout_from_the_cache_without_encoders(name, t
     prompts = []
     for k, text in enumerate(tiny.PROMPTS):
         files = []
-        for place, one in enumerate(pictures_of(name, k)):
+        for place, one in enumerate(images_of(name, k)):
             files.append(str(tmp_path / f"{k}-{place}.png"))
             one.save(files[-1])
         prompts.append(Prompt(text, {}, tuple(files)))
-    prompts.append(Prompt(prompts[0].text, {}, prompts[1].pictures))
+    prompts.append(Prompt(prompts[0].text, {}, prompts[1].images))
     texts = Texts(model, prompts, cache=True)
     assert len(texts.rows) == 3
     cond, x = texts.lookup([prompts[2], prompts[0], prompts[2]]), noise_like(model, 3)
@@ -198,7 +198,7 @@ def test_a_replay_is_bitwise_the_rollout_from_the_cache_without_encoders(name, t
 @pytest.mark.parametrize("name", ALL)
 def test_every_lora_b_matrix_but_the_dead_ones_has_a_gradient(name):
     model = adapter(name)
-    cond, weights = model.encode(tiny.PROMPTS, [pictures_of(name, k) for k in (0, 1)]), lora(model)
+    cond, weights = model.encode(tiny.PROMPTS, [images_of(name, k) for k in (0, 1)]), lora(model)
     for timestep in model.schedule(4).timesteps[1:]:
         model.predict(noise_like(model), timestep.repeat(2), cond, GUIDED).square().sum().backward()
     ends = {key.partition(".lora_")[0]: p.grad for key, p in weights.parameters.items() if "lora_B" in key}
@@ -225,7 +225,7 @@ def test_the_doctor_tells_what_a_pipeline_does_with_pictures():
 
 def test_a_list_of_pictures_may_be_of_any_length_and_its_order_counts():
     model = adapter("flux_2_references")
-    both = pictures_of("flux_2_references", 0)
+    both = images_of("flux_2_references", 0)
     own = [both, both[::-1], [*both, both[0]], both[:1]]
     cond, x = model.encode([tiny.PROMPTS[0]] * 4, own), noise_like(model, 1)
     assert model._groups([500.0] * 4, cond) == [[0, 1], [2], [3]]
@@ -255,21 +255,21 @@ def test_a_prompt_without_the_picture_that_its_model_needs_is_named():
     given = [Prompt("a", {}, ("a.png",)), Prompt("b")]
     message = r"data\.prompts: prompt 2, 'b', has 0 picture\(s\), but QwenImageEditPipeline needs 1; give the paths"
     with pytest.raises(ConfigError, match=message):
-        require_pictures(given, model, "data.prompts", given[0])
+        require_images(given, model, "data.prompts", given[0])
     with pytest.raises(ConfigError, match=r"prompt 1, 'c', has 2 picture\(s\), but .* takes 1; leave out 1"):
-        require_pictures([Prompt("c", {}, ("a", "b"))], model, "data.prompts", given[0])
+        require_images([Prompt("c", {}, ("a", "b"))], model, "data.prompts", given[0])
 
 
 def test_a_model_of_text_only_refuses_prompts_with_pictures():
     one = Prompt("a", {}, ("a.png",))
     message = r"prompt 1, 'a', has 1 picture\(s\), but StableDiffusion3Pipeline takes none"
     with pytest.raises(ConfigError, match=message):
-        require_pictures([one], tiny_sd3.adapter(), "data.prompts", one)
+        require_images([one], tiny_sd3.adapter(), "data.prompts", one)
     height, width = tiny.CASES["sd3"].sizes[0]
     call = tiny.CASES["sd3"].call
     model = Generic(tiny.make("sd3"), Config(path="tiny", height=height, width=width, call=call))
     with pytest.raises(ConfigError, match=message):
-        require_pictures([one], model, "data.prompts", one)
+        require_images([one], model, "data.prompts", one)
     with pytest.raises(ModelError, match=r"StableDiffusion3Pipeline takes none \(see docs/models\.md\)"):
         model.encode(["a"], [[picture(0)]])
 
@@ -277,22 +277,22 @@ def test_a_model_of_text_only_refuses_prompts_with_pictures():
 def test_some_prompts_with_and_some_without_a_picture_are_refused():
     model, first = adapter("flux_kontext"), Prompt("a")
     with pytest.raises(ConfigError, match=r"data\.eval_prompts: prompt 1, 'b', has a picture, unlike the first prompt"):
-        require_pictures([Prompt("b", {}, ("a.png",))], model, "data.eval_prompts", first)
-    require_pictures([first, Prompt("b")], model, "data.prompts", first)
+        require_images([Prompt("b", {}, ("a.png",))], model, "data.eval_prompts", first)
+    require_images([first, Prompt("b")], model, "data.prompts", first)
 
 
 def test_a_pipeline_whose_frames_have_their_own_timesteps_is_refused():
     made = tiny.make("wan_image")
     made.register_to_config(expand_timesteps=True)
     with pytest.raises(ModelError, match=r"with expand_timesteps=True .*gives each frame a timestep of its own"):
-        Generic(made, Config(path="tiny", height=16, width=16, call=tiny.PICTURED["wan_image"].call))
+        Generic(made, Config(path="tiny", height=16, width=16, call=tiny.IMAGED["wan_image"].call))
 
 
 def test_a_model_that_puts_the_picture_back_after_every_step_is_refused():
     made = tiny.make("hunyuan_video_image")
     made.transformer.register_to_config(image_condition_type="token_replace")
     with pytest.raises(ModelError, match=r"with image_condition_type='token_replace' .* cannot be trained: it puts"):
-        Generic(made, Config(path="tiny", height=16, width=16, call=tiny.PICTURED["hunyuan_video_image"].call))
+        Generic(made, Config(path="tiny", height=16, width=16, call=tiny.IMAGED["hunyuan_video_image"].call))
 
 
 def test_a_size_that_no_picture_can_give_is_refused_with_the_one_that_it_gives():
@@ -310,7 +310,7 @@ def test_a_picture_that_a_pipeline_does_not_take_is_named_with_its_prompt():
 def test_latents_that_the_loop_changes_before_its_step_are_refused():
     model = adapter("ltx_image")
     with pytest.raises(ModelError, match="changes the latents between prepare_latents"):
-        model.pictures.find_free(torch.zeros(1, 6), lambda places: 2 * places[:, 2:])
+        model.images.find_free(torch.zeros(1, 6), lambda places: 2 * places[:, 2:])
 
 
 def test_a_picture_of_the_call_is_the_prompt_records():
