@@ -112,11 +112,11 @@ def build(config: Config) -> Reward:
 
     def embeddings(images: Tensor | Sequence[Tensor]) -> Tensor:
         """[B, D]; that of a clip is the mean over its frames. NaN where a pixel is not finite."""
-        clips = [list(image) if image.ndim == 4 else [image] for image in images]
-        frames = [frame for clip in clips for frame in clip]
+        videos = [list(image) if image.ndim == 4 else [image] for image in images]
+        frames = [frame for video in videos for frame in video]
         unit = F.normalize(embed([frame.detach().nan_to_num(0.0, 0.0, 0.0) for frame in frames]), dim=1)
         unit[[not bool(frame.isfinite().all()) for frame in frames]] = math.nan
-        return torch.stack([part.mean(dim=0) for part in unit.split([len(clip) for clip in clips])])
+        return torch.stack([part.mean(dim=0) for part in unit.split([len(video) for video in videos])])
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         features, groups = embeddings(images), groups_of(prompts, metadata)

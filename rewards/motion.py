@@ -140,13 +140,13 @@ def build(config: Config) -> Reward:
     if config.flow_weights is not None:
         speed = load_raft(config.flow_weights, device=config.device, reward="motion")
 
-    def one(clip: Tensor) -> dict[str, float]:
-        if clip.ndim != 4 or len(clip) < 3:
+    def one(video: Tensor) -> dict[str, float]:
+        if video.ndim != 4 or len(video) < 3:
             raise RewardError(
-                f"reward 'motion' scores clips [F, 3, H, W] of 3 frames or more, got {list(clip.shape)}; for pictures, "
+                f"reward 'motion' scores clips [F, 3, H, W] of 3 frames or more, got {list(video.shape)}; for pictures, "
                 "take another reward"
             )
-        pixels = [to_uint8(frame) for frame in clip]
+        pixels = [to_uint8(frame) for frame in video]
         frames = [frame for frame in pixels if frame is not None]
         if len(frames) < len(pixels):
             return dict.fromkeys(card.outputs, math.nan)
@@ -161,7 +161,7 @@ def build(config: Config) -> Reward:
             "motion_flickering": 1 - strength,
         }
         if embed is not None:
-            values["motion_consistency"] = consistency(embed(list(clip.detach())))
+            values["motion_consistency"] = consistency(embed(list(video.detach())))
             quality.append(values["motion_consistency"])
         if speed is not None:
             speeds = [speed(a, b) for a, b in pairwise(apart)]
@@ -170,7 +170,7 @@ def build(config: Config) -> Reward:
         return values | {"motion": min(gate, 1.0) * fmean(quality)}
 
     def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
-        rows = [one(clip) for clip in images]
+        rows = [one(video) for video in images]
         return {name: torch.tensor([row[name] for row in rows]) for name in card.outputs}
 
     return Reward(score, card)

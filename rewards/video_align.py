@@ -226,16 +226,16 @@ def load(config: Config, folder: Path, settings: Settings) -> qwen_vl.Regressor:
     )
 
 
-def sampled(clip: Tensor, rate: float, settings: Settings) -> Tensor | None:
+def sampled(video: Tensor, rate: float, settings: Settings) -> Tensor | None:
     """[n, 3, h, w] uint8: the frames of a clip [F, 3, H, W] that are looked at; None where one is not finite."""
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.functional import resize
 
-    chosen = frame_indices(len(clip), rate, fps=settings.fps, num_frames=settings.num_frames)
-    frames = [to_uint8(clip[index]) for index in chosen]
+    chosen = frame_indices(len(video), rate, fps=settings.fps, num_frames=settings.num_frames)
+    frames = [to_uint8(video[index]) for index in chosen]
     if any(frame is None for frame in frames):
         return None
-    size = qwen_vl.smart_resize(*clip.shape[-2:], min_pixels=MIN_PIXELS, max_pixels=settings.max_frame_pixels)
+    size = qwen_vl.smart_resize(*video.shape[-2:], min_pixels=MIN_PIXELS, max_pixels=settings.max_frame_pixels)
     stacked = torch.stack([torch.from_numpy(frame).permute(2, 0, 1) for frame in frames])
     return resize(stacked, list(size), InterpolationMode.BICUBIC, antialias=True)
 
@@ -264,10 +264,10 @@ def build(config: Config) -> Reward:
         )
     model = load(config, folder, settings)
 
-    def one(clip: Tensor, tokens: list[int], rate: float) -> list[float]:
-        if clip.ndim != 4:
-            raise RewardError(f"reward 'video_align' takes clips [F, 3, H, W], got {list(clip.shape)}")
-        frames = sampled(clip, rate, settings)
+    def one(video: Tensor, tokens: list[int], rate: float) -> list[float]:
+        if video.ndim != 4:
+            raise RewardError(f"reward 'video_align' takes clips [F, 3, H, W], got {list(video.shape)}")
+        frames = sampled(video, rate, settings)
         if frames is None:
             return [math.nan] * len(CARD.outputs)
         return values_of(model.outputs(tokens, frames, "video"), settings, config.use_norm)
@@ -278,7 +278,7 @@ def build(config: Config) -> Reward:
         # All texts and rates first: a prompt or record that cannot be used is found before the slow part.
         asked = [model.tokens(qwen_vl.with_caption(prompt, caption), "video") for caption in prompts]
         rates = [_frame_rate(record, config) for record in metadata]
-        rows = [one(clip, tokens, rate) for clip, tokens, rate in zip(images, asked, rates, strict=True)]
+        rows = [one(video, tokens, rate) for video, tokens, rate in zip(images, asked, rates, strict=True)]
         table = torch.tensor(rows).reshape(-1, len(CARD.outputs))
         return dict(zip(CARD.outputs, table.unbind(dim=1), strict=True))
 

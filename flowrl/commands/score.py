@@ -222,8 +222,8 @@ def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[
         else:
             rows.append(place)
     for entry in scorer.distinct:
-        for clips in {image.ndim == 4 for image in images}:
-            require_modality(entry.name, entry.reward.card, clips=clips)
+        for videos in {image.ndim == 4 for image in images}:
+            require_modality(entry.name, entry.reward.card, videos=videos)
     return rows, torch.stack(images) if len({image.shape for image in images}) == 1 else images
 
 

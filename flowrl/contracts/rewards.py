@@ -104,7 +104,7 @@ class Trials:
         if not self.card.needs_groups:
             trials.insert(2, ("alone as in a batch", self._alone))
         if self.card.modality == "any" and self._first_ndim() == 3:
-            trials.insert(-3, ("clips", self._clips))
+            trials.insert(-3, ("clips", self._videos))
         for name, trial in trials:
             yield self._tried(name, trial)
 
@@ -224,10 +224,10 @@ class Trials:
     def _raw(self, given: Material) -> dict[str, Any]:
         return called(self.entry, given.images, given.prompts, given.metadata, self.conduct)
 
-    def _clips(self) -> Finding:
+    def _videos(self) -> Finding:
         given = self.samples.pick([0, 1])
         frames = [torch.stack([image, image.flip(-1), image.flip(-2)]) for image in given.images]
-        same = all(clip.shape == frames[0].shape for clip in frames)
+        same = all(video.shape == frames[0].shape for video in frames)
         self.once(Material(torch.stack(frames) if same else frames, given.prompts, given.metadata))
         return Finding("clips", "are scored")
 

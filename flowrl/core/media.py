@@ -72,8 +72,8 @@ def read_note(file: Path) -> dict[str, Any]:
     return result if isinstance(result, dict) else {}
 
 
-def _note_file(clip: Path) -> Path:
-    return clip.with_suffix(".json")
+def _note_file(video: Path) -> Path:
+    return video.with_suffix(".json")
 
 
 def write_video(images: Sequence[Image], file: object, *, quality: int, frame_ms: int = FRAME_MS) -> None:

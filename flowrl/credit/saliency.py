@@ -90,8 +90,8 @@ def to_latent_grid(maps: Tensor, shape: tuple[int, ...], *, keep_mean: bool = Fa
     frames = F.interpolate(frames, tuple(shape[-2:]), mode="bilinear", antialias=True).squeeze(1)
     frames = _stretched(frames, (1, 2))
     if len(shape) == 3:
-        clips = frames.reshape(len(maps), 1, maps.shape[1], *shape[1:])
-        frames = _stretched(F.interpolate(clips, tuple(shape), mode="trilinear").squeeze(1), (1, 2, 3))
+        videos = frames.reshape(len(maps), 1, maps.shape[1], *shape[1:])
+        frames = _stretched(F.interpolate(videos, tuple(shape), mode="trilinear").squeeze(1), (1, 2, 3))
     if keep_mean:
         frames = frames / frames.mean(dim=tuple(range(1, frames.ndim)), keepdim=True)
     return frames

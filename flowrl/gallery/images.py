@@ -25,7 +25,7 @@ PAIR_PX, FRAME_PX = 384, 192
 """Longest side of an embedded picture."""
 SHEET_PX = 1024
 """Longest side of an embedded contact sheet."""
-CLIP_PX, CLIP_FRAMES = 192, 16
+VIDEO_PX, VIDEO_FRAMES = 192, 16
 """Longest side of an embedded clip, and how many frames it has at most, evenly spread."""
 
 Pair = tuple[int, int]
@@ -115,7 +115,7 @@ def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1
     """A picture or a clip for the page, or None where none was saved; `cells` of them along the side of a sheet.
 
     Small pictures stay exact (PNG, enlarged without smoothing by the page); others become WebP of at most
-    `limit_px`, with a relative link to the file. Clips are animated WebP of at most `CLIP_PX` and `CLIP_FRAMES`, which
+    `limit_px`, with a relative link to the file. Clips are animated WebP of at most `VIDEO_PX` and `VIDEO_FRAMES`, which
     play in the time of the file.
 
     Raises:
@@ -127,13 +127,13 @@ def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1
         frames = media.read_frames(path)
     except media.UNREADABLE as error:
         raise ConfigError(f"{path} is no picture ({error}); delete it: the report does without it") from error
-    clip, full_size = len(frames) > 1, frames[0].size
-    kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), CLIP_FRAMES)).round().astype(int)]
+    video, full_size = len(frames) > 1, frames[0].size
+    kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), VIDEO_FRAMES)).round().astype(int)]
     for frame in kept:
-        frame.thumbnail((min(limit_px, CLIP_PX * cells),) * 2 if clip else (limit_px, limit_px))
+        frame.thumbnail((min(limit_px, VIDEO_PX * cells),) * 2 if video else (limit_px, limit_px))
     small = max(full_size) < media.SMALL_PX * cells
     buffer = io.BytesIO()
-    if clip:
+    if video:
         frame_ms = round(media.FRAME_MS * len(frames) / len(kept))
         media.write_video(kept, buffer, quality=60, frame_ms=frame_ms)
     elif small:
@@ -143,7 +143,7 @@ def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
     whole = kept[0].size == full_size and len(kept) == len(frames)
     return {
-        "src": f"data:image/{'png' if small and not clip else 'webp'};base64,{data}",
+        "src": f"data:image/{'png' if small and not video else 'webp'};base64,{data}",
         "width": kept[0].width,
         "height": kept[0].height,
         "pixelated": small,

@@ -218,7 +218,7 @@ def _adapter(resolved: Resolved, data: _Data, watched: Scorer | None) -> ModelAd
     """The model, if rewards and prompts are of its kind."""
     adapter = resolved.model.build()
     for entry in () if watched is None else watched.distinct:
-        require_modality(entry.name, entry.reward.card, clips=adapter.num_frames > 1)
+        require_modality(entry.name, entry.reward.card, videos=adapter.num_frames > 1)
     # Captions of pairs have no reference pictures.
     listed, (key, evaluated) = data.prompts.listed, data.prompts.looked_up
     first = listed[0] if data.given is None else Prompt("")

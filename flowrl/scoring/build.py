@@ -114,18 +114,18 @@ def require_metadata(
                 raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {raised}") from error
 
 
-def require_modality(name: str, card: Card, *, clips: bool) -> None:
+def require_modality(name: str, card: Card, *, videos: bool) -> None:
     """Refuse a reward that cannot judge what the model makes.
 
     Raises:
         ConfigError: naming the reward and the remedy.
     """
-    if card.modality == "video" and not clips:
+    if card.modality == "video" and not videos:
         raise ConfigError(
             f"reward {name!r} judges clips, and the model makes pictures; leave it out, or use a video model with more "
             "than one frame"
         )
-    if card.modality in ("image", "edit") and clips:
+    if card.modality in ("image", "edit") and videos:
         raise ConfigError(
             f"reward {name!r} judges pictures, and the model makes clips; leave it out, or use a reward that "
             "`flowrl list rewards` shows for video or any"

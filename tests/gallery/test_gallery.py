@@ -331,10 +331,10 @@ def test_clips_play_small_on_the_page_and_link_to_the_file(tmp_path):
     assert (shown["width"], shown["height"], shown["pixelated"]) == (192, 108, False)
     assert shown["link"] == "../clip.webp"
     page = Image.open(io.BytesIO(base64.b64decode(shown["src"].removeprefix("data:image/webp;base64,"))))
-    assert (page.n_frames, page.size) == (images.CLIP_FRAMES, (192, 108))
+    assert (page.n_frames, page.size) == (images.VIDEO_FRAMES, (192, 108))
     page.seek(1)
     page.load()
-    assert page.info["duration"] == pytest.approx(media.FRAME_MS * 24 / images.CLIP_FRAMES)  # as fast as the file
+    assert page.info["duration"] == pytest.approx(media.FRAME_MS * 24 / images.VIDEO_FRAMES)  # as fast as the file
     whole = images.embed(media.write(torch.rand(4, 3, 16, 16), tmp_path / "small"), 384, tmp_path)
     assert (whole["pixelated"], whole["link"]) == (True, None)
 

@@ -153,10 +153,10 @@ def test_a_reward_on_edits_needs_source_pictures():
 def test_a_reward_that_cannot_judge_what_the_model_makes_is_refused(modality, clips, words):
     card = Card(outputs=("a",), modality=modality)
     if words is None:
-        require_modality("r", card, clips=clips)
+        require_modality("r", card, videos=clips)
     else:
         with pytest.raises(ConfigError, match=f"'r' {words}"):
-            require_modality("r", card, clips=clips)
+            require_modality("r", card, videos=clips)
 
 
 def test_a_run_without_what_its_reward_requires_ends_before_anything_is_loaded(monkeypatch, tmp_path):

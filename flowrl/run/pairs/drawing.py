@@ -110,7 +110,7 @@ class Pairing:
                 "model.num_frames: `flowrl pairs` makes pairs of pictures, and this model makes clips; set it to 1"
             )
         for entry in self.scorer.distinct:
-            require_modality(entry.name, entry.reward.card, clips=False)
+            require_modality(entry.name, entry.reward.card, videos=False)
         require_images(prompts, self.adapter, "data.prompts", prompts[0])
         _freeze(resolved, self.adapter, world)
         probe(self.scorer, prompts[:2], self.adapter)
