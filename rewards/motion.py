@@ -143,7 +143,7 @@ def build(config: Config) -> Reward:
     def one(video: Tensor) -> dict[str, float]:
         if video.ndim != 4 or len(video) < 3:
             raise RewardError(
-                f"reward 'motion' scores clips [F, 3, H, W] of 3 frames or more, got {list(video.shape)}; for pictures, "
+                f"reward 'motion' scores videos [F, 3, H, W] of 3 frames or more, got {list(video.shape)}; for images, "
                 "take another reward"
             )
         pixels = [to_uint8(frame) for frame in video]

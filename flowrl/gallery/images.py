@@ -115,7 +115,7 @@ def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1
     """A picture or a clip for the page, or None where none was saved; `cells` of them along the side of a sheet.
 
     Small pictures stay exact (PNG, enlarged without smoothing by the page); others become WebP of at most
-    `limit_px`, with a relative link to the file. Clips are animated WebP of at most `VIDEO_PX` and `VIDEO_FRAMES`, which
+    `limit_px`, with a relative link to the file. Videos are animated WebP of at most `VIDEO_PX` and `VIDEO_FRAMES`, and
     play in the time of the file.
 
     Raises:

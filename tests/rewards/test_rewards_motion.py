@@ -149,7 +149,7 @@ def test_scores_do_not_depend_on_the_batch_and_a_broken_clip_is_masked_alone(rew
 
 @pytest.mark.parametrize("shape", [(1, 3, 8, 8), (1, 2, 3, 8, 8)])
 def test_what_is_no_clip_of_three_frames_is_refused(reward, shape):
-    with pytest.raises(RewardError, match=r"clips \[F, 3, H, W\] of 3 frames or more, got"):
+    with pytest.raises(RewardError, match=r"videos \[F, 3, H, W\] of 3 frames or more, got"):
         reward.score(torch.zeros(shape), [""], [{}])
 
 
