@@ -24,7 +24,7 @@ class Request:
     number: int
     """Of all requests, from 0."""
     headers: dict[str, str] = field(default_factory=dict)
-    pictures_as: str = "png"
+    images_as: str = "png"
 
     @property
     def text(self) -> str:
@@ -32,9 +32,9 @@ class Request:
         return self.body["messages"][0]["content"][-1]["text"]
 
     @property
-    def pictures(self) -> list[np.ndarray]:
+    def images(self) -> list[np.ndarray]:
         urls = [part["image_url"]["url"] for part in self.body["messages"][0]["content"] if part["type"] == "image_url"]
-        assert all(url.startswith(f"data:image/{self.pictures_as};base64,") for url in urls)
+        assert all(url.startswith(f"data:image/{self.images_as};base64,") for url in urls)
         return [np.array(Image.open(io.BytesIO(base64.b64decode(url.split(",", 1)[1])))) for url in urls]
 
 

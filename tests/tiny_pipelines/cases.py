@@ -31,7 +31,7 @@ class Case:
     """Further arguments of the pipeline's own call, which the table of families gives the adapter."""
     scale: str | None = "guidance_scale"
     """Its argument for guidance; None: the guider's."""
-    pictures: int = 0
+    images: int = 0
     """With each prompt."""
     listed: bool = False
     """They are a list under one argument."""
@@ -86,8 +86,8 @@ CASES: dict[str, Case] = {
     ),
 }
 
-_LISTED = {"batches": (1,), "pictures": 2, "listed": True}
-_FRAME = {"batches": (1,), "pictures": 1}
+_LISTED = {"batches": (1,), "images": 2, "listed": True}
+_FRAME = {"batches": (1,), "images": 1}
 _WIDE = ((16, 16), (32, 16))
 IMAGED: dict[str, Case] = {
     "flux_kontext": Case(

@@ -92,5 +92,5 @@ class Entrance:
         """One call of the pipeline for `batch` samples; other options are those of `Reentry.enter`."""
         output_type = options.pop("output_type", "latent")
         arguments = self.call.arguments(batch, guidance_scale, options.pop("prompts", None), steps, output_type)
-        arguments |= self.images.arguments(options.pop("pictures", ()), batch)
+        arguments |= self.images.arguments(options.pop("images", ()), batch)
         return self.reentry.enter(arguments, **options)

@@ -259,7 +259,7 @@ class ReferenceImages:
         return {
             "prepared": self._prepared(kept.prepared, parts, cond),
             "answers": answers,
-            "pictures": [blank(size) for size in kept.sizes],
+            "images": [blank(size) for size in kept.sizes],
         }
 
     def _prepared(self, kept: Prepared, parts: dict[Place, Any], cond: Condition) -> Prepared:
