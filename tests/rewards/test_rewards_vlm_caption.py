@@ -267,7 +267,7 @@ def test_a_server_is_sent_jpeg_of_the_papers_quality_unless_told_otherwise(serve
         straight(roberta, "a cat", "The image contains a cat")[0], abs=3e-6
     )
     (request,) = server.requests
-    request.pictures_as = "png" if quality is None else "jpeg"
+    request.images_as = "png" if quality is None else "jpeg"
     expected = arrays.to_uint8(noise()[0]) if quality is None else through_jpeg(noise()[0], quality)
     assert np.array_equal(request.images[0], expected)
 
