@@ -64,4 +64,6 @@ def _skeleton(path: str) -> Any:
 def adapter(run: Resolved) -> Any:
     """The run's adapter on the meta device; recipes of one model share its pipeline."""
     first = _skeleton(run.model.config.path)
-    return type(first)(first.pipeline, run.model.config)
+    family = vars(run.model.module).get("FAMILY")  # the generic adapter has none
+    make = type(first) if family is None else family.adapter
+    return make(first.pipeline, run.model.config)

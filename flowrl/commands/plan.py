@@ -116,13 +116,14 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, flow_timestep(sigmas[:-1]))
     try:
         plan = resolved.method.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
-        training.demand(plan, resolved.setting)
         if adapter is not None:
+            check_trained(resolved, plan)
             training.check_grid(schedule, resolved.run.seed)
+        training.demand(plan, resolved.setting)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"the first iteration's steps: {error}") from None
-    if adapter is not None:
-        check_trained(resolved, plan)
     return plan
 
 

@@ -89,7 +89,7 @@ def normalise_against(
     Returns:
         [P, G] float64, 0 where masked, and [P] bool: prompts that are compared with equal rewards only, exactly 0.
 
-    >>> compared(torch.tensor([[0.0], [2.0]]), [None, torch.tensor([1.0, 3.0])], eps=0.0)[0].flatten().tolist()
+    >>> normalise_against(torch.tensor([[0.0], [2.0]]), [None, torch.tensor([1.0, 3.0])], eps=0.0)[0].flatten().tolist()
     [-1.0, 0.0]
     """
     total = total.double()

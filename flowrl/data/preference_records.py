@@ -90,7 +90,7 @@ class Preference:
 def is_false(value: Any) -> bool:
     """Whether a flag is false, in whatever way a table or a text file writes it.
 
-    >>> [says_no(value) for value in (False, 0, None, "0", "False", True, 1, "true")]
+    >>> [is_false(value) for value in (False, 0, None, "0", "False", True, 1, "true")]
     [True, True, True, True, True, False, False, False]
     """
     return not value or (isinstance(value, str) and value.strip().lower() in ("", "0", "0.0", "false", "no"))

@@ -170,7 +170,7 @@ CALL = {"num_inference_steps": 4, "height": 8}
         {"guidance": 2.0},
         {"model": "other"},
         {"weights": "other bytes"},
-        {"picture": "blue.png"},
+        {"image": "blue.png"},
     ],
 )
 def test_whatever_decides_a_picture_is_in_its_name(tmp_path, monkeypatch, change):

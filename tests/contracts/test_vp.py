@@ -58,8 +58,12 @@ def iterate(session: Session) -> dict[str, float]:
     credit, rollout = session.algorithm.advantages(rewards, torch.ones(1), PROMPTS), rollout_of(session, rewards)
     if session.plan.tree is not None:
         credit = session.algorithm.on_tree(credit, rollout, torch.ones(1), 1)
-    learner = learner_of(session, updates=1, batch_size=9)
-    learner.lookup = lambda prompts: session.cond.index(torch.tensor([PROMPTS.index(p) for p in prompts]))
+    learner = learner_of(
+        session,
+        updates=1,
+        batch_size=9,
+        lookup=lambda prompts: session.cond.index(torch.tensor([PROMPTS.index(p) for p in prompts])),
+    )
     learner.update(1, dataclasses.replace(rollout, prompts=PROMPTS), credit, sums)
     after = list(session.adapter.network.parameters())
     assert all(bool(p.isfinite().all()) for p in after)

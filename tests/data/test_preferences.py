@@ -275,7 +275,7 @@ def test_one_epoch_of_a_table_reads_each_row_group_once_and_keeps_a_few(monkeypa
     from flowrl.data import records
 
     monkeypatch.setattr(records, "WINDOW_BYTES", 3000)
-    monkeypatch.setattr("flowrl.data.records.WINDOW_BYTES", 3000)
+    monkeypatch.setattr("flowrl.data.preferences.WINDOW_BYTES", 3000)
     stored = shards([[10] * 20, [10] * 20], size=100)  # 1000 bytes a group: three make a window
     found = Preferences(stored.records, "t", ALL, paired=True)
     stored.reads.clear()
@@ -408,7 +408,7 @@ def test_drawing_winners_beside_losers_reads_each_row_group_once_for_either(monk
     from flowrl.data import records
 
     monkeypatch.setattr(records, "WINDOW_BYTES", 3000)
-    monkeypatch.setattr("flowrl.data.records.WINDOW_BYTES", 3000)
+    monkeypatch.setattr("flowrl.data.preferences.WINDOW_BYTES", 3000)
     stored = shards([[10] * 30], size=100)
     pictures = labelled(Preferences(stored.records, "t", ALL, paired=True))
     stored.reads.clear()

@@ -24,9 +24,7 @@ def rows(name: str) -> list[dict]:
 
 def test_maps_of_ones_and_one_ratio_for_all_train_plain_flow_grpo_bitwise(place: Path, monkeypatch):
     train("name=plain", *SMALL)
-    monkeypatch.setattr(
-        "flowrl.rollout.saliency_maps.mapper", lambda *_, **__: lambda images: torch.ones(len(images), 8, 8)
-    )
+    monkeypatch.setattr("flowrl.run.assembly.mapper", lambda *_, **__: lambda images: torch.ones(len(images), 8, 8))
     train("name=ones", *SMALL, "algorithm.spatial={ratio: sample}")
     assert digest("ones", 2) == digest("plain", 2)
     assert rows("ones")[1]["spatial/flat_share"] == 1
@@ -45,7 +43,7 @@ def test_a_run_by_position_resumes_bitwise_and_is_evaluated_without_a_backbone(p
     assert 0 < row["spatial/map_mean"] < 1
     assert row["grad/norm"] > 0
     assert row["time/maps_s"] > 0
-    monkeypatch.setattr("flowrl.rollout.saliency_maps.mapper", None)
+    monkeypatch.setattr("flowrl.run.assembly.mapper", None)
     Trainer(resolve(load_config("run.yaml", [*SMALL, *POSITION]))).evaluate_only(Path("runs/whole"), Path("out"))
 
 

@@ -92,7 +92,7 @@ def test_generic_and_native_are_planned_alike(tmp_path):
     tiny_sd3.save(tmp_path)
     own = planned(resolved(str(tmp_path), {"name": "sd3", "max_sequence_length": tiny.TOKENS}))
     other = planned(resolved(str(tmp_path), {"call": {"max_sequence_length": tiny.TOKENS}}))
-    same = ("parameters", "stored", "trained", "lora_modules", "saved", "moments", "latents", "pictures")
+    same = ("parameters", "stored", "trained", "lora_modules", "saved", "moments", "latents", "images")
     assert {name: getattr(own, name) for name in same} == {name: getattr(other, name) for name in same}
     assert not other.unknown
     assert (own.rollout_flop, own.update_flop) == (other.rollout_flop, other.update_flop)

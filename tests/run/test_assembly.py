@@ -10,6 +10,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.diffusion.schedules import Schedule
 from flowrl.run.assembly import _require_plan, _require_whole_groups
 from flowrl.samplers.ode import Ode
+from flowrl.training.kinds import training_of
 from flowrl.training.world import World
 from tests.toys import ToyAdapter
 
@@ -27,15 +28,15 @@ def test_what_a_noise_process_cannot_give_is_refused(algorithm, words):
     vp, flow = ToyAdapter(vp=True), ToyAdapter()
     grid = Schedule(vp.schedule(10).sigmas, vp.schedule(10).timesteps)
     with pytest.raises(ConfigError, match=words):
-        _require_plan(algorithm, Ode(), grid, vp, 0)
-    _require_plan(algorithm, Ode(), flow.schedule(10), flow, 0)
+        _require_plan(training_of(algorithm), Ode(), grid, vp, 0)
+    _require_plan(training_of(algorithm), Ode(), flow.schedule(10), flow, 0)
 
 
 def test_rules_on_the_grid_and_on_sigma_are_accepted_on_a_noise_process():
     adapter = ToyAdapter(vp=True)
     rules = (diffusion_nft.build(diffusion_nft.Config()), dgpo.build(dgpo.Config()), fpo.build(fpo.Config()))
     for algorithm in rules:
-        _require_plan(algorithm, Ode(), adapter.schedule(10), adapter, 0)
+        _require_plan(training_of(algorithm), Ode(), adapter.schedule(10), adapter, 0)
 
 
 def test_a_method_on_whole_groups_needs_a_prompt_for_every_process():

@@ -64,7 +64,7 @@ def batch() -> tuple:
 
 
 def tried(*entries: WeightedReward) -> None:
-    probe(Scorer(entries), PROMPTS[:2], SimpleNamespace(height=8, width=8))
+    probe(Scorer(entries), PROMPTS[:2], SimpleNamespace(height=8, width=8, num_frames=1))
 
 
 # ---- what is handed out

@@ -177,7 +177,7 @@ def test_the_real_quickstart_depends_on_the_loop_and_not_on_the_gallery(lab: Mod
         "training/optim",
         "rollout/loop",
         "samplers/ode",
-        "algorithms/_grpo",
+        "algorithms/flow_grpo",
         "models/weights",
     )
     assert {f"flowrl/{name}.py" for name in wanted} | {"rewards/shapes.py", "flowrl/samplers/flow_sde.py"} <= found

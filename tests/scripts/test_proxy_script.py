@@ -42,7 +42,7 @@ def proxy() -> ModuleType:
 @pytest.fixture
 def files(proxy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The script's files in another place; every recipe and its code are as they were."""
-    for name, file in (("PAGES", ""), ("NUMBERS", "proxy.json"), ("PICTURE", "proxy.svg"), ("PAGE", "proxy.md")):
+    for name, file in (("PAGES", ""), ("NUMBERS", "proxy.json"), ("IMAGE", "proxy.svg"), ("PAGE", "proxy.md")):
         monkeypatch.setattr(proxy, name, tmp_path / file)
     now = proxy.lab.Fingerprints("recipe", "code")
     monkeypatch.setattr(proxy.lab, "fingerprints", lambda recipe: now)
