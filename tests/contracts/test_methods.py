@@ -1,4 +1,4 @@
-"""The laws of methods, over every file in flowrl/algorithms/ and on both kinds of model; and that each law can fail."""
+"""The laws of methods, over every file in flowrl/algorithms/ and; and that each law can fail."""
 
 from __future__ import annotations
 

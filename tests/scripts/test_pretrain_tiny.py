@@ -97,7 +97,7 @@ def test_a_seed_gives_the_same_weights_and_the_next_cycle_goes_on(scripts, tmp_p
         options = {
             "cycles": ((4, 1e-3, 0.5), (4, 1e-3, 0.5)),
             "vae_from": ROOT / "assets" / "tiny-sd3",
-            "pictures": 500,
+            "images": 500,
             "batch_size": 8,
         }
         settings = _tiny_training.Settings(seed=3, processes=1, output=tmp_path / name, **options)

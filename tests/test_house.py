@@ -1,0 +1,51 @@
+"""The sizes that keep the house readable (docs/architecture.md, CONTRIBUTING.md)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "flowrl"
+FILES = sorted(PACKAGE.rglob("*.py"))
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(source: str) -> Iterator[Function]:
+    yield from (node for node in ast.walk(ast.parse(source)) if isinstance(node, Function))
+
+
+def parameters(function: Function) -> int:
+    """Parameters of a function without self and cls."""
+    given = function.args
+    return len([a for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")])
+
+
+def test_parameters_are_counted_without_self_and_with_those_by_keyword():
+    (function,) = functions("class A:\n    def f(self, a, /, b, *c, d=1, **e): ...\n")
+    assert parameters(function) == 3
+
+
+def test_the_root_holds_few_packages_and_few_modules():
+    packages = [folder for folder in PACKAGE.iterdir() if any(folder.glob("*.py"))]
+    modules = [file for file in PACKAGE.glob("*.py") if not file.stem.startswith("__")]
+    assert len(packages) <= 20
+    assert len(modules) <= 6
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_a_module_and_its_functions_are_short_and_narrow(file: Path):
+    source = file.read_text(encoding="utf-8")
+    assert source.count("\n") <= 400
+    for function in functions(source):
+        assert (function.end_lineno or 0) - function.lineno < 60, function.name
+        # A command's parameters are its options.
+        assert parameters(function) <= 8 or file.parent.name == "commands", function.name
+
+
+def test_attributes_are_declared_and_seldom_asked_for_by_name():
+    text = "\n".join(file.read_text(encoding="utf-8") for file in FILES)
+    assert len(re.findall(r"\b(?:getattr|hasattr)\(", text)) < 60
