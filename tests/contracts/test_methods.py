@@ -1,4 +1,4 @@
-"""The laws of methods, over every file in flowrl/algorithms/ and; and that each law can fail."""
+"""The laws of methods, over every file in flowrl/algorithms/; and that each law can fail."""
 
 from __future__ import annotations
 
