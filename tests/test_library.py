@@ -18,6 +18,7 @@ PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"(?:<!-- (file|run|shell)(?:: (\S+))? -->\n)?```(\w+)\n(.*?)```\n", re.S)
 LISTINGS = {name: text for _, name, _, text in BLOCK.findall(PAGE) if name}
 RUN = [name for kind, name, _, _ in BLOCK.findall(PAGE) if kind == "run"]
+QUICK = "iteration.py"
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,11 @@ def test_a_method_a_sampler_and_a_reward_take_at_most_thirty_lines_each():
         assert len(LISTINGS[name].splitlines()) <= 30, name
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == QUICK else pytest.mark.slow) for n in RUN])
 def test_a_listing_runs(folder, name):
     shown = execute(folder, name)
     assert "FAIL" not in shown
-    if name == "iteration.py":
+    if name == QUICK:
         assert re.search(r"loss -?\d.*\nreward \d.* gradient \d", shown)
 
 
@@ -78,6 +79,7 @@ def test_a_run_with_own_files_trains_and_keeps_copies_of_them(folder):
     assert kept == {"my_method.py", "my_sampler.py", "my_reward.py"}
 
 
+@pytest.mark.slow
 def test_the_command_line_tries_the_laws_too(folder):
     shown = execute(folder, "-m", "flowrl", "doctor", "--check", "my_sampler.py", "noise_level=0.5")
     assert "ok    without noise" in shown
