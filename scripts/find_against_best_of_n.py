@@ -146,7 +146,7 @@ def note(session: Session, rollout: Rollout, seen: dict[int, list[tuple[float, f
     """Add (training value, judgement) of every image of a rollout, by the number of its law."""
     weights = torch.tensor([entry.weight for entry in session.rewards.entries])
     total = (rollout.rewards * weights[:, None, None]).sum(dim=0)
-    for slot, law in enumerate(rollout.laws.tolist()):
+    for slot, law in enumerate(rollout.numbers.tolist()):
         seen[law] += zip(total[slot].tolist(), rollout.raw[judge][slot].tolist(), strict=True)
 
 

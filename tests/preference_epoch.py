@@ -7,7 +7,6 @@ epoch and prints a line of JSON: records drawn, how many different ones, seconds
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from flowrl.data.labels import LabelledSource, labelled
 from flowrl.data.preference_records import StoredImage
 from flowrl.data.preferences import PreferenceSource, load_preferences
+from flowrl.planning.out_of_memory import peak_resident
 
 PER_ITERATION = 100
 
@@ -47,7 +47,7 @@ def main() -> None:
         "different": len(set(drawn)),
         "sizes": sorted(sizes),
         "seconds": round(time.perf_counter() - started, 1),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mib": peak_resident() / 2**20,
     }
     print(json.dumps(report))
 

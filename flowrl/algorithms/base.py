@@ -232,7 +232,7 @@ class EdgeMethod(Method[C]):
         """
         return min(self.config.clip(sampler) / 10, 1e-5 if dtype == torch.float32 else 2e-3)
 
-    def judge(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
+    def make_critic(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
         """The critic of `transitions`, made for so many features of a transition where there is none yet."""
         raise NotImplementedError
 

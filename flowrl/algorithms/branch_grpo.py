@@ -130,7 +130,7 @@ class BranchGrpo(EdgeMethod[Config]):
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         result = tree_plan(self, schedule, sampler, iteration, seed)
-        return replace(result, spread=self.config.spread, inflation=self.config.split_inflation)
+        return replace(result, sibling_noise=self.config.spread, inflation=self.config.split_inflation)
 
     def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
         config, paths = self.config, path_weights(rollout, self.config.path_weight)

@@ -139,7 +139,7 @@ class Dpok(EdgeMethod[Config]):
         """Rewards as they are: V is taken away when transitions are drawn."""
         return plain_rewards(rewards, weights)
 
-    def judge(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
+    def make_critic(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
         if self.critic is None:
             self.critic = ValueNetwork(features, seed, self.config.value.learning_rate, device, num_steps)
             if self.saved:

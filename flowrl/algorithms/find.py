@@ -104,40 +104,40 @@ class Find(NoiseMethod[Config]):
         return plain_rewards(rewards, weights)
 
     def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
-        """(A [P, G], V's mean squared error) of the laws `numbers` [P] that drew the samples; then V's own steps."""
+        """(A [P, G], V's mean squared error) of the distributions `numbers` [P] that drew; then V's own steps."""
         critic, total = weights.calibration, credit.values.squeeze(2)
         if critic is None:
             return total, None
         assert self.value is not None
         with torch.no_grad():
-            laws = weights.network.laws(numbers)
-            advantage = total - critic(laws, numbers).cpu()[:, None]
-        rewards = torch.where(credit.valid, total, torch.nan).to(laws.mean)
+            distributions = weights.network.distributions(numbers)
+            advantage = total - critic(distributions, numbers).cpu()[:, None]
+        rewards = torch.where(credit.valid, total, torch.nan).to(distributions.mean)
         # Not before: fitted to these very rewards, it would take a part of their noise for its own.
-        critic.fit(laws, numbers, rewards, self.value.steps)
+        critic.fit(distributions, numbers, rewards, self.value.steps)
         return advantage, float(advantage[credit.valid].square().mean())
 
     def log_prob(self, latents: Tensor, numbers: Tensor, weights: NoiseWeights) -> Tensor:
-        """Log-prob of latents [M, ...] under the laws `numbers` [M] as they are now, [M] float64."""
-        laws = weights.network.laws(numbers)
-        return gaussian_log_prob(latents, laws.mean, laws.std, self.config.log_prob)
+        """Log-prob of latents [M, ...] under the distributions `numbers` [M] as they are now, [M] float64."""
+        distributions = weights.network.distributions(numbers)
+        return gaussian_log_prob(latents, distributions.mean, distributions.std, self.config.log_prob)
 
     def loss(self, batch: InitialBatch, networks: Networks) -> LossOutput:
         config, weights = self.config, as_noise_weights(networks.weights)
-        laws = weights.network.laws(batch.law)
-        log_prob = gaussian_log_prob(batch.latents, laws.mean, laws.std, config.log_prob)
+        distributions = weights.network.distributions(batch.numbers)
+        log_prob = gaussian_log_prob(batch.latents, distributions.mean, distributions.std, config.log_prob)
         log_ratio = log_prob - batch.old_log_prob
         credit = config.reward_scale * batch.advantage.to(log_ratio)
         policy, clipped = clipped_ratio_loss(log_ratio, credit, (config.clip_range, config.clip_range))
-        prior = noise_prior(laws.mean, laws.std)
+        prior = noise_prior(distributions.mean, distributions.std)
         metrics = {
             "policy/loss": policy,
             "policy/ratio_mean": log_ratio.exp(),
             "policy/clip_fraction": clipped.double(),
             "policy/approx_kl": log_ratio.square() / 2,
             "noise/prior": prior,
-            "noise/mean_square": laws.mean.square().flatten(1).mean(dim=1),
-            "noise/std": laws.std.flatten(1).mean(dim=1),
+            "noise/mean_square": distributions.mean.square().flatten(1).mean(dim=1),
+            "noise/std": distributions.std.flatten(1).mean(dim=1),
         }
         return summed(policy + config.prior_coef * prior, metrics)
 

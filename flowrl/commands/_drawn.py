@@ -35,7 +35,7 @@ class Origin:
     arguments: dict[str, Any]
     """Of the pipeline's call, as far as they were set."""
 
-    def told(self, prompt: str, images: Sequence[str], seed: int) -> dict[str, Any]:
+    def provenance(self, prompt: str, images: Sequence[str], seed: int) -> dict[str, Any]:
         """Of one file, plain data; `images` are paths."""
         return {
             "prompt": prompt,

@@ -54,7 +54,7 @@ def data_here(resolved: Resolved) -> Data:
         if resolved.members:
             lines.append(f"{len(prompts.evaluated)} prompts for evaluation")
         else:
-            lines.append(prompts.told() + (f" ({prompts.source})" if prompts.share is not None else ""))
+            lines.append(prompts.describe() + (f" ({prompts.source})" if prompts.share is not None else ""))
         lines += [prompts.remark] if prompts.remark else []
     if "pairs.path" in remote:
         count = None

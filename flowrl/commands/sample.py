@@ -56,7 +56,7 @@ def command(
     records = _records(prompts, image or [])
     out_folder(out)
     noise = learned_noise(Path(model))
-    laws = None if noise is None else _distributions(noise, records)
+    distributions = None if noise is None else _distributions(noise, records)
     with phase("loading"):
         pipeline, call = load_run_pipeline(model)
     for record in records:
@@ -71,7 +71,7 @@ def command(
     call |= _settings(pipeline, options or [])
     made = origin(model, pipeline, call, guidance)
     with phase("sampling", "; smaller pictures (--set height=512 --set width=512) and clips of fewer frames take less"):
-        _draw(pipeline, call, records, made, laws, out, count, seed)
+        _draw(pipeline, call, records, made, distributions, out, count, seed)
 
 
 def _draw(
@@ -79,7 +79,7 @@ def _draw(
     call: dict[str, Any],
     records: list[Prompt],
     made: Origin,
-    laws: Gaussians | None,
+    distributions: Gaussians | None,
     out: Path,
     count: int,
     seed: int,
@@ -100,14 +100,14 @@ def _draw(
         for k in range(count):
             generator = torch.Generator().manual_seed(seed + k)
             arguments = {**call, **images, "output_type": "pt", "generator": generator, "return_dict": False}
-            if laws is not None:
-                law = laws.at(torch.tensor([i]))
-                arguments["latents"] = law.sample(torch.randn(law.mean.shape, generator=generator))
+            if distributions is not None:
+                distribution = distributions.at(torch.tensor([i]))
+                arguments["latents"] = distribution.sample(torch.randn(distribution.mean.shape, generator=generator))
             try:
                 drawn = pipeline(prompt=record.text, **arguments)[0][0]
             except ValueError as error:  # how pipelines refuse what they are called with
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
-            told = made.told(record.text, record.images, seed + k)
+            told = made.provenance(record.text, record.images, seed + k)
             file = media.write(drawn.float().cpu(), out / stem(i, k, told), told)
             bar.update(1)
             print(file)
@@ -115,7 +115,7 @@ def _draw(
 
 
 def _distributions(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
-    """The learned law of each prompt.
+    """The learned distribution of each prompt.
 
     Raises:
         ConfigError: one has none.

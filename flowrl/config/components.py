@@ -110,7 +110,7 @@ def model_component(options: Options, *, offline: bool = False) -> Component:
     try:
         return component("models", {**options, "name": choice.name}, "model")
     except UnknownKey as error:
-        raise error.told(note=_guessed(choice)) from None
+        raise error.explained(note=_guessed(choice)) from None
     except ConfigError as error:
         raise ConfigError(f"{error}{_guessed(choice)}") from None
 

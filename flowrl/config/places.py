@@ -28,7 +28,7 @@ def placed(root: type, tree: Options, make: Callable[[], _Made]) -> _Made:
         return make()
     except UnknownKey as error:
         meant = _meant(error, list(_places(root, tree)))
-        raise (error.told(meant=meant) if meant else error) from None
+        raise (error.explained(meant=meant) if meant else error) from None
 
 
 def _meant(error: UnknownKey, places: list[str]) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ class UnknownKey(ConfigError):
         known = f"valid keys: {', '.join(sorted(self.valid))}" if self.valid else "this component takes no options"
         super().__init__(f"{place}: unknown key (value {value!r}); {close}{known}{note}")
 
-    def told(self, *, meant: Sequence[str] = (), note: str = "") -> UnknownKey:
+    def explained(self, *, meant: Sequence[str] = (), note: str = "") -> UnknownKey:
         """The same with more to say."""
         return UnknownKey(self.place, self.value, self.valid, meant, self.note + note)
 

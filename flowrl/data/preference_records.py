@@ -114,7 +114,7 @@ class Votes:
         mark = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self.marks.append(int.from_bytes(mark, "big") & ~1 | (won < lost))
 
-    def told(self, name: Callable[[int], str]) -> dict[str, tuple[int, list[str]]]:
+    def counts(self, name: Callable[[int], str]) -> dict[str, tuple[int, list[str]]]:
         """How many say what an earlier one says, and are the first to say the opposite, with names of a few."""
         marks = np.frombuffer(self.marks, dtype=np.uint64)
         known = np.flatnonzero(marks)

@@ -196,7 +196,7 @@ class Preferences:
             values = [(record or {}).get(name) for name in self.named]
             named = [value for value in values if isinstance(value, (str, int, float))]
             digest.update(repr((row, result.prompt.text, named)).encode())
-        self.report.votes = votes.told(lambda place: self.records.place(rows[place]))
+        self.report.votes = votes.counts(lambda place: self.records.place(rows[place]))
         return np.asarray(rows, dtype=np.int64), digest.hexdigest()
 
     def __len__(self) -> int:

@@ -31,7 +31,7 @@ class StepPlan:
     level."""
     tree: Branching | None = None
     """Where rollouts of a prompt part after a common start; None: each goes its own way from its own noise."""
-    spread: float | None = None
+    sibling_noise: float | None = None
     """Of a tree: siblings share a noise, each adds s times its own; None is without end: they share nothing."""
     inflation: float = 1.0
     """Of a tree: factor on the std where it splits, in draw and density alike; other than 1, another law."""
@@ -66,8 +66,8 @@ class StepPlan:
                     f"the tree takes step {k} {'by the law' if taken else 'without a law'}, and its noise level is "
                     f"{self.noise_level[k]:g}"
                 )
-        if self.spread is not None and not (math.isfinite(self.spread) and self.spread >= 0):
-            raise ValueError(f"spread={self.spread} must be a number of at least 0")
+        if self.sibling_noise is not None and not (math.isfinite(self.sibling_noise) and self.sibling_noise >= 0):
+            raise ValueError(f"sibling_noise={self.sibling_noise} must be a number of at least 0")
         if not self.inflation > 0:
             raise ValueError(f"inflation={self.inflation} must be positive")
 

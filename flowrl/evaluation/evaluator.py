@@ -133,8 +133,8 @@ class Evaluator:
         """This process's samples with their scores; the images are written to the folder `kept`, if any."""
         policy = Policy(self.adapter, Ode(), setting.guidance_scale)
         plan, prompts = solver_plan(self.adapter.schedule(setting.num_inference_steps)), self.prompts[: setting.limit]
-        laws = None if self.learned is None else self.learned.drawn_from(numbers_of(self.learned, prompts))
-        noise = Noise(self.seed, "eval", None, self.adapter.latent_shape(), laws=laws)
+        distributions = None if self.learned is None else self.learned.drawn_from(numbers_of(self.learned, prompts))
+        noise = Noise(self.seed, "eval", None, self.adapter.latent_shape(), distributions=distributions)
         due: list[tuple[list[SampleId], Scores]] = []
         health, seeds = Health(), self.options.samples_per_prompt
         agree: Callable[[Callable[[], list]], list] = self.world.in_step if self.sharded else lambda work: work()
@@ -171,7 +171,7 @@ class Evaluator:
             why = self.remedy(trained=iteration > 0, in_decoder=health.in_decoder)
             raise health.error(f"after iteration {iteration}" if iteration else "before any update", why)
         if health.spoiled:
-            log.warning("%s; they have no score", health.told(f"after iteration {iteration}"))
+            log.warning("%s; they have no score", health.message(f"after iteration {iteration}"))
         return beside.rest()
 
     def _gather(self, due: Sequence[tuple[list[SampleId], Scores]], prompts: int) -> dict[str, np.ndarray]:

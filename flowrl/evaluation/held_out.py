@@ -65,7 +65,7 @@ class RunPrompts:
         held_out = {"source": self.source, "prompts": len(self.evaluated), "share": self.share}
         return {"evaluated_on": self.name, "held_out": held_out if self.name == "held-out prompts" else None}
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Counts, in words."""
         train, evaluated = len(self.train), len(self.evaluated)
         if self.name == "held-out prompts":

@@ -88,7 +88,7 @@ class InitialBatch:
 
     latents: Tensor
     """Where each sample started, [M, ...] float32."""
-    law: Tensor
+    numbers: Tensor
     """Number of the law that drew it, [M] int64."""
     advantage: Tensor
     """[M]."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,11 +56,19 @@ def explaining(resolved: Resolved, world: World) -> Iterator[None]:
         raise result from error
 
 
+def peak_resident() -> int:
+    """Peak of this process's resident memory, in bytes."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # A process inherits ru_maxrss from the one that started it, and not this.
+        return int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024
+    # Bytes on macOS, kilobytes elsewhere.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def _peak(device: torch.device) -> str:
     if device.type != "cuda":
-        # Kilobytes on Linux, bytes on macOS, as the system has them.
-        unit = 1 if torch.backends.mps.is_built() else 1024
-        return f"Peak of this process: {size(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}"
+        return f"Peak of this process: {size(peak_resident())}"
     total = torch.cuda.get_device_properties(device).total_memory
     return f"Peak {size(torch.cuda.max_memory_allocated(device))} of {size(total)} on {device}"
 

@@ -1,7 +1,7 @@
-"""The learned law of the initial noise: a mean and a std for every latent value of every prompt, and their critic.
+"""The learned initial noise: a mean and a std for every latent value of every prompt, and their critic.
 
-A law is N(mean, std^2), at first N(0, 1). Each prompt's mean and std are parameters of their own, so that AdamW leaves
-those of other prompts alone. `learned_noise.safetensors` holds all laws as [P, ...] with the prompts in its metadata.
+A distribution is N(mean, std^2), at first N(0, 1). Each prompt's mean and std are parameters of their own, so AdamW
+leaves those of other prompts alone. `learned_noise.safetensors` holds all as [P, ...] with the prompts in its metadata.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UnknownPrompt(KeyError):
 
 
 class LearnedNoise(nn.Module):
-    """The laws of P prompts.
+    """The distributions of P prompts.
 
     Args:
         prompts: text and images of each; repeats count once.
@@ -51,8 +51,8 @@ class LearnedNoise(nn.Module):
                 raise UnknownPrompt(prompt[0])
         return torch.tensor([self.rows[prompt] for prompt in prompts], dtype=torch.int64)
 
-    def laws(self, numbers: Tensor) -> Gaussians:
-        """The laws of `numbers` [M], with gradients, on the parameters' device."""
+    def distributions(self, numbers: Tensor) -> Gaussians:
+        """The distributions of `numbers` [M], with gradients, on the parameters' device."""
         distinct, place = numbers.unique(return_inverse=True)
         rows = distinct.tolist()
         mean, std = (torch.stack([values[row] for row in rows]) for values in (self.mean, self.std))
@@ -60,8 +60,8 @@ class LearnedNoise(nn.Module):
 
     @torch.no_grad()
     def drawn_from(self, numbers: Tensor) -> Gaussians:
-        """The laws of `numbers` [M] to draw from, on the CPU, as they are now."""
-        result = self.laws(numbers)
+        """The distributions of `numbers` [M] to draw from, on the CPU, as they are now."""
+        result = self.distributions(numbers)
         return Gaussians(result.mean.float().cpu(), result.std.float().cpu())
 
     def save(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class LearnedNoise(nn.Module):
 
 
 class Calibration:
-    """V(mean, std, text): the reward that a draw from a law may expect, fitted as the laws move.
+    """V(mean, std, text): the reward that a draw from a law may expect, fitted as the distributions move.
 
     Args:
         text: features of each of the P prompts, [P, F].
@@ -102,16 +102,16 @@ class Calibration:
         self.text = text
         self.critic = ValueNetwork(2 * values + text.shape[1], seed, learning_rate, text.device)
 
-    def __call__(self, laws: Gaussians, numbers: Tensor) -> Tensor:
-        """Expected rewards, [P], of the laws of the prompts `numbers` [P]."""
+    def __call__(self, distributions: Gaussians, numbers: Tensor) -> Tensor:
+        """Expected rewards, [P], of the distributions of the prompts `numbers` [P]."""
         text = self.text[numbers.to(self.text.device)]
-        return self.critic(torch.cat([laws.mean.flatten(1), laws.std.flatten(1), text], dim=1))
+        return self.critic(torch.cat([distributions.mean.flatten(1), distributions.std.flatten(1), text], dim=1))
 
-    def fit(self, laws: Gaussians, numbers: Tensor, rewards: Tensor, steps: int) -> None:
+    def fit(self, distributions: Gaussians, numbers: Tensor, rewards: Tensor, steps: int) -> None:
         """So many steps on the mean squared error to rewards [P, G], NaN left out."""
         known = rewards.isfinite()
         for _ in range(steps):
-            self.critic.descend((self(laws, numbers)[:, None] - rewards.nan_to_num())[known])
+            self.critic.descend((self(distributions, numbers)[:, None] - rewards.nan_to_num())[known])
 
 
 _CRITIC = "value"
@@ -119,10 +119,10 @@ _ROUNDING = 1e-5  # a law that was scaled before rests
 
 
 class NoiseWeights(Weights):
-    """The laws as what is trained, with the roles of any weights; the network stays as it is.
+    """The distributions as what is trained, with the roles of any weights; the network stays as it is.
 
     Args:
-        noise: the laws, on the device of the run.
+        noise: the distributions, on the device of the run.
         train_std: False keeps every std at 1.
     """
 

@@ -170,9 +170,9 @@ class _Walk:
         rows = move.parent.to(front.x.device)
         law = self.policy.distribution(prediction, front.x, step).at(rows)
         xi, plan = self.noise.step(self._ids(move.leads), k), self.plan
-        if plan.spread is not None and plan.tree is not None and plan.tree.splits[k]:
+        if plan.sibling_noise is not None and plan.tree is not None and plan.tree.splits[k]:
             common = self.noise.common(self._ids(front.leads[move.parent]), k)
-            xi = (common + plan.spread * xi) / math.sqrt(1 + plan.spread**2)
+            xi = (common + plan.sibling_noise * xi) / math.sqrt(1 + plan.sibling_noise**2)
         x_next = law.sample(xi.to(self.device))
         if k not in plan.train:
             return x_next, torch.full((len(rows),), -1)

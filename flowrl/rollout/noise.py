@@ -17,8 +17,8 @@ class Noise:
     """Keyed noise of one rollout: the same whatever the batch, the order or the number of processes.
 
     `iteration` None is evaluation. `shared_start` gives all samples of a prompt one initial noise. `chosen` [P, G] says
-    which of a pool's candidates each sample is, and so whose noise it has; None: sample k is candidate k. `laws` has a
-    Gaussian for each slot, which the initial noise of its samples is drawn from; None: the standard one.
+    which of a pool's candidates each sample is, and so whose noise it has; None: sample k is candidate k.
+    `distributions` has a Gaussian for each slot, which the initial noise of its samples is drawn from; None: N(0, 1).
     """
 
     seed: int
@@ -27,7 +27,7 @@ class Noise:
     shape: tuple[int, ...]
     shared_start: bool = False
     chosen: Tensor | None = None
-    laws: Gaussians | None = None
+    distributions: Gaussians | None = None
 
     def _key(self, sample: SampleId) -> tuple[int, ...]:
         head = () if self.iteration is None else (self.iteration,)
@@ -38,7 +38,11 @@ class Noise:
         """Starting noise, [B, ...] float32."""
         keys = [self._key(SampleId(i.slot, 0) if self.shared_start else i) for i in ids]
         eps = normal(self.shape, self.seed, f"{self.purpose}/initial", keys)
-        return eps if self.laws is None else self.laws.at(torch.tensor([i.slot for i in ids])).sample(eps)
+        return (
+            eps
+            if self.distributions is None
+            else self.distributions.at(torch.tensor([i.slot for i in ids])).sample(eps)
+        )
 
     def step(self, ids: Sequence[SampleId], index: int) -> Tensor:
         """Noise of step `index`, [B, ...] float32; a node of a tree has that of its first leaf."""

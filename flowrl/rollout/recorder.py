@@ -50,7 +50,7 @@ class Recorder:
         parent: Tensor,
         x_next: Tensor,
         samples: Tensor,
-        law: StepDistribution,
+        distribution: StepDistribution,
         velocity: Tensor,
     ) -> Tensor:
         """Step k from rows `parent` [M] of x [N, ...] to x_next [M, ...].
@@ -62,7 +62,7 @@ class Recorder:
             parent: row of x that each child comes from.
             x_next: the children.
             samples: first sample that each child leads to, [M].
-            law: what the children were drawn from, M of them.
+            distribution: what the children were drawn from, M of them.
             velocity: of the network at x, [N, ...].
 
         Returns:
@@ -73,14 +73,14 @@ class Recorder:
         if len(new):
             stored[new] = self._store(x[new.to(x.device)])
         child = self._store(x_next)
-        extras = {"mean_old": law.mean, "velocity_old": velocity[parent.to(x.device)]}
+        extras = {"mean_old": distribution.mean, "velocity_old": velocity[parent.to(x.device)]}
         self.records.append(
             {
                 "parent": stored[parent],
                 "child": child,
                 "step": torch.full((len(x_next),), k),
                 "sample": samples,
-                "old_log_prob": law.log_prob(x_next, self.form).cpu(),
+                "old_log_prob": distribution.log_prob(x_next, self.form).cpu(),
             }
             | {name: extras[name].cpu() for name in self.columns}
         )

@@ -60,8 +60,8 @@ class NoiseDraws:
 
     initial: Tensor
     """Latents that each of this rank's samples started from, [B, ...] float32."""
-    laws: Tensor
-    """Number of the law of each prompt of the iteration, [P] int64."""
+    numbers: Tensor
+    """Number of the noise distribution of each prompt of the iteration, [P] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Rollout(Trajectories):
     """Raw outputs of the whole iteration, name -> [P, G]."""
     prompts: tuple[Identity, ...] = ()
     """Identities of all P slots of the iteration."""
-    spread: float = math.nan
+    image_std: float = math.nan
     """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator; NaN: not measured."""
     maps: Tensor | None = None
     """Where in its picture each of this rank's samples counts, [B, *pos]; only for a method with `spatial`."""

@@ -92,7 +92,7 @@ class Parts:
     def introduction(self) -> str:
         """One line on what is about to run."""
         run, options = self.resolved.run, self.resolved.model.config
-        data = self.prompts.told()
+        data = self.prompts.describe()
         if self.given is not None:
             data = f"{len(self.given.records)} given {'pictures' if 'labelled' in self.given.members else 'pairs'}"
             data += f" and {len(self.prompts.evaluated)} held-out prompts"

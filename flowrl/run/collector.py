@@ -138,7 +138,7 @@ class Drawing:
             why = self.parts.evaluator.remedy(trained=iteration > 1, in_decoder=health.in_decoder)
             raise health.error(f"since iteration {iteration}", why)
         if health.spoiled:
-            log.warning("%s; they have no score", health.told(f"in iteration {iteration}"))
+            log.warning("%s; they have no score", health.message(f"in iteration {iteration}"))
 
 
 class Collector:
@@ -179,12 +179,12 @@ class Collector:
         prompts = [self.source.prompts[k] for k in numbers]
         plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
         noise = self.noise(iteration)
-        maps, laws, before = None, None, self.evaluations.rows
+        maps, numbers, before = None, None, self.evaluations.rows
         looked: tuple[Tensor, Tensor] | None = None
         with parts.weights.using(parts.algorithm.behaviour):
             if parts.learned is not None:
-                laws = numbers_of(parts.learned, prompts)
-                noise = replace(noise, laws=parts.learned.drawn_from(laws))
+                numbers = numbers_of(parts.learned, prompts)
+                noise = replace(noise, distributions=parts.learned.drawn_from(numbers))
             if self.explores:
                 looked = self._explore(iteration, prompts, noise, timer)
                 noise = replace(noise, chosen=looked[0])
@@ -206,9 +206,9 @@ class Collector:
             rewards,
             raw=raw,
             prompts=tuple(identity(p) for p in prompts),
-            spread=_group_image_std(result.images, result.drawn.rows),
+            image_std=_group_image_std(result.images, result.drawn.rows),
             maps=maps,
-            noise=None if laws is None else NoiseDraws(noise.initial(result.drawn.samples.ids), laws),
+            noise=None if numbers is None else NoiseDraws(noise.initial(result.drawn.samples.ids), numbers),
             paths=self._paths(result.drawn, rewards),
         )
 
@@ -234,7 +234,7 @@ class Collector:
         table = by_identity(self.world, found.drawn.samples.ids, values, prompts, group)
         return table[:count], dict(zip(names, table[count:], strict=True))
 
-    def told(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
+    def metrics_row(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
         """What an iteration's row says of its samples."""
         total = rollout.rewards.nan_to_num().mul(self.weights[:, None, None]).sum(0)
         row: dict[str, Any] = {"reward/total_mean": float(total[credit.valid].mean())}
@@ -249,7 +249,7 @@ class Collector:
         text = self.dead_groups.look(rollout, credit)
         if text is not None and self.world.main:
             log.warning("%s", text)
-        row["sample/group_spread"] = rollout.spread
+        row["sample/group_spread"] = rollout.image_std
         return row
 
     @property

@@ -112,7 +112,7 @@ class PairCollector:
         sums.add("nfe/rollout", self.evaluations.rows - before, len(mine))
         return found.x0.index_copy(0, mine, drawn.x0)
 
-    def told(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
+    def metrics_row(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
         """What an iteration's row says of its data."""
         return {"pairs/unreadable": int(credit.dead.sum())} | self._epochs()
 

@@ -188,7 +188,7 @@ class Session:
         with self._timer.phase("iteration"), self._timer.phase("update"):
             self.between_updates = False
             self.parts.learner.update(self._under_way, rollout, credit, self._sums, gate=gate)
-        row = {"iteration": self._under_way} | self.collector.told(rollout, credit)
+        row = {"iteration": self._under_way} | self.collector.metrics_row(rollout, credit)
         row |= self._sums.merge(self.world.gather(self._sums)).means()
         row |= {f"time/{name}_s": round(value, 4) for name, value in self._timer.seconds.items()}
         self.iteration, self.remembered, self.between_updates = self._under_way, self._memory(), True

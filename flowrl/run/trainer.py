@@ -54,7 +54,7 @@ class Trainer:
             set_up_logging(self.folder.path / "train.log", main=self.world.main, rank=self.world.rank)
             if resume and not start:
                 log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
-            with self.signals.heard():
+            with self.signals.listening():
                 return self._train(start, accept_changes)
         finally:
             self.folder.unlock()

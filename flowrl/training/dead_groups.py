@@ -64,7 +64,7 @@ def _looks(entry: WeightedReward, values: Tensor, rollout: Rollout) -> str:
             f"{name} is saturated, with {ends}, an end of its range, for all pictures of a prompt; take prompts that "
             "the model solves now and then, or a reward with values in between"
         )
-    if rollout.spread < _SAME_PX:
+    if rollout.image_std < _SAME_PX:
         return "all pictures of a prompt are alike; raise rollout.sampler.noise_level, set rollout.shared_noise=false"
     if len(result) < 2:
         return f"{name} looks constant, with {result.item():g} for every picture; does it look at them?"

@@ -42,14 +42,14 @@ class Health:
     def diverged(self) -> bool:
         return self.spoiled > TOO_MANY * self.count
 
-    def told(self, when: str) -> str:
+    def message(self, when: str) -> str:
         """What is not finite, in a sentence without its end."""
         words = [word for word in ("NaN", "inf") if any(kind == word for _, kind in self.kinds)]
         what = "latents, and so its pictures," if any(kind == "latents" for kind, _ in self.kinds) else "pictures"
         return f"the model's {what} are {' and '.join(words)} {when} ({self.spoiled} of {self.count} samples)"
 
     def error(self, when: str, remedy: str) -> Diverged:
-        return Diverged(f"{self.told(when)}: {remedy}")
+        return Diverged(f"{self.message(when)}: {remedy}")
 
     @property
     def in_decoder(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a method on the initial noise trains on: the samples by what they started from, and the run's learned laws."""
+"""The training data of a method on the initial noise: what the samples started from, and the learned distributions."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class NoiseTraining(Training[NoiseMethod]):
         return as_noise_weights(weights).network
 
     def begin(self, weights: Weights, texts: Texts, train: Sequence[Prompt], seed: int) -> None:
-        """Give the laws their V, on the features of their prompts, where the method wants one."""
+        """Give the distributions their V, on the features of their prompts, where the method wants one."""
         if self.method.value is None:
             return
         noise = as_noise_weights(weights)
@@ -107,24 +107,25 @@ class NoiseBatches(Work):
         super().__init__(context, iteration)
         rollout, drawn = iteration.rollout, iteration.rollout.noise
         assert drawn is not None
-        self.weights, self.latents, self.laws = as_noise_weights(context.networks.weights), drawn.initial, drawn.laws
+        self.weights, self.latents = as_noise_weights(context.networks.weights), drawn.initial
+        self.slot_numbers = drawn.numbers
         self.identity = rollout.identity
-        self.law = self.laws[torch.tensor([i.slot for i in rollout.samples.ids])]
-        self.advantage = torch.zeros(len(self.law))
-        self.old = torch.zeros(len(self.law), dtype=torch.float64)
+        self.numbers = self.slot_numbers[torch.tensor([i.slot for i in rollout.samples.ids])]
+        self.advantage = torch.zeros(len(self.numbers))
+        self.old = torch.zeros(len(self.numbers), dtype=torch.float64)
         useful = iteration.credit.kept.flatten().nonzero().squeeze(1)
         for number, chunk in enumerate(self.chunks(useful)):
             rows = torch.isin(self.identity, chunk).nonzero().squeeze(1)
             self.shares.append(rows[self.order(len(rows), "initials", number)])
 
     def prepare(self) -> None:
-        """Log-probs and advantages under the laws that drew the samples, before they move."""
+        """Log-probs and advantages under the distributions that drew the samples, before they move."""
         with self.weights.using(self.context.method.behaviour):
             with torch.no_grad():
-                for rows in torch.arange(len(self.law)).split(self.context.optim.batch_size):
+                for rows in torch.arange(len(self.numbers)).split(self.context.optim.batch_size):
                     latents = self.latents[rows].to(self.context.world.device)
-                    self.old[rows] = self.context.method.log_prob(latents, self.law[rows], self.weights).cpu()
-            advantage, error = self.context.method.calibrated(self.iteration.credit, self.laws, self.weights)
+                    self.old[rows] = self.context.method.log_prob(latents, self.numbers[rows], self.weights).cpu()
+            advantage, error = self.context.method.calibrated(self.iteration.credit, self.slot_numbers, self.weights)
         self.advantage = advantage.flatten()[self.identity]
         if error is not None:
             self.iteration.sums.add("noise/value_error", error)
@@ -135,7 +136,7 @@ class NoiseBatches(Work):
         for rows in self.shares[number].split(self.context.optim.batch_size):
             batch = InitialBatch(
                 latents=self.latents[rows].to(device),
-                law=self.law[rows],
+                numbers=self.numbers[rows],
                 advantage=self.advantage[rows].to(device),
                 old_log_prob=self.old[rows].to(device),
             )

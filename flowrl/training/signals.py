@@ -58,7 +58,7 @@ class Signals:
         return Stopped(known[0] if known else int(signal.SIGTERM))
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Signals are remembered inside the block."""
         before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -92,7 +92,7 @@ class TransitionBatches(Work):
         latents = part.latents.to(device).float().flatten(1)
         features = torch.cat([latents, text_features(cond)[place.to(device)].to(latents)], dim=1)
         seed, steps = derive(self.context.seed, "value"), len(self.rollout.plan)
-        critic = self.method.judge(features.shape[1], steps, seed, device)
+        critic = self.method.make_critic(features.shape[1], steps, seed, device)
         return part, critic(features, part.step.to(device))
 
     def _conditions(self, part: Table) -> tuple[Condition, Tensor]:

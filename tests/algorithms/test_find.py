@@ -79,7 +79,7 @@ class Run:
         laws = torch.tensor(prompts)
         with self.weights.using(self.algorithm.behaviour):
             found = self.weights.network.drawn_from(laws)
-        noise = Noise(0, "rollout", iteration, SHAPE, laws=found)
+        noise = Noise(0, "rollout", iteration, SHAPE, distributions=found)
         ids = tuple(SampleId(slot, k) for slot in range(len(prompts)) for k in range(group))
         everything = noise.initial(ids)
         rewards = reward(everything, laws.repeat_interleave(group)).reshape(1, len(prompts), group)
@@ -162,7 +162,7 @@ def test_at_the_start_a_rollout_has_bitwise_the_noise_of_the_base():
     ids = [SampleId(slot, k) for slot in range(3) for k in range(2)]
     plain = Noise(3, "rollout", 5, SHAPE)
     laws = weights_of().network.drawn_from(torch.tensor([2, 0, 2]))
-    assert torch.equal(dataclasses.replace(plain, laws=laws).initial(ids), plain.initial(ids))
+    assert torch.equal(dataclasses.replace(plain, distributions=laws).initial(ids), plain.initial(ids))
 
 
 def test_a_learned_noise_is_mean_plus_std_times_the_keyed_one_whatever_the_batch():
@@ -171,7 +171,7 @@ def test_a_learned_noise_is_mean_plus_std_times_the_keyed_one_whatever_the_batch
         weights.network.mean[k].data += 10.0 * k
         weights.network.std[k].data *= 1 + k
     numbers = torch.tensor([2, 0, 3])
-    noise = Noise(3, "rollout", 5, SHAPE, laws=weights.network.drawn_from(numbers))
+    noise = Noise(3, "rollout", 5, SHAPE, distributions=weights.network.drawn_from(numbers))
     found, eps = noise.initial(ids), Noise(3, "rollout", 5, SHAPE).initial(ids)
     for row, i in enumerate(ids):
         k = int(numbers[i.slot])
@@ -255,15 +255,15 @@ def test_an_advantage_is_the_reward_less_what_v_said_before_it_was_fitted_to_it(
     rollout = run.rollout(1, [3, 1], 4, first_value)
     rollout.rewards[0, 1, 2] = torch.nan
     assert weights.calibration is not None
-    laws = weights.network.laws(rollout.noise.laws)
-    before = weights.calibration(laws, rollout.noise.laws).detach()
+    laws = weights.network.distributions(rollout.noise.numbers)
+    before = weights.calibration(laws, rollout.noise.numbers).detach()
     work = run.initials(rollout)
     expected = (rollout.rewards[0] - before[:, None]).flatten()
     valid = expected.isfinite()
     assert valid.tolist() == [k != 6 for k in range(8)]
     assert_close(work.advantage[valid], expected[valid])
     assert sorted(work.shares[0].tolist()) == valid.nonzero().squeeze(1).tolist()
-    assert not torch.equal(weights.calibration(laws, rollout.noise.laws), before)
+    assert not torch.equal(weights.calibration(laws, rollout.noise.numbers), before)
     error = work.iteration.sums.means()["noise/value_error"]
     assert error == pytest.approx(float(expected[valid].square().mean()), rel=1e-5)
 
@@ -272,7 +272,7 @@ def test_v_learns_what_tells_prompts_and_laws_apart_and_its_state_goes_on_bitwis
     weights = weights_of(value=True)
     judge, numbers = weights.calibration, torch.arange(4)
     rewards = torch.tensor([[0.0, 0.2], [1.0, 1.2], [2.0, torch.nan], [3.0, 3.2]])
-    laws = weights.network.laws(numbers)
+    laws = weights.network.distributions(numbers)
     laws = dataclasses.replace(laws, mean=laws.mean.detach(), std=laws.std.detach())
     judge.fit(laws, numbers, rewards, 10)
     other = weights_of(value=True)

@@ -183,7 +183,7 @@ def test_whatever_decides_a_picture_is_in_its_name(tmp_path, monkeypatch, change
 
     def name(*, prompt="a", seed=0, call=CALL, guidance=None, model="model", weights="bytes", image="red.png"):
         (Path(model) / "weights.safetensors").write_text(weights)
-        told = origin(model, SimpleNamespace(), call, guidance).told(prompt, [image], seed)
+        told = origin(model, SimpleNamespace(), call, guidance).provenance(prompt, [image], seed)
         return stem(0, 0, told)
 
     assert name() != name(**change)
@@ -196,7 +196,7 @@ def test_other_weights_of_a_run_have_another_name(tmp_path):
     for weights in ("one", "one", "two"):
         (tmp_path / "adapter" / "pytorch_lora_weights.safetensors").write_text(weights)
         made = origin(str(tmp_path), SimpleNamespace(), {}, None)
-        names.append(stem(0, 0, made.told("a", [], 0)))
+        names.append(stem(0, 0, made.provenance("a", [], 0)))
     assert names[0] == names[1] != names[2]
     assert (made.model, made.run) == ("tiny-sd3", str(tmp_path))
 

@@ -128,7 +128,7 @@ def test_impossible_trees_are_refused(make, words):
         ({"tree": splits(5, {0: 2}, range(5))}, "the tree has 5 steps, the plan 6"),
         ({"tree": splits(6, {0: 2}, range(3))}, "step 3 without a law"),
         ({"tree": splits(6, {0: 2}, range(5)), "solver": ("dpm1",) * 6}, "by `ode`"),
-        ({"tree": splits(6, {0: 2}, range(5)), "spread": -1.0}, "spread=-1.0"),
+        ({"tree": splits(6, {0: 2}, range(5)), "sibling_noise": -1.0}, "sibling_noise=-1.0"),
         ({"tree": splits(6, {0: 2}, range(5)), "inflation": 0.0}, "inflation=0.0"),
     ],
 )
@@ -163,9 +163,9 @@ def by_hand(session: Session, leaf: int) -> torch.Tensor:
             else:
                 law, lead = session.policy.distribution(prediction, x, step), session.ids[first + child]
                 xi = session.noise.step([lead], k)
-                if plan.spread is not None and tree.splits[k]:
+                if plan.sibling_noise is not None and tree.splits[k]:
                     common = session.noise.common([session.ids[first + int(tree.node[k, place])]], k)
-                    xi = (common + plan.spread * xi) / math.sqrt(1 + plan.spread**2)
+                    xi = (common + plan.sibling_noise * xi) / math.sqrt(1 + plan.sibling_noise**2)
                 x = law.mean + law.std * xi
             k = end
     return x[0]
@@ -236,7 +236,7 @@ def test_without_common_noise_a_split_at_step_0_is_plain_grpo_with_a_shared_star
 
 def test_trees_of_one_leaf_are_chains():
     plain = window(flow_schedule(6), 0.5)
-    tree = replace(plain, tree=splits(6, {}, range(5)), spread=4.0)
+    tree = replace(plain, tree=splits(6, {}, range(5)), sibling_noise=4.0)
     (chains, edges), (leaves, branches) = rolled(plain, 3), rolled(tree, 3)
     assert torch.equal(leaves.x0, chains.x0)
     assert torch.equal(branches.old_log_prob, edges.old_log_prob)

@@ -118,7 +118,7 @@ def test_where_none_are_held_out_the_numbers_are_of_training_prompts(read, data,
     assert why in prompts.remark
     assert "no verdict" in prompts.remark
     assert prompts.facts() == {"evaluated_on": "training prompts", "held_out": None}
-    assert "held-out" not in prompts.told()
+    assert "held-out" not in prompts.describe()
 
 
 def test_prompts_that_are_named_are_taken_as_before(read):

@@ -20,7 +20,7 @@ def entry(name="mine", **options) -> WeightedReward:
     return WeightedReward(name, Reward(None, Card(outputs=(name,), low=0.0, high=1.0)), **options)
 
 
-def look(raw, *entries: WeightedReward, spread: float = 0.1, watcher: DeadGroups | None = None) -> str | None:
+def look(raw, *entries: WeightedReward, image_std: float = 0.1, watcher: DeadGroups | None = None) -> str | None:
     """What is told of raw values [P, G], the same of every entry."""
     entries = entries or (entry(),)
     table = torch.tensor(raw)
@@ -30,7 +30,7 @@ def look(raw, *entries: WeightedReward, spread: float = 0.1, watcher: DeadGroups
     )
     weights = torch.tensor([e.weight for e in entries])
     credit = advantages(rewards, weights, AdvantageConfig(name="group" if table.shape[1] > 1 else "batch"))
-    rollout = SimpleNamespace(rewards=rewards, raw=outputs, spread=spread)
+    rollout = SimpleNamespace(rewards=rewards, raw=outputs, image_std=image_std)
     return (watcher or DeadGroups(entries)).look(rollout, credit)
 
 
@@ -52,7 +52,7 @@ def test_what_is_wrong_is_named(raw, words):
 
 
 def test_pictures_that_are_alike_and_a_clip_that_flattens_are_not_the_rewards_fault():
-    assert "all pictures of a prompt are alike" in look([[0.5, 0.5], [0.2, 0.2]], spread=0.0)
+    assert "all pictures of a prompt are alike" in look([[0.5, 0.5], [0.2, 0.2]], image_std=0.0)
     flat = look([[0.5, 0.6], [0.7, 0.8]], entry(clip=(0.0, 0.4)))
     assert "tells samples apart, and its clip or gate makes one training value" in flat
     shut = look([[0.5, 0.6], [0.7, 0.8]], entry(gate=Gate(output="mine", at_least=0.9)))

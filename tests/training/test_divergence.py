@@ -144,7 +144,7 @@ def test_finite_samples_are_handed_on_as_they_are_and_no_picture_hides_infinite_
     assert found.isnan().flatten(1).all(dim=1).tolist() == [False, True, True]
     assert torch.equal(found[0], images[0])
     assert (health.count, health.spoiled, health.diverged) == (6, 2, False)
-    assert "are inf " in health.told("x")
+    assert "are inf " in health.message("x")
 
 
 # ---- several processes

@@ -131,7 +131,7 @@ class Pairing:
             Stopped: a signal came; all but the prompts under way is in the folder.
             RewardError: too many samples could not be scored; what was done before is in the folder.
         """
-        with self.signals.heard():
+        with self.signals.listening():
             while not enough(folder.done, len(self.prompts), self.wanted):
                 self._step(folder)
 

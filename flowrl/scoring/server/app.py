@@ -63,7 +63,7 @@ class Service:
     def rewards(self) -> bytes:
         """Card and options (so the model) of each; what clients may send."""
         result = {name: batcher.about for name, batcher in self.batchers.items()}
-        return dumps({"schema": SCHEMA, "limits": self.limits.told(), "rewards": result})
+        return dumps({"schema": SCHEMA, "limits": self.limits.as_json(), "rewards": result})
 
     async def score(self, body: bytes) -> bytes:
         """The answer; the same one again, from memory or from the work going on, for a request that is repeated.

@@ -45,7 +45,7 @@ class Limits:
     score_s: float = 120.0
     """Seconds for a batch in the reward; a reward that takes longer is ended and started anew."""
 
-    def told(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, int]:
         return {"items": self.items, "bytes": self.bytes, "pixels": self.pixels}
 
 
