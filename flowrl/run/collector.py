@@ -179,12 +179,12 @@ class Collector:
         prompts = [self.source.prompts[k] for k in numbers]
         plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
         noise = self.noise(iteration)
-        maps, numbers, before = None, None, self.evaluations.rows
+        maps, learned, before = None, None, self.evaluations.rows
         looked: tuple[Tensor, Tensor] | None = None
         with parts.weights.using(parts.algorithm.behaviour):
             if parts.learned is not None:
-                numbers = numbers_of(parts.learned, prompts)
-                noise = replace(noise, distributions=parts.learned.drawn_from(numbers))
+                learned = numbers_of(parts.learned, prompts)
+                noise = replace(noise, distributions=parts.learned.drawn_from(learned))
             if self.explores:
                 looked = self._explore(iteration, prompts, noise, timer)
                 noise = replace(noise, chosen=looked[0])
@@ -208,7 +208,7 @@ class Collector:
             prompts=tuple(identity(p) for p in prompts),
             image_std=_group_image_std(result.images, result.drawn.rows),
             maps=maps,
-            noise=None if numbers is None else NoiseDraws(noise.initial(result.drawn.samples.ids), numbers),
+            noise=None if learned is None else NoiseDraws(noise.initial(result.drawn.samples.ids), learned),
             paths=self._paths(result.drawn, rewards),
         )
 
