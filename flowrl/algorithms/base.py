@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages
 from flowrl.algorithms._options import Options as Options
+from flowrl.core.registry import name_of
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.credit.critic import ValueConfig, ValueNetwork
@@ -162,7 +163,7 @@ class Method(Generic[C]):
             ValueError: it holds state of another method, or samples of a role that there is not.
         """
         own = self.rule.load_state_dict(state)
-        name = type(self).__module__.rpartition(".")[2]
+        name = name_of(self)
         if set(own) != set(self.remembers):
             raise ValueError(
                 f"{name} keeps {sorted(self.state_dict()) or 'no state'}, the checkpoint has {sorted(state)}"

@@ -39,7 +39,7 @@ from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
 _PRESET = {"dance_sde": 1e-3}
-"""Published clip range of this method, by law; others have that of the family."""
+"""Sampler -> published clip range of this method; with others that of the family."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +82,8 @@ class Config(ClippedOptions):
             )
 
     def clip(self, sampler: Sampler) -> float:
-        law = type(sampler).__module__.rpartition(".")[2]
-        return _PRESET[law] if self.clip_range is None and law in _PRESET else ClippedOptions.clip(self, sampler)
+        preset = _PRESET.get(sampler.name) if self.clip_range is None else None
+        return ClippedOptions.clip(self, sampler) if preset is None else preset
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         ClippedOptions.check(self, sampler, num_steps)

@@ -244,14 +244,14 @@ def clip_preset(sampler: Sampler, ratio: Ratio) -> float:
     Raises:
         ValueError: nobody published one.
     """
-    law, form = type(sampler).__module__.rpartition(".")[2], sampler.log_prob_form  # a component is named by its file
-    if (law, form, ratio) not in CLIP_PRESETS:
+    key = sampler.name, sampler.log_prob_form, ratio
+    if key not in CLIP_PRESETS:
         known = ", ".join(sorted({name for name, _, kind in CLIP_PRESETS if kind == ratio}))
         raise ValueError(
-            f"clip_range=null: there is no published value for sampler {law!r} (log-prob form {form!r}) with the "
-            f"{ratio!r} ratio; give algorithm.clip_range, or use one of {known}"
+            f"clip_range=null: there is no published value for sampler {sampler.name!r} (log-prob form "
+            f"{sampler.log_prob_form!r}) with the {ratio!r} ratio; give algorithm.clip_range, or use one of {known}"
         )
-    return CLIP_PRESETS[law, form, ratio]
+    return CLIP_PRESETS[key]
 
 
 def check_steps(steps: list[int] | None) -> None:

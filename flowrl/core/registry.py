@@ -60,6 +60,13 @@ def names(kind: str) -> list[str]:
     return sorted(name for name in result if not name.startswith("_") and name not in _HELPERS)
 
 
+def name_of(component: object) -> str:
+    """The name of a built-in component; of any other its file."""
+    module = type(component).__module__
+    package, _, name = module.rpartition(".")
+    return name if package in FOLDERS.values() else vars(sys.modules[module]).get("__file__", module)
+
+
 def plugins(kind: str) -> dict[str, list[EntryPoint]]:
     """Name -> the entry points that installed packages give it; more than one, or a built-in's name, is a collision."""
     result: dict[str, list[EntryPoint]] = {}

@@ -1,10 +1,11 @@
-"""The base of all samplers, and the Gaussian over the next latents that they return.
+"""The bases of samplers, and the Gaussian over the next latents that they return.
 
 A sampler neither draws nor scores: `sample`, `log_prob` and `kl` exist once, here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.registry import name_of
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import FlowProcess, Process, VPProcess, expand
 
@@ -27,10 +29,10 @@ class StepDistribution:
     mean: Tensor
     std: Tensor
     channel_axis: int = 1
-    """Of the mean: 1 in [B, C, h, w], 2 in packed latents [B, tokens, C]. Only the form `position` asks."""
+    """Channel axis of the mean, for the form `position`: 1 in [B, C, h, w], 2 in packed latents [B, tokens, C]."""
 
     def at(self, rows: Tensor) -> StepDistribution:
-        """The distributions of `rows` [n], where several next latents come from one place."""
+        """The distributions of `rows` [n], which may repeat."""
         return StepDistribution(self.mean[rows], self.std[rows], self.channel_axis)
 
     def sample(self, noise: Tensor) -> Tensor:
@@ -69,8 +71,8 @@ class StepDistribution:
     def kl(self, other: StepDistribution, *, divisor: KLDivisor = "variance", dt: Tensor | None = None) -> Tensor:
         """Mean over dims of (mean - other.mean)^2 / (2 * divisor), [B]: the KL of two steps of equal std.
 
-        `variance` divides by std^2 (the Gaussian KL per dim); `flow_grpo` by std^2 / |dt|, the form of the
-        official code since 2025-07-15, which lacks the factor 1 / |dt|; `none` leaves the square alone.
+        The divisor is `variance`: std^2 (the Gaussian KL per dim); `flow_grpo`: std^2 / |dt|, as in the official code
+        since 2025-07-15, whose KL lacks the factor 1 / |dt|; `none`: no division at all.
         """
         if other.mean.shape != self.mean.shape:
             raise ValueError(f"other {tuple(other.mean.shape)} must be shaped like the mean {tuple(self.mean.shape)}")
@@ -92,7 +94,7 @@ class StepDistribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseOptions:
-    """Options of a sampler that has none of its own."""
+    """The options of a sampler whose file defines none."""
 
     noise_level: float = 1.0
     """Strength of the noise, in the sampler's own units; 0 is the deterministic step."""
@@ -105,7 +107,7 @@ class NoiseOptions:
 class Sampler(ABC):
     """A sampler: the Gaussian distribution of the next latents, given the latents and the network's prediction there.
 
-    It neither draws nor scores. `transition` is all that one must write:
+    `transition` is all that one must write:
 
         class MySampler(flowrl.Sampler):
             def transition(self, process, prediction, x, step):
@@ -128,23 +130,28 @@ class Sampler(ABC):
     def __init__(self, config: Any = None) -> None:
         self.config = config
 
+    @property
+    def name(self) -> str:
+        """The name of a built-in sampler; of any other its file."""
+        return name_of(self)
+
     @abstractmethod
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         """Distribution of the next latents given x [B, ...]; noise level from `step.noise_level`.
 
         Raises:
-            ValueError: a process that it is not made for, or a step that it has not.
+            ValueError: the sampler does not support the process, or the step.
         """
 
     def velocity_gain(self, step: Step) -> Tensor:
         """d mean / d velocity of each step, [B] float32, negative: how far a change of the network moves the mean.
 
-        One number per sample, the same in all latent dims and wherever x lies: every sampler's mean is affine in the
+        One number per sample, the same in all latent dims and at every x: each sampler's mean is affine in the
         velocity. `velocity` is that of `Prediction`: eps - x0 on a flow, alpha eps - sigma x0 on VP. Noise
         only raises its size; at noise level 0 it is dt on a flow. A sampler may give it in closed form.
 
         Raises:
-            ValueError: as `transition`, where the sampler has no such step.
+            ValueError: the sampler does not support the step.
         """
         flow = bool(((step.alpha + step.sigma - 1).abs() < 1e-4).all())
         process, zeros = FlowProcess() if flow else VPProcess(), torch.zeros(len(step.sigma), 1).to(step.sigma)
@@ -155,7 +162,7 @@ class Sampler(ABC):
 
     def default_noise_level(self) -> float:
         """Noise level of a stochastic step where the plan does not set one."""
-        return self.config.noise_level
+        return dataclasses.asdict(self.config)[self.noise_key]
 
 
 def ddim_gain(step: Step, direction: Tensor) -> Tensor:
@@ -171,15 +178,44 @@ def ddim_gain(step: Step, direction: Tensor) -> Tensor:
     return step.alpha * direction - step.sigma * step.alpha_next
 
 
-def euler_maruyama(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> StepDistribution:
-    """One step of the SDE that keeps a flow's marginals for any g >= 0.
+class FlowSampler(Sampler):
+    """A sampler of the SDE that keeps a flow's marginals: one Euler-Maruyama step, at the noise strength `diffusion`.
 
-    With dt = sigma_next - sigma < 0 and eps_hat = x + (1 - sigma) v:
+    With g = diffusion(step), dt = sigma_next - sigma < 0 and eps_hat = x + (1 - sigma) v:
 
         mean = x + (v + g^2 / (2 sigma) * eps_hat) * dt
         std  = g * sqrt(-dt)
+    """
 
-    x and velocity are [B, ...] in any float dtype, computed in float32; sigma, sigma_next and g are [B].
+    @abstractmethod
+    def diffusion(self, step: Step) -> Tensor:
+        """g of each step, [B] float32, at least 0.
+
+        Raises:
+            ValueError: the sampler does not support the step.
+        """
+
+    def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
+        if not isinstance(process, FlowProcess):
+            raise ValueError(
+                f"sampler {self.name!r} needs a flow model (x = (1 - sigma) x0 + sigma eps), and this one "
+                "predicts noise (VP): set rollout.sampler={name: ddim, eta: 1.0}, or cps for a consistency model"
+            )
+        return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, self.diffusion(step))
+
+    def velocity_gain(self, step: Step) -> Tensor:
+        """dt * (1 + g^2 (1 - sigma) / (2 sigma)), [B]."""
+        g = self.diffusion(step)
+        return (step.sigma_next - step.sigma) * (1 + g.square() * (1 - step.sigma) / (2 * step.sigma))
+
+
+def euler_maruyama(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> StepDistribution:
+    """The step of `FlowSampler` from x [B, ...] with `velocity` [B, ...], any float dtype; the others are [B].
+
+    >>> x, v, one = torch.ones(1, 4), torch.full((1, 4), 0.5), torch.ones(1)
+    >>> d = euler_maruyama(x, v, 0.8 * one, 0.6 * one, 1.4 * one)  # Flow-SDE at noise level 0.7
+    >>> round(float(d.mean[0, 0]), 4), round(float(d.std), 6)
+    (0.6305, 0.626099)
     """
     x, v = x.float(), velocity.float()
     dt = sigma_next - sigma
@@ -188,23 +224,18 @@ def euler_maruyama(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tenso
     return StepDistribution(mean=x + drift * expand(dt, x), std=g * (-dt).sqrt())
 
 
-def euler_maruyama_gain(sigma: Tensor, sigma_next: Tensor, g: Tensor) -> Tensor:
-    """d mean / d velocity of `euler_maruyama`, [B]: dt * (1 + g^2 (1 - sigma) / (2 sigma))."""
-    return (sigma_next - sigma) * (1 + g.square() * (1 - sigma) / (2 * sigma))
-
-
 def step_std(sampler: Sampler, process: Process, step: Step) -> Tensor:
-    """std of each step under the sampler's law, [B]: the same wherever x lies.
+    """std of the sampler's transitions at `step`, [B]: the same at every x.
 
     Raises:
-        ValueError: the law has no such step.
+        ValueError: the sampler does not support the process, or a step.
     """
     zeros = torch.zeros(len(step.sigma), 1)
     return sampler.transition(process, Prediction(zeros, zeros, zeros), zeros, step).std
 
 
 def takes_vp(sampler: Sampler) -> bool:
-    """Whether the law has steps on a noise-prediction model's path too."""
+    """Whether the sampler supports noise-prediction (VP) models."""
     process, half = VPProcess(), torch.full((1,), 0.5)
     fixed = {name: half for name in ("sigma_ceiling", "timestep")} | {"index": torch.zeros(1, dtype=torch.int64)}
     noise, less = torch.full((1,), sampler.default_noise_level()), half / 2
@@ -214,17 +245,3 @@ def takes_vp(sampler: Sampler) -> bool:
     except ValueError:
         return False
     return True
-
-
-def require_flow(process: Process, name: str) -> None:
-    """Raise unless the path is a flow: the SDE laws on sigma in [0, 1] have no meaning elsewhere."""
-    if not isinstance(process, FlowProcess):
-        raise ValueError(
-            f"sampler {name!r} needs a flow model (x = (1 - sigma) x0 + sigma eps), and this one "
-            "predicts noise (VP): set rollout.sampler={name: ddim, eta: 1.0}, or cps for a consistency model"
-        )
-
-
-def zeros_like_std(x: Tensor) -> Tensor:
-    """std of a deterministic step, [B] float32."""
-    return torch.zeros(len(x), dtype=torch.float32, device=x.device)

@@ -51,8 +51,6 @@ class Cps(Sampler):
     log_prob_form = "unscaled"
     largest = 1.0
 
-    config: Config
-
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         std = step.sigma_next * (step.noise_level * (math.pi / 2)).sin()
         return StepDistribution(mean=ddim_mean(prediction, step, direction(step)), std=std)

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.core.types import Prediction, Step
-from flowrl.diffusion.process import Process
-from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.core.types import Step
+from flowrl.samplers.base import FlowSampler
 
 LEVEL = "tested"
 
@@ -36,19 +35,11 @@ class Config:
             raise ValueError(f"eta={self.eta} must not be negative")
 
 
-class DanceSde(Sampler):
+class DanceSde(FlowSampler):
     noise_key = "eta"
-    config: Config
 
-    def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
-        require_flow(process, "dance_sde")
-        return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, step.noise_level)
-
-    def velocity_gain(self, step: Step) -> Tensor:
-        return euler_maruyama_gain(step.sigma, step.sigma_next, step.noise_level)
-
-    def default_noise_level(self) -> float:
-        return self.config.eta
+    def diffusion(self, step: Step) -> Tensor:
+        return step.noise_level
 
 
 def build(config: Config) -> DanceSde:

@@ -40,12 +40,12 @@ class Config:
 
 
 def noise_ratio(step: Step) -> Tensor:
-    """r of the law above, [B]."""
+    """r, [B]."""
     return step.sigma_next * step.alpha / (step.sigma * step.alpha_next)
 
 
 def any_path_std(step: Step) -> Tensor:
-    """std of the law above, [B].
+    """std on any path, [B].
 
     >>> from flowrl.diffusion.process import FlowProcess
     >>> from flowrl.diffusion.plan import StepPlan
@@ -74,17 +74,12 @@ class Ddim(Sampler):
     noise_key = "eta"
     largest = 1.0
 
-    config: Config
-
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         std = vp_std(step) if isinstance(process, VPProcess) else any_path_std(step)
         return StepDistribution(mean=ddim_mean(prediction, step, direction(step)), std=std)
 
     def velocity_gain(self, step: Step) -> Tensor:
         return ddim_gain(step, direction(step))
-
-    def default_noise_level(self) -> float:
-        return self.config.eta
 
 
 def build(config: Config) -> Ddim:

@@ -3,7 +3,7 @@
     g^2 = eta^2 * 2 sigma / (1 - bound)
 
 with `bound` as in Flow-SDE; eta = 1 is the memoryless schedule. The step is the Euler-Maruyama step of
-`flow_sde` with noise_level = sqrt(2) * eta: one law in another unit, the one that DDIM's eta is in.
+`flow_sde` with noise_level = sqrt(2) * eta: the same transition in the unit of DDIM's eta.
 
 Singular point: 1 - sigma at sigma = 1, bounded there by the grid's second sigma (`Step.sigma_ceiling`)
 and by nothing elsewhere. At sigma = 1 and eta = 1 this gives std sqrt(2) and a mean of velocity * dt:
@@ -21,10 +21,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.core.types import Prediction, Step
-from flowrl.diffusion.process import Process
-from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
-from flowrl.samplers.flow_sde import diffusion as flow_sde_diffusion
+from flowrl.core.types import Step
+from flowrl.samplers.base import FlowSampler
+from flowrl.samplers.flow_sde import flow_sde_diffusion
 
 LEVEL = "experimental"
 
@@ -39,24 +38,11 @@ class Config:
             raise ValueError(f"eta={self.eta} must not be negative")
 
 
-def diffusion(step: Step) -> Tensor:
-    """g of the law above, [B]. Raises as that of `flow_sde` does."""
-    return flow_sde_diffusion(step.sigma, math.sqrt(2) * step.noise_level, step.sigma_ceiling)
-
-
-class Memoryless(Sampler):
+class Memoryless(FlowSampler):
     noise_key = "eta"
-    config: Config
 
-    def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
-        require_flow(process, "memoryless")
-        return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, diffusion(step))
-
-    def velocity_gain(self, step: Step) -> Tensor:
-        return euler_maruyama_gain(step.sigma, step.sigma_next, diffusion(step))
-
-    def default_noise_level(self) -> float:
-        return self.config.eta
+    def diffusion(self, step: Step) -> Tensor:
+        return flow_sde_diffusion(step, math.sqrt(2) * step.noise_level)
 
 
 def build(config: Config) -> Memoryless:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import Process, euler_mean
-from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain, zeros_like_std
+from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain
 
 LEVEL = "tested"
 
@@ -23,7 +24,7 @@ class Config:
 
 class Ode(Sampler):
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
-        return StepDistribution(mean=euler_mean(process, prediction, step), std=zeros_like_std(x))
+        return StepDistribution(mean=euler_mean(process, prediction, step), std=torch.zeros_like(step.sigma))
 
     def velocity_gain(self, step: Step) -> Tensor:
         return ddim_gain(step, step.sigma_next)

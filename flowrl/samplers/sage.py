@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.core.types import Prediction, Step
-from flowrl.diffusion.process import Process
-from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.core.types import Step
+from flowrl.samplers.base import FlowSampler
 
 LEVEL = "tested"
 
@@ -43,7 +42,7 @@ class Config:
 
 
 def unit_variance(sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> Tensor:
-    """w of the law above at eta = 1, [B] float64; not positive where sigma_next lies above about sigma_max.
+    """w at eta = 1, [B] float64; not positive where sigma_next is above about sigma_max.
 
     >>> import torch
     >>> w = unit_variance(torch.tensor([1.0, 0.5]), torch.tensor([0.5, 0.0]), 0.997)
@@ -54,40 +53,30 @@ def unit_variance(sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> Tensor
     return ((1 - sigma_next) / (1 - sigma.clamp(max=sigma_max))).log() - (sigma - sigma_next)
 
 
-def diffusion(step: Step, sigma_max: float) -> Tensor:
-    """g of the law above, [B]: the root mean square of Flow-SDE's over the step.
-
-    Raises:
-        ValueError: a noisy step has w <= 0.
-    """
-    # At low sigma the logarithm and the difference cancel to second order: float64, which not every device has.
-    sigma, sigma_next, noisy = step.sigma.cpu(), step.sigma_next.cpu(), step.noise_level.cpu() > 0
-    variance = unit_variance(sigma, sigma_next, sigma_max)
-    bad = noisy & (variance <= 0)
-    if bool(bad.any()):
-        raise ValueError(
-            f"sampler 'sage': step {int(step.index.cpu()[bad][0])} ends at sigma_next={float(sigma_next[bad][0]):.6g}, "
-            f"too near to 1 for sigma_max={sigma_max:g}: its noise would not be positive. Use fewer steps or a smaller "
-            "shift, raise sigma_max above sigma_next, or leave this step deterministic"
-        )
-    g = (variance.clamp(min=0) / (sigma - sigma_next)).sqrt()
-    return step.noise_level * g.float().to(step.noise_level.device)
-
-
-class Sage(Sampler):
+class Sage(FlowSampler):
     noise_key = "eta"
     config: Config
 
-    def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
-        require_flow(process, "sage")
-        g = diffusion(step, self.config.sigma_max)
-        return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, g)
+    def diffusion(self, step: Step) -> Tensor:
+        """The root mean square of Flow-SDE's g over the step, [B].
 
-    def velocity_gain(self, step: Step) -> Tensor:
-        return euler_maruyama_gain(step.sigma, step.sigma_next, diffusion(step, self.config.sigma_max))
-
-    def default_noise_level(self) -> float:
-        return self.config.eta
+        Raises:
+            ValueError: a noisy step has w <= 0.
+        """
+        sigma_max = self.config.sigma_max
+        # At low sigma the logarithm and the difference cancel to second order: float64, which not every device has.
+        sigma, sigma_next, noisy = step.sigma.cpu(), step.sigma_next.cpu(), step.noise_level.cpu() > 0
+        variance = unit_variance(sigma, sigma_next, sigma_max)
+        bad = noisy & (variance <= 0)
+        if bool(bad.any()):
+            at, end = int(step.index.cpu()[bad][0]), float(sigma_next[bad][0])
+            raise ValueError(
+                f"sampler 'sage': step {at} ends at sigma_next={end:.6g}, too near to 1 for sigma_max={sigma_max:g}: "
+                "its noise would not be positive. Use fewer steps or a smaller shift, raise sigma_max above "
+                "sigma_next, or leave this step deterministic"
+            )
+        g = (variance.clamp(min=0) / (sigma - sigma_next)).sqrt()
+        return step.noise_level * g.float().to(step.noise_level.device)
 
 
 def build(config: Config) -> Sage:

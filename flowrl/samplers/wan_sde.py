@@ -7,7 +7,7 @@ With sigma_1 the grid's second sigma (`Step.sigma_ceiling`), dt = sigma_next - s
     std  = g * sqrt(-dt)
 
 The code writes g = sigma_min + (sigma_1 - sigma_min) * sigma with sigma_min the grid's last value, 0.
-Singular points: none; g^2 / sigma stays finite down to sigma = 0. The law has no strength: a step's
+Singular points: none; g^2 / sigma stays finite down to sigma = 0. The noise has no strength to set: a step's
 noise level is 1 (on) or 0 (the Euler step). Log-prob form: mean over dims.
 
 Source: arXiv 2505.05470; yifan123/flow_grpo:flow_grpo/diffusers_patch/wan_pipeline_with_logprob.py.
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.core.types import Prediction, Step
-from flowrl.diffusion.process import Process
-from flowrl.samplers.base import Sampler, StepDistribution, euler_maruyama, euler_maruyama_gain, require_flow
+from flowrl.core.types import Step
+from flowrl.samplers.base import FlowSampler
 
 LEVEL = "experimental"
 
@@ -31,26 +30,18 @@ class Config:
     """No options."""
 
 
-def diffusion(step: Step) -> Tensor:
-    """g of the law above, [B].
+class WanSde(FlowSampler):
+    def diffusion(self, step: Step) -> Tensor:
+        """sigma_1 * sigma, or 0, [B].
 
-    Raises:
-        ValueError: a noise level other than 0 and 1.
-    """
-    other = (step.noise_level != 0) & (step.noise_level != 1)
-    if bool(other.any()):
-        level = float(step.noise_level[other][0])
-        raise ValueError(f"sampler 'wan_sde' has no strength: noise_level={level:g} must be 1 (on) or 0 (off)")
-    return step.noise_level * step.sigma_ceiling * step.sigma
-
-
-class WanSde(Sampler):
-    def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
-        require_flow(process, "wan_sde")
-        return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, diffusion(step))
-
-    def velocity_gain(self, step: Step) -> Tensor:
-        return euler_maruyama_gain(step.sigma, step.sigma_next, diffusion(step))
+        Raises:
+            ValueError: a noise level other than 0 and 1.
+        """
+        other = (step.noise_level != 0) & (step.noise_level != 1)
+        if bool(other.any()):
+            level = float(step.noise_level[other][0])
+            raise ValueError(f"sampler 'wan_sde' has no strength: noise_level={level:g} must be 1 (on) or 0 (off)")
+        return step.noise_level * step.sigma_ceiling * step.sigma
 
     def default_noise_level(self) -> float:
         return 1.0

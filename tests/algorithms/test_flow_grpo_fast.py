@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from flowrl.algorithms import flow_grpo
 from flowrl.algorithms.flow_grpo import clip_preset
 from flowrl.algorithms.flow_grpo_fast import Config, build
+from flowrl.config.components import component
 from flowrl.contracts.grids import flow_schedule
 from flowrl.diffusion.process import euler_mean
 from flowrl.rollout.loop import RunOptions, run
@@ -107,9 +109,18 @@ def test_a_given_clip_range_is_used_as_it_is():
     assert flow_grpo.Config(clip_range=0.3).clip(memoryless.build(memoryless.Config())) == 0.3
 
 
-def test_a_law_without_a_published_clip_range_asks_for_one():
-    with pytest.raises(ValueError, match=r"memoryless.*algorithm\.clip_range"):
+def test_a_sampler_without_a_published_clip_range_asks_for_one():
+    with pytest.raises(ValueError, match=r"'memoryless'.*algorithm\.clip_range"):
         clip_preset(memoryless.build(memoryless.Config()), "plain")
+
+
+def test_a_sampler_by_path_is_named_by_its_file(tmp_path):
+    """Even one that is called like a built-in sampler: the published value is not for it."""
+    file = tmp_path / "flow_sde.py"
+    file.write_text("import flowrl\nclass Mine(flowrl.Sampler):\n    def transition(self, *_): ...\n")
+    sampler = component("samplers", {"path": str(file)}, "rollout.sampler").build()
+    with pytest.raises(ValueError, match=rf"sampler '{re.escape(str(file))}'.*algorithm\.clip_range"):
+        flow_grpo.Config().check(sampler, 10)
 
 
 # ---- CPS

@@ -13,10 +13,10 @@ from flowrl.core.errors import ConfigError
 
 SAMPLER = """
 import flowrl
-from flowrl.samplers.base import StepDistribution, zeros_like_std
+from flowrl.samplers.base import StepDistribution
 class Still(flowrl.Sampler):
     def transition(self, process, prediction, x, step):
-        return StepDistribution(x, zeros_like_std(x))
+        return StepDistribution(x, 0 * step.sigma)
 """
 METHOD = """
 from dataclasses import dataclass

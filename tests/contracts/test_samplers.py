@@ -44,7 +44,7 @@ def test_a_sampler_refuses_a_path_that_it_does_not_take_by_name(name):
     taken = {each.path for each in taken_paths(build(name))}
     for path in set(PATHS) - taken:
         each = OnPath(build(name), path)
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=f"'{name}' needs a flow model"):
             each.call(each.steps(0.0, 4), *inputs(4))
 
 
