@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.planning import memory
-from tests import tiny_sd3
+from tests.tiny_sd3 import ROOT
 
-FOLDER = tiny_sd3.ROOT / "configs"
-EVERY = {
-    f"{file.parent.name}/{file.stem}": "pairs:" in file.read_text(encoding="ascii")
-    for file in sorted(FOLDER.glob("*/*.yaml"))
-    if file.parent.name not in ("lab", "proxy")
-}
-RECIPES = [name for name, paired in EVERY.items() if not paired]
-"""`<model>/<method>-<reward>` of the real models."""
-PAIRED = [name for name, paired in EVERY.items() if paired]
+FOLDER = ROOT / "configs"
+PROVENANCE = yaml.safe_load((Path(__file__).parent / "config" / "provenance.yaml").read_text(encoding="ascii"))
+EVERY = sorted(
+    f"{file.parent.name}/{file.stem}" for file in FOLDER.glob("*/*.yaml") if file.parent.name not in ("lab", "proxy")
+)
+PAIRED = [name for name in EVERY if "pairs:" in (FOLDER / f"{name}.yaml").read_text(encoding="ascii")]
 """`<model>/<method>-<data>`: those that learn from given pairs."""
-
-# yifan123/flow_grpo:config/base.py, and its common part of config/grpo.py. grpo_family sheet 1.2.
-ADAMW = {"optim.betas": [0.9, 0.999], "optim.eps": 1e-8, "optim.weight_decay": 1e-4, "optim.schedule": "constant"} | {
-    "optim.max_grad_norm": 1.0
-}
-EMA = {"optim.ema": {"decay": 0.9, "every": 8, "warmup": True}}
-NO_EMA = {"optim.ema": None}
-
-
-def saved(evaluations: int, checkpoints: int) -> dict[str, Any]:
-    """Evaluations and checkpoints every so many iterations; Flow-GRPO keeps five, by its config/base.py."""
-    return {"eval.every": evaluations, "checkpoint": {"every": checkpoints, "keep": 5}}
-
-
-def advantages(name: str, std: str, eps: float = 1e-4, ddof: int = 0) -> dict[str, Any]:
-    values = {"name": name, "std": std, "eps": eps, "ddof": ddof, "clip": 5.0, "trimmed_ratio": 0.0, "select": None}
-    return {f"algorithm.advantages.{key}": value for key, value in values.items()}
+RECIPES = [name for name in EVERY if name not in PAIRED]
+"""`<model>/<method>-<reward>` of the real models."""
 
 
 def at(tree: Any, key: str) -> Any:
@@ -46,13 +31,22 @@ def at(tree: Any, key: str) -> Any:
     return tree
 
 
-def check_values(tree: dict, expected: dict[str, Any]) -> None:
-    assert {key: at(tree, key) for key in expected} == expected
+def published(name: str) -> dict[str, Any]:
+    """Key -> value of a recipe by provenance.yaml."""
+    entry, values = PROVENANCE["recipes"][name], {}
+    for taken in entry["takes"]:
+        values |= PROVENANCE["sets"][taken]["values"]
+    return values | entry.get("values", {})
+
+
+def words(name: str) -> str:
+    """The text of a recipe in one line, without the signs of its comments."""
+    return " ".join((FOLDER / f"{name}.yaml").read_text(encoding="ascii").replace("#", " ").split())
 
 
 @cache
-def recipe(name: str) -> Resolved:
-    return resolve(load_config(FOLDER / f"{name}.yaml"))
+def recipe(name: str, *overrides: str) -> Resolved:
+    return resolve(load_config(FOLDER / f"{name}.yaml", list(overrides)))
 
 
 @cache
