@@ -29,7 +29,7 @@ COMMANDS = (
     "bench",
 )
 GROUPS = ("bench",)
-"""Those with commands of their own."""
+"""Commands with sub-commands."""
 
 app = typer.Typer(
     name="flowrl",
@@ -51,9 +51,11 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; train.log has them in any case.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks on the screen too; train.log always has them.")
+    ] = False,
 ) -> None:
     """Align diffusion and flow-matching generators with rewards."""
     if debug:
@@ -70,7 +72,7 @@ def _register() -> None:
 
 
 def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:
-    # Worker processes all meet the same error, and only the first one prints it, unless it is one process's own.
+    # All workers meet the same error, and only the first prints it, unless it is of one process alone.
     rank = os.environ.get("RANK", "0")
     if rank == "0" or of_one_process:
         print(f"flowrl{f' (process {rank})' if rank != '0' else ''}: {text}", file=sys.stderr)
@@ -78,16 +80,16 @@ def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:
 
 
 def main() -> None:
-    """Run a command; exit 2 for what the user can mend in the input, 1 for a failure, 128 + n after signal n."""
+    """Run a command. Exit code: 2 a fault in the input, 1 a failure, 128 + n after signal n."""
     watch_launcher()
-    # Components by dotted path are found in the working directory, however flowrl was started; its files come last.
+    # The working directory comes last in the import path: components of dotted paths may lie there.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     if "WORLD_SIZE" not in os.environ:
         _run()
         return
-    # A process of a group: tearing down the interpreter while gloo's threads still live may abort it (exit code 134)
-    # after everything is done and saved, so it leaves without.
+    # In a process group, tearing down the interpreter while gloo's threads run may abort it (exit code 134) after
+    # everything is saved, so the process exits at once.
     code = 0
     try:
         _run()
@@ -114,7 +116,7 @@ def _run() -> None:
 
 
 def handle(error: BaseException) -> NoReturn:
-    """Turn a failure into one message and an exit code; anything unforeseen keeps its traceback."""
+    """Turn a failure into one message and an exit code; an unexpected error keeps its traceback."""
     from flowrl.core.errors import Fault, Stopped
 
     if isinstance(error, Stopped):

@@ -1,8 +1,8 @@
-"""What `flowrl sample` says of each file that it draws, and the name that follows from it.
+"""Provenance of the files of `flowrl sample`, and the names that follow from it.
 
 A file is named `<prompt>-<sample>-<mark>`: two numbers of the call, and eight digits of a hash over all that decides
-the picture: prompt, pictures, seed, model, adapter, steps, guidance and all other arguments. So nothing is overwritten
-but by the same call, which draws the same again.
+the image: prompt, images, seed, model, adapter, steps, guidance and all other arguments. So a file is overwritten by
+the same call alone, which makes the same image again.
 """
 
 from __future__ import annotations
@@ -11,64 +11,39 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _BLOCK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where the pictures of a call come from."""
-
-    model: str
-    """Model folder, hub id or asset; of a run its `model.path`."""
-    run: str | None
-    """Folder, where the weights are a run's."""
-    version: str | None
-    """Hash of the model folder's file names, sizes and times; None for a hub id."""
-    adapter: str | None
-    """Hash of a run's trained weights."""
-    steps: int | None
-    guidance: float | None
-    arguments: dict[str, Any]
-    """Of the pipeline's call, as far as they were set."""
-
-    def provenance(self, prompt: str, images: Sequence[str], seed: int) -> dict[str, Any]:
-        """Of one file, plain data; `images` are paths."""
-        return {
-            "prompt": prompt,
-            "seed": seed,
-            "model": self.model,
-            "run": self.run,
-            "model_files": self.version,
-            "adapter": self.adapter,
-            "steps": self.steps,
-            "guidance": self.guidance,
-            "arguments": self.arguments,
-            "images": [{"file": Path(path).name, "sha256": _content(Path(path)).hexdigest()} for path in images],
-        }
+def provenance(made: dict[str, Any], prompt: str, images: Sequence[str], seed: int) -> dict[str, Any]:
+    """Plain data of one file: `origin` of its call, prompt, seed, and the contents of the image files."""
+    hashes = [{"file": Path(path).name, "sha256": _content(Path(path)).hexdigest()} for path in images]
+    return {"prompt": prompt, "seed": seed, **made, "images": hashes}
 
 
-def stem(number: int, sample: int, told: dict[str, Any]) -> str:
-    """Name of a file without its suffix.
+def stem(number: int, sample: int, note: dict[str, Any]) -> str:
+    """Name of a file without its suffix; `note` is its provenance.
 
     >>> stem(3, 0, {"prompt": "a red circle"})
     '00003-0-79564736'
     """
-    mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    mark = hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()[:8]
     return f"{number:05d}-{sample}-{mark}"
 
 
-def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | None) -> Origin:
-    """Of a call.
+def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | None) -> dict[str, Any]:
+    """Plain data of a call: model and weights, steps, guidance and the other arguments that were set.
+
+    `model` is the path (of a run its `model.path`), `run` the run folder or null, `model_files` a hash of the model
+    folder's file names, sizes and times (null for a hub id), `adapter` a hash of a run's trained weights.
 
     Args:
         model: run folder, model folder, hub id or embedded asset.
-        pipeline: made of it.
+        pipeline: the loaded pipeline.
         call: arguments of the pipeline's call.
-        guidance: as asked for; None: the call's, else the pipeline's default.
+        guidance: guidance scale of the command line; None: the call's, else the pipeline's default.
     """
     from flowrl.config.retired import run_tree
     from flowrl.models.classes import config_folder
@@ -81,19 +56,19 @@ def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | No
     if guidance is None:
         scales = [_argument(pipeline, call, name) for name in ("guidance_scale", "true_cfg_scale")]
         guidance = next((scale for scale in scales if scale is not None), None)
-    return Origin(
-        model=path,
-        run=model if is_run else None,
-        version=_version(local) if local is not None and here else None,
-        adapter=_adapter(folder / "adapter") if is_run else None,
-        steps=_argument(pipeline, call, "num_inference_steps"),
-        guidance=guidance,
-        arguments={name: _plain(value) for name, value in call.items()},
-    )
+    return {
+        "model": path,
+        "run": model if is_run else None,
+        "model_files": _version(local) if local is not None and here else None,
+        "adapter": _adapter(folder / "adapter") if is_run else None,
+        "steps": _argument(pipeline, call, "num_inference_steps"),
+        "guidance": guidance,
+        "arguments": {name: _plain(value) for name, value in call.items()},
+    }
 
 
 def _argument(pipeline: Any, call: dict[str, Any], name: str) -> Any:
-    """As set, else the default of the pipeline's call; None where it has none."""
+    """Value of an argument: that of `call`, else the default of the pipeline's call, else None."""
     known = inspect.signature(type(pipeline).__call__).parameters
     default = known[name].default if name in known else None
     return call.get(name, None if default is inspect.Parameter.empty else default)

@@ -1,4 +1,4 @@
-"""`flowrl bench exploration`: does a first look rank candidates as the full draw does, and what does it cost?"""
+"""`flowrl bench exploration`: agreement of the first look's ranking with the full rollout's, and its cost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
 
     Args:
         resolved: a run with rollout.exploration.
-        prompts: whose pools are drawn in full.
-        rounds: pairs of rollouts, with and without exploration, that are timed.
+        prompts: number of prompts whose pools are sampled in full.
+        rounds: timed pairs of rollouts, with and without exploration.
     """
     import torch
 
@@ -78,10 +78,10 @@ def _std(rewards: Tensor) -> float:
 
 
 def _timed(collector: Any, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of plain and of exploring rollouts, in turn, each on the same prompts; one pair to warm up."""
+    """Seconds of plain and of exploring rollouts, which take turns on the same prompts after a warm-up pair."""
     from flowrl.training.metrics import Sums, Timer
 
-    collector.fidelity = {}  # no check among what is timed
+    collector.fidelity = {}  # the check is not timed
 
     def once(iteration: int, explores: bool) -> float:
         collector.explores = explores

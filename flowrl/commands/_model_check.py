@@ -1,4 +1,4 @@
-"""Is a model here, on the hub and open to you, or neither? Asked by `flowrl doctor`; no weights are read."""
+"""Where a model is: on this machine, on the hub and accessible, or neither. For `flowrl doctor`; reads no weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _INDEX = "model_index.json"
 
 
 def place_of(config: ModelConfig) -> str:
-    """Where the model is, in words.
+    """Place of the model, in words.
 
     Raises:
-        ModelError: it is not there, gated, private, or only half here; each in its own words, with the remedy.
+        ModelError: it does not exist, is gated or private, or has parts without weights; with the remedy.
     """
     path = resolve_path(config.path)
     if path.endswith(".safetensors"):
@@ -32,7 +32,7 @@ def place_of(config: ModelConfig) -> str:
 
 
 def _require_weights(folder: Path, what: str) -> None:
-    """Raise ModelError where a part of the pipeline that is a network has a configuration and no weights."""
+    """Raise ModelError if a network of the pipeline has a configuration and no weights."""
     for part in sorted(folder.iterdir()):
         # Schedulers, tokenizers and processors have no config.json.
         if (part / "config.json").is_file() and not any(any(part.glob(kind)) for kind in _WEIGHTS):
@@ -45,7 +45,7 @@ def _on_hub(path: str, revision: str | None) -> str:
 
     name = f"model.path={path!r}"
     try:
-        # The smallest file of a pipeline; who may have it may have the others.
+        # The smallest file of a pipeline: access to it is access to all.
         file = Path(hf_hub_download(path, _INDEX, revision=revision, force_download=True))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = hub_fault(name, revision, error)
@@ -71,7 +71,7 @@ def _cached(path: str, revision: str | None) -> Path | None:
 
 
 def hub_fault(name: str, revision: str | None, error: BaseException) -> str | None:
-    """What the hub's answer means, with the remedy; None where it gave none."""
+    """Meaning of the hub's answer, with the remedy; None if there was no answer."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -89,16 +89,16 @@ def hub_fault(name: str, revision: str | None, error: BaseException) -> str | No
     if isinstance(error, RevisionNotFoundError):
         return f"{name} has no revision {revision!r}: name a branch, tag or commit of it in model.revision"
     if isinstance(error, LocalEntryNotFoundError):
-        return None  # a kind of EntryNotFoundError, and of no answer
+        return None  # a subclass of EntryNotFoundError that means no answer
     if isinstance(error, EntryNotFoundError):
-        return f"{name}: the repository has no {_INDEX}, so it is no pipeline of diffusers; name one that is"
+        return f"{name}: the repository has no {_INDEX}, so it is not a diffusers pipeline; name one that is"
     if isinstance(error, HFValidationError):
-        return f"{name} is no hub id ({_short(error)}); it looks like 'owner/name'"
+        return f"{name} is not a hub id ({_short(error)}); one looks like 'owner/name'"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status == 401:
         return f"{name}: the hub refuses your token (401): run 'hf auth login' with a valid one"
     if status == 403:
-        return f"{name}: the hub forbids it to your token (403): give the token the right to read it"
+        return f"{name}: the hub forbids access to your token (403): give the token the right to read it"
     return None
 
 

@@ -1,11 +1,11 @@
-"""`flowrl pairs --check`: a preference set as training would see it, with every picture opened."""
+"""`flowrl pairs --check`: a preference set as training would see it, with every image opened."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flowrl.data.preference_records import Preference, StoredImage
@@ -14,48 +14,46 @@ if TYPE_CHECKING:
 
 @dataclass
 class Look:
-    """What opening every picture showed."""
+    """Counts after every image was opened."""
 
     pairs: int = 0
-    """With all their pictures, a winner's only one or both, readable."""
+    """Records with all their images readable: a winner alone, or both."""
     alone: int = 0
-    """Of these, records without a loser."""
+    """Records without a loser, of these."""
     winners: int = 0
     """Records with a readable winner."""
-    unreadable: list[str] = field(default_factory=list)
-    """The first few pictures that are not."""
     broken: int = 0
-    """Pairs with one of them."""
-    alike: list[str] = field(default_factory=list)
-    """The first few pairs of two pictures with the same bytes."""
+    """Records with an unreadable image."""
+    unreadable: list[str] = field(default_factory=list)
+    """The first few unreadable images."""
     equal: int = 0
-    """How many there are."""
+    """Records of two images with the same bytes."""
+    alike: list[str] = field(default_factory=list)
+    """The first few of those."""
     sizes: set[tuple[int, int]] = field(default_factory=set)
+    """(width, height) of the images, in pixels."""
 
 
 def look(source: str, words: Sequence[str]) -> bool:
-    """Print what the set holds, and whether a training would take it: one on pairs, unless there are only winners.
+    """Print what the set holds; True if a training would take it: one on pairs, or on winners if there are no pairs.
 
     Raises:
         ConfigError: no such set or column, or nothing in it can be used.
     """
     from flowrl.core.console import set_up_logging
-    from flowrl.core.strict import apply_override, validate
+    from flowrl.core.strict import overridden, validate
     from flowrl.data.preferences import PreferenceOptions, load_preferences
 
-    tree: dict[str, Any] = {}
-    for word in words:
-        apply_override(tree, word)
-    options = validate(PreferenceOptions, tree, "")
+    options = validate(PreferenceOptions, overridden({}, words), "")
     set_up_logging(None, main=True)
-    # All of it is to be seen before it is judged.
+    # The whole set is read before the verdict, whatever its share of broken records.
     pairs = load_preferences(source, "SOURCE", dataclasses.replace(options, max_broken=1.0), paired=False)
     result = _opened(pairs)
-    print(f"{result.pairs} of {len(pairs)} records have readable pictures, of {_sizes(result.sizes)}")
+    print(f"{result.pairs} of {len(pairs)} records have readable images, of {_sizes(result.sizes)}")
     print(f"{sum(1 for _ in pairs.captions())} distinct prompts")
     for count, shown, what in (
-        (result.broken, result.unreadable, "records with a picture that cannot be read"),
-        (result.equal, result.alike, "records of two equal pictures"),
+        (result.broken, result.unreadable, "records with an image that cannot be read"),
+        (result.equal, result.alike, "records of two equal images"),
     ):
         if count:
             print(f"{count} {what}: {'; '.join(shown)}{' ...' if count > len(shown) else ''}")
@@ -66,7 +64,7 @@ def look(source: str, words: Sequence[str]) -> bool:
 
 
 def _verdict(who: str, good: int, left_out: int, usable: int, rows: int, allowed: float) -> bool:
-    """Say whether so many good records of so many are enough for a kind of method."""
+    """Print whether `good` of `usable` records are enough for a kind of method; True if they are."""
     share = (left_out + usable - good) / rows
     enough = good > 0 and share <= allowed
     verdict = "ok" if enough else "too much" if good else "nothing to use"
@@ -106,7 +104,7 @@ def _images(pair: Preference) -> Iterator[StoredImage]:
 
 
 def _bytes(image: StoredImage) -> bytes:
-    """What its file holds."""
+    """Bytes of its file."""
     assert image.source is not None
     return image.source if isinstance(image.source, bytes) else image.source.read_bytes()
 

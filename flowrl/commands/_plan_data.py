@@ -1,4 +1,4 @@
-"""What `flowrl plan` can say of prompts and pairs without the network."""
+"""Prompts and pairs of `flowrl plan`, as far as they are known without the network."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What a run learns from and is evaluated on, as far as it is on this machine."""
+    """Training and evaluation data of a run, as far as they are on this machine."""
 
     lines: tuple[str, ...]
-    """All that is known of it, and what is not, for the user."""
+    """Sentences for the user: what is known, and what is not."""
     texts: int
-    """Distinct texts whose embeddings are cached, of those that are known."""
+    """Number of distinct texts whose embeddings are cached, of the known ones."""
     unknown: bool
-    """Whether something is on the hub."""
+    """Whether some data are on the hub."""
 
 
 def data_here(resolved: Resolved) -> Data:
-    """Prompts and pairs of a run without what is on the hub."""
+    """The data of a run, without data sets on the hub."""
     from flowrl.data.given_samples import Given
     from flowrl.data.prompt_sources import hub_id
     from flowrl.evaluation.held_out import run_prompts
@@ -33,8 +33,8 @@ def data_here(resolved: Resolved) -> Data:
         sources |= {"pairs.path": data.pairs.path, "pairs.eval": data.pairs.eval}
     remote = {key: value for key, value in sources.items() if hub_id(value) is not None}
     lines = [
-        f"data.{key}={value!r}: a data set of the hub, and a plan asks the network for nothing; how many records it "
-        "holds, and whether its columns fit, is not known: give a folder that holds it (hf:FOLDER)"
+        f"data.{key}={value!r}: a data set of the hub, and a plan asks the network for nothing; its number of "
+        "records, and whether its columns fit, are not known: give a folder that holds it (hf:FOLDER)"
         for key, value in remote.items()
     ]
     texts: set[Any] = set()

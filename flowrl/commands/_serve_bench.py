@@ -1,4 +1,4 @@
-"""The load test behind `flowrl bench serve`: a server on one core, many clients beside it."""
+"""`flowrl bench serve`: load test of a reward server on one core, with many clients on the others."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 TARGET = 500.0
-"""Pictures a second on one core: 64 x 64, `jpeg`, 16 a request, 32 clients."""
+"""Images per second on one core: 64 x 64, reward `jpeg`, 16 per request, 32 clients."""
 _SIDE = 64
 
 
 def report(seconds: float, clients: int, items: int, core: int, warmup: float = 2.0) -> str:
-    """Run it and say what came out.
+    """The result in words.
 
     Raises:
-        AssertionError: a score is not the one that the reward gives in this process.
+        AssertionError: a score differs from the reward's in this process.
         SystemExit: the server does not start.
     """
     bodies, expected = requests(clients, items)
@@ -29,19 +29,19 @@ def report(seconds: float, clients: int, items: int, core: int, warmup: float = 
         result = asyncio.run(_load(url, bodies, expected, warmup, seconds, process.pid))
     rate, spent, latencies = result["pictures"] / seconds, max(result["cpu"], 1e-3), sorted(result["latencies"])
     middle, late = (1000 * latencies[min(int(q * len(latencies)), len(latencies) - 1)] for q in (0.5, 0.99))
-    judged = f"target {TARGET:.0f}: {'met' if rate >= TARGET else 'missed'}"
+    verdict = f"target {TARGET:.0f}: {'met' if rate >= TARGET else 'missed'}"
     lines = (
-        f"{rate:.0f} pictures/s on one core ({judged}); a request of {items}: p50 {middle:.0f} ms, p99 {late:.0f} ms",
-        f"{clients} clients, {result['pictures']} pictures of {_SIDE} x {_SIDE} noise as PNG in {seconds:g} s, every "
+        f"{rate:.0f} images/s on one core ({verdict}); a request of {items}: p50 {middle:.0f} ms, p99 {late:.0f} ms",
+        f"{clients} clients, {result['images']} images of {_SIDE} x {_SIDE} noise as PNG in {seconds:g} s, every "
         "score right",
-        f"the server had {spent / seconds:.0%} of its core: {result['pictures'] / spent:.0f} images a second of its "
+        f"the server had {spent / seconds:.0%} of its core: {result['images'] / spent:.0f} images a second of its "
         f"CPU time; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
     )
     return "\n".join(lines)
 
 
 def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list[list[float]]]:
-    """Items of each client, of pictures of its own, and their scores in this process."""
+    """(items of each client, with images of its own; their scores in this process)."""
     import torch
 
     from flowrl.core.transport import pack, unpack
@@ -62,11 +62,11 @@ def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list
 
 @contextlib.contextmanager
 def pinned_server(core: int) -> Iterator[tuple[str, subprocess.Popen]]:
-    """(address, process) of a server of `jpeg` that runs on that core alone, with all its workers."""
+    """(address, process) of a server of `jpeg` whose workers all run on the core `core`."""
     words = [sys.executable, "-P", "-m", "flowrl", "serve", "--reward", "jpeg", "--port", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
-    # Before it has started anything: its children inherit the core.
+    # Set before it starts anything: its children inherit the core.
     os.sched_setaffinity(process.pid, {core})
     rest = os.sched_getaffinity(0) - {core}
     os.sched_setaffinity(0, rest or {core})
@@ -98,7 +98,7 @@ async def _load(
     cpu = [0.0, 0.0]
 
     async def client(http: httpx.AsyncClient, items: list[dict[str, Any]], scores: list[float]) -> None:
-        # Written once: what is measured is the server.
+        # Encoded once: the server is measured, not the client.
         text = json.dumps({"schema": SCHEMA, "request_id": "*ID*", "reward": "jpeg", "items": items}).encode()
         while (began := time.perf_counter()) < ends:
             body = text.replace(b"*ID*", uuid.uuid4().hex.encode(), 1)
@@ -118,11 +118,11 @@ async def _load(
     async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
         await asyncio.gather(clock(), *(client(http, *one) for one in zip(bodies, expected, strict=True)))
     images = len(latencies) * len(bodies[0])
-    return {"pictures": images, "cpu": cpu[1] - cpu[0], "latencies": latencies}
+    return {"images": images, "cpu": cpu[1] - cpu[0], "latencies": latencies}
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of all below it, from /proc; 0 for one that is gone."""
+    """CPU time of a process and its descendants, from /proc, in seconds; 0 for one that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # A child is listed with the thread that started it.

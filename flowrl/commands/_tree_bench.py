@@ -1,4 +1,4 @@
-"""`flowrl bench trees`: what trees cost beside chains of as many samples, with the same network, reward and updates."""
+"""`flowrl bench trees`: cost of trees and of chains with as many samples, the same network, reward and updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 LEAVES, STEPS = 16, 20
 ROLLOUT_TARGET, MIX_TARGET = 0.65, 0.40
-"""Evaluations of a dense tree's rollout over those of chains; time of an iteration with Mix over full DanceGRPO's."""
+"""Targets: network evaluations of a dense tree over those of chains; seconds of a Mix iteration over DanceGRPO's."""
 BASE = {
     "name": "bench-trees",
     "iterations": 1,
@@ -24,7 +24,7 @@ BASE = {
         "group_size": LEAVES,
         "batch_size": 64,
     },
-    # Of one size for no two pictures, so that no group is dead and every method trains all that it draws.
+    # File sizes differ between images, so no group is dead and every method trains on all its samples.
     "rewards": [{"name": "jpeg"}],
     "optim": {"learning_rate": 1e-5, "batch_size": 64, "updates_per_iteration": 2},
 }
@@ -41,23 +41,23 @@ METHODS = {
     "BranchGRPO, depth-pruned (`depth: {}`)": (BRANCH, "algorithm.depth={}"),
     "BranchGRPO, mix (`mix: {strategy: frozen}`)": (BRANCH, "algorithm.mix={strategy: frozen}"),
 }
-"""What is compared, each with its overrides; times are told over those of the first."""
+"""Compared methods with their overrides; times are ratios to those of the first."""
 FULL, CHAINS, DENSE, MIX = (list(METHODS)[k] for k in (0, 1, 4, 7))
 
 
 @dataclass
 class Cost:
-    """Of a method, an entry for each round."""
+    """Cost of a method, an entry for each round."""
 
     rollout: list[float] = field(default_factory=list)
-    """Network evaluations of a rollout, by sample."""
+    """Network evaluations of a rollout, per sample."""
     train: list[float] = field(default_factory=list)
-    """Of the updates, with gradient, by sample."""
+    """Network evaluations of the updates, with gradient, per sample."""
     dead: list[float] = field(default_factory=list)
-    """Share of the groups without spread, which are not trained."""
+    """Share of the groups with equal rewards, which are not trained."""
     seconds: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-    """Of this process: what other jobs on the machine hardly change."""
+    """CPU seconds of this process, which other jobs on the machine hardly change."""
     rollout_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
 
@@ -72,11 +72,11 @@ class Cost:
 
 
 def measure(overrides: list[str], rounds: int, methods: Mapping[str, tuple[str, ...]] = METHODS) -> dict[str, Cost]:
-    """Iterations of all methods in turn, one of each a round; what a first iteration costs once is not counted."""
+    """Costs of all methods, which take turns, one iteration a round; the first round is a warm-up."""
     sessions = {name: _session([*words, *overrides]) for name, words in methods.items()}
     costs, names = {name: Cost() for name in sessions}, list(sessions)
     for number in range(rounds + 1):
-        # A round starts with another method each time, so that what slows the machine down slows them all.
+        # Each round starts with another method, so that a slower machine slows them all.
         for name in names[number % len(names) :] + names[: number % len(names)]:
             started, worked = time.perf_counter(), time.process_time()
             row = sessions[name].step(number + 1)
@@ -87,17 +87,14 @@ def measure(overrides: list[str], rounds: int, methods: Mapping[str, tuple[str, 
 
 def _session(overrides: list[str]) -> Any:
     from flowrl.config.schema import RunConfig
-    from flowrl.core.strict import apply_override, validate
+    from flowrl.core.strict import overridden, validate
     from flowrl.run.session import Session
 
-    tree = copy.deepcopy(BASE)
-    for word in overrides:
-        apply_override(tree, word)
-    return Session(validate(RunConfig, tree, ""))
+    return Session(validate(RunConfig, overridden(copy.deepcopy(BASE), overrides), ""))
 
 
 def ratios(cost: list[float], of: list[float]) -> list[float]:
-    """Seconds over those of another method in the same round."""
+    """Ratios to the seconds of another method in the same round."""
     return [a / b for a, b in zip(cost, of, strict=True)]
 
 

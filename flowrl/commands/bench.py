@@ -1,4 +1,4 @@
-"""`flowrl bench`: what the machinery costs."""
+"""`flowrl bench`: cost of flowrl's own machinery."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Benchmarks; they print numbers and judge nothing but their own target.", no_args_is_help=True)
+from flowrl.commands._arguments import Config, Overrides, Page
+
+app = typer.Typer(help="Benchmarks of flowrl's own machinery, each with its target.", no_args_is_help=True)
 
 TARGET = 0.10
-"""Share of an iteration that may be spent outside the work itself, on tiny-sd3."""
+"""Largest share of an iteration outside WORK, on tiny-sd3."""
 WORK = ("network", "VAE", "text encoder", "reward")
 REENTRY_LIMIT_MS = 5.0
-"""What a call of the generic adapter may cost above one of the native adapter."""
+"""Largest cost of a call of the generic adapter above one of the native adapter."""
 MARKS = ("<!-- flowrl bench {} -->", "<!-- end -->")
-"""Between these `--page` puts its result, the first with the name of the benchmark."""
+"""Marks around the result of a benchmark in a page; the first has its name."""
 
 
 @app.callback()
@@ -30,12 +32,12 @@ def _bench() -> None:
 
 @app.command()
 def overhead(
-    config: Annotated[str, typer.Argument(help="YAML file; a lab recipe.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
-    iterations: Annotated[int, typer.Option("--iterations", help="Measured ones.", min=1)] = 5,
-    warmup: Annotated[int, typer.Option("--warmup", help="Run before, not counted.", min=1)] = 1,
+    config: Config,
+    overrides: Overrides = None,
+    iterations: Annotated[int, typer.Option("--iterations", help="Measured iterations.", min=1)] = 5,
+    warmup: Annotated[int, typer.Option("--warmup", help="Iterations before them, not measured.", min=1)] = 1,
 ) -> None:
-    """Share of an iteration outside network, VAE, text encoder and reward, in this one process."""
+    """Measure the share of an iteration outside network, VAE, text encoder and reward, in one process."""
     import torch
     from rich.console import Console
 
@@ -55,12 +57,14 @@ def overhead(
 
 @app.command()
 def reentry(
-    calls: Annotated[int, typer.Option("--calls", help="Measured pairs of calls.", min=10)] = 300,
-    batch: Annotated[int, typer.Option("--batch", help="Samples a call.", min=1)] = 2,
-    guidance: Annotated[float, typer.Option("--guidance", help="Guidance scale.")] = 4.5,
-    page: Annotated[Path | None, typer.Option("--page", help="Markdown file with a place for the result.")] = None,
+    calls: Annotated[
+        int, typer.Option("--calls", min=10, help="Measured pairs of calls; more of them narrow the interval.")
+    ] = 300,
+    batch: Annotated[int, typer.Option("--batch", help="Samples of a call.", min=1)] = 2,
+    guidance: Annotated[float, typer.Option("--guidance", help="Guidance scale of the calls.")] = 4.5,
+    page: Page = None,
 ) -> None:
-    """What `predict` of the generic adapter costs above the native sd3's, on tiny-sd3: paired calls in turn."""
+    """Measure the cost of the generic adapter's `predict` above the native sd3 adapter's, on tiny-sd3."""
     import torch
 
     text = _reentry_text(reentry_cost(calls, batch, guidance), batch, guidance, torch.get_num_threads())
@@ -71,12 +75,14 @@ def reentry(
 
 @app.command()
 def exploration(
-    config: Annotated[str, typer.Argument(help="YAML file with rollout.exploration.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Pools drawn in full.", min=1)] = 8,
+    config: Config,
+    overrides: Overrides = None,
+    prompts: Annotated[
+        int, typer.Option("--prompts", help="Prompts whose candidates are all sampled in full.", min=1)
+    ] = 8,
     rounds: Annotated[int, typer.Option("--rounds", help="Timed pairs of rollouts.", min=1)] = 3,
 ) -> None:
-    """Does the first look of two-stage exploration rank candidates as the full draw does, and what does it cost?"""
+    """Compare the first look of two-stage exploration with the full rollout: ranking and seconds."""
     from flowrl.commands._exploration import report
     from flowrl.config.load import load_config, resolve
 
@@ -85,11 +91,11 @@ def exploration(
 
 @app.command()
 def trees(
-    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words, for all methods.")] = None,
+    overrides: Overrides = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Measured iterations of each method.", min=1)] = 10,
-    page: Annotated[Path | None, typer.Option("--page", help="Markdown file with a place for the result.")] = None,
+    page: Page = None,
 ) -> None:
-    """What an iteration of BranchGRPO costs beside those of DanceGRPO and MixGRPO, on tiny-sd3: 20 steps, 16 leaves."""
+    """Measure iterations of BranchGRPO, DanceGRPO and MixGRPO on tiny-sd3: 20 steps, 16 leaves."""
     from flowrl.commands._tree_bench import measure, report
 
     text = report(measure(overrides or [], rounds), _cpu())
@@ -100,22 +106,26 @@ def trees(
 
 @app.command()
 def serve(
-    seconds: Annotated[float, typer.Option("--seconds", help="Measured, behind a warm-up of 2 s.", min=1)] = 10.0,
-    clients: Annotated[int, typer.Option("--clients", help="Each with one request under way.", min=1)] = 32,
-    items: Annotated[int, typer.Option("--items", help="Pictures of a request.", min=1)] = 16,
-    core: Annotated[int, typer.Option("--core", help="The one that the server has.", min=0)] = 0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="Measured time in seconds, after a warm-up of 2 s.", min=1)
+    ] = 10.0,
+    clients: Annotated[
+        int, typer.Option("--clients", help="Number of clients, each with one open request.", min=1)
+    ] = 32,
+    items: Annotated[int, typer.Option("--items", help="Images of a request.", min=1)] = 16,
+    core: Annotated[int, typer.Option("--core", help="Number of the CPU core that the server runs on.", min=0)] = 0,
 ) -> None:
-    """Pictures a second of a reward server with `jpeg` on one core, and what a request waits (Linux)."""
+    """Measure images per second and the latency of a reward server with `jpeg` on one core (Linux)."""
     from flowrl.commands._serve_bench import report
 
     print(report(seconds, clients, items, core))
 
 
 def reentry_cost(calls: int, batch: int, guidance_scale: float) -> dict[str, list[tuple[float, float]]]:
-    """What for -> (native, generic) milliseconds of each pair of calls; both load the same folder.
+    """Kind of call -> (native, generic) milliseconds of each pair of calls; both load the same folder.
 
     Raises:
-        AssertionError: the two do not predict the same.
+        AssertionError: the two predictions differ.
     """
     import torch
 
@@ -132,14 +142,14 @@ def reentry_cost(calls: int, batch: int, guidance_scale: float) -> dict[str, lis
     result = {}
     for name, with_gradient in (("rollout", False), ("training, forward", True)):
         with torch.set_grad_enabled(with_gradient):
-            # Rounding may differ where the one pads its text and the other does not.
+            # Rounding may differ, as only one of them pads its text.
             assert torch.allclose(predict(0), predict(1), atol=1e-5), "the adapters disagree"
             result[name] = paired(lambda: predict(0), lambda: predict(1), calls)
     return result
 
 
 def paired(first: Callable[[], Any], second: Callable[[], Any], count: int) -> list[tuple[float, float]]:
-    """Milliseconds of `count` pairs of calls, each function first in every other pair; ten pairs to warm up."""
+    """Milliseconds of `count` pairs of calls, which take turns in coming first, after ten pairs of warm-up."""
     rows = []
     for number in range(count + 10):
         took = {}
@@ -152,7 +162,7 @@ def paired(first: Callable[[], Any], second: Callable[[], Any], count: int) -> l
 
 
 def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """(median, low, high): the 95 % interval of the median by order statistics, whatever the distribution.
+    """(median, low, high): the median with its 95 % interval by order statistics, for any distribution.
 
     >>> median_interval([float(k) for k in range(101)])
     (50.0, 40.0, 60.0)
@@ -163,20 +173,20 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[high]
 
 
-def _reentry_text(found: dict[str, list[tuple[float, float]]], batch: int, guidance: float, threads: int) -> str:
+def _reentry_text(costs: dict[str, list[tuple[float, float]]], batch: int, guidance: float, threads: int) -> str:
     """The result as Markdown."""
     import torch
 
     lines = ["| call | native sd3, ms | generic, ms | difference, ms (95 % of the median) |", "|---|---|---|---|"]
     verdict = "met"
-    for name, rows in found.items():
+    for name, rows in costs.items():
         native, generic = (statistics.median(row[k] for row in rows) for k in (0, 1))
         middle, low, high = median_interval([after - before for before, after in rows])
         lines.append(f"| {name} | {native:.2f} | {generic:.2f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
         if high >= REENTRY_LIMIT_MS:
             # Noise decides where the interval holds the limit: a busy machine needs more calls.
             verdict = "missed" if low >= REENTRY_LIMIT_MS or verdict == "missed" else "not settled by this run"
-    count = len(next(iter(found.values())))
+    count = len(next(iter(costs.values())))
     lines += [
         "",
         f"Medians of {count} pairs, batch {batch}, guidance {guidance:g}, {threads} thread(s), {_cpu()}, "
@@ -186,7 +196,7 @@ def _reentry_text(found: dict[str, list[tuple[float, float]]], batch: int, guida
 
 
 def _cpu() -> str:
-    """Its name and the number of cores seen."""
+    """Name of the CPU and its number of cores."""
     import os
     import platform
 
@@ -197,10 +207,10 @@ def _cpu() -> str:
 
 
 def put_between(file: Path, name: str, text: str) -> None:
-    """Replace what stands between the two marks of a benchmark in `file`.
+    """Replace the text between the two marks of a benchmark in `file`.
 
     Raises:
-        SystemExit: it has no such marks.
+        SystemExit: the file has no such marks.
     """
     before, first = file.read_text(encoding="utf-8") if file.is_file() else "", MARKS[0].format(name)
     head, opened, rest = before.partition(first)
@@ -211,7 +221,7 @@ def put_between(file: Path, name: str, text: str) -> None:
 
 
 class Stopwatch:
-    """Seconds by name, of functions wrapped with `timed`; `take` returns and clears them."""
+    """Seconds by name of the functions wrapped with `timed`; `take` returns and clears them."""
 
     def __init__(self, synchronise: Callable[[], None] = lambda: None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -238,7 +248,7 @@ class Stopwatch:
 
 
 def overhead_share(row: dict[str, float]) -> float:
-    """Part of `row["iteration"]` that is not work.
+    """Share of `row["iteration"]` outside WORK.
 
     >>> round(overhead_share({"iteration": 2.0, "network": 1.5, "reward": 0.3, "optimizer": 0.1}), 3)
     0.1
@@ -247,7 +257,7 @@ def overhead_share(row: dict[str, float]) -> float:
 
 
 def measure(resolved: Any, iterations: int, warmup: int = 1) -> list[dict[str, float]]:
-    """Seconds by name of each measured iteration; the parity gate falls into the warm-up."""
+    """Seconds by name of each measured iteration; the parity gate is in the warm-up."""
     import dataclasses
 
     import torch
@@ -269,7 +279,7 @@ def measure(resolved: Any, iterations: int, warmup: int = 1) -> list[dict[str, f
 
 @contextmanager
 def _watched(parts: Any, watch: Stopwatch) -> Iterator[None]:
-    """Times the parts of a session, and every backward pass as network; undone at the end."""
+    """Time the parts of a session, backward passes as network; undone at the end."""
     import torch
 
     places = (

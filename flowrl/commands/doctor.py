@@ -1,33 +1,55 @@
-"""`flowrl doctor`: is this machine, and is this configuration, fit to train?"""
+"""`flowrl doctor`: tests of a machine, a configuration, a pipeline or a component before a training."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowrl.commands._arguments import Overrides
+
+if TYPE_CHECKING:
+    from flowrl.config.resolved import Resolved
+    from flowrl.scoring.entries import RewardPlan
+
 
 def command(
-    config: Annotated[str | None, typer.Argument(help="YAML file whose rewards and model are tried.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="Configuration whose rewards and model are tried. Default: neither."),
+    ] = None,
+    overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="A pipeline to look at instead; then the words are of its Config.")
+        str | None,
+        typer.Option(
+            "--model",
+            help="Pipeline to test with the generic adapter, in place of CONFIG.\n\n"
+            "KEY=VALUE are then options of `model`.",
+        ),
     ] = None,
     check: Annotated[
         str | None,
-        typer.Option("--check", help="A sampler, method or reward: its file or name; the words are of its Config."),
+        typer.Option(
+            "--check",
+            help="Sampler, method or reward whose laws are tested: its name or .py file, in place of CONFIG.\n\n"
+            "KEY=VALUE are then its own options.",
+        ),
     ] = None,
-    guidance: Annotated[float, typer.Option("--guidance", help="Scale for the comparisons with --model.")] = 4.0,
+    guidance: Annotated[
+        float, typer.Option("--guidance", help="Guidance scale of the comparisons with --model.")
+    ] = 4.0,
 ) -> None:
-    """Versions, devices, process group; with CONFIG its rewards on a probe batch. Exit code 1 if something fails.
+    """Test this machine (versions, devices, process group), and with CONFIG its model and rewards.
 
-    With --model PATH: what the generic adapter finds in that pipeline, and whether it reproduces its own call.
-    With --check FILE: the laws of that component, each tried on it.
+    With --model: what the generic adapter reads from a pipeline, and whether it reproduces the pipeline's own call.
+    With --check: the laws of a component. Exit code 1 if something fails.
     """
+    words = [word for word in (config, *(overrides or ())) if word]
     if check is not None:
-        raise SystemExit(0 if _laws(check, [w for w in (config, *(overrides or ())) if w]) else 1)
+        raise SystemExit(0 if _laws(check, words) else 1)
     if model is not None:
-        raise SystemExit(0 if _pipeline(model, [w for w in (config, *(overrides or ())) if w], guidance) else 1)
+        raise SystemExit(0 if _pipeline(model, words, guidance) else 1)
     failed = not _report("torchvision's compiled part", _torchvision)
     for line in _facts():
         print(line)
@@ -46,24 +68,21 @@ def command(
 
 
 def _laws(component: str, words: list[str]) -> bool:
-    """Try a component's laws and print what came out; whether they hold."""
+    """Test a component's laws and print the findings; True if they hold."""
     from flowrl.contracts.checking import check
     from flowrl.contracts.laws import ContractError
-    from flowrl.core.strict import apply_override
+    from flowrl.core.strict import overridden
 
-    options: dict = {}
-    for word in words:
-        apply_override(options, word)
     try:
-        result, good = check(component, **options), True
+        result, good = check(component, **overridden({}, words)), True
     except ContractError as error:
         result, good = error.findings, False
     print(*result, sep="\n")
     return good
 
 
-def _model(resolved) -> str:
-    """Where it is, and what its JSON files tell, where they are here."""
+def _model(resolved: Resolved) -> str:
+    """Place of the model, and what its JSON files say if they are on this machine."""
     from flowrl.commands._model_check import place_of
     from flowrl.config.checks import check_model
     from flowrl.planning.memory import UnknownModel, skeleton
@@ -76,14 +95,14 @@ def _model(resolved) -> str:
     return "; ".join([place, f"adapter {resolved.model.name}", *notes])
 
 
-def _report(what: str, check) -> bool:
+def _report(what: str, check: Callable[[], str]) -> bool:
+    """Print one line about a test; True if it passed."""
     from flowrl.core.errors import Fault, described
 
     try:
         print(f"ok    {what}: {check()}")
     except (Exception, SystemExit) as error:  # the whole point is to name whatever goes wrong
-        told = error if isinstance(error, Fault) else described(error)
-        print(f"FAIL  {what}: {told}")
+        print(f"FAIL  {what}: {error if isinstance(error, Fault) else described(error)}")
         return False
     return True
 
@@ -134,7 +153,8 @@ def _two_processes() -> str:
     return "all-reduce works"
 
 
-def _probe(plan, resolved) -> str:
+def _probe(plan: RewardPlan, resolved: Resolved) -> str:
+    """Scores of a reward on random images with the run's first prompts."""
     from flowrl.evaluation.held_out import run_prompts
     from flowrl.scoring.build import PROBE_PX, probe_batch
     from flowrl.scoring.one_call import score_once
@@ -148,17 +168,14 @@ def _probe(plan, resolved) -> str:
 
 
 def _pipeline(path: str, words: list[str], guidance_scale: float) -> bool:
-    """Print what the generic adapter finds in a pipeline, then compare it with the pipeline's own call."""
+    """Print what the generic adapter reads from a pipeline, then compare it with the pipeline's own call."""
     import torch
 
-    from flowrl.core.strict import apply_override, validate
+    from flowrl.core.strict import overridden, validate
     from flowrl.models import generic
     from flowrl.planning import parity
 
-    tree = {"path": path}
-    for word in words:
-        apply_override(tree, word)
-    adapter = generic.build(validate(generic.Config, tree, "model"))
+    adapter = generic.build(validate(generic.Config, overridden({"path": path}, words), "model"))
     adapter.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for what, value in parity.found(adapter):
         print(f"      {what}: {value}")

@@ -7,23 +7,37 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowrl.commands._arguments import Config, Overrides
+
 if TYPE_CHECKING:
     from flowrl.evaluation.results import Evaluation
     from flowrl.run.assembly import Parts
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="YAML file (the untouched model) or run folder (the tuned one).")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words, such as eval.guidance_scale=4.")] = None,
+    target: Config,
+    overrides: Overrides = None,
     accept: Annotated[
         bool,
-        typer.Option("--accept-changes", help="Take other contents of your files than the run's (docs/files.md)."),
+        typer.Option(
+            "--accept-changes",
+            help="Permission to evaluate although files of the run have changed (docs/files.md).\n\n"
+            "The new contents are used. Without it the evaluation is refused.",
+        ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for scores and pictures; default: RUN/eval-extra, eval/NAME.")
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Folder for scores and images.\n\nDefault: RUN/eval-extra for a run folder, else eval/NAME.",
+        ),
     ] = None,
 ) -> None:
-    """Scores on the evaluation's prompts with 95 % intervals; the same seeds as in training runs."""
+    """Evaluate a model with fixed seeds: mean scores with 95 % intervals, and win rates against the run's base.
+
+    The model has the tuned weights for a run folder, and is untouched for a YAML file or a recipe.
+    Prompts and seeds are those of a training run.
+    """
     from flowrl.config.load import load_config, resolve
     from flowrl.core import status
     from flowrl.core.contents import require_unedited
@@ -42,7 +56,7 @@ def command(
     if run is not None:
         require_unedited(run, collect(resolved), accept=accept)
     saved = folder / "eval" / "base.json"
-    # Read before anything is drawn: a damaged file is told now rather than behind the evaluation.
+    # Read before anything is sampled: a damaged file is reported now and not after the evaluation.
     base = Evaluation.load(saved) if run is not None and saved.is_file() else None
     trainer = Trainer(resolved)
     if run is not None and (ended := status.describe(status.read(run))):
@@ -53,7 +67,7 @@ def command(
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "
-            f"{parts.prompts.counted(value['n'])} x {result.scores[name].shape[1]} seeds)"
+            f"{parts.prompts.counted(round(value['n']))} x {result.scores[name].shape[1]} seeds)"
         )
     if result.agreement is not None:
         print(format_accuracy(accuracy(result.agreement)))
@@ -62,7 +76,7 @@ def command(
 
 
 def _against(base: Evaluation, tuned: Evaluation, parts: Parts) -> None:
-    """Win rates against the run's base, where that was drawn alike."""
+    """Print win rates against the run's base where both were evaluated alike."""
     from flowrl.evaluation.statistics import win_rate
     from flowrl.run.report import format_win_rate
 

@@ -1,4 +1,4 @@
-"""`flowrl list`: what there is, with its level; of rewards their cards."""
+"""`flowrl list`: components with their levels, rewards with their cards, and recipes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 
 def command(
     kind: Annotated[
-        Literal["models", "samplers", "algorithms", "rewards", "recipes"], typer.Argument(help="What to list.")
+        Literal["models", "samplers", "algorithms", "rewards", "recipes"],
+        typer.Argument(metavar="KIND", help="models, samplers, algorithms, rewards or recipes."),
     ],
     name: Annotated[
-        str | None, typer.Argument(help="Of rewards: show the whole card of this one (name, dotted path, .py file).")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Reward (name, dotted path or .py file) whose card and options are shown. Default: a list of all.",
+        ),
     ] = None,
 ) -> None:
-    """Names, levels (tested, verified, experimental) and what each one is. Nothing is loaded or downloaded."""
+    """List components with their levels (tested, verified, experimental), or recipes. Downloads nothing."""
     from flowrl.core import registry
     from flowrl.core.errors import ConfigError
 
@@ -79,13 +84,13 @@ def about(text: str | None) -> str:
 
 
 def cells(card: Card) -> tuple[str, ...]:
-    """A card by COLUMNS."""
+    """Cells of a card, by COLUMNS."""
     return (
         card.level,
         ", ".join(card.outputs),
         span(card),
         "more" if card.higher_is_better else "less",
-        {"any": "pictures, clips by frames", "image": "pictures", "video": "clips", "edit": "source and result"}[
+        {"any": "images, videos by frames", "image": "images", "video": "videos", "edit": "source and result"}[
             card.modality
         ],
         card.resolution,
@@ -96,7 +101,7 @@ def cells(card: Card) -> tuple[str, ...]:
 
 
 def span(card: Card) -> str:
-    """The declared range of the raw values.
+    """Declared range of the raw values.
 
     >>> from flowrl.reward import Card
     >>> span(Card(outputs=("a",), low=0.0)), span(Card(outputs=("a",)))
@@ -125,7 +130,7 @@ def _rewards() -> Iterator[tuple[str, ...]]:
 
 
 def _show(name: str) -> None:
-    """The whole card and the reward's own options with their defaults."""
+    """Print a reward's whole card, and its own options with their defaults."""
     import dataclasses
 
     from flowrl.core.errors import ConfigError
@@ -134,7 +139,7 @@ def _show(name: str) -> None:
     module = imported("rewards", name, "flowrl list rewards")
     card = getattr(module, "CARD", None)
     if card is None:
-        raise ConfigError(f"the reward {name!r} declares no CARD, so nothing is known of it before it is built")
+        raise ConfigError(f"the reward {name!r} declares no CARD, so nothing is known about it before it is built")
     print((module.__doc__ or "").strip() or name)
     print("\ncard")
     for item in dataclasses.fields(card):

@@ -9,26 +9,61 @@ from typing import Annotated
 
 import typer
 
+from flowrl.commands._arguments import Processes
+
 
 def command(
-    target: Annotated[str, typer.Argument(help="YAML file; with --check: a preference set.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Configuration whose model and rewards make the pairs.\n\n"
+            "With --check: a preference set (a .jsonl or .parquet, a pattern, a folder, or hf:PATH).",
+        ),
+    ],
     words: Annotated[
-        list[str] | None, typer.Argument(help="a.b=c words; with --check: columns, such as label=best.")
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Options that replace those of the configuration, such as rollout.num_inference_steps=20.\n\n"
+            "With --check: options of data.pairs.records, such as label=best or max_broken=0.02.",
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the pairs; the same command goes on.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for the pairs; required.\n\nThe same command given again goes on there."),
+    ] = None,
     count: Annotated[
-        int | None, typer.Option("--count", min=1, help="Pairs; default: what one round over the prompts gives.")
+        int | None,
+        typer.Option("--count", min=1, help="Number of pairs.\n\nDefault: those of one round over the prompts."),
     ] = None,
     per_prompt: Annotated[
-        int | None, typer.Option("--per-prompt", help="Samples of a prompt; default: rollout.group_size.")
+        int | None,
+        typer.Option(
+            "--per-prompt",
+            help="Samples of each prompt in a round, at least 2.\n\n"
+            "More of them widen the gap between best and worst. Default: rollout.group_size.",
+        ),
     ] = None,
-    margin: Annotated[float, typer.Option("--margin", help="A best that is not more above the worst is a tie.")] = 0.0,
-    processes: Annotated[int, typer.Option("--processes", help="Processes on this machine.", min=1)] = 1,
+    margin: Annotated[
+        float,
+        typer.Option(
+            "--margin",
+            help="Least difference in weighted reward between best and worst, from 0.\n\n"
+            "A prompt whose difference is not larger gives no pair.",
+        ),
+    ] = 0.0,
+    processes: Processes = 1,
     check: Annotated[
-        bool, typer.Option("--check", help="Open every picture of a preference set; 1 if no training would take it.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Test of a preference set: opens every image and reports what is broken.\n\n"
+            "Makes no pairs. Exit code 1 if no training would take the set.",
+        ),
     ] = False,
 ) -> None:
-    """Draw samples of the training prompts, score them, and keep the best and the worst of each prompt as a pair."""
+    """Make preference pairs: sample the training prompts, score, and keep the best and worst image of each prompt."""
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
 

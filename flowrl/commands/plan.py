@@ -1,14 +1,13 @@
-"""`flowrl plan`: what a run will do and need, before anything is downloaded."""
+"""`flowrl plan`: the work, memory and compute of a run, before anything is downloaded."""
 
 from __future__ import annotations
 
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from flowrl.commands._arguments import Config, Overrides
 from flowrl.core.units import operations, size
 
 if TYPE_CHECKING:
@@ -20,13 +19,11 @@ if TYPE_CHECKING:
     from flowrl.planning.memory import Estimate
 
 PROCESSES = (1, 2, 8)
+"""Numbers of processes that the geometry is shown for."""
 
 
-def command(
-    config: Annotated[str, typer.Argument(help="YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
-) -> None:
-    """Resolved configuration, batch geometry, steps, memory. Asks the network for nothing."""
+def command(config: Config, overrides: Overrides = None) -> None:
+    """Show what a run will do: every option, batch geometry, steps, memory and compute. Uses no network."""
     import yaml
     from rich.console import Console
 
@@ -59,7 +56,7 @@ def command(
 
 
 def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, texts: int) -> None:
-    """What the run holds and computes, with `texts` distinct texts."""
+    """Print memory and compute of the run, with `texts` distinct texts."""
     from flowrl.planning.memory import estimate
 
     result = estimate(resolved, adapter, plan, prompts=texts)
@@ -71,7 +68,7 @@ def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, 
     for what, reason in result.unknown.items():
         console.print(f"{what} cannot be measured without weights: {reason}", markup=False)
     console.print(
-        f"{largest}. Not in it: reward models, the backbone of saliency maps, the CUDA context, library workspaces, "
+        f"{largest}. Not included: reward models, the backbone of saliency maps, the CUDA context, library workspaces, "
         "fragmentation; add 10 to 20 %. Formulas: flowrl/planning/memory.py."
     )
     if resolved.model.config.shard:
@@ -79,7 +76,7 @@ def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, 
         spared = [size(result.spared(n, full=resolved.model.config.lora is None)) for n in PROCESSES[1:]]
         console.print(
             f"model.shard: each of {ways} processes has {' / '.join(spared)} less resident, "
-            "but for the blocks that are gathered at a moment"
+            "apart from the blocks that are gathered at the time"
         )
     console.print(
         f"network per iteration: {operations(result.rollout_flop)} in the rollout, {operations(result.update_flop)} in "
@@ -92,7 +89,7 @@ def _heading(console: Console, text: str) -> None:
 
 
 def _skeleton(resolved: Resolved) -> tuple[Any, str]:
-    """(adapter without weights, "") or (None, why not)."""
+    """(adapter without weights, "") or (None, reason)."""
     from flowrl.planning.memory import UnknownModel, skeleton
 
     try:
@@ -102,7 +99,7 @@ def _skeleton(resolved: Resolved) -> tuple[Any, str]:
 
 
 def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
-    """The first iteration's plan; without a model its sigmas are placeholders, only its counts are right."""
+    """Plan of the first iteration; without a model its sigmas are placeholders, and only its counts are right."""
     import torch
 
     from flowrl.config.checks import check_trained
@@ -129,15 +126,17 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Work of the busiest of `processes` in one iteration; a forward under CFG counts once and is twice as large."""
+    """Work of the busiest process in one iteration; a forward under CFG counts once and is twice as large."""
 
     processes: int
+    """Number of processes."""
     samples: int
+    """Samples of the busiest process."""
     rollout_forwards: int
     update_forwards: int
-    """With gradient; where no group is dead."""
+    """Forwards with gradient, if no group is dead."""
     frozen_forwards: int
-    """Of the reference, and of recomputed log-probs."""
+    """Forwards of the reference, and of recomputed log-probs."""
 
 
 def geometry(
@@ -149,11 +148,18 @@ def geometry(
     terms: int | None = None,
     passes: int = 1,
 ) -> Geometry:
-    """Counts for a number of processes; `extra` frozen forwards go with each forward of the update, which trains
-    `share` of the plan's edges, or of `terms` for each sample, in so many passes.
+    """Upper bounds of an iteration's work: samples of one start (`rollout.shared_noise`) share forwards.
 
-    The most there can be: samples of one start (`rollout.shared_noise`) share forwards. Those of trees are counted as
-    they are, `share` and `terms` are not asked for.
+    Trees are counted exactly, without `share` and `terms`.
+
+    Args:
+        resolved: the run.
+        plan: steps of an iteration.
+        processes: number of processes.
+        extra: frozen forwards with each forward of the update.
+        share: share of the edges, or terms, that are trained.
+        terms: terms of a sample; None: the trained steps of the plan.
+        passes: passes over the samples.
     """
     from flowrl.planning.tree_work import tree_work
     from flowrl.training.world import largest_shard
@@ -173,11 +179,10 @@ def geometry(
 
 
 def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
-
     run, method = resolved.run, resolved.method
-    # A method evaluates each of its roles once beside every forward of the update; one on samples says how many.
+    # Each forward of an update comes with one of every frozen role, and of recomputed log-probs.
     extra = method.frozen + method.recompute
-    # The means that a loss asks for take a pass of their own, of the policy and of what it is compared with.
+    # The means of a loss take a pass of their own, of the policy and the frozen roles.
     extra += (extra + 1) * method.centres
     demand = resolved.training.demand(plan, resolved.setting)
     share, trained = demand.share, demand.rows
@@ -200,7 +205,7 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
 
 
 def _samples_text(resolved: Resolved, plan: StepPlan, share: float, trained: int) -> str:
-    """What an iteration draws and trains on."""
+    """Samples and updates of an iteration, in words."""
     run, method = resolved.run, resolved.method
     count, updates = resolved.slots * resolved.group_size, run.optim.updates_per_iteration
     text = (
@@ -246,7 +251,7 @@ def _steps_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
 
 
 def _tree_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
-    """The steps of a tree: its nodes, where they split, and how many edges are trained."""
+    """Steps of a tree: its nodes, the splits, and the number of trained edges."""
     from flowrl.planning.tree_work import tree_work
 
     table = _table("step", "sigma", "next sigma", "timestep", "kind", "nodes", "edges trained", "std")
@@ -259,7 +264,7 @@ def _tree_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
 
 
 def tree_step(plan: StepPlan, k: int) -> str:
-    """What becomes of the nodes at step k of a tree.
+    """Kind of step k of a tree.
 
     >>> from flowrl.diffusion.tree_shapes import offshoots
     >>> from flowrl.diffusion.plan import StepPlan
@@ -284,14 +289,14 @@ def tree_step(plan: StepPlan, k: int) -> str:
 
 
 def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[float]:
-    """std of every step under the sampler's law; 0 for deterministic steps."""
+    """std of every step's transition; 0 for deterministic steps."""
     import torch
 
     from flowrl.core.errors import ConfigError
     from flowrl.samplers.base import step_std
 
     if not any(plan.stochastic):
-        return [0.0] * len(plan)  # a method without log-probs has no sampler of its own to ask
+        return [0.0] * len(plan)  # a method without log-probs has no sampler of its own
     step = plan.steps(torch.arange(len(plan)), adapter.process)
     try:
         stds = step_std(resolved.sampler.build(), adapter.process, step)
@@ -323,7 +328,7 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
     cached = "host" if result.embeddings else "made when needed"
     table.add_row(f"embeddings of {texts} texts, {size(result.prompt)} each", "", size(result.embeddings), cached)
     table.add_row("latents of a rollout", "", size(result.latents), "host")
-    table.add_row("pictures of a rollout", "", size(result.images), "host")
+    table.add_row("images of a rollout", "", size(result.images), "host")
     return table
 
 

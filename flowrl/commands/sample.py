@@ -1,4 +1,4 @@
-"""`flowrl sample`: pictures or clips from a model, or from a run's tuned weights."""
+"""`flowrl sample`: images or videos of a model, or of a run's tuned weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from flowrl.commands._drawn import Origin
     from flowrl.core.types import Gaussians
     from flowrl.data.prompts import Prompt
     from flowrl.rollout.learned_noise import LearnedNoise
@@ -19,28 +18,52 @@ _OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "r
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Run folder, model folder, hub id or embedded asset.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Run folder, model folder, hub id, or embedded asset (tiny-sd3).")
+    ],
     prompts: Annotated[
-        list[str], typer.Argument(help="Prompts, or files of them (.txt, .jsonl, .json, .csv, .tsv, .parquet).")
+        list[str],
+        typer.Argument(
+            metavar="PROMPT", help="Prompts, or files of prompts (.txt, .jsonl, .json, .csv, .tsv, .parquet)."
+        ),
     ],
     image: Annotated[
         list[Path] | None,
-        typer.Option("--image", help="Picture to edit or to begin with, for every prompt; again for a second one."),
+        typer.Option(
+            "--image",
+            help="Image that every prompt edits or begins with; may be given again for a model that takes several.\n\n"
+            "A .jsonl of prompts may name images of its own instead.",
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = Path("samples"),
-    count: Annotated[int, typer.Option("--count", help="Samples per prompt.", min=1)] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Of the starting noise.")] = 0,
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for the results; only an equal call overwrites a file in it.")
+    ] = Path("samples"),
+    count: Annotated[int, typer.Option("--count", help="Samples of each prompt.", min=1)] = 1,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the initial noise; sample k of a prompt takes seed + k.")
+    ] = 0,
     steps: Annotated[
-        int | None, typer.Option("--steps", help="Denoising steps; default: the pipeline's.", min=1)
+        int | None,
+        typer.Option("--steps", min=1, help="Denoising steps.\n\nDefault: the run's; of a model its pipeline's."),
     ] = None,
     guidance: Annotated[
-        float | None, typer.Option("--guidance", help="Scale, in the pipeline's units; default: the pipeline's.")
+        float | None,
+        typer.Option(
+            "--guidance",
+            help="Guidance scale in the pipeline's own units.\n\nDefault: the run's; of a model its pipeline's.",
+        ),
     ] = None,
     options: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value arguments of the pipeline's call: num_frames=33.")
+        list[str] | None,
+        typer.Option(
+            "--set", help="Argument of the pipeline's call, key=value, such as num_frames=33; may be given again."
+        ),
     ] = None,
 ) -> None:
-    """Draw with the pipeline's own call: a PNG for a picture, an animated WebP for a clip, with how each was drawn."""
+    """Sample images (PNG) or videos (animated WebP) from a model or a run, by the pipeline's own call.
+
+    Each file holds its prompt, seed and settings.
+    """
     import torch
 
     from flowrl.commands._drawn import origin
@@ -70,7 +93,7 @@ def command(
         call |= guidance_arguments(pipeline, guidance, call)
     call |= _settings(pipeline, options or [])
     made = origin(model, pipeline, call, guidance)
-    with phase("sampling", "; smaller pictures (--set height=512 --set width=512) and clips of fewer frames take less"):
+    with phase("sampling", "; smaller images (--set height=512 --set width=512) and videos of fewer frames take less"):
         _draw(pipeline, call, records, made, distributions, out, count, seed)
 
 
@@ -78,25 +101,24 @@ def _draw(
     pipeline: Any,
     call: dict[str, Any],
     records: list[Prompt],
-    made: Origin,
+    made: dict[str, Any],
     distributions: Gaussians | None,
     out: Path,
     count: int,
     seed: int,
 ) -> None:
-    """`count` samples of each prompt into the folder `out`; prints their files."""
+    """Write `count` samples of each prompt into the folder `out` and print their files; `made` is `_drawn.origin`'s."""
     import torch
 
-    from flowrl.commands._drawn import stem
+    from flowrl.commands._drawn import provenance, stem
     from flowrl.core import media
     from flowrl.core.console import Progress
     from flowrl.core.errors import ConfigError
-    from flowrl.core.media import open_image
     from flowrl.models.generic.images import image_arguments
 
     bar = Progress(len(records) * count, "sampling", show=True)
     for i, record in enumerate(records):
-        images = image_arguments(pipeline, [open_image(file) for file in record.images])
+        images = image_arguments(pipeline, [media.open_image(file) for file in record.images])
         for k in range(count):
             generator = torch.Generator().manual_seed(seed + k)
             arguments = {**call, **images, "output_type": "pt", "generator": generator, "return_dict": False}
@@ -107,18 +129,18 @@ def _draw(
                 drawn = pipeline(prompt=record.text, **arguments)[0][0]
             except ValueError as error:  # how pipelines refuse what they are called with
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
-            told = made.provenance(record.text, record.images, seed + k)
-            file = media.write(drawn.float().cpu(), out / stem(i, k, told), told)
+            note = provenance(made, record.text, record.images, seed + k)
+            file = media.write(drawn.float().cpu(), out / stem(i, k, note), note)
             bar.update(1)
             print(file)
     bar.close()
 
 
 def _distributions(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
-    """The learned distribution of each prompt.
+    """The learned noise distribution of each prompt.
 
     Raises:
-        ConfigError: one has none.
+        ConfigError: a prompt that the run did not train on.
     """
     from flowrl.core.errors import ConfigError
     from flowrl.data.prompts import identity
@@ -137,21 +159,19 @@ def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:
     """Arguments of the pipeline's call from key=value words.
 
     Raises:
-        ConfigError: it takes no such argument, or the command decides it.
+        ConfigError: an argument that the call does not have, or that the command sets itself.
     """
     import inspect
 
     from flowrl.core.errors import ConfigError
     from flowrl.core.registry import suggest
-    from flowrl.core.strict import apply_override
+    from flowrl.core.strict import overridden
 
-    result: dict[str, Any] = {}
-    for word in words:
-        apply_override(result, word)
+    result = overridden({}, words)
     known = [name for name in inspect.signature(type(pipeline).__call__).parameters if name not in _OURS]
     for name in result:
         if name in _OURS:
-            raise ConfigError(f"--set {name}: the command line decides it")
+            raise ConfigError(f"--set {name}: the command sets it by itself; leave it out")
         if name not in known:
             raise ConfigError(
                 f"--set {name}: {type(pipeline).__name__} takes no such argument; {suggest(name, known)}"
@@ -159,15 +179,15 @@ def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:
             )
     steps = result.get("num_inference_steps", 1)
     if not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"--set num_inference_steps={steps}: at least 1, a whole number")
+        raise ConfigError(f"--set num_inference_steps={steps}: must be a whole number, at least 1")
     return result
 
 
 def _records(words: list[str], images: list[Path]) -> list[Prompt]:
-    """Prompts of the command line, with their pictures, which can be read.
+    """Prompts of the command line with their images, each of which was opened.
 
     Raises:
-        ConfigError: a file that is none, a picture that cannot be read, or pictures from two sides.
+        ConfigError: a file or an image that cannot be read, or images from --image and from a file at once.
     """
     from flowrl.core.errors import ConfigError
     from flowrl.core.media import UNREADABLE, open_image
@@ -179,16 +199,16 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
         try:
             open_image(file)
         except UNREADABLE as error:
-            raise ConfigError(f"--image {str(file)!r} cannot be read as a picture: {error}") from None
+            raise ConfigError(f"--image {str(file)!r} cannot be read as an image: {error}") from None
     paths = tuple(str(file.resolve()) for file in images)
     records: list[Any] = []
     for word in words:
-        # os.path: Path.is_file() raises of a prompt that is too long to be a name.
+        # os.path: Path.is_file() raises for a prompt that is too long to be a name.
         if not named_as_file(word) and not os.path.isfile(word):
             records.append(Prompt(word, {}, paths))
             continue
         for record in load_prompts(word, "prompts"):
             if paths and record.images:
-                raise ConfigError(f"--image beside {word!r}, whose records name their own pictures; leave it out")
+                raise ConfigError(f"--image with {word!r}, whose records name their own images; leave --image out")
             records.append(Prompt(record.text, record.metadata, record.images or paths))
     return records

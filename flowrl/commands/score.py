@@ -1,4 +1,4 @@
-"""`flowrl score`: any rewards on a folder of pictures or clips, and the contract tried on one."""
+"""`flowrl score`: any rewards on a folder of images or videos, and the contract of one tested."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from flowrl.commands._arguments import reward_entries
 
 if TYPE_CHECKING:
     import torch
@@ -22,37 +24,56 @@ _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif"}
 
 def command(
     images: Annotated[
-        Path | None, typer.Argument(help="Folder of pictures or clips (.png, .jpg, .webp, .gif), or one file.")
+        Path | None,
+        typer.Argument(
+            metavar="IMAGES", help="Folder of images or videos (.png, .jpg, .jpeg, .webp, .gif), or one file."
+        ),
     ] = None,
     reward: Annotated[
         list[str] | None,
         typer.Option(
             "--reward",
-            help="Name, dotted path, or your own .py file; PREFIX=NAME puts PREFIX_ before its outputs.",
+            help="Reward to score with: a name, a dotted path, or a .py file of yours; may be given again.\n\n"
+            "PREFIX=NAME puts PREFIX_ before the names of its outputs.",
         ),
     ] = None,
     prompts: Annotated[
         str | None,
         typer.Option(
             "--prompts",
-            help="A .txt with a line per file, in file-name order, or records (.jsonl, .json, .csv, .tsv, .parquet) "
-            "with `prompt`, metadata and perhaps `image`, the name of the file; "
-            "without it those that `flowrl sample` wrote into its files.",
+            help="Prompts of the files: a .txt with a line per file, in the order of file names, or records (.jsonl, "
+            ".json, .csv, .tsv, .parquet) with `prompt`, metadata and perhaps `image`, the name of the file.\n\n"
+            "Default: the prompts that `flowrl sample` wrote into its files.",
         ),
     ] = None,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value options of the reward; of several, NAME.key=value or PREFIX.key=value."),
+        typer.Option(
+            "--set",
+            help="Option of the reward, key=value; may be given again.\n\n"
+            "Of several rewards NAME.key=value or PREFIX.key=value.",
+        ),
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples that are scored together.")] = 16,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Samples scored together; more of them need more memory.")
+    ] = 16,
     out: Annotated[
-        Path | None, typer.Option("--out", help=f"Folder: the lines go to its {LINES} instead of the screen.")
+        Path | None,
+        typer.Option("--out", help=f"Folder for the lines, as {LINES}.\n\nDefault: they are printed."),
     ] = None,
     check: Annotated[
-        str | None, typer.Option("--check", help="Try the contract on this reward, on IMAGES if given; 1 if it fails.")
+        str | None,
+        typer.Option(
+            "--check",
+            help="Reward whose contract is tested, in place of --reward.\n\n"
+            "Tested on IMAGES if given, else on noise. Exit code 1 if a law fails.",
+        ),
     ] = None,
 ) -> None:
-    """One line of JSON per picture or clip, NaN is null, then a summary. Exit code 1 if a reward scored nothing."""
+    """Score images or videos with any rewards: one line of JSON each (null: not scored), then a summary.
+
+    Exit code 1 if a reward scored nothing.
+    """
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
     from flowrl.scoring.build import build_rewards, build_scorer
@@ -64,11 +85,11 @@ def command(
     if check is not None:
         raise SystemExit(0 if _check(plans[0], samples, prompts) else 1)
     if images is None:
-        raise ConfigError("IMAGES is required: a folder of pictures or clips")
+        raise ConfigError("IMAGES is required: a folder of images or videos")
     if out is not None:
         out_folder(out, LINES)
     entries = build_rewards(plans)
-    # What fails is told and stays null: nothing is trained here, so nothing needs to stop.
+    # A failure is reported and stays null: nothing is trained here, so nothing needs to stop.
     scorer = build_scorer(entries, batch_size=batch_size, max_failed_share=1.0, on_error=_warn)
     size = len(samples) if any(entry.reward.card.needs_groups for entry in entries) else batch_size
     batches = [samples[start : start + size] for start in range(0, len(samples), size)]
@@ -82,7 +103,7 @@ def command(
 def _print_records(
     records: Iterator[dict[str, Any]], outputs: Sequence[str], out: Path | None
 ) -> dict[str, list[float]]:
-    """Print the lines as they come, or write them into the folder `out` in the end; the numbers by output."""
+    """Print the lines as they come, or write them into the folder `out` at the end; returns output -> its numbers."""
     from flowrl.core.files import write_atomically
 
     values: dict[str, list[float]] = {name: [] for name in outputs}
@@ -104,29 +125,10 @@ def _warn(text: str) -> None:
 
 
 def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
-    """The rewards with their options; of several each option names its own."""
-    from flowrl.core.errors import ConfigError
-    from flowrl.core.strict import apply_override
+    """The rewards with their options, before anything is loaded."""
     from flowrl.scoring.entries import check_plans, reward_plan
 
-    trees: dict[str, dict[str, Any]] = {}
-    for word in rewards:
-        before, equals, after = word.partition("=")
-        reward, prefix = (after, before) if equals else (word, None)
-        name = prefix or (Path(reward).stem if reward.endswith(".py") else reward)
-        if name in trees:
-            raise ConfigError(f"--reward {word}: {name!r} is named twice; give one a prefix, --reward PREFIX={reward}")
-        trees[name] = {"path" if reward.endswith(".py") else "name": reward}
-        if prefix is not None:
-            trees[name]["prefix"] = prefix
-    for word in options:
-        owner = next((name for name in trees if word.startswith(f"{name}.")), None)
-        if owner is None and len(trees) > 1:
-            raise ConfigError(
-                f"--set {word}: of several rewards say whose it is: {', '.join(f'{n}.' for n in trees)}..."
-            )
-        only = next(iter(trees))
-        apply_override(trees[owner or only], word if owner is None else word.removeprefix(f"{owner}."))
+    trees = reward_entries(rewards, options, prefixes=True)
     plans = [(f"--reward {name}", reward_plan(tree, f"--reward {name}")) for name, tree in trees.items()]
     check_plans(plans)
     return [plan for _, plan in plans]
@@ -136,14 +138,14 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 
 
 def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
-    """(file, prompt, metadata), in file-name order; without `prompts` those that `flowrl sample` wrote."""
+    """(file, prompt, metadata) in the order of file names; `prompts` None: those that `flowrl sample` wrote."""
     from flowrl.core import media
     from flowrl.core.errors import ConfigError
 
     result = sorted(images.iterdir()) if images.is_dir() else [images] if images.is_file() else []
     files = [file for file in result if file.suffix.lower() in _SUFFIXES]
     if not files:
-        raise ConfigError(f"{str(images)!r}: no pictures there ({', '.join(sorted(_SUFFIXES))})")
+        raise ConfigError(f"{str(images)!r}: no images there ({', '.join(sorted(_SUFFIXES))})")
     if prompts is None:
         samples = [(file, str(media.read_note(file).get("prompt", "")), {}) for file in files]
     else:
@@ -153,7 +155,7 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
             lacking = next((file for file, _, record in samples if name not in record), None)
             if lacking is not None:
                 raise ConfigError(
-                    f"the reward {plan.name!r} needs {name!r} for every picture, and {lacking.name!r} has none; give "
+                    f"the reward {plan.name!r} needs {name!r} for every image, and {lacking.name!r} has none; give "
                     "it in the records of a .jsonl with --prompts"
                 )
     return samples
@@ -174,23 +176,23 @@ def _matched(files: Sequence[Path], prompts: str) -> list[tuple[Path, str, dict]
         return [(file, *named[file.name]) for file in files]
     if len(records) != len(files):
         raise ConfigError(
-            f"--prompts has {len(records)} prompts for {len(files)} pictures; give one each, or records of a .jsonl or "
+            f"--prompts has {len(records)} prompts for {len(files)} images; give one each, or records of a .jsonl or "
             'a table with the file\'s name under "image"'
         )
     return [(file, *record) for file, record in zip(files, records, strict=True)]
 
 
 def _records_of(prompts: str) -> list[tuple[str, dict]]:
-    """(prompt, metadata) of each record; reference pictures under "images" are found beside the file."""
+    """(prompt, metadata) of each record; reference images under "images" are relative to the file's folder."""
     from flowrl.data.prompt_sources import Columns, load_prompts
 
     return [(p.text, p.metadata) for p in load_prompts(prompts, "--prompts", Columns(names_sample=True))]
 
 
 def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]]) -> Iterator[dict[str, Any]]:
-    """A record a sample; null for what is no picture or could not be scored.
+    """A record for each sample; null where the file is not an image or could not be scored.
 
-    While the next batch is read, rewards that overlap score the one before.
+    While a batch is read, rewards that overlap score the one before.
     """
     from flowrl.scoring.overlap import Beside
 
@@ -206,7 +208,7 @@ def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]])
 
 
 def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[list[int], Any]:
-    """Places of the samples that could be read, and their pictures, in one tensor where they are of one size."""
+    """(positions of the samples that could be read, their images), in one tensor where they are of one size."""
     import torch
 
     from flowrl.core.errors import ConfigError
@@ -228,14 +230,13 @@ def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[
 
 
 def _read(file: Path) -> torch.Tensor:
-    """The picture or clip of a file; ConfigError where there is none."""
+    """The image or video of a file; ConfigError where there is none."""
     from flowrl.core import media
     from flowrl.core.errors import ConfigError
-    from flowrl.core.media import UNREADABLE
 
     try:
         return media.read(file)
-    except UNREADABLE as error:
+    except media.UNREADABLE as error:
         raise ConfigError(f"{file.name} cannot be read: {error}") from error
 
 
@@ -245,7 +246,7 @@ def _records(
     opened: Sequence[int],
     raw: Mapping[str, torch.Tensor],
 ) -> Iterator[dict[str, Any]]:
-    """The lines of a batch, of which the samples at the places `opened` were scored."""
+    """The lines of a batch whose samples at the positions `opened` were scored."""
     rows = {place: row for row, place in enumerate(opened)}
     for place, (file, text, _) in enumerate(samples):
         record: dict[str, Any] = {"image": file.name, "prompt": text}
@@ -259,7 +260,7 @@ def _records(
 
 
 def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: str | None) -> bool:
-    """Try the contract on a reward and print what came out; whether it holds."""
+    """Test the contract of a reward and print the findings; True if it holds."""
     from flowrl.contracts.rewards import COUNT, Material, Trials, material
     from flowrl.core.errors import ConfigError
 
@@ -272,7 +273,7 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
     given = material(entry.reward.card)
     if samples:
         if len(samples) < 2:
-            raise ConfigError("--check compares samples with each other: give at least two pictures or clips")
+            raise ConfigError("--check compares samples with each other: give at least two images or videos")
         part = samples[:COUNT]
         loaded: Any = [_read(file) for file, _, _ in part]
         if len({image.shape for image in loaded}) == 1:

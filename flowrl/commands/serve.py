@@ -7,27 +7,72 @@ from typing import Annotated, Any
 
 import typer
 
+from flowrl.commands._arguments import reward_entries
+
 
 def command(
-    reward: Annotated[list[str], typer.Option("--reward", help="Name, dotted path, or .py file; may be repeated.")],
-    port: Annotated[int, typer.Option("--port", help="0 takes a free one.", min=0, max=65535)] = 8100,
-    host: Annotated[str, typer.Option("--host", help="Another than this machine's own wants a token.")] = "127.0.0.1",
+    reward: Annotated[
+        list[str],
+        typer.Option(
+            "--reward", help="Reward to serve: a name, a dotted path, or a .py file of yours; may be given again."
+        ),
+    ],
+    port: Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.", min=0, max=65535)] = 8100,
+    host: Annotated[
+        str,
+        typer.Option("--host", help="Address to listen at.\n\nOne that other machines reach requires a token."),
+    ] = "127.0.0.1",
     options: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value of the reward; NAME.key=value where there are several.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Option of the reward, key=value; may be given again.\n\nOf several rewards NAME.key=value.",
+        ),
     ] = None,
-    token_file: Annotated[Path | None, typer.Option("--token-file", help="File that holds the bearer token.")] = None,
-    token_env: Annotated[str | None, typer.Option("--token-env", help="Environment variable that holds it.")] = None,
-    workers: Annotated[int, typer.Option("--workers", help="Processes for each reward.", min=1)] = 1,
-    max_batch: Annotated[int, typer.Option("--max-batch", help="Samples handed to a reward at once.", min=1)] = 64,
-    max_wait_ms: Annotated[float, typer.Option("--max-wait-ms", help="A batch waits this long to fill.", min=0)] = 20,
-    max_items: Annotated[int, typer.Option("--max-items", help="Samples of a request.", min=1)] = 256,
-    max_body_mb: Annotated[float, typer.Option("--max-body-mb", help="Body of a request.", min=0.01)] = 64,
-    max_pixels: Annotated[int, typer.Option("--max-pixels", help="Of a request's pictures together.", min=1)] = 1 << 26,
-    score_s: Annotated[float, typer.Option("--score-s", help="Time limit of a batch in the reward.", min=0.1)] = 120,
-    request_s: Annotated[float, typer.Option("--request-s", help="Time limit of a request.", min=0.1)] = 900,
-    grace_s: Annotated[float, typer.Option("--grace-s", help="For what was begun, after SIGTERM.", min=0)] = 30,
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="File that holds the bearer token.\n\nRequests without it are refused."),
+    ] = None,
+    token_env: Annotated[
+        str | None,
+        typer.Option("--token-env", help="Environment variable that holds the bearer token, in place of a file."),
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option("--workers", min=1, help="Processes for each reward; each of them loads its own copy of it."),
+    ] = 1,
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", min=1, help="Largest batch that a reward is given, in samples.")
+    ] = 64,
+    max_wait_ms: Annotated[
+        float,
+        typer.Option(
+            "--max-wait-ms",
+            min=0,
+            help="Longest wait for a batch to fill, in milliseconds.\n\nLonger: larger batches and slower answers.",
+        ),
+    ] = 20,
+    max_items: Annotated[int, typer.Option("--max-items", min=1, help="Largest request, in samples.")] = 256,
+    max_body_mb: Annotated[
+        float, typer.Option("--max-body-mb", min=0.01, help="Largest body of a request, in MB.")
+    ] = 64,
+    max_pixels: Annotated[
+        int, typer.Option("--max-pixels", min=1, help="Most pixels of all images of a request together.")
+    ] = 1 << 26,
+    score_s: Annotated[
+        float,
+        typer.Option(
+            "--score-s", min=0.1, help="Time limit of a batch, in seconds.\n\nA reward over it is started again."
+        ),
+    ] = 120,
+    request_s: Annotated[
+        float, typer.Option("--request-s", min=0.1, help="Time limit of a request, in seconds.")
+    ] = 900,
+    grace_s: Annotated[
+        float, typer.Option("--grace-s", min=0, help="Time to finish open requests after SIGTERM, in seconds.")
+    ] = 30,
 ) -> None:
-    """Serve rewards until a signal; train with the reward `remote`."""
+    """Serve rewards over HTTP until a signal; a run reads them with the reward `remote`."""
     from flowrl.scoring.server.messages import Limits
 
     _require_extra()
@@ -44,7 +89,7 @@ def command(
         request_s=request_s,
     )
     batching = {"max_batch": max_batch, "max_wait_s": max_wait_ms / 1000}
-    _serve(entries(reward, options or []), host, port, limits, token, workers, grace_s, batching)
+    _serve(reward_entries(reward, options or [], prefixes=False), host, port, limits, token, workers, grace_s, batching)
 
 
 def _serve(
@@ -87,32 +132,6 @@ def _serve(
         asyncio.run(run(Service(batchers, limits, counters, token), sock, grace_s=grace_s, ready=ready))
     except WorkerFailed as error:
         raise ConfigError(str(error)) from None
-
-
-def entries(rewards: list[str], options: list[str]) -> dict[str, dict[str, Any]]:
-    """Name -> entry of each reward, as a configuration has it.
-
-    Raises:
-        ConfigError: two of one name, or an option that does not say whose it is.
-    """
-    from flowrl.core.errors import ConfigError
-    from flowrl.core.strict import apply_override
-
-    trees: dict[str, dict[str, Any]] = {}
-    for word in rewards:
-        name = Path(word).stem if word.endswith(".py") else word
-        if name in trees:
-            raise ConfigError(f"--reward {word}: two rewards are called {name!r}; serve one of them on another port")
-        trees[name] = {"path" if word.endswith(".py") else "name": word}
-    for word in options:
-        key, _, _ = word.partition("=")
-        # A dotted module path is a name with dots: the longest that fits is meant.
-        owner = max((name for name in trees if key.startswith(f"{name}.")), key=len, default=None)
-        if owner is None and len(trees) > 1:
-            raise ConfigError(f"--set {word}: say whose it is, NAME.key=value with NAME one of {', '.join(trees)}")
-        name = owner or next(iter(trees))
-        apply_override(trees[name], word.removeprefix(f"{owner}."))
-    return trees
 
 
 def _require_extra() -> None:

@@ -7,24 +7,43 @@ from typing import Annotated
 
 import typer
 
+from flowrl.commands._arguments import Config, Overrides, Processes
+
 
 def command(
-    config: Annotated[str, typer.Argument(help="YAML file, or a run folder to go on in with --resume.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c words.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the run folder.")] = False,
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continuation from the newest checkpoint of the run folder.\n\n"
+            "Without it a folder that already holds a run is refused.",
+        ),
+    ] = False,
     accept: Annotated[
         bool,
         typer.Option(
             "--accept-changes",
-            help="Resume with other contents of your files, with new baselines.",
+            help="Permission to resume after your files (rewards, prompts, pairs) have changed.\n\n"
+            "The run goes on with the new contents and evaluates the base again (docs/files.md).",
         ),
     ] = False,
-    processes: Annotated[int, typer.Option("--processes", help="Processes on this machine.", min=1)] = 1,
+    processes: Processes = 1,
     backend: Annotated[
-        str | None, typer.Option("--backend", help="How processes talk: nccl (GPUs) or gloo (CPUs; shares GPUs).")
+        str | None,
+        typer.Option(
+            "--backend",
+            help="Communication between processes: nccl (a GPU each) or gloo (CPUs, or GPUs that are shared).\n\n"
+            "Default: nccl on GPUs, gloo without.",
+        ),
     ] = None,
 ) -> None:
-    """Train, evaluate before and after, and write the report."""
+    """Train a model, evaluate it before and after, and write the report.
+
+    It runs alone, in N processes, or inside a torchrun group.
+    Exit code 0: finished; 2: a fault in the input, nothing was trained; 1: a failure; 128 + n: saved after signal n.
+    """
     from flowrl.core.errors import no_exit
 
     if backend is not None:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,6 +125,13 @@ def apply_override(tree: Options, word: str) -> None:
             if isinstance(node, dict) and node.get(key) is None:
                 node[key] = {}
             node = node[key]
+
+
+def overridden(tree: Options, words: Iterable[str]) -> Options:
+    """`tree` with every override set in it."""
+    for word in words:
+        apply_override(tree, word)
+    return tree
 
 
 class UnknownKey(ConfigError):

@@ -41,7 +41,7 @@ ANSWERS = [
     (RevisionNotFoundError("404", response=answer(404)), ("has no revision 'v9'", "model.revision")),
     (RemoteEntryNotFoundError("404", response=answer(404)), ("no model_index.json",)),
     (HfHubHTTPError("401", response=answer(401)), ("refuses your token (401)", "hf auth login")),
-    (HfHubHTTPError("403", response=answer(403)), ("forbids it to your token (403)",)),
+    (HfHubHTTPError("403", response=answer(403)), ("forbids access to your token (403)",)),
     (LocalEntryNotFoundError("no connection"), ("the hub cannot be reached", "give a folder that is here")),
 ]
 

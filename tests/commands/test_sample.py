@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from flowrl.commands._drawn import origin, stem
+from flowrl.commands._drawn import origin, provenance, stem
 from flowrl.core import media
 from flowrl.core.errors import ModelError
 from flowrl.models.generic.adapter import Config, Generic
@@ -120,22 +120,26 @@ def test_a_clip_begins_with_the_picture_of_the_option(draw):
     [
         ("qwen_image_edit", ["a"], "QwenImageEditPipeline needs 1 picture(s) with each prompt"),
         ("flux", ["a", "--image", "red.png"], "1 picture(s) with a prompt, but FluxPipeline takes none"),
-        ("flux", ["a", "--image", "gone.png"], "--image 'gone.png' cannot be read as a picture"),
+        ("flux", ["a", "--image", "gone.png"], "--image 'gone.png' cannot be read as an image"),
         ("flux", ["gone.jsonl"], "prompts='gone.jsonl': there is no such file"),
         ("flux", ["set.xlsx"], "prompts='set.xlsx': prompts are not read from a .xlsx file; give a .txt"),
         ("flux", ["gone.yaml"], "prompts='gone.yaml': there is no such file"),
-        ("flux", ["a", "--image", "cut.png"], "--image 'cut.png' cannot be read as a picture"),
+        ("flux", ["a", "--image", "cut.png"], "--image 'cut.png' cannot be read as an image"),
         ("flux", ["a", "--steps", "0"], "--steps"),
-        ("flux", ["a", "--set", "num_inference_steps=0"], "--set num_inference_steps=0: at least 1"),
+        (
+            "flux",
+            ["a", "--set", "num_inference_steps=0"],
+            "num_inference_steps=0: must be a whole number, at least 1",
+        ),
         ("flux", ["a", "--guidance", "inf"], "--guidance inf: must be a finite number"),
         (
             "flux",
             ["a", "--set", "heigth=8"],
             "--set heigth: FluxPipeline takes no such argument; did you mean 'height'?",
         ),
-        ("flux", ["a", "--set", "prompt=b"], "--set prompt: the command line decides it"),
+        ("flux", ["a", "--set", "prompt=b"], "--set prompt: the command sets it by itself"),
         ("wan", ["a", "--set", "width=20"], "WanPipeline: `height` and `width` have to be divisible by 16"),
-        ("flux_kontext", ["own.jsonl", "--image", "red.png"], "whose records name their own pictures"),
+        ("flux_kontext", ["own.jsonl", "--image", "red.png"], "whose records name their own images"),
     ],
 )
 def test_pictures_that_do_not_fit_are_refused_with_the_reason(draw, case, words, reason):
@@ -183,8 +187,7 @@ def test_whatever_decides_a_picture_is_in_its_name(tmp_path, monkeypatch, change
 
     def name(*, prompt="a", seed=0, call=CALL, guidance=None, model="model", weights="bytes", image="red.png"):
         (Path(model) / "weights.safetensors").write_text(weights)
-        told = origin(model, SimpleNamespace(), call, guidance).provenance(prompt, [image], seed)
-        return stem(0, 0, told)
+        return stem(0, 0, provenance(origin(model, SimpleNamespace(), call, guidance), prompt, [image], seed))
 
     assert name() != name(**change)
 
@@ -196,9 +199,9 @@ def test_other_weights_of_a_run_have_another_name(tmp_path):
     for weights in ("one", "one", "two"):
         (tmp_path / "adapter" / "pytorch_lora_weights.safetensors").write_text(weights)
         made = origin(str(tmp_path), SimpleNamespace(), {}, None)
-        names.append(stem(0, 0, made.provenance("a", [], 0)))
+        names.append(stem(0, 0, provenance(made, "a", [], 0)))
     assert names[0] == names[1] != names[2]
-    assert (made.model, made.run) == ("tiny-sd3", str(tmp_path))
+    assert (made["model"], made["run"]) == ("tiny-sd3", str(tmp_path))
 
 
 def test_a_picture_says_how_it_was_drawn_and_is_scored_by_its_prompt(draw, monkeypatch, capsys):

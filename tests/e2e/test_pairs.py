@@ -290,14 +290,14 @@ def test_a_check_opens_every_picture_and_tells_what_a_training_would_meet(put, m
     assert code == 0, printed
     assert "methods on pairs: broken 25.00% of 4 records, max_broken=0.3: ok" in printed
     assert "methods on winners alone: broken 0.00% of 4 records, max_broken=0.3: ok" in printed
-    assert "3 of 3 records have readable pictures, of 6x4 to 8x4 pixels" in printed
+    assert "3 of 3 records have readable images, of 6x4 to 8x4 pixels" in printed
     assert "1 distinct prompts" in printed
-    assert "1 records of two equal pictures: line 2" in printed
+    assert "1 records of two equal images: line 2" in printed
     assert "skipped 1, tie: line 3" in printed
     put(GOOD, GOOD | {"chosen": "cut.png"}, GOOD | {"chosen": "gone.png"})
     code, printed = command(monkeypatch, capsys, "pairs", "pairs.jsonl", "--check")
     assert code == 1, printed
-    assert "1 records with a picture that cannot be read" in printed
+    assert "1 records with an image that cannot be read" in printed
     assert "line 2, chosen (cut.png)" in printed
     assert "methods on pairs: broken 66.67% of 3 records, max_broken=0.1: too much" in printed
     assert look("pairs.jsonl", ["max_broken=0.7"])

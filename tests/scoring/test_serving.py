@@ -17,7 +17,8 @@ import httpx
 import pytest
 import torch
 
-from flowrl.commands.serve import _token, entries
+from flowrl.commands._arguments import reward_entries
+from flowrl.commands.serve import _token
 from flowrl.core.errors import ConfigError
 from flowrl.core.transport import pack
 from flowrl.core.wire import SCHEMA, WireImage, write_image
@@ -245,13 +246,13 @@ def test_a_server_for_other_machines_wants_a_token_from_a_file_or_the_environmen
 
 
 def test_options_go_to_the_reward_that_they_name():
-    assert entries(["jpeg"], ["quality=90"]) == {"jpeg": {"name": "jpeg", "quality": 90}}
-    found = entries(["jpeg", "my/own.py"], ["jpeg.quality=90", "own.a.b=1"])
-    assert found == {"jpeg": {"name": "jpeg", "quality": 90}, "own": {"path": "my/own.py", "a": {"b": 1}}}
-    with pytest.raises(ConfigError, match="say whose it is"):
-        entries(["jpeg", "shapes"], ["quality=90"])
+    assert reward_entries(["jpeg"], ["quality=90"], prefixes=False) == {"jpeg": {"name": "jpeg", "quality": 90}}
+    named = reward_entries(["jpeg", "my/own.py"], ["jpeg.quality=90", "own.a.b=1"], prefixes=False)
+    assert named == {"jpeg": {"name": "jpeg", "quality": 90}, "own": {"path": "my/own.py", "a": {"b": 1}}}
+    with pytest.raises(ConfigError, match="name its reward"):
+        reward_entries(["jpeg", "shapes"], ["quality=90"], prefixes=False)
     with pytest.raises(ConfigError, match="two rewards are called 'jpeg'"):
-        entries(["jpeg", "my/jpeg.py"], [])
+        reward_entries(["jpeg", "my/jpeg.py"], [], prefixes=False)
 
 
 # ---- repeated requests, batches
