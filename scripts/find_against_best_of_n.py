@@ -91,12 +91,12 @@ def values_of(session: Session, found: Evaluation, judge: str) -> tuple[np.ndarr
 
 def drawn(session: Session, count: int, purpose: str, judge: str, *, base: bool) -> tuple[np.ndarray, np.ndarray]:
     """(training values, judgements) of `count` pictures a prompt, [P, count], from the laws or from N(0, 1)."""
-    options: dict[str, Any] = {"learned": None} if base else {}
-    evaluator = session.parts.evaluator
-    evaluator = replace(evaluator, seed=derive(0, purpose), **options)
+    evaluator = replace(session.parts.evaluator, seed=derive(0, purpose))
+    if base:
+        evaluator = replace(evaluator, sampling=replace(evaluator.sampling, learned=None))
     evaluator = replace(evaluator, options=replace(evaluator.options, samples_per_prompt=count))
     setting = Setting(purpose, 0, session.eval_guidance, session.config.rollout.num_inference_steps, save=False)
-    with session.weights.using(session.parts.optimizer.role):
+    with session.weights.using(session.optimizer.role):
         result = evaluator(setting)
     return values_of(session, result, judge)
 
@@ -123,7 +123,7 @@ def measure(overrides: list[str], pool: int, draws: int, judge: str) -> None:
         rollout = session.roll_out(iteration)
         note(session, rollout, seen, judge)
         row = session.update(rollout, session.credit(rollout))
-        log.info("%s", row_line(row, config.iterations, session.parts.prompts))
+        log.info("%s", row_line(row, config.iterations, session.parts.data.prompts))
         count = len(seen[0])
         epochs = count // config.rollout.group_size
         even = all(len(pairs) == count for pairs in seen.values())

@@ -139,7 +139,7 @@ def train(method: str, overrides: list[str]) -> tuple[LogRatios, dict]:
     for iteration in range(1, config.iterations + 1):
         probe.begin(iteration)
         rows.append(session.step(iteration))
-        log.info("%s", row_line(rows[-1], config.iterations, session.parts.prompts))
+        log.info("%s", row_line(rows[-1], config.iterations, session.parts.data.prompts))
     tuned = session.evaluate("tuned")
     size, clip = max(1, len(rows) // 5), resolved.algorithm.config.clip_range
     result = LogRatios.join(probe.parts)

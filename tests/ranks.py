@@ -67,7 +67,7 @@ def sizes(trainer: Any) -> dict[str, int]:
     return {
         "own": sum(p.numel() for p in own),
         "all": sum(p.numel() for p in trainer.session.model.network.parameters()),
-        "moments": sum(p.numel() for p in trainer.session.parts.optimizer.parameters),
+        "moments": sum(p.numel() for p in trainer.session.optimizer.parameters),
     }
 
 

@@ -19,6 +19,8 @@ from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core import registry, rng
 from flowrl.core.types import Condition, Edges, SampleId, Samples, Step
 from flowrl.credit.advantages import Advantages
+from flowrl.data.prompts import Prompt
+from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess, expand
 from flowrl.diffusion.schedules import Schedule
@@ -33,6 +35,7 @@ from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.trajectories import Asked, Rollout, Trajectories
 from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
+from flowrl.samplers.ode import Ode
 from flowrl.training.base import Iteration, UpdateContext
 from flowrl.training.edge_batches import EdgeBatches
 from flowrl.training.kinds import training_of
@@ -41,6 +44,7 @@ from flowrl.training.metrics import Sums
 from flowrl.training.microbatches import microbatches
 from flowrl.training.optim import OptimConfig, Optimizer
 from flowrl.training.sample_batches import SampleBatches
+from flowrl.training.sampling import Sampling
 from flowrl.training.world import World, shard
 
 SHAPE = (2, 4, 4)
@@ -131,6 +135,23 @@ class ToyAdapter(ModelAdapter):
 
     def to(self, device: torch.device) -> None:
         self.network.to(device)
+
+
+def sampling_of(
+    adapter: ModelAdapter,
+    prompts: Sequence[Prompt | str],
+    sampler: Sampler | None = None,
+    num_steps: int = 3,
+    **options: Any,
+) -> Sampling:
+    """The parts that draw samples of a toy; `options` are fields of `Sampling`."""
+    return Sampling(
+        policy=Policy(adapter, sampler or Ode(), 1.0),
+        schedule=adapter.schedule(num_steps),
+        texts=Texts(adapter, prompts, cache=False),
+        counter=Evaluations(adapter.network),
+        **({"world": ALONE} | options),
+    )
 
 
 @dataclass(frozen=True)

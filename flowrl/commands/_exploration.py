@@ -24,8 +24,8 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
 
     collector = _collector(resolved, prompts)
     config, options = collector.config, collector.options
-    numbers = collector.parts.source.draw(1)
-    asked = [collector.parts.source.prompts[k] for k in numbers]
+    numbers = collector.source.draw(1)
+    asked = [collector.source.prompts[k] for k in numbers]
     noise = collector.noise(1)
     first, full = collector.look(1, asked, noise), collector.truth(1, asked, noise)
     group = config.rollout.group_size

@@ -269,7 +269,7 @@ def measure(resolved: Any, iterations: int, warmup: int = 1) -> list[dict[str, f
     )
     watch = Stopwatch(torch.cuda.synchronize if session.world.device.type == "cuda" else lambda: None)
     rows = []
-    with _watched(session.parts, watch):
+    with _watched(session, watch):
         iterate = watch.timed("iteration", session.step)
         for number in range(1, warmup + iterations + 1):
             iterate(number)
@@ -278,16 +278,16 @@ def measure(resolved: Any, iterations: int, warmup: int = 1) -> list[dict[str, f
 
 
 @contextmanager
-def _watched(parts: Any, watch: Stopwatch) -> Iterator[None]:
+def _watched(session: Any, watch: Stopwatch) -> Iterator[None]:
     """Time the parts of a session, backward passes as network; undone at the end."""
     import torch
 
     places = (
-        (parts.adapter, "predict", "network"),
-        (parts.adapter, "decode", "VAE"),
-        (parts.texts, "lookup", "text encoder"),
-        (parts.scorer, "score", "reward"),
-        (parts.optimizer, "step", "optimizer"),
+        (session.model, "predict", "network"),
+        (session.model, "decode", "VAE"),
+        (session.parts.sampling.texts, "lookup", "text encoder"),
+        (session.rewards, "score", "reward"),
+        (session.optimizer, "step", "optimizer"),
         (torch.Tensor, "backward", "network"),
     )
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in places]

@@ -67,7 +67,7 @@ def command(
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "
-            f"{parts.prompts.counted(round(value['n']))} x {result.scores[name].shape[1]} seeds)"
+            f"{parts.data.prompts.counted(round(value['n']))} x {result.scores[name].shape[1]} seeds)"
         )
     if result.agreement is not None:
         print(format_accuracy(accuracy(result.agreement)))
@@ -80,11 +80,13 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts) -> None:
     from flowrl.evaluation.statistics import win_rate
     from flowrl.run.report import format_win_rate
 
-    cards = [] if parts.watched is None else [entry.reward.card for entry in parts.watched.distinct]
+    cards = [] if parts.scorers.watched is None else [entry.reward.card for entry in parts.scorers.watched.distinct]
     higher = {name: card.higher_is_better for card in cards for name in card.outputs}
     for name in (name for name in tuned.scores if name in base.scores):
         unlike = tuned.unlike(base, name)
         if unlike:
             print(f"no win rate by {name}: the run's base was made with other values of: {', '.join(unlike)}")
         else:
-            print(format_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name]), parts.prompts.on))
+            print(
+                format_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name]), parts.data.prompts.on)
+            )

@@ -157,13 +157,13 @@ def require_plan(method: Method, sampler: Sampler, grid: Schedule, process: Proc
 
 @law("plan", "the same whenever it is asked for; an EdgeMethod trains noisy steps, another method none")
 def plan(trial: MethodTrial) -> str:
-    parts, method, grids = trial.session.parts, trial.build(), []
+    sampling, method, grids = trial.session.parts.sampling, trial.build(), []
     for steps in (4, STEPS, 10, 25):
         try:
-            method.config.check(parts.sampler, steps)
+            method.config.check(sampling.sampler, steps)
         except ValueError:
             continue  # it refuses so few steps, in words
-        require_plan(method, parts.sampler, parts.adapter.schedule(steps), parts.adapter.process)
+        require_plan(method, sampling.sampler, sampling.adapter.schedule(steps), sampling.adapter.process)
         grids.append(steps)
     require(bool(grids), "its options refuse every grid of 4 to 25 steps")
     return f"valid on grids of {', '.join(map(str, grids))} steps"
@@ -211,7 +211,7 @@ def retired(trial: MethodTrial) -> str:
 @law("ratio", "before the first update the policy is the one that drew the samples: |log ratio| within the tolerance")
 @torch.no_grad()
 def ratio(trial: MethodTrial) -> str:
-    method, sampler = trial.session.method, trial.session.parts.sampler
+    method, sampler = trial.session.method, trial.session.parts.sampling.sampler
     if not isinstance(method, EdgeMethod) or method.transitions is not None:
         return "has none"
     networks, worst = trial.session.networks, 0.0
@@ -274,7 +274,7 @@ def reachable(trial: MethodTrial) -> set[str]:
     if isinstance(session.method, NoiseMethod):
         return set()  # a distribution for each prompt, of which some were drawn
     x, cond = rollout.samples.x0, rollout.cond.index(rollout.rows)
-    for timestep in session.parts.schedule.timesteps[1:]:
+    for timestep in session.parts.sampling.schedule.timesteps[1:]:
         session.model.predict(x, timestep.expand(len(x)), cond, 1.0).square().sum().backward()
     result = {n for n, p in session.weights.parameters.items() if p.grad is not None and float(p.grad.abs().max()) > 0}
     session.model.network.zero_grad()

@@ -41,14 +41,12 @@ from flowrl.credit.advantages import Advantages, aggregate
 from flowrl.credit.tree_credit import by_path, fuse, log_probs_on_ways
 from flowrl.data.prompts import identity
 from flowrl.diffusion.plan import StepPlan
-from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching
-from flowrl.evaluation.evaluator import Evaluator, images_of
-from flowrl.rollout.loop import RunOptions, run
+from flowrl.evaluation.evaluator import Evaluator
+from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
-from flowrl.rollout.policy import Policy
 from flowrl.rollout.recorder import Recording
-from flowrl.rollout.trajectories import Asked, Rollout, Trajectories
+from flowrl.rollout.trajectories import Rollout
 from flowrl.scoring.build import build_scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.divergence import Health
@@ -64,10 +62,8 @@ class EvalTree:
 
     resolved: Resolved
     method: Method
-    policy: Policy
-    schedule: Schedule
     rewards: Sequence[WeightedReward]
-    """Those that are trained on."""
+    """Rewards that are trained on."""
     evaluator: Evaluator
     """Of the same evaluations."""
 
@@ -83,26 +79,27 @@ class EvalTree:
             Abandoned: on all processes; nothing is written.
             Elsewhere: the first process failed.
         """
-        evaluator, seed = self.evaluator, self.resolved.run.seed
-        plan = self.method.plan(self.schedule, self.policy.sampler, max(iteration, 1), seed)
+        evaluator, sampling, seed = self.evaluator, self.evaluator.sampling, self.resolved.run.seed
+        plan = self.method.plan(sampling.schedule, sampling.sampler, max(iteration, 1), seed)
         if plan.tree is None or not evaluator.prompts or evaluator.folder is None:
             return
         folder = evaluator.folder / "eval"
-        drawn = self._roll_out(plan, tag, stop) if evaluator.sharded else None
+        drawn = self._roll_out(plan, tag, stop) if sampling.sharded else None
 
         def write() -> None:
-            if evaluator.world.main:
+            if sampling.world.main:
                 self._write(folder, tag, iteration, drawn or self._roll_out(plan, tag, stop), stop)
 
-        evaluator.world.in_step(write)
+        sampling.world.in_step(write)
 
     def _write(self, folder: Path, tag: str, iteration: int, rollout: Rollout, stop: Stop) -> None:
         """Score a rollout and write what came of it."""
-        health, size, device = Health(), self.resolved.run.rollout.batch_size, self.evaluator.world.device
-        images = health.seen(rollout.samples.x0, images_of(rollout, self.policy.adapter, device, size, stop))
+        health, sampling = Health(), self.evaluator.sampling
+        images = sampling.images(rollout, self.resolved.run.rollout.batch_size, stop)
+        images = health.check(rollout.samples.x0, images)
         try:
             if health.spoiled:
-                raise health.error("in it", "the evaluation says more")
+                raise Diverged(f"{health.message('in it')}: the evaluation says more")
             rollout, weights = self._scored(rollout, images, stop)
         except (Diverged, RewardError) as error:
             # The evaluation that follows meets the same, and ends the run on all processes.
@@ -119,7 +116,7 @@ class EvalTree:
             "iteration": iteration,
             "method": self.resolved.algorithm.name,
             "prompt": self.evaluator.prompts[0].text,
-            "guidance_scale": self.policy.guidance_scale,
+            "guidance_scale": sampling.policy.guidance_scale,
             **tree_record(rollout, weights, credit, method.config.path_weight),
             "sheet": {"columns": columns, "width": width, "height": height},
             "note": note,
@@ -129,22 +126,19 @@ class EvalTree:
 
     def _roll_out(self, plan: StepPlan, tag: str, stop: Stop) -> Rollout:
         """One tree, not scored yet."""
-        evaluator, policy, method = self.evaluator, self.policy, self.method
+        sampling, method = self.evaluator.sampling, self.method
         assert isinstance(method, EdgeMethod)  # its plan has a tree
-        prompt, device = evaluator.prompts[0], evaluator.world.device
-        ids, rows = [SampleId(0, leaf) for leaf in range(plan.leaves)], torch.zeros(plan.leaves, dtype=torch.int64)
-        noise = Noise(evaluator.seed, "tree", None, policy.adapter.latent_shape())
-        cond, size = evaluator.texts.lookup([prompt]), self.resolved.run.rollout.batch_size
-        bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=evaluator.world.main)
+        prompt, ids = self.evaluator.prompts[0], [SampleId(0, leaf) for leaf in range(plan.leaves)]
+        noise = Noise(self.evaluator.seed, "tree", None, sampling.adapter.latent_shape())
+        bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=sampling.world.main)
         bar.update(0)
-        recording = Recording(method.log_prob_form(policy.sampler))
-        options = RunOptions(recording=recording, device=device, progress=bar.update, stop=stop.in_step)
+        recording, size = Recording(method.log_prob_form(sampling.sampler)), self.resolved.run.rollout.batch_size
+        options = RunOptions(recording=recording, progress=bar.update, stop=stop.in_step)
         try:
-            samples, edges = run(policy, plan, noise, Asked(ids, cond, rows), batch_size=size, options=options)
+            drawn = sampling.draw(plan, noise, sampling.asked([prompt], ids), batch_size=size, options=options)
         finally:
             bar.close()
-        paths = log_probs_on_ways(edges, ids, plan).T[None] if method.weighs_paths else None
-        drawn = Trajectories(plan, samples, edges, cond, rows)
+        paths = log_probs_on_ways(drawn.edges, ids, plan).T[None] if method.weighs_paths else None
         return drawn.scored(torch.empty(0), prompts=(identity(prompt),), paths=paths)
 
     def _scored(self, rollout: Rollout, images: Tensor, stop: Stop) -> tuple[Rollout, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,80 +13,61 @@ import torch
 
 from flowrl.config.schema import EvalConfig
 from flowrl.core import media
-from flowrl.core.console import log
 from flowrl.core.errors import Abandoned
 from flowrl.core.files import fsync_all
 from flowrl.core.rng import derive
-from flowrl.core.types import Condition, SampleId
+from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
-from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.results import Agreement, Evaluation
-from flowrl.models.base import ModelAdapter, decoded
-from flowrl.rollout.learned_noise import LearnedNoise
-from flowrl.rollout.loop import RunOptions, run
+from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
-from flowrl.rollout.trajectories import Asked, Rollout
+from flowrl.rollout.trajectories import Trajectories
 from flowrl.samplers.ode import Ode
 from flowrl.scoring.overlap import Beside
 from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.training.divergence import Health
 from flowrl.training.noise_batches import numbers_of
+from flowrl.training.sampling import Sampling
 from flowrl.training.signals import NEVER, Stop
 from flowrl.training.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One evaluation of a run among others."""
+    """The options of one evaluation."""
 
     tag: str
     """Name of its files."""
     iteration: int
-    """The one that it follows; 0: before any update."""
+    """The finished iteration; 0: before any update."""
     guidance_scale: float
     num_inference_steps: int
     limit: int | None = None
-    """Of the prompts; None: all."""
+    """Number of prompts; None: all."""
     save: bool = True
     """Write scores and images, if the evaluator has a folder."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Samples that are scored together, drawn and not decoded yet."""
-
-    ids: list[SampleId]
-    asked: list[Prompt]
-    x0: torch.Tensor
-    cond: Condition
-    rows: torch.Tensor
-    """Row of `cond` of each."""
-
-
-@dataclass(frozen=True, slots=True)
 class Evaluator:
-    """What stays the same in every evaluation of a run."""
+    """Evaluates the network of a run: always the same prompts and noise."""
 
-    adapter: ModelAdapter
-    texts: Texts
+    sampling: Sampling
     scorer: Scorer | None
-    """None: images alone are drawn."""
-    world: World
+    """None: images are drawn and not scored."""
     folder: Path | None
-    """Scores and images are written to its `eval`; None: nothing is."""
+    """Scores and images are written to its `eval`; None: nothing is written."""
     prompts: tuple[Prompt, ...]
     options: EvalConfig
     seed: int = derive(0, "evaluation")
-    sharded: bool = False
-    """Every forward is then a step of all processes together."""
     made_with: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of its results; see `Evaluation`."""
-    learned: LearnedNoise | None = None
-    """Distributions that the initial noise is drawn from; None: the standard one."""
-    remedy: Callable[..., str] = lambda **known: "lower optim.learning_rate"
-    """`divergence.remedy` of this run."""
+
+    @property
+    def world(self) -> World:
+        return self.sampling.world
 
     def __call__(
         self,
@@ -98,7 +79,11 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluate the network as it is now. Every process returns the whole result; the first one writes it.
 
-        `agreement` judges held-out pairs, for a method that prefers images.
+        Args:
+            setting: of this evaluation.
+            progress: called with the number of samples just finished.
+            stop: whether to stop early.
+            agreement: compares the network with held-out pairs, for a method that prefers images.
 
         Raises:
             Abandoned, Diverged, RewardError: on all processes; no scores are written.
@@ -108,7 +93,7 @@ class Evaluator:
         folder = None if self.folder is None or not setting.save else self.folder / "eval"
         draw = partial(self._drawn, setting, None if folder is None else folder / setting.tag, progress, stop)
         # Of a network that is split no process draws by itself; each batch is then scored in step.
-        due = draw() if self.sharded else self.world.in_step(draw)
+        due = draw() if self.sampling.sharded else self.world.in_step(draw)
         result = Evaluation(
             tag=setting.tag,
             iteration=setting.iteration,
@@ -131,51 +116,46 @@ class Evaluator:
         self, setting: Setting, kept: Path | None, progress: Callable[[int], None], stop: Stop
     ) -> list[tuple[list[SampleId], Scores]]:
         """This process's samples with their scores; the images are written to the folder `kept`, if any."""
-        policy = Policy(self.adapter, Ode(), setting.guidance_scale)
-        plan, prompts = solver_plan(self.adapter.schedule(setting.num_inference_steps)), self.prompts[: setting.limit]
-        distributions = None if self.learned is None else self.learned.drawn_from(numbers_of(self.learned, prompts))
-        noise = Noise(self.seed, "eval", None, self.adapter.latent_shape(), distributions=distributions)
+        sampling, prompts, size = self.sampling, self.prompts[: setting.limit], self.options.batch_size
+        sampling = replace(sampling, policy=Policy(sampling.adapter, Ode(), setting.guidance_scale))
+        plan, learned = solver_plan(sampling.adapter.schedule(setting.num_inference_steps)), sampling.learned
+        distributions = None if learned is None else learned.drawn_from(numbers_of(learned, prompts))
+        noise = Noise(self.seed, "eval", None, sampling.adapter.latent_shape(), distributions=distributions)
         due: list[tuple[list[SampleId], Scores]] = []
-        health, seeds = Health(), self.options.samples_per_prompt
-        agree: Callable[[Callable[[], list]], list] = self.world.in_step if self.sharded else lambda work: work()
+        health, options = Health(), RunOptions(stop=stop.in_step)
+        agree: Callable[[Callable[[], list]], list] = self.world.in_step if sampling.sharded else lambda work: work()
         with Beside(self.scorer) as beside:
             for slots, counts in self._rounds(len(prompts)):
-                ids = [SampleId(slot, k) for slot in slots for k in range(seeds)]
-                rows = torch.arange(len(slots)).repeat_interleave(seeds)
-                cond = self.texts.lookup([prompts[slot] for slot in slots])
-                options, size = RunOptions(device=self.world.device, stop=stop.in_step), self.options.batch_size
-                samples, _ = run(policy, plan, noise, Asked(ids, cond, rows), batch_size=size, options=options)
-                batch = _Batch(ids, [prompts[i.slot] for i in ids], samples.x0, cond, rows)
-                due += agree(partial(self._scored, beside, health, kept, stop, batch) if counts else list)
+                ids = [SampleId(slot, k) for slot in slots for k in range(self.options.samples_per_prompt)]
+                drawn = sampling.draw(plan, noise, sampling.asked(prompts, ids), batch_size=size, options=options)
+                due += agree(partial(self._scored, beside, health, kept, stop, drawn) if counts else list)
                 progress(len(ids) if counts else 0)
             due += agree(partial(self._rest, beside, health, setting.iteration))
         return due
 
     def _scored(
-        self, beside: Beside, health: Health, kept: Path | None, stop: Stop, batch: _Batch
+        self, beside: Beside, health: Health, kept: Path | None, stop: Stop, drawn: Trajectories
     ) -> list[tuple[list[SampleId], Scores]]:
-        """Decode and keep a batch, and begin to score it; what is due."""
+        """Decode and keep a batch, and begin to score it; the scores that are due."""
         if stop.here():
             raise Abandoned
-        images = decoded(self.adapter, batch.x0.to(self.world.device), batch.cond, batch.rows).cpu()
-        images, due = health.seen(batch.x0, images), []
+        ids = list(drawn.samples.ids)
+        images, due = health.check(drawn.samples.x0, self.sampling.decode(drawn.samples.x0, drawn.cond, drawn.rows)), []
         if not health.diverged:  # then no reward is to be blamed
-            due = beside.add(batch.ids, images, [p.text for p in batch.asked], [p.metadata for p in batch.asked])
+            prompts = [self.prompts[i.slot] for i in ids]
+            due = beside.add(ids, images, [p.text for p in prompts], [p.metadata for p in prompts])
         if kept is not None:
-            self._keep(kept, batch.ids, images)
+            self._keep(kept, ids, images)
         return due
 
     def _rest(self, beside: Beside, health: Health, iteration: int) -> list[tuple[list[SampleId], Scores]]:
-        """What is due at the end, where most samples are finite; a few that are not are told of, and have no score."""
-        if health.diverged:
-            why = self.remedy(trained=iteration > 0, in_decoder=health.in_decoder)
-            raise health.error(f"after iteration {iteration}" if iteration else "before any update", why)
-        if health.spoiled:
-            log.warning("%s; they have no score", health.message(f"after iteration {iteration}"))
+        """The scores that are due at the end, if most samples are finite."""
+        when = f"after iteration {iteration}" if iteration else "before any update"
+        health.require_finite(when, self.sampling.remedy, trained=iteration > 0)
         return beside.rest()
 
     def _gather(self, due: Sequence[tuple[list[SampleId], Scores]], prompts: int) -> dict[str, np.ndarray]:
-        """Everybody's scores: output -> [P, seeds]."""
+        """Scores of all processes: output -> [P, seeds]."""
         own = [
             (i, {name: float(value[j]) for name, value in scores.raw.items()})
             for ids, scores in due
@@ -190,8 +170,11 @@ class Evaluator:
         return table
 
     def _rounds(self, prompts: int) -> list[tuple[range, bool]]:
-        """This process's prompts, some at a time, and whether they count: of a sharded network all processes make as
-        many rounds, each of as many forwards; those that are done repeat the first prompt."""
+        """This process's prompts, some at a time, and whether they count.
+
+        With a sharded network all processes make the same number of rounds, each of as many forwards: a process that
+        has finished repeats the first prompt, which does not count.
+        """
         size, step = self.world.size, max(1, self.options.batch_size // self.options.samples_per_prompt)
         bounds = [rank * prompts // size for rank in range(size + 1)]
         every = [
@@ -199,7 +182,7 @@ class Evaluator:
             for low, high in itertools.pairwise(bounds)
         ]
         own = every[self.world.rank]
-        idle = max(map(len, every)) - len(own) if self.sharded else 0
+        idle = max(map(len, every)) - len(own) if self.sampling.sharded else 0
         return [(slots, True) for slots in own] + [(range(1), False)] * idle
 
     def _keep(self, folder: Path, ids: Sequence[SampleId], images: torch.Tensor) -> None:
@@ -207,19 +190,3 @@ class Evaluator:
         for i, image in zip(ids, images, strict=True):
             if count is None or i.slot < count:
                 media.write(image, folder / f"{i.slot:05d}-{i.sample}")
-
-
-def images_of(
-    rollout: Rollout, adapter: ModelAdapter, device: torch.device, batch_size: int, stop: Stop = NEVER
-) -> torch.Tensor:
-    """Images of this process's samples, [B, 3, H, W] in [0, 1], or videos [B, F, 3, H, W]; on the CPU.
-
-    Raises:
-        Abandoned: as `stop` says.
-    """
-    x0, made = rollout.samples.x0, []
-    for b in torch.arange(len(x0)).split(batch_size):
-        if stop.here():
-            raise Abandoned
-        made.append(decoded(adapter, x0[b].to(device), rollout.cond, rollout.rows[b]).cpu())
-    return torch.cat(made)

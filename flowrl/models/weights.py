@@ -343,6 +343,18 @@ def trainable(adapter: ModelAdapter, options: ModelConfig, seed: int) -> Weights
     return weights
 
 
+def freeze(adapter: ModelAdapter, options: ModelConfig, seed: int) -> None:
+    """Freeze the network of an adapter, with `init_lora` where one is set; before it goes to its device.
+
+    Raises:
+        ModelError: a LoRA that does not fit.
+    """
+    if options.lora is not None and options.init_lora is not None:
+        Weights(adapter.network, options.lora, adapter.lora_targets, seed).load_lora(options.init_lora)
+    adapter.network.requires_grad_(False)
+    cast_frozen(component_names(adapter.network).values(), options)
+
+
 def _save_lora_weights(folder: Path, *, transformer_lora_layers: Any, transformer_lora_adapter_metadata: Any) -> None:
     """diffusers' own layout, for the pipelines that have no writer of it."""
     from diffusers.loaders.lora_base import LoraBaseMixin

@@ -1,4 +1,4 @@
-"""The first half of an iteration for methods on given pictures, and what the network prefers of held-out pairs."""
+"""The first half of an iteration for methods on given images, and the network's preference among held-out pairs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from flowrl.core.types import Condition, SampleId, Samples, no_edges
 from flowrl.credit.advantages import Advantages
 from flowrl.data.given_samples import PAIR, Given, Latents, Look, Slot, latents_of, slot_of
 from flowrl.data.labels import LabelledSource
-from flowrl.diffusion.plan import solver_plan
+from flowrl.diffusion.plan import StepPlan, solver_plan
 from flowrl.evaluation.results import Agreement
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import Asked, Rollout, Trajectories
-from flowrl.run.assembly import Parts
-from flowrl.run.collector import by_identity, drawn_in_step, slots_and_rows
 from flowrl.training.base import Iteration
+from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums, Timer
 from flowrl.training.sample_batches import SampleBatches
+from flowrl.training.sampling import Sampling, by_identity, slots_and_rows
 from flowrl.training.signals import NEVER, Stop
-from flowrl.training.world import shard
+from flowrl.training.world import largest_shard, shard
 
 _DRAWS = 4
 """Noisings of a held-out pair whose margins are averaged: the sign of a single one is noisy."""
@@ -37,21 +37,20 @@ _CHUNK = 64
 
 
 class PairCollector:
-    """Makes the rollouts of a run from given pictures; what a slot lacks the network draws.
+    """Makes the rollouts of a run from given images; what a slot lacks the network draws.
 
     Args:
-        parts: of the run.
-        stop: whether to leave off.
+        given: the images.
+        sampling: the parts that draw.
+        learner: of the run.
+        stop: whether to stop early.
     """
 
     exhausted = False
 
-    def __init__(self, parts: Parts, stop: Stop = NEVER) -> None:
-        assert parts.given is not None
-        self.parts, self.given, self.stop = parts, parts.given, stop
-        self.config, self.world = parts.resolved.run, parts.world
-        self.weights = torch.ones(1)
-        self.evaluations = parts.learner.context.counter
+    def __init__(self, given: Given, sampling: Sampling, learner: Learner, stop: Stop = NEVER) -> None:
+        self.given, self.sampling, self.learner, self.stop = given, sampling, learner, stop
+        self.world, self.weights = sampling.world, torch.ones(1)
 
     def collect(self, iteration: int, timer: Timer, sums: Sums) -> Rollout:
         """The rollout of an iteration.
@@ -59,65 +58,57 @@ class PairCollector:
         Raises:
             Abandoned: on all processes.
             Elsewhere: another process failed.
-            TooManyLost: too many pictures cannot be read.
+            TooManyLost: too many images cannot be read.
         """
-        parts, config, given = self.parts, self.config, self.given
+        sampling, given, seed = self.sampling, self.given, self.learner.context.seed
         numbers, size = given.source.draw(iteration), len(given.members)
-        plan = parts.algorithm.plan(parts.schedule, parts.sampler, iteration, config.seed)
+        plan = self.learner.method.plan(sampling.schedule, sampling.sampler, iteration, seed)
         own = [SampleId(*pair) for pair in shard(len(numbers), size, self.world.rank, self.world.size)]
         slots, rows = slots_and_rows(own)
-        look = Look(given.options, config.seed, iteration)
+        look = Look(given.options, seed, iteration)
 
         def prepare() -> tuple[Latents, Condition]:
             with timer.phase("pictures"):
-                read, size = partial(_read, given, numbers), config.rollout.batch_size
-                result = latents_of(read, own, parts.adapter, batch_size=size, look=look, stop=self.stop.here)
+                read, size = partial(_read, given, numbers), self.learner.context.rollout_batch_size
+                result = latents_of(read, own, sampling.adapter, batch_size=size, look=look, stop=self.stop.here)
             with timer.phase("text"):
-                return result, parts.texts.lookup([look.caption(slot, result.texts[slot]) for slot in slots])
+                return result, sampling.texts.lookup([look.caption(slot, result.texts[slot]) for slot in slots])
 
         result, cond = self.world.in_step(prepare)
         x0 = result.x0
         if "drawn" in given.members:
             complete = partial(self._completed, plan, result, Asked(own, cond, rows), iteration, timer, sums)
-            x0 = complete() if parts.sharded else self.world.in_step(complete)
+            x0 = complete() if sampling.sharded else self.world.in_step(complete)
         rewards = by_identity(self.world, own, result.rewards[None], len(numbers), size)
         given.require_readable(int(rewards[0].isnan().any(dim=1).sum()), len(numbers))
         samples = Samples(x0, tuple(own))
         return Trajectories(plan, samples, no_edges(samples), cond, rows).scored(rewards)
 
-    def _completed(
-        self,
-        plan: Any,
-        found: Latents,
-        own: Asked,
-        iteration: int,
-        timer: Timer,
-        sums: Sums,
-    ) -> Tensor:
-        """The latents with those that the method's behaviour network draws."""
-        parts, place = self.parts, self.given.members.index("drawn")
+    def _completed(self, plan: StepPlan, read: Latents, own: Asked, iteration: int, timer: Timer, sums: Sums) -> Tensor:
+        """The latents [B, ...], with those that the method's behaviour network draws."""
+        sampling, learner, place = self.sampling, self.learner, self.given.members.index("drawn")
         mine = torch.tensor([row for row, i in enumerate(own.ids) if i.sample == place], dtype=torch.int64)
-        noise = Noise(self.config.seed, "rollout", iteration, parts.adapter.latent_shape())
+        asked = Asked([own.ids[row] for row in mine.tolist()], own.cond, own.rows[mine])
+        noise = Noise(learner.context.seed, "rollout", iteration, sampling.adapter.latent_shape())
         bar = Progress(len(mine), f"iteration {iteration}: sampling", show=self.world.main)
-        before = self.evaluations.rows
+        options, size = RunOptions(progress=bar.update, stop=self.stop.in_step), learner.context.rollout_batch_size
+        before = sampling.counter.rows
+        # A slot has one drawn sample: as many batches are made elsewhere as for groups of one.
+        most = largest_shard(self.given.options.per_iteration, 1, self.world.size)
         try:
-            with timer.phase("rollout"), parts.weights.using(parts.algorithm.behaviour):
-                # A slot has one drawn sample: as many batches are made elsewhere as for groups of one.
-                asked = Asked([own.ids[row] for row in mine.tolist()], own.cond, own.rows[mine])
-                options, each = RunOptions(progress=bar.update, stop=self.stop.in_step), (parts.resolved.slots, 1)
-                size = self.config.rollout.batch_size
-                drawn, _ = drawn_in_step(parts, plan, noise, asked, each, options, size)
+            with timer.phase("rollout"), learner.networks.weights.using(learner.method.behaviour):
+                drawn = sampling.draw(plan, noise, asked, batch_size=size, options=options, most=most)
         finally:
             bar.close()
-        sums.add("nfe/rollout", self.evaluations.rows - before, len(mine))
-        return found.x0.index_copy(0, mine, drawn.x0)
+        sums.add("nfe/rollout", sampling.counter.rows - before, len(mine))
+        return read.x0.index_copy(0, mine, drawn.samples.x0)
 
     def metrics_row(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
-        """What an iteration's row says of its data."""
+        """Metrics of an iteration's data."""
         return {"pairs/unreadable": int(credit.dead.sum())} | self._epochs()
 
     def _epochs(self) -> dict[str, float]:
-        """Share of the set that an iteration draws; of labelled pictures each class has its own epochs."""
+        """Share of the set that an iteration draws, for labelled images of each class."""
         count, source = self.given.options.per_iteration, self.given.source
         if not isinstance(source, LabelledSource):
             return {"pairs/epochs_per_iteration": count / len(self.given.records)}
@@ -138,15 +129,14 @@ def _read(given: Given, numbers: Sequence[int], slot: int) -> Any:
 
 
 class HeldOutPairs:
-    """Whether the network prefers what the data prefer, on pairs that it does not learn from.
+    """Agreement of the network with the preferences of held-out pairs.
 
     Times and noise are the same at every evaluation of a run: iterations of training count from 1, these below 0.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        assert parts.given is not None
-        self.parts, self.given, self.world = parts, parts.given, parts.world
-        context = parts.learner.context
+    def __init__(self, given: Given, sampling: Sampling, learner: Learner) -> None:
+        self.given, self.sampling, self.method, self.world = given, sampling, learner.method, sampling.world
+        context = learner.context
         self.context = replace(context, optim=replace(context.optim, updates_per_iteration=1))
         self.numbers = self.given.held_out_numbers
         self.count = len(self.numbers)
@@ -157,28 +147,28 @@ class HeldOutPairs:
         self.latents: Latents | None = None
 
     def __call__(self, stop: Stop = NEVER) -> Agreement:
-        """Of N pairs; with labels the mean of both pictures'.
+        """Agreement on N pairs; with labels the mean over both images of a pair.
 
         Raises:
-            Abandoned: to be left off on some process; all of them raise.
+            Abandoned: some process stops early; all of them raise.
             Elsewhere: another process failed.
         """
         latents, ids = self.world.in_step(lambda: self._latents(stop)), self._ids(self.own)
         rewards = by_identity(self.world, ids, latents.rewards[None, : len(ids)], self.count, len(PAIR))
-        credit = self.parts.algorithm.advantages(rewards, torch.ones(1))
+        credit = self.method.advantages(rewards, torch.ones(1))
         starts = range(0, len(self.own), _CHUNK)
         most = max(self.world.gather(len(starts)))
 
-        def judge() -> Tensor:
+        def compare() -> Tensor:
             sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
-            for place in range(most if self.parts.sharded else len(starts)):
+            for place in range(most if self.sampling.sharded else len(starts)):
                 idle = place >= len(starts)
                 chunk = self.slots[:1] if idle else self.own[starts[place] : starts[place] + _CHUNK]
-                result = self._judged(chunk, latents, rewards, credit, stop)
+                result = self._compared(chunk, latents, rewards, credit, stop)
                 sums += 0 if idle else result
             return sums
 
-        sums = judge() if self.parts.sharded else self.world.in_step(judge)
+        sums = compare() if self.sampling.sharded else self.world.in_step(compare)
         total = torch.stack(self.world.gather(sums)).sum(dim=0).reshape(self.count, len(PAIR))
         right = ((total > 0).double() + (total >= 0).double()).mean(dim=1) / 2
         return Agreement(torch.where(credit.dead, torch.nan, right).numpy(), self._captions(latents))
@@ -193,7 +183,7 @@ class HeldOutPairs:
         return [SampleId(slot, sample) for slot in slots for sample in range(len(PAIR))]
 
     def _latents(self, stop: Stop) -> Latents:
-        """Of this process's pairs, encoded once."""
+        """Latents of this process's pairs, encoded once."""
         if self.latents is None:
             records = self.given.held_out
             assert records is not None
@@ -203,19 +193,18 @@ class HeldOutPairs:
                 return slot_of(records, self.numbers[slot], PAIR)
 
             ids = self._ids(self.slots)
-            self.latents = latents_of(read, ids, self.parts.adapter, batch_size=size, stop=stop.here)
+            self.latents = latents_of(read, ids, self.sampling.adapter, batch_size=size, stop=stop.here)
         return self.latents
 
     @torch.no_grad()
-    def _judged(
+    def _compared(
         self, slots: Sequence[int], latents: Latents, rewards: Tensor, credit: Advantages, stop: Stop
     ) -> Tensor:
         """Summed agreement of the samples of `slots`, by identity [2 N] float64."""
-        parts, algorithm = self.parts, self.parts.algorithm
         ids, first = self._ids(slots), (slots[0] - self.slots[0]) * len(PAIR)
         samples = Samples(latents.x0[first : first + len(ids)], tuple(ids))
-        cond = parts.texts.lookup([latents.texts[slot] for slot in slots])
-        rows, plan = slots_and_rows(ids)[1], solver_plan(parts.schedule)
+        cond = self.sampling.texts.lookup([latents.texts[slot] for slot in slots])
+        rows, plan = slots_and_rows(ids)[1], solver_plan(self.sampling.schedule)
         rollout = Trajectories(plan, samples, no_edges(samples), cond, rows).scored(rewards)
         sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)
         for draw in range(1, _DRAWS + 1):
@@ -223,7 +212,7 @@ class HeldOutPairs:
             for batch, counts in work.plain_batches(0):
                 if stop.in_step():
                     raise Abandoned
-                result = algorithm.preferred(batch, self.context.networks).cpu()
+                result = self.method.preferred(batch, self.context.networks).cpu()
                 if counts:
                     sums.index_add_(0, batch.sample.cpu(), result)
         return sums

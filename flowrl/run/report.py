@@ -34,7 +34,7 @@ class Report:
 
     def __init__(self, session: Session, folder: RunFolder, clock: Clock) -> None:
         self.session, self.folder, self.clock = session, folder, clock
-        self.prompts, self.watched = session.parts.prompts, session.parts.watched
+        self.prompts, self.watched = session.parts.data.prompts, session.parts.scorers.watched
 
     def _heaviest(self) -> WeightedReward | None:
         """The reward that is trained on most, else the heaviest of those that are looked at; None without any."""

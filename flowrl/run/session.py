@@ -30,9 +30,9 @@ from flowrl.core.console import Progress
 from flowrl.core.phases import phase
 from flowrl.credit.advantages import Advantages
 from flowrl.evaluation.evaluation_tree import EvalTree
-from flowrl.evaluation.evaluator import Setting, images_of
+from flowrl.evaluation.evaluator import Setting
 from flowrl.evaluation.results import Evaluation
-from flowrl.models.base import ModelAdapter
+from flowrl.models.base import ModelAdapter, torch_dtype
 from flowrl.models.weights import Weights
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.assembly import assemble
@@ -41,6 +41,7 @@ from flowrl.run.given_collector import HeldOutPairs, PairCollector
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.base import Iteration
 from flowrl.training.metrics import Sums, Timer
+from flowrl.training.optim import Optimizer
 from flowrl.training.signals import Signals
 from flowrl.training.world import World, join
 
@@ -77,19 +78,20 @@ class Session:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         with phase("loading"):
             self.parts = parts = assemble(self.resolved, self.world, folder, training=training)
-        self.stop = (signals or Signals()).stop(self.world, sharded=parts.sharded)
-        for scorer in (parts.scorer, parts.watched):
+        self.stop = (signals or Signals()).stop(self.world, sharded=parts.sampling.sharded)
+        for scorer in (parts.scorers.trained, parts.scorers.watched):
             if scorer is not None:
                 scorer.stop = self.stop.here
         self.collector: Collector | PairCollector
         self.held_out: HeldOutPairs | None = None
-        if parts.given is None:
+        given = parts.data.given
+        if given is None:
             self.collector = Collector(parts, self.stop, training=training)
         else:
-            self.collector = PairCollector(parts, self.stop)
-            self.held_out = HeldOutPairs(parts) if parts.given.held_out_numbers else None
-        trained = () if parts.scorer is None else parts.scorer.entries
-        self.tree = EvalTree(self.resolved, parts.algorithm, parts.policy, parts.schedule, trained, parts.evaluator)
+            self.collector = PairCollector(given, parts.sampling, parts.learner, self.stop)
+            self.held_out = HeldOutPairs(given, parts.sampling, parts.learner) if given.held_out_numbers else None
+        trained = () if self.rewards is None else self.rewards.entries
+        self.tree = EvalTree(self.resolved, self.method, trained, parts.evaluator)
         self.iteration = 0
         """The last finished one."""
         self.between_updates = True
@@ -112,11 +114,11 @@ class Session:
 
     @property
     def model(self) -> ModelAdapter:
-        return self.parts.adapter
+        return self.parts.sampling.adapter
 
     @property
     def weights(self) -> Weights:
-        return self.parts.weights
+        return self.networks.weights
 
     @property
     def networks(self) -> Networks:
@@ -125,12 +127,16 @@ class Session:
 
     @property
     def method(self) -> Method:
-        return self.parts.algorithm
+        return self.parts.learner.method
 
     @property
     def rewards(self) -> Scorer | None:
-        """Those that are trained on; None for a method that learns from given images."""
-        return self.parts.scorer
+        """Rewards that are trained on; None for a method that learns from given images."""
+        return self.parts.scorers.trained
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.parts.learner.optimizer
 
     # ---- an iteration
 
@@ -154,7 +160,7 @@ class Session:
             return self.world.in_step(lambda: self._credit(rollout))
 
     def _credit(self, rollout: Rollout) -> Advantages:
-        method, weights = self.parts.algorithm, self.collector.weights
+        method, weights = self.method, self.collector.weights
         credit = method.advantages(rollout.rewards, weights, rollout.prompts)
         if rollout.plan.tree is None:
             return credit
@@ -184,7 +190,7 @@ class Session:
             Diverged, ParityError: the weights are then those of an unfinished iteration.
         """
         # The parity gate is passed once, before the first update.
-        gate, self._gated = None if self._gated else self.parts.dtype, True
+        gate, self._gated = None if self._gated else torch_dtype(self.resolved.model.config.dtype), True
         with self._timer.phase("iteration"), self._timer.phase("update"):
             self.between_updates = False
             self.parts.learner.update(self._under_way, rollout, credit, self._sums, gate=gate)
@@ -208,7 +214,7 @@ class Session:
 
     def images(self, rollout: Rollout) -> Tensor:
         """Images of this process's samples in [0, 1], [B, 3, H, W], or videos [B, F, 3, H, W]; decoded once more."""
-        return images_of(rollout, self.model, self.world.device, self.config.rollout.batch_size)
+        return self.parts.sampling.images(rollout, self.config.rollout.batch_size)
 
     @property
     def eval_steps(self) -> int:
@@ -252,7 +258,7 @@ class Session:
         setting = Setting(tag, iteration, scale, self.eval_steps, limit, save)
         evaluator = self.parts.evaluator
         total = len(evaluator.prompts[:limit]) * evaluator.options.samples_per_prompt // self.world.size
-        with phase("evaluation"), self.weights.using(self.parts.optimizer.role):
+        with phase("evaluation"), self.weights.using(self.optimizer.role):
             if tree:  # before the scores: an evaluation that is there has its tree, whenever a signal came
                 self.tree(tag, iteration, self.stop)
             bar = Progress(total, f"evaluating {tag}", show=self.world.main)
@@ -265,7 +271,7 @@ class Session:
     # ---- its state
 
     def _memory(self) -> dict[str, Any]:
-        parts = {"algorithm": self.parts.algorithm, "source": self.parts.source, "collector": self.collector}
+        parts = {"algorithm": self.method, "source": self.parts.data.source, "collector": self.collector}
         return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -273,7 +279,7 @@ class Session:
 
         Tensors are named weights/ROLE/PARAMETER, optim/PARAMETER/MOMENT and algorithm/NAME.
         """
-        moments, counters = self.parts.optimizer.state()
+        moments, counters = self.optimizer.state()
         sections = {"weights": self.weights.state(), "optim": moments, "algorithm": self.method.tensors()}
         tensors = {f"{section}/{k}": v for section, values in sections.items() for k, v in values.items()}
         return tensors, {"optimizer": counters, **self.remembered}
@@ -297,12 +303,12 @@ class Session:
             section, _, rest = name.partition("/")
             split[section][rest] = value
         self.weights.load_state(split["weights"])
-        self.parts.optimizer.load_state(split["optim"], plain["optimizer"])
+        self.optimizer.load_state(split["optim"], plain["optimizer"])
         self.method.load_state_dict(plain["algorithm"])
         if split["algorithm"]:
             self.method.load_tensors(split["algorithm"])
         if not other_data:
-            self.parts.source.load_state_dict(plain["source"])  # of given images it only says which set they are
+            self.parts.data.source.load_state_dict(plain["source"])  # of given images it only says which set they are
         self.collector.load_state_dict(plain["collector"])
         self.iteration, self.remembered = iteration, self._memory()
 

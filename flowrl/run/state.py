@@ -136,7 +136,7 @@ def write_adapter(session: Session, run: Path, *, alone: bool = False) -> None:
         with writing(folder, f"the checkpoint of iteration {iteration} is safe"):
             _first(session, work, alone=alone)
 
-    with weights.using(session.parts.optimizer.role):
+    with weights.using(session.optimizer.role):
         if rows(weights):  # the folders of the denoisers, as `Weights.save` writes them, from the rows of all
             for name in weights.components:
                 network = weights.whole(name, keep=session.world.main)

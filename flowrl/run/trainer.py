@@ -101,8 +101,8 @@ class Trainer:
         parts = self.session.parts
         if self.world.main:
             facts = provenance(self.resolved, str(self.world.device), self.world.size)
-            if parts.given is not None:
-                facts["data"] = parts.given.facts()
+            if parts.data.given is not None:
+                facts["data"] = parts.data.given.facts()
             self.folder.write_json("provenance.json", facts)
             if training:
                 self.folder.agree_on_sets(parts.sets(), start, accept)
@@ -116,7 +116,7 @@ class Trainer:
             self._open_session(0, accept_changes, training=False)
             if run is not None:
                 parts = self.session.parts
-                require_same_split(load_config(run / "config.yaml"), self.config, parts.prompts)
+                require_same_split(load_config(run / "config.yaml"), self.config, parts.data.prompts)
                 require_unedited(run, parts.sets(), accept=accept_changes)
                 load_newest(self.session, run, accept_changes)
             return self.session.evaluate(judge=run is not None, tree=False)
@@ -152,5 +152,5 @@ class Trainer:
                 row["eval/implicit_accuracy"] = result.agreement.mean()
         if self.world.main:
             self.folder.metrics.append(row)
-            log.info("%s", row_line(row, config.iterations, self.session.parts.prompts))
+            log.info("%s", row_line(row, config.iterations, self.session.parts.data.prompts))
         saver.due = None

@@ -1,31 +1,33 @@
-"""A model that makes numbers which are not finite: seen before any reward is asked, and never blamed on one."""
+"""Latents and images that are not finite: counted before any reward sees them, so that no reward is blamed."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from flowrl.core.console import log
 from flowrl.core.errors import Diverged
 from flowrl.training.optim import OptimConfig
 
 TOO_MANY = 0.5
-"""Above this share of samples the model has diverged; below it they are masked, as those that no reward can score."""
+"""Share of samples above which the model has diverged; below it they are masked, like those without a score."""
 
 
 @dataclass(slots=True)
 class Health:
-    """Which of the samples of a rollout or an evaluation are finite, on this process."""
+    """Counts of the samples of a rollout or an evaluation that are not finite, on this process."""
 
     count: int = 0
     spoiled: int = 0
     kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """("latents" or "pictures", "NaN" or "inf") -> samples."""
+    """("latents" or "images", "NaN" or "inf") -> samples."""
 
-    def seen(self, latents: Tensor, images: Tensor) -> Tensor:
-        """The pictures of latents [b, ...], with NaN for those whose latents are not finite; all of them counted."""
+    def check(self, latents: Tensor, images: Tensor) -> Tensor:
+        """Count samples [b, ...] and return their images, NaN where the latents are not finite."""
         bad, torn = _odd(latents), _odd(images)
         either = bad | torn.to(bad.device)
         self.count += len(images)
@@ -33,44 +35,52 @@ class Health:
         if not either.any():
             return images
         for row in either.nonzero().flatten().tolist():
-            what, values = ("latents", latents[row]) if bad[row] else ("pictures", images[row])
+            what, values = ("latents", latents[row]) if bad[row] else ("images", images[row])
             self.kinds[what, "NaN" if values.isnan().any() else "inf"] += 1
-        # A decoder may make a white picture of infinite latents.
+        # A decoder may make a white image of infinite latents.
         return torch.where(bad.to(images.device).reshape(-1, *[1] * (images.ndim - 1)), torch.nan, images)
 
     @property
     def diverged(self) -> bool:
         return self.spoiled > TOO_MANY * self.count
 
-    def message(self, when: str) -> str:
-        """What is not finite, in a sentence without its end."""
-        words = [word for word in ("NaN", "inf") if any(kind == word for _, kind in self.kinds)]
-        what = "latents, and so its pictures," if any(kind == "latents" for kind, _ in self.kinds) else "pictures"
-        return f"the model's {what} are {' and '.join(words)} {when} ({self.spoiled} of {self.count} samples)"
+    def require_finite(self, when: str, remedy: Callable[..., str], *, trained: bool) -> None:
+        """Warn of a few samples that are not finite, which have no score.
 
-    def error(self, when: str, remedy: str) -> Diverged:
-        return Diverged(f"{self.message(when)}: {remedy}")
+        Raises:
+            Diverged: most of them are not.
+        """
+        if self.diverged:
+            raise Diverged(f"{self.message(when)}: {remedy(trained=trained, in_decoder=self.in_decoder)}")
+        if self.spoiled:
+            log.warning("%s; they have no score", self.message(when))
+
+    def message(self, when: str) -> str:
+        """What is not finite, as the first part of a sentence."""
+        words = [word for word in ("NaN", "inf") if any(kind == word for _, kind in self.kinds)]
+        what = "latents, and so its images," if any(kind == "latents" for kind, _ in self.kinds) else "images"
+        return f"the model's {what} are {' and '.join(words)} {when} ({self.spoiled} of {self.count} samples)"
 
     @property
     def in_decoder(self) -> bool:
         """Every latent is finite."""
-        return bool(self.kinds) and all(what == "pictures" for what, _ in self.kinds)
+        return bool(self.kinds) and all(what == "images" for what, _ in self.kinds)
 
 
 def _odd(values: Tensor) -> Tensor:
-    """[b] bool: whether a row holds NaN or inf; one pass, no copy of the size of the values."""
+    """Rows that hold NaN or inf, [b] bool; one pass, no copy of the size of the values."""
     return ~values.detach().sum(dim=tuple(range(1, values.ndim)), dtype=torch.float32).isfinite()
 
 
 def remedy(dtype: str, optim: OptimConfig, grad_norm: float | None, *, trained: bool, in_decoder: bool) -> str:
-    """What is known of the training, and what to change.
+    """The state of the training, and what to change.
 
     Args:
-        dtype: `model.dtype` of the run.
-        optim: options of the run.
-        grad_norm: of the last update, where this process has seen one.
-        trained: whether the weights have moved.
-        in_decoder: the latents are finite.
+        dtype: `model.dtype`.
+        optim: the run's `optim`.
+        grad_norm: of the last update; None: there was none.
+        trained: the weights have moved.
+        in_decoder: the latents are finite, the images are not.
     """
     if in_decoder and not trained:
         return f"the latents are finite, so the decoder overflows: model.dtype is {dtype}, set bfloat16 or float32"

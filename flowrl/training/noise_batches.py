@@ -17,8 +17,7 @@ from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.losses.batches import InitialBatch
 from flowrl.models.base import ModelAdapter, ModelConfig
-from flowrl.models.savings import cast_frozen
-from flowrl.models.weights import Weights, component_names
+from flowrl.models.weights import Weights, freeze
 from flowrl.rollout.learned_noise import Calibration, LearnedNoise, NoiseWeights, as_noise_weights
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
 
@@ -77,8 +76,7 @@ class NoiseTraining(Training[NoiseMethod]):
         seed: int,
         device: torch.device | str,
     ) -> Weights:
-        adapter.network.requires_grad_(False)
-        cast_frozen(component_names(adapter.network).values(), options)
+        freeze(adapter, options, seed)
         noise = LearnedNoise(prompts, adapter.latent_shape()).to(device)
         return NoiseWeights(noise, train_std=self.method.train_std)
 

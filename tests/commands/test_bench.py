@@ -51,25 +51,25 @@ def test_a_failing_part_is_timed_and_still_fails():
 
 
 def test_forward_and_backward_are_network_time_and_everything_is_put_back():
-    parts = SimpleNamespace(
-        adapter=SimpleNamespace(predict=lambda: wait(0.02), decode=lambda: wait(0.01)),
-        texts=SimpleNamespace(lookup=lambda: None),
-        scorer=SimpleNamespace(score=lambda: None),
+    session = SimpleNamespace(
+        model=SimpleNamespace(predict=lambda: wait(0.02), decode=lambda: wait(0.01)),
+        parts=SimpleNamespace(sampling=SimpleNamespace(texts=SimpleNamespace(lookup=lambda: None))),
+        rewards=SimpleNamespace(score=lambda: None),
         optimizer=SimpleNamespace(step=lambda: None),
     )
-    kept, backward = parts.adapter.predict, torch.Tensor.backward
+    kept, backward = session.model.predict, torch.Tensor.backward
     watch = Stopwatch()
-    with _watched(parts, watch):
-        parts.adapter.predict()
+    with _watched(session, watch):
+        session.model.predict()
         after_forward = watch.seconds["network"]
         weight = torch.ones(1, requires_grad=True)
         (3 * weight).sum().backward()
-        parts.adapter.decode()
+        session.model.decode()
     assert weight.grad == 3
     taken = watch.take()
     assert taken["network"] > after_forward >= 0.02
     assert taken["VAE"] >= 0.01
-    assert (parts.adapter.predict, torch.Tensor.backward) == (kept, backward)
+    assert (session.model.predict, torch.Tensor.backward) == (kept, backward)
 
 
 def test_overhead_is_what_is_left_of_an_iteration():

@@ -567,7 +567,7 @@ def test_log_probs_along_the_ways_are_the_same_table_whichever_process_drew_a_tr
         """As the last of the processes has it, of which each drew the samples `parts`."""
         told: list = []
         world = SimpleNamespace(gather=lambda own: told.append(own) or told)
-        maker = SimpleNamespace(parts=SimpleNamespace(algorithm=method), world=world)
+        maker = SimpleNamespace(method=method, world=world)
         for rows in parts:
             own = torch.isin(edges.sample, torch.tensor(rows))
             place = torch.searchsorted(torch.tensor(rows), edges.sample[own])

@@ -15,7 +15,7 @@ WILD = ("optim.learning_rate=1e30", "optim.max_grad_norm=null")
 def test_a_run_whose_weights_overflow_says_since_when_and_what_to_lower(place, monkeypatch, capsys):
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", *SHORT, *WILD)
     assert code == 1, printed
-    assert "since iteration 2 (8 of 8 samples): the gradient norm was" in printed
+    assert "in iteration 2 (8 of 8 samples): the gradient norm was" in printed
     assert "optim.learning_rate is 1e+30, optim.max_grad_norm null; lower one of them" in printed
     assert "Traceback" not in printed
     assert "reward 'brightness'" not in printed

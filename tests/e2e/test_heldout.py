@@ -31,7 +31,7 @@ def told(run: str) -> tuple[dict, str]:
 def test_a_share_of_the_prompts_is_evaluated_and_not_trained_on(forty: Path, monkeypatch, capsys):
     trainer = Trainer(resolve(load_config("run.yaml", ["name=share", "data={prompts: forty.txt}", *SMALL])))
     trainer.fit()
-    trained = {prompt.text for prompt in trainer.session.parts.source.prompts}
+    trained = {prompt.text for prompt in trainer.session.parts.data.source.prompts}
     evaluated = set(json.loads(Path("runs/share/eval/tuned.json").read_text())["prompts"])
     assert (len(trained), len(evaluated), trained & evaluated) == (36, 4, set())
     summary, said = told("share")

@@ -19,22 +19,19 @@ from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.history import HistoryConfig
 from flowrl.credit.tree_credit import Scale, by_grain, by_path, depthwise, extremes, fuse, log_probs_on_ways, propagated
 from flowrl.data.prompts import Prompt
-from flowrl.data.text_cache import Texts
 from flowrl.diffusion.tree_shapes import Branching
 from flowrl.evaluation.evaluation_tree import EvalTree
 from flowrl.evaluation.evaluator import Evaluator
 from flowrl.reward import Card, Reward
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
-from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.trajectories import Asked
 from flowrl.run.folder import RunFolder
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.signals import Stop
-from flowrl.training.world import World
 from tests.credit import rules
-from tests.toys import OneOf, ToyAdapter, nudge
+from tests.toys import ALONE, OneOf, ToyAdapter, nudge, sampling_of
 
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -56,28 +53,17 @@ class Place:
         self.prompts = (Prompt("held out"), Prompt("never drawn"))
         reward = Reward(score=score, card=Card(outputs=("light", "corner")))
         self.scorer = Scorer([WeightedReward("toy", reward, 2.0)])
-        self.evaluations = Evaluations(self.adapter.network)
-        self.policy, self.schedule = Policy(self.adapter, self.sampler, 1.0), self.adapter.schedule(num_steps)
+        world = world or ALONE
+        sampling = sampling_of(self.adapter, self.prompts, self.sampler, num_steps, world=world, sharded=sharded)
+        self.policy, self.schedule, self.evaluations = sampling.policy, sampling.schedule, sampling.counter
         rollout, build = SimpleNamespace(batch_size=5), lambda: self.module.build(self.config)
         self.grow = EvalTree(
             SimpleNamespace(
                 run=SimpleNamespace(seed=0, rollout=rollout), algorithm=SimpleNamespace(name=name, build=build)
             ),
             self.algorithm,
-            self.policy,
-            self.schedule,
             self.scorer.entries,
-            Evaluator(
-                adapter=self.adapter,
-                texts=Texts(self.adapter, [p.text for p in self.prompts], cache=False),
-                scorer=self.scorer,
-                world=world or World(0, 1, CPU),
-                folder=folder,
-                prompts=self.prompts,
-                options=EvalConfig(),
-                seed=3,
-                sharded=sharded,
-            ),
+            Evaluator(sampling, self.scorer, folder, self.prompts, EvalConfig(), seed=3),
         )
 
     def plan(self, iteration: int = 1):
@@ -234,7 +220,8 @@ def test_neither_batch_size_nor_processes_change_it(tmp_path):
     place.grow.resolved.run.rollout.batch_size = 64
     other = place.record()
     close(other["leaves"]["reward"], whole["leaves"]["reward"])
-    place.grow = replace(place.grow, evaluator=replace(place.grow.evaluator, world=OneOf(0, 2, CPU)))
+    sampling = replace(place.grow.evaluator.sampling, world=OneOf(0, 2, CPU))
+    place.grow = replace(place.grow, evaluator=replace(place.grow.evaluator, sampling=sampling))
     assert place.record() == other
 
 

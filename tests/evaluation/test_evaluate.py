@@ -13,7 +13,6 @@ import torch
 from flowrl.config.schema import EvalConfig
 from flowrl.core.errors import Abandoned
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
-from flowrl.data.text_cache import Texts
 from flowrl.evaluation import statistics
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.evaluation.results import Agreement, Evaluation
@@ -22,8 +21,7 @@ from flowrl.reward import Card, Reward
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.signals import Stop
-from flowrl.training.world import World
-from tests.toys import OneOf, ToyAdapter, nudge
+from tests.toys import ALONE, OneOf, ToyAdapter, nudge, sampling_of
 
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -220,15 +218,12 @@ def evaluator(folder: Path, adapter: ToyAdapter, *, world=None, sharded: bool = 
     reward = Reward(score=score, card=Card(outputs=("light", "corner")))
     options = {"samples_per_prompt": 2, "save_images": None, "batch_size": 6} | options
     return Evaluator(
-        adapter=adapter,
-        texts=Texts(adapter, [p.text for p in prompts], cache=False),
+        sampling=sampling_of(adapter, prompts, world=world or ALONE, sharded=sharded),
         scorer=Scorer([WeightedReward("toy", reward)]),
-        world=world or World(0, 1, CPU),
         folder=folder,
         prompts=prompts,
         options=EvalConfig(**options),
         seed=3,
-        sharded=sharded,
     )
 
 

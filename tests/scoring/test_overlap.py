@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,22 +12,19 @@ from flowrl.commands import score
 from flowrl.config.schema import EvalConfig
 from flowrl.core import media
 from flowrl.core.errors import Abandoned
+from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt
-from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rollout.noise import Noise
-from flowrl.rollout.policy import Policy
 from flowrl.run.collector import Drawing, Wanted
-from flowrl.samplers.ode import Ode
 from flowrl.scoring.overlap import Ahead, Beside
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.metrics import Timer
 from flowrl.training.signals import Stop
-from flowrl.training.world import World
-from tests.toys import ALONE, SHAPE, ToyAdapter
+from tests.toys import SHAPE, ToyAdapter, sampling_of
 
 B, GROUP = 12, 4
 PROMPTS = [Prompt(f"prompt {k}", {"k": k}) for k in range(B // GROUP)]
@@ -49,24 +45,20 @@ def entry(score, name="mine", **card) -> WeightedReward:
     return WeightedReward(name, Reward(score, Card(**({"outputs": (name,)} | card))))
 
 
-def parts_of(scorer: Scorer, adapter=None) -> SimpleNamespace:
-    """A run that draws toys, four a batch."""
-    adapter = adapter or ToyAdapter()
-    return SimpleNamespace(
-        resolved=SimpleNamespace(run=SimpleNamespace(rollout=SimpleNamespace(batch_size=4))),
-        scorer=scorer,
-        texts=Texts(adapter, PROMPTS, cache=True),
-        policy=Policy(adapter, Ode(), 1.0),
-        adapter=adapter,
-        sharded=False,
-        world=ALONE,
-    )
-
-
-def draw(scorer: Scorer, stop=lambda: False):
+def draw(scorer: Scorer, stop=lambda: False, adapter=None, iteration: int = 1, **options):
     """Three batches of three forwards each; `stop` is asked before each."""
-    wanted = Wanted("", PROMPTS, GROUP, solver_plan(ToyAdapter().schedule(3)), Noise(0, "rollout", 1, SHAPE))
-    return Drawing(parts_of(scorer), wanted, Timer(), Stop(in_step=stop))()
+    sampling = sampling_of(adapter or ToyAdapter(), PROMPTS, **options)
+    wanted = Wanted(
+        when=f"iteration {iteration}",
+        work="sampling",
+        prompts=PROMPTS,
+        ids=[SampleId(k // GROUP, k % GROUP) for k in range(B)],
+        plan=solver_plan(sampling.schedule),
+        noise=Noise(0, "rollout", iteration, SHAPE),
+        batch_size=4,
+        trained=iteration > 1,
+    )
+    return Drawing(sampling, scorer, wanted, Timer(), Stop(in_step=stop))()
 
 
 def same(first, second) -> bool:
@@ -246,10 +238,8 @@ def evaluator(folder, adapter, scorer: Scorer) -> Evaluator:
     """Of six prompts, two a batch."""
     prompts = tuple(Prompt(f"prompt {k}", {}) for k in range(6))
     return Evaluator(
-        adapter=adapter,
-        texts=Texts(adapter, prompts, cache=False),
+        sampling=sampling_of(adapter, prompts),
         scorer=scorer,
-        world=World(0, 1, torch.device("cpu")),
         folder=folder,
         prompts=prompts,
         options=EvalConfig(batch_size=2, save_images=0),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,18 +12,12 @@ import torch
 from flowrl.config.load import load_config
 from flowrl.config.schema import EvalConfig
 from flowrl.core.errors import Abandoned, Diverged, RewardFailure
-from flowrl.data.text_cache import Texts
-from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.evaluator import Evaluator, Setting
-from flowrl.rollout.noise import Noise
-from flowrl.run.collector import Drawing, Wanted
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.divergence import Health, remedy
-from flowrl.training.metrics import Timer
-from flowrl.training.signals import NEVER
 from flowrl.training.world import World
-from tests.scoring.test_overlap import ALONE, GROUP, PROMPTS, SHAPE, brightness, draw, entry, parts_of
-from tests.toys import ToyAdapter
+from tests.scoring.test_overlap import PROMPTS, brightness, draw, entry
+from tests.toys import ALONE, ToyAdapter, sampling_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -55,39 +47,34 @@ def blamed(images, prompts, metadata):
     return brightness(images, prompts, metadata)
 
 
-def spoiled_parts(adapter, overlap: bool):
-    made = parts_of(Scorer([entry(blamed, overlap=overlap)]), adapter)
-    made.evaluator = SimpleNamespace(remedy=lambda **known: f"lower the rate {known}")
-    return made
+def advice(**known: bool) -> str:
+    return f"lower the rate {known}"
 
 
-def rolled_out(parts, iteration: int = 3):
-    plan = solver_plan(ToyAdapter().schedule(3))
-    wanted = Wanted("", PROMPTS, GROUP, plan, Noise(0, "rollout", iteration, SHAPE))
-    return Drawing(parts, wanted, Timer(), NEVER)()
+def rolled_out(adapter, overlap: bool):
+    return draw(Scorer([entry(blamed, overlap=overlap)]), adapter=adapter, iteration=3, remedy=advice)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("value", "latents", "words"),
     [
-        (NAN, False, "pictures are NaN since iteration 3"),
-        (INF, False, "pictures are inf since iteration 3"),
-        (NAN, True, "latents, and so its pictures, are NaN since iteration 3"),
-        (INF, True, "latents, and so its pictures, are"),
+        (NAN, False, "images are NaN in iteration 3"),
+        (INF, False, "images are inf in iteration 3"),
+        (NAN, True, "latents, and so its images, are NaN in iteration 3"),
+        (INF, True, "latents, and so its images, are"),
     ],
 )
 def test_a_rollout_ends_before_it_is_scored(value, latents, words, overlap):
-    made = spoiled_parts(Spoiled(value, 0, 1, 2, 3, latents=latents), overlap)
     with pytest.raises(Diverged, match=rf"{words}.*12 of 12.*lower the rate.*'trained': True") as left:
-        rolled_out(made)
+        rolled_out(Spoiled(value, 0, 1, 2, 3, latents=latents), overlap)
     assert left.value.exit_code == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("latents", [False, True])
 def test_a_few_samples_are_masked_and_the_others_keep_their_scores(latents, overlap):
-    found = rolled_out(spoiled_parts(Spoiled(INF, 1, latents=latents), overlap))
+    found = rolled_out(Spoiled(INF, 1, latents=latents), overlap)
     whole = draw(Scorer([entry(brightness)]))
     bad = torch.arange(12) % 4 == 1
     assert found.scores.raw["mine"].isnan().tolist() == bad.tolist()
@@ -96,25 +83,21 @@ def test_a_few_samples_are_masked_and_the_others_keep_their_scores(latents, over
 
 
 def evaluator(adapter, folder: Path, **options) -> Evaluator:
-    learner = {"remedy": lambda **known: f"lower the rate {known}"}
     return Evaluator(
-        adapter,
-        Texts(adapter, PROMPTS, cache=True),
-        Scorer([entry(blamed)]),
-        ALONE,
-        folder,
-        tuple(PROMPTS),
-        EvalConfig(samples_per_prompt=2, batch_size=2, save_images=0),
-        0,
-        **(learner | options),
+        sampling=sampling_of(adapter, PROMPTS, remedy=advice),
+        **({"scorer": Scorer([entry(blamed)])} | options),
+        folder=folder,
+        prompts=tuple(PROMPTS),
+        options=EvalConfig(samples_per_prompt=2, batch_size=2, save_images=0),
+        seed=0,
     )
 
 
 @pytest.mark.parametrize("scored", [True, False])
 def test_an_evaluation_ends_without_scores_and_without_a_reward_too(tmp_path, scored):
     options = {} if scored else {"scorer": None}
-    asked = replace(evaluator(Spoiled(NAN, 0, 1), tmp_path), **options)
-    with pytest.raises(Diverged, match=r"pictures are NaN after iteration 4 \(6 of 6 samples\): lower the rate"):
+    asked = evaluator(Spoiled(NAN, 0, 1), tmp_path, **options)
+    with pytest.raises(Diverged, match=r"images are NaN after iteration 4 \(6 of 6 samples\): lower the rate"):
         asked(Setting("tuned", 4, 1.0, 2))
     with pytest.raises(Diverged, match=r"NaN before any update.*'trained': False"):
         asked(Setting("base", 0, 1.0, 2))
@@ -138,9 +121,9 @@ def test_the_remedy_names_options_with_their_values(config, expected):
 
 def test_finite_samples_are_handed_on_as_they_are_and_no_picture_hides_infinite_latents():
     health, images = Health(), torch.rand(3, 3, 2, 2)
-    assert health.seen(torch.zeros(3, 4), images) is images
+    assert health.check(torch.zeros(3, 4), images) is images
     latents = torch.tensor([[0.0], [INF], [-INF]])
-    found = health.seen(latents, images)
+    found = health.check(latents, images)
     assert found.isnan().flatten(1).all(dim=1).tolist() == [False, True, True]
     assert torch.equal(found[0], images[0])
     assert (health.count, health.spoiled, health.diverged) == (6, 2, False)

@@ -1,0 +1,124 @@
+"""Drawing samples with the parts of a run: conditions, the denoising loop, decoding, tables by identity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowrl.core.errors import Abandoned
+from flowrl.core.types import Condition, SampleId
+from flowrl.data.prompts import Prompt
+from flowrl.data.text_cache import Texts
+from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.schedules import Schedule
+from flowrl.models.base import ModelAdapter, decoded
+from flowrl.rollout.learned_noise import LearnedNoise
+from flowrl.rollout.loop import RunOptions, run
+from flowrl.rollout.noise import Noise
+from flowrl.rollout.policy import Evaluations, Policy
+from flowrl.rollout.trajectories import Asked, Trajectories
+from flowrl.samplers.base import Sampler
+from flowrl.training.signals import NEVER, Stop
+from flowrl.training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The parts of a run that draw its samples."""
+
+    policy: Policy
+    schedule: Schedule
+    """The model's own grid for the rollout's number of steps."""
+    texts: Texts
+    counter: Evaluations
+    """Counts the network's evaluations."""
+    world: World
+    sharded: bool = False
+    """The network is split over the processes, so every forward is a step of all of them together."""
+    learned: LearnedNoise | None = None
+    """Distributions that the initial noise is drawn from; None: the standard one."""
+    remedy: Callable[..., str] = lambda **known: "lower optim.learning_rate"
+    """`divergence.remedy` of the run, which lacks `trained` and `in_decoder`."""
+
+    @property
+    def adapter(self) -> ModelAdapter:
+        return self.policy.adapter
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.policy.sampler
+
+    def asked(self, prompts: Sequence[Prompt], ids: Sequence[SampleId]) -> Asked:
+        """The samples `ids` with the conditions of their prompts, which are listed by slot."""
+        slots, rows = slots_and_rows(ids)
+        return Asked(ids, self.texts.lookup([prompts[slot] for slot in slots]), rows)
+
+    def draw(
+        self,
+        plan: StepPlan,
+        noise: Noise,
+        asked: Asked,
+        *,
+        batch_size: int,
+        options: RunOptions,
+        most: int | None = None,
+    ) -> Trajectories:
+        """Denoise this process's samples on its device.
+
+        Args:
+            plan: the denoising steps.
+            noise: keyed noise.
+            asked: the samples.
+            batch_size: samples per network forward.
+            options: of `rollout.loop.run`; the device is this process's.
+            most: samples of the process that has the most: with a sharded network every process makes as many batches
+                as that one. None: all processes have the same number.
+        """
+        options = replace(options, device=self.world.device)
+        samples, edges = run(self.policy, plan, noise, asked, batch_size=batch_size, options=options)
+        if self.sharded and most is not None:
+            together = plan.drawn_together(batch_size)
+            spare = RunOptions(device=options.device, stop=options.stop)
+            for _ in range(math.ceil(most / together) - math.ceil(len(asked.ids) / together)):
+                with self.counter.uncounted():
+                    run(self.policy, plan, noise, asked[: plan.leaves], batch_size=batch_size, options=spare)
+        return Trajectories(plan, samples, edges, asked.cond, asked.rows)
+
+    def decode(self, x0: Tensor, cond: Condition, rows: Tensor) -> Tensor:
+        """Images of clean latents [b, ...] in [0, 1], [b, 3, H, W], or videos [b, F, 3, H, W], on the CPU.
+
+        `rows` [b] are the samples' rows in `cond`.
+        """
+        return decoded(self.adapter, x0.to(self.world.device), cond, rows).cpu()
+
+    def images(self, drawn: Trajectories, batch_size: int, stop: Stop = NEVER) -> Tensor:
+        """Images or videos of all samples of this process, as `decode` gives them.
+
+        Raises:
+            Abandoned: as `stop` says.
+        """
+        made = []
+        for b in torch.arange(len(drawn.rows)).split(batch_size):
+            if stop.here():
+                raise Abandoned
+            made.append(self.decode(drawn.samples.x0[b], drawn.cond, drawn.rows[b]))
+        return torch.cat(made)
+
+
+def slots_and_rows(ids: Sequence[SampleId]) -> tuple[list[int], Tensor]:
+    """(slots of B samples, ascending; row of its slot among them for each sample [B])."""
+    slots = sorted({i.slot for i in ids})
+    return slots, torch.tensor([slots.index(i.slot) for i in ids], dtype=torch.int64)
+
+
+def by_identity(world: World, ids: Sequence[SampleId], values: Tensor, prompts: int, group: int) -> Tensor:
+    """Numbers [K, B] of each process's samples as one table [K, P, G]; NaN where no process has the sample."""
+    table = torch.full((len(values), prompts, group), torch.nan)
+    for own, part in world.gather((list(ids), values)):
+        slot, sample = torch.tensor([[i.slot, i.sample] for i in own], dtype=torch.int64).reshape(-1, 2).T
+        table[:, slot, sample] = part
+    return table
