@@ -177,7 +177,7 @@ def _pipeline(path: str, words: list[str], guidance_scale: float) -> bool:
 
     adapter = generic.build(validate(generic.Config, overridden({"path": path}, words), "model"))
     adapter.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    for what, value in parity.found(adapter):
+    for what, value in parity.facts(adapter):
         print(f"      {what}: {value}")
     limit, good = parity.TOLERANCE[adapter.dtype], True
     for what, error in parity.checks(adapter, guidance_scale):

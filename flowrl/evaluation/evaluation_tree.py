@@ -1,21 +1,21 @@
-"""One tree at every evaluation, for the report to draw: of the first evaluated prompt, as training would roll it out.
+"""One tree at every evaluation, for the report: of the first evaluated prompt, as a training rollout.
 
 The plan is that of the iteration, guidance and rewards are the run's, the weights those of the evaluation. The noise
 has a purpose of its own and no iteration, so it is the same at every evaluation; credit comes from a copy of the
-method. The first process draws the tree; where each forward needs all processes, all of them do.
+method. The first process draws the tree, or all of them if a forward needs all processes.
 
 `eval/tree-<tag>.json`, numbers with six digits, null where there is none; K steps, N nodes, E edges, L leaves:
 
     tag, iteration, method, prompt, guidance_scale
     sigmas    [K + 1], noise level at each place
     splits    steps at which a node has several children
-    nodes     place [N] and leaf [N], the first of the leaves behind it; reward [N], that of the edge which leads there,
-              of the root the mean of the leaves
-    edges     parent [E] and child [E], numbers of nodes; noisy [E], by the law; reward [E], fused from the leaves
-              behind; advantage [E], null without noise or credit; pruned [E], noisy and yet not trained
-    leaves    reward [L], the weighted sum that is trained on; raw, name of an output -> [L]
-    sheet     columns, width, height: of the pictures in eval/tree-<tag>.png or .webp, row by row, in pixels
-    note      why no advantage is there, or none that trains; null otherwise
+    nodes     place [N] and leaf [N], the first of its leaves; reward [N], that of the edge to the node, of the root
+              the mean of the leaves
+    edges     parent [E] and child [E], numbers of nodes; noisy [E], stochastic; reward [E], fused from the leaves
+              of the child; advantage [E], null without noise or credit; pruned [E], noisy and not trained
+    leaves    reward [L], the weighted sum of the trained rewards; raw, name of an output -> [L]
+    sheet     columns, width, height: of the images in eval/tree-<tag>.png or .webp, row by row, in pixels
+    note      why there is no advantage, or none that trains; null otherwise
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from flowrl.training.divergence import Health
 from flowrl.training.signals import NEVER, Stop
 
 LEAF_PX = 128
-"""Longest side of a leaf's picture on the sheet."""
+"""Longest side of a leaf's image on the sheet, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class EvalTree:
     """Of the same evaluations."""
 
     def __call__(self, tag: str, iteration: int, stop: Stop = NEVER) -> None:
-        """With the weights that are in the network.
+        """Draw, score and write a tree with the weights that are in the network.
 
         Args:
             tag: of the evaluation.
-            iteration: that it follows; 0 has the plan of the first.
-            stop: whether to leave off.
+            iteration: the finished iteration; 0 has the plan of the first.
+            stop: whether to stop early.
 
         Raises:
             Abandoned: on all processes; nothing is written.
@@ -93,7 +93,7 @@ class EvalTree:
         sampling.world.in_step(write)
 
     def _write(self, folder: Path, tag: str, iteration: int, rollout: Rollout, stop: Stop) -> None:
-        """Score a rollout and write what came of it."""
+        """Score a rollout and write its tree."""
         health, sampling = Health(), self.evaluator.sampling
         images = sampling.images(rollout, self.resolved.run.rollout.batch_size, stop)
         images = health.check(rollout.samples.x0, images)
@@ -102,10 +102,10 @@ class EvalTree:
                 raise Diverged(f"{health.message('in it')}: the evaluation says more")
             rollout, weights = self._scored(rollout, images, stop)
         except (Diverged, RewardError) as error:
-            # The evaluation that follows meets the same, and ends the run on all processes.
+            # The evaluation that follows fails in the same way, and ends the run on all processes.
             log.warning("the tree of %s is not drawn: %s", tag, error)
             return
-        # A copy of the method: what it remembers is looked at, and nothing is added.
+        # A copy of the method: its memory is read, and nothing is added to it.
         method: EdgeMethod = self.resolved.algorithm.build()
         method.load_state_dict(self.method.state_dict())
         credit, note = credit_tree(method, rollout, weights, max(iteration, 1))
@@ -142,7 +142,7 @@ class EvalTree:
         return drawn.scored(torch.empty(0), prompts=(identity(prompt),), paths=paths)
 
     def _scored(self, rollout: Rollout, images: Tensor, stop: Stop) -> tuple[Rollout, Tensor]:
-        """With rewards [R, 1, L] and outputs [1, L]; and the weights [R]."""
+        """The rollout with rewards [R, 1, L] and outputs [1, L], and the weights [R]."""
         prompt, count = self.evaluator.prompts[0], len(images)
         # A scorer of its own: the trained one counts calls and failures for the row of an iteration.
         scorer = build_scorer(self.rewards)
@@ -155,10 +155,10 @@ class EvalTree:
 def credit_tree(
     algorithm: EdgeMethod, rollout: Rollout, weights: Tensor, iteration: int
 ) -> tuple[Advantages | None, str | None]:
-    """Credit by edge of one tree, and a remark on it; None where the method does not compare so little.
+    """Credit by edge of one tree, and a remark on it; no credit if the method compares more than one tree.
 
     Args:
-        algorithm: may remember the tree's rewards.
+        algorithm: a copy, which may remember the tree's rewards.
         rollout: of one tree, with rewards [R, 1, L].
         weights: [R].
         iteration: counted from 1.
@@ -176,7 +176,7 @@ def credit_tree(
 
 
 def tree_record(rollout: Rollout, weights: Tensor, credit: Advantages | None, path_weight: float) -> dict[str, Any]:
-    """What the file says of a scored tree: sigmas, splits, nodes, edges and leaves."""
+    """Sigmas, splits, nodes, edges and leaves of a scored tree, as in the file."""
     tree, total = rollout.plan.tree, aggregate(rollout.rewards, weights)
     assert tree is not None
     ways = None if rollout.paths is None else by_path(rollout.paths, tree, path_weight)
@@ -185,6 +185,7 @@ def tree_record(rollout: Rollout, weights: Tensor, credit: Advantages | None, pa
     number, scored = {place: row for row, place in enumerate(places)}, total[0][total[0].isfinite()]
     rewards = [float(scored.mean()) if len(scored) else math.nan] + [math.nan] * (len(places) - 1)
     edges: dict[str, list] = {name: [] for name in ("parent", "child", "noisy", "reward", "advantage", "pruned")}
+    steps, pruned = (None, None) if credit is None else (credit.steps, credit.pruned)
     for k, leaf in _edges(tree):
         child, noisy = number[int(tree.ends[k, leaf]), leaf], bool(tree.noisy[k, leaf])
         rewards[child] = float(fused[leaf, k])
@@ -192,8 +193,8 @@ def tree_record(rollout: Rollout, weights: Tensor, credit: Advantages | None, pa
         edges["child"].append(child)
         edges["noisy"].append(noisy)
         edges["reward"].append(rewards[child])
-        edges["advantage"].append(float(credit.steps[0, leaf, k]) if noisy and credit is not None else math.nan)
-        left_out = k not in rollout.plan.train or (credit is not None and bool(credit.pruned[0, leaf, k]))
+        edges["advantage"].append(float(steps[0, leaf, k]) if noisy and steps is not None else math.nan)
+        left_out = k not in rollout.plan.train or (pruned is not None and bool(pruned[0, leaf, k]))
         edges["pruned"].append(noisy and left_out)
     several = [k for k in range(tree.num_steps) if len(tree.children(k)) > len(tree.at(k))]
     return {

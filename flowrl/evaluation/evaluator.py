@@ -107,7 +107,7 @@ class Evaluator:
             made_with=dict(self.made_with),
         )
         if folder is not None and self.world.main:
-            if (folder / setting.tag).is_dir():  # before the scores, which say that they are there
+            if (folder / setting.tag).is_dir():  # before the scores, which refer to them
                 fsync_all(folder / setting.tag)
             result.save(folder)
         return result

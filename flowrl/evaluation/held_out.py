@@ -1,7 +1,7 @@
-"""Which prompts a run is trained on, which it is evaluated on, and what the second are called.
+"""The prompts of a run: those that it is trained on, those that it is evaluated on, and the name of the latter.
 
-A number is held-out if the run never trains on its prompts. Where `data.eval_prompts` names none, a share of
-`data.prompts` is split off; where that cannot be, every number is of training prompts and is called so.
+A number is held-out if the run never trains on its prompts. Without `data.eval_prompts` a share of `data.prompts` is
+split off; if that is impossible, every number is of training prompts and is named so.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ class RunPrompts:
     listed: list[Prompt]
     """`data.prompts`, in the file's order."""
     train: list[Prompt]
-    """Those of them that are trained on."""
+    """Prompts of `listed` that are trained on."""
     evaluated: list[Prompt]
     name: Name
-    """Of the evaluated ones, wherever their numbers are told."""
+    """Name of the evaluated prompts, next to every number of theirs."""
     source: str
-    """Where the evaluated ones come from: "" for none."""
+    """Origin of the evaluated prompts; "": there are none."""
     share: float | None = None
-    """Of the distinct prompts that is held out; None: they are not split."""
+    """Share of the distinct prompts that is held out; None: they are not split."""
     remark: str = ""
-    """What a reader of the numbers has to know: why none are held out, or how many are trained on after all."""
+    """Remark for readers of the numbers: why none are held out, or how many of them are training prompts too."""
 
     @property
     def looked_up(self) -> tuple[str, list[Prompt]]:
-        """(key, prompts) that the evaluated ones are found in, for messages with a number: the place in a file."""
+        """(key, prompts) of the list that holds the evaluated prompts: messages give the number in that list."""
         if self.source.startswith("data.eval_prompts"):
             return "data.eval_prompts", self.evaluated
         return "data.prompts", self.evaluated if self.share is None else self.listed
 
     @property
     def on(self) -> str:
-        """What a number is of, behind its name; "" where that is no surprise."""
+        """Suffix for the name of a number: its prompts, or "" for held-out ones."""
         return f" on {self.name}" if self.name in ("training prompts", "its own prompts") else ""
 
     def counted(self, count: int) -> str:
-        """So many of the evaluated ones."""
+        """A count of the evaluated prompts, in words."""
         return f"{count} of its own prompts" if self.name == "its own prompts" else f"{count} {self.name}"
 
     def facts(self) -> dict[str, Any]:
-        """For `summary.json`."""
+        """Facts for `summary.json`."""
         held_out = {"source": self.source, "prompts": len(self.evaluated), "share": self.share}
         return {"evaluated_on": self.name, "held_out": held_out if self.name == "held-out prompts" else None}
 
@@ -76,14 +76,14 @@ class RunPrompts:
 
 
 def splits(resolved: Resolved) -> bool:
-    """Whether prompts are held out by `data.eval_share`, if there are enough."""
+    """True if `data.eval_share` holds prompts out, where there are enough."""
     data = resolved.run.data
     given = data.prompts is None or data.eval_prompts is not None
     return not given and data.eval_share > 0 and not resolved.training.own_prompts
 
 
 def run_prompts(config: RunConfig, own: bool) -> RunPrompts:
-    """Read the prompts of a run, and hold some out where the configuration names none for its evaluations.
+    """Read the prompts of a run, and hold some out if the configuration names none for its evaluations.
 
     Args:
         config: of the run.
@@ -104,7 +104,7 @@ def run_prompts(config: RunConfig, own: bool) -> RunPrompts:
             listed, listed, given, name, _describe_share("data.eval_prompts", data.eval_prompts), remark=remark
         )
     if data.prompts is None:
-        remark = "data.eval_prompts is not set: no picture is drawn before and after"
+        remark = "data.eval_prompts is not set: no image is drawn before and after"
         return RunPrompts([], [], [], "no prompts", "", remark=remark)
     source, first = _describe_share("data.prompts", data.prompts), listed[: data.max_eval_prompts]
     if own:
@@ -122,9 +122,8 @@ def run_prompts(config: RunConfig, own: bool) -> RunPrompts:
 def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts to train on, in their order; held-out ones, in a random order, each once).
 
-    Prompts that are one by text and pictures are on one side; records of one that differ are kept. What is held out
-    depends on the seed and on the set of prompts, not on where they stand in the list or on where their pictures lie;
-    at least one prompt is on each side.
+    Records of one prompt identity (text and images) are on the same side. The choice depends on the seed and on the set
+    of prompts, not on their order or on the folders of their images; at least one prompt is on each side.
     """
     groups: dict[Identity, list[Prompt]] = {}
     for prompt in prompts:
@@ -139,18 +138,18 @@ def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[Prom
 
 
 def _describe_share(key: str, source: str) -> str:
-    """A list by its name: where it lies is the configuration's to say."""
+    """Key and name of a list, without its folder."""
     return f"{key}={Path(source).name if Path(source).is_absolute() else source}"
 
 
 def _key(text: str, images: Sequence[str]) -> int:
-    """A number of what a prompt says, the same in whatever folder its pictures lie."""
-    said = json.dumps([text, [Path(image).name for image in images]])
-    return int(hashlib.sha256(said.encode()).hexdigest(), 16)
+    """A number of a prompt identity, the same for any folder of its images."""
+    text = json.dumps([text, [Path(image).name for image in images]])
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 
 
 def _overlap(train: Sequence[Prompt], given: Sequence[Prompt]) -> tuple[Name, str]:
-    """What prompts that were given for evaluation are: training prompts again, if all of them are."""
+    """Name of the prompts in `data.eval_prompts`, and a remark on those that are training prompts too."""
     known = {identity(prompt) for prompt in train}
     both = sum(identity(prompt) in known for prompt in given)
     if both == len(given):
@@ -160,17 +159,17 @@ def _overlap(train: Sequence[Prompt], given: Sequence[Prompt]) -> tuple[Name, st
 
 def _none_held_out(why: str) -> str:
     return (
-        f"no prompts are held out ({why}): evaluations are on training prompts, which is no held-out number and gives "
-        "no verdict; name others in data.eval_prompts"
+        f"no prompts are held out ({why}): evaluations are on training prompts, so their numbers are not held-out "
+        "and give no verdict; name others in data.eval_prompts"
     )
 
 
-# Whatever decides which prompts are held out.
 _DECIDES = ("prompts", "eval_prompts", "prompt_column", "image_column", "subset", "max_prompts", "eval_share")
+"""Options of `data` that decide which prompts are held out."""
 
 
 def require_same_split(trained: RunConfig, now: RunConfig, prompts: RunPrompts) -> None:
-    """Refuse to call prompts held-out that a run may have been trained on.
+    """Refuse to name prompts held-out that a run may have been trained on.
 
     Args:
         trained: the configuration of the run folder.
@@ -178,7 +177,7 @@ def require_same_split(trained: RunConfig, now: RunConfig, prompts: RunPrompts) 
         prompts: of the evaluation.
 
     Raises:
-        ConfigError: they are a share of the training prompts, and another one than training left out.
+        ConfigError: they are a share of `data.prompts`, and another one than training held out.
     """
     if prompts.share is None:
         return

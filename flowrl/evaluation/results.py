@@ -1,4 +1,4 @@
-"""The result of an evaluation: scores by prompt and seed, and what the network prefers of held-out pairs."""
+"""The result of an evaluation: scores by prompt and seed, and the agreement with held-out pairs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flowrl.data.prompts import distinct_numbers
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Whether the network prefers what the data prefer, of N held-out pairs."""
+    """Agreement of the network with the preferences of N held-out pairs."""
 
     right: np.ndarray
-    """[N] float64: 1, 0, or 1/2 where it does not tell them apart, NaN for a pair that cannot be read."""
+    """[N] float64: 1 for agreement, 0 for none, 1/2 without a preference, NaN for a pair that cannot be read."""
     captions: np.ndarray
-    """[N] int64: pairs of one number have one caption, and are no independent draws."""
+    """[N] int64: pairs of one number share a caption, so they are not independent."""
 
     def mean(self) -> float:
         return float(np.nanmean(self.right))
@@ -30,7 +30,7 @@ class Agreement:
 class Evaluation:
     """Scores of P prompts x S fixed seeds, with the ODE sampler.
 
-    `scores[metric]` is [P, S] float64, NaN where a reward could not score; without a reward there are pictures alone.
+    `scores[metric]` is [P, S] float64, NaN where a reward could not score; empty without a reward.
     """
 
     tag: str
@@ -42,17 +42,17 @@ class Evaluation:
     scores: dict[str, np.ndarray]
     agreement: Agreement | None = None
     distinct: tuple[int, ...] | None = None
-    """[P] number of the distinct prompt; None: texts tell (files of older versions)."""
+    """[P] number of the distinct prompt; None: equal texts are one prompt (files of older versions)."""
     made_with: dict[str, str] = field(default_factory=dict)
-    """Fingerprints of the model, the prompts and what gives each score (run/inputs.py); none in older files."""
+    """Fingerprints of the model, the prompts and each score (run/inputs.py); none in older files."""
 
     @property
     def groups(self) -> np.ndarray:
-        """[P] int64, counted from 0 in order: prompts of one number are the same, and no independent draws."""
+        """[P] int64, counted from 0 in order: prompts of one number are the same, so they are not independent."""
         return np.asarray(distinct_numbers(self.prompts) if self.distinct is None else self.distinct, dtype=np.int64)
 
     def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
-        """What the two were made with that is not the same, in words; with `score` of the other scores nothing."""
+        """Differences between the settings of two evaluations, in words; with `score` only those of that score."""
         both = {
             "prompts": (self.prompts, other.prompts),
             "seeds": (self.seeds, other.seeds),
@@ -61,14 +61,14 @@ class Evaluation:
         }
         result = [what for what, (own, others) in both.items() if own != others]
         for what in sorted(self.made_with.keys() & other.made_with.keys()):
-            told = "the model" if what == "model" else what if what == "prompts" else f"what gives {what[6:]}"
-            asked = score is None or not what.startswith("score ") or what == f"score {score}"
-            if asked and told not in result and self.made_with[what] != other.made_with[what]:
-                result.append(told)
+            words = "the model" if what == "model" else what if what == "prompts" else f"the reward of {what[6:]}"
+            wanted = score is None or not what.startswith("score ") or what == f"score {score}"
+            if wanted and words not in result and self.made_with[what] != other.made_with[what]:
+                result.append(words)
         return result
 
     def save(self, folder: Path) -> None:
-        """`eval/<tag>.json`, with every digit: a number made from the file is bitwise the one made in memory."""
+        """Write `eval/<tag>.json` with every digit: a number from the file is bitwise the one in memory."""
         record = {
             "tag": self.tag,
             "iteration": self.iteration,
@@ -88,7 +88,7 @@ class Evaluation:
 
     @staticmethod
     def load(file: Path) -> Evaluation:
-        """What `save` wrote.
+        """Read the file of `save`.
 
         Raises:
             ConfigError: the file is damaged.

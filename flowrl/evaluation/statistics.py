@@ -10,9 +10,9 @@ BOOTSTRAP = 10_000
 
 
 def interval(per_prompt: np.ndarray, groups: np.ndarray | None = None, seed: int = 0) -> dict[str, float]:
-    """Mean and 95 % percentile bootstrap over prompts of [P] values; NaN prompts are left out and n says so.
+    """Mean and 95 % percentile bootstrap over prompts of [P] values; n prompts are not NaN and count.
 
-    With `groups` [P] int64 the bootstrap draws whole groups: values of one are not independent.
+    With `groups` [P] int64 the bootstrap draws whole groups: the values of a group are not independent.
 
     >>> interval(np.asarray([0.5, 0.5]))
     {'mean': 0.5, 'low': 0.5, 'high': 0.5, 'n': 2}
@@ -42,7 +42,7 @@ def _prompt_means(table: np.ndarray) -> np.ndarray:
 
 
 def _over_prompts(per_prompt: np.ndarray, groups: np.ndarray) -> dict[str, float]:
-    """`interval` of [P] values, resampling distinct prompts; n is how many of them have a value."""
+    """`interval` of [P] values, resampling distinct prompts; n is the number of those with a value."""
     scored = np.unique(groups[~np.isnan(per_prompt)])
     return interval(per_prompt, groups) | {"n": len(scored)}
 
@@ -65,10 +65,10 @@ def difference(base: Evaluation, tuned: Evaluation) -> dict[str, dict[str, float
 
 
 def _paired(base: Evaluation, tuned: Evaluation, metric: str) -> np.ndarray:
-    """tuned - base of every prompt and seed, [P, S].
+    """tuned - base for every prompt and seed, [P, S].
 
     Raises:
-        ValueError: the two hold others.
+        ValueError: their prompts or seeds differ.
     """
     if base.prompts != tuned.prompts:
         raise ValueError("a paired difference needs the same prompts in both evaluations")
@@ -91,25 +91,25 @@ def _by_group(counts: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def win_rate(
     base: Evaluation, tuned: Evaluation, metric: str, *, higher_is_better: bool = True, seed: int = 0
 ) -> dict[str, float]:
-    """How often the tuned picture beats the base's of the same prompt and seed; equal scores are ties, kept apart.
+    """Win rate of the tuned image over the base's of the same prompt and seed; equal scores are ties, kept apart.
 
     Args:
         base: before training.
         tuned: after it, of the same prompts and seeds.
-        metric: what decides.
-        higher_is_better: of it.
+        metric: the score that decides.
+        higher_is_better: direction of the metric.
         seed: of the bootstrap.
 
     Returns:
         `rate` = wins / (wins + losses) with its 95 % percentile bootstrap `low`, `high` over distinct prompts
-        (whose seeds belong together), `n` pairs that are not tied, `wins`, `losses`, `ties`, and `tie_rate` of all that
-        both have scored.
+        (whose seeds belong together), `n` images that are not tied, `wins`, `losses`, `ties`, and `tie_rate` among
+        all images with both scores.
 
     Raises:
         ValueError: other prompts or seeds.
     """
     change = _paired(base, tuned, metric) * (1 if higher_is_better else -1)
-    # Older files hold six digits, and one of the two may come from such a one.
+    # Older files hold six digits, and one of the two may be such a file.
     wins, losses, ties = (part.sum(axis=1) for part in (change > 1e-6, change < -1e-6, abs(change) <= 1e-6))
     decided = int(wins.sum() + losses.sum())
     result = {"wins": int(wins.sum()), "losses": int(losses.sum()), "ties": int(ties.sum()), "n": decided}

@@ -1,5 +1,5 @@
-"""Linear layers with weights in few bits, on tensors without values: what the libraries' own layers hold and make, step
-by step, so that a plan can measure them without those libraries.
+"""Linear layers with weights in few bits, on tensors without values: the tensors that the libraries' layers hold and
+make, so that a plan can measure them without those libraries.
 
     float8   diffusers' layer-wise casting: the weight is cast up for the forward; autograd keeps that copy
     int8     torchao's weight-only Int8Tensor: int8 values, a float32 scale and an int8 zero point per row; the copy in
@@ -24,12 +24,12 @@ _NF4_BLOCK = 64
 
 
 def quantise(networks: Iterable[Any], config: ModelConfig) -> None:
-    """Linear weights as `memory.quantize` loads them: before the adapter is there, which is not quantised."""
+    """Linear weights as `memory.quantize` loads them; called before the adapter exists, which is not quantised."""
     if config.memory.quantize is None:
         return
     dtype = torch_dtype(config.dtype)
     for network in networks:
-        # diffusers says in a private attribute alone which layers it does not quantise.
+        # diffusers has the layers that it does not quantise in a private attribute alone.
         kept = tuple(network._keep_in_fp32_modules or ())
         for name, module in network.named_modules():
             if isinstance(module, nn.Linear) and not any(f"{part}." in f"{name}." for part in kept):
@@ -37,7 +37,7 @@ def quantise(networks: Iterable[Any], config: ModelConfig) -> None:
 
 
 def imitate_casting(networks: Iterable[nn.Module], config: ModelConfig) -> None:
-    """Layers that `cast_frozen` has cast, without diffusers' hooks: those swap tensors, which fake ones cannot."""
+    """Layers that `cast_frozen` has cast, without diffusers' hooks, which swap tensors: fake tensors cannot."""
     if config.memory.layerwise_casting is None:
         return
     stored, dtype = FLOAT8[config.memory.layerwise_casting], torch_dtype(config.dtype)

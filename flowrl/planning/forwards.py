@@ -1,4 +1,4 @@
-"""The network's forwards as a run makes them, on inputs without meaning: what its memory is measured on."""
+"""The forwards of a run on meaningless inputs, on which its memory is measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def decode(adapter: ModelAdapter, batch: int) -> Any:
 
 
 def latents(adapter: ModelAdapter, batch: int) -> torch.Tensor:
-    """Of so many pictures, as the run encodes them."""
+    """Latents of `batch` images, as the run encodes them."""
     return adapter.encode_images(torch.empty(batch, 3, adapter.height, adapter.width))
 
 

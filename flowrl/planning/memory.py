@@ -7,7 +7,7 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
 
     resident  frozen denoiser + trained weights (4 bytes each) + VAE (float32) + snapshots and EMA (4 each)
               + Adam's moments (8 each) + embeddings of the prompts at work (those of all prompts, where they
-              are cached, lie in host memory);
+              are cached, are in host memory);
               in `encode` the text encoders instead of moments, EMA and embeddings
     transient encode      one batch of prompts through the largest text encoder
               rollout     a forward without gradients at rollout.batch_size, doubled by CFG
@@ -16,10 +16,10 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
               update      forward, the reference's forward if there is a KL, and backward at optim.batch_size;
                           at least the gradient with its three flat copies (16 bytes per trained weight)
 
-`model.memory` is followed: weights in few bits at what the libraries store and make of them (few_bits.py); parts
-of group_offload are not resident, their largest leaf is added where they work; slicing and tiling are the VAE's own.
+`model.memory` is followed: weights in few bits as the libraries store and compute them (few_bits.py); parts of
+group_offload are not resident, their largest leaf is added where they work; slicing and tiling are the VAE's own.
 
-Not in it: reward models, the backbone of saliency maps, the CUDA context (about 0.5 GB), library workspaces
+Not included: reward models, the backbone of saliency maps, the CUDA context (about 0.5 GB), library workspaces
 and fragmentation. Attention is counted as a fused kernel, without its matrix of weights. Add 10 to 20 %.
 """
 
@@ -53,7 +53,7 @@ _FLOAT, _HEADER_PER_TENSOR = 4, 140
 
 
 class UnknownModel(ValueError):
-    """Nothing can be said about a model before it is there."""
+    """A model of which nothing is known before it is downloaded."""
 
 
 def locate(path: str) -> Path:
@@ -67,7 +67,7 @@ def locate(path: str) -> Path:
         return folder
     raise UnknownModel(
         f"model.path={path!r}: its configuration is not embedded, so schedule and memory are not known before the "
-        "model is here; give a folder that holds it"
+        "model is downloaded; give a folder that holds it"
     )
 
 
@@ -75,7 +75,7 @@ def skeleton(resolved: Resolved) -> Any:
     """The run's adapter on the meta device.
 
     Raises:
-        UnknownModel: its JSON files are not here, or its family cannot be built without weights.
+        UnknownModel: its JSON files are not on this machine, or its family cannot be built without weights.
     """
     make = getattr(resolved.model.module, "skeleton", None)
     if make is None:
@@ -109,16 +109,16 @@ class Estimate:
     """All sizes in bytes; counts are of values. Per process."""
 
     parameters: dict[str, int]
-    """Of every part of the pipeline, as published; without the adapter."""
+    """Values of every part of the pipeline, as published; without the adapter."""
     stored: dict[str, int]
-    """Of the same parts, as this run stores them."""
+    """Bytes of the same parts, as this run stores them."""
     offloaded: tuple[str, ...]
     """Parts that stay in host memory."""
     trained: int
     lora_modules: int
     """Modules the adapter binds to; 0 for full fine-tuning."""
     saved: int
-    """File of the trained weights."""
+    """Size of the file of the trained weights."""
     prompt: int
     """Embeddings of one prompt."""
     embeddings: int
@@ -129,19 +129,19 @@ class Estimate:
     latents: int
     """Host memory: latents of a rollout that the update will need."""
     images: int
-    """Host memory: decoded pictures of a rollout."""
+    """Host memory: decoded images of a rollout."""
     phases: tuple[Phase, ...]
     rollout_flop: float | None
     """Floating-point operations of the network in a rollout; a multiply-add counts as 2."""
     update_flop: float | None
     unknown: dict[str, str]
-    """What is not known without weights -> why."""
+    """Reason by name of what is not known without weights."""
 
     def spared(self, processes: int, *, full: bool) -> int:
-        """Resident bytes that each process is spared where `model.shard` splits the denoiser over so many.
+        """Resident bytes that `model.shard` saves each of `processes`.
 
-        The frozen base, or with full weights these with their moments, EMA and snapshots. Blocks that are gathered at a
-        moment (about three) and the gradients of one come back on top.
+        It splits the frozen base, or full weights with their moments, EMA and snapshots. About three gathered blocks and
+        the gradients of one are needed on top.
         """
         split = self.stored["denoiser"] + (self.moments + self.ema + self.snapshots if full else 0)
         return split - -(-split // processes)
@@ -165,19 +165,25 @@ def size(module: nn.Module) -> int:
 def forward_rows(
     run: RunConfig, plan: StepPlan, samples: int, slots: int, share: float = 1.0, terms: int | None = None
 ) -> tuple[int, int]:
-    """Network evaluations of an iteration's rollout and updates, for `samples` samples of `slots` prompts,
-    where `share` of the edges is trained, or of `terms` for each sample.
+    """Network evaluations of a rollout and of its updates, without CFG, a reference and dead groups.
 
-    Samples of one start share them up to the first stochastic step; CFG, a reference and dead groups apart. Trees:
-    `treework`.
+    Samples of one start share them up to the first stochastic step. Trees: `tree_work`.
+
+    Args:
+        run: the configuration.
+        plan: of the rollout.
+        samples: of an iteration.
+        slots: its prompts.
+        share: of the edges or terms that is trained.
+        terms: training times of each sample; None: the plan's trained steps.
     """
     steps, trained = len(plan), len(plan.train) if terms is None else terms
     if not run.rollout.shared_noise or not any(plan.stochastic):
         return samples * steps, round(samples * trained * share)
     first, updates = plan.stochastic.index(True), run.optim.updates_per_iteration
     at_start = updates * min(slots, math.ceil(samples / updates)) if first in plan.train else 0
-    behind = round(samples * (trained - (first in plan.train)) * share)
-    return slots * (first + 1) + samples * (steps - first - 1), at_start + behind
+    later = round(samples * (trained - (first in plan.train)) * share)
+    return slots * (first + 1) + samples * (steps - first - 1), at_start + later
 
 
 def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, processes: int = 1) -> Estimate:
@@ -185,10 +191,10 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
 
     Args:
         resolved: the run.
-        adapter: a fresh one from `skeleton`; it is used up.
+        adapter: a fresh one from `skeleton`, which is changed.
         plan: of an iteration; its trained steps decide how many latents are kept.
         prompts: distinct texts whose embeddings are cached.
-        processes: over which the samples are spread; everything returned is of one of them.
+        processes: number of processes that share the samples; the result is per process.
     """
     run, config, pipeline = resolved.run, resolved.model.config, adapter.pipeline
     dtype, method, frozen = torch_dtype(config.dtype), resolved.method, resolved.training.frozen
@@ -251,19 +257,19 @@ def _work(resolved: Resolved, plan: StepPlan, samples: int, slots: int) -> tuple
 
 
 def _phases(resolved: Resolved) -> tuple[str, ...]:
-    """What an iteration and the evaluations do on the device."""
+    """Phases of an iteration and of evaluations on the device."""
     drawn = ("rollout",) if resolved.drawn else ()
     return (*drawn, "pictures" if resolved.members else "decode", "evaluation", "update")
 
 
 def _images(resolved: Resolved, adapter: Any, samples: int) -> int:
-    """Host memory of an iteration's pictures: given ones are opened a batch at a time."""
+    """Host memory of an iteration's images in bytes; given ones are opened a batch at a time."""
     held = min(samples, resolved.run.rollout.batch_size) if resolved.members else samples
     return held * 3 * adapter.num_frames * adapter.height * adapter.width * _FLOAT
 
 
 def _weights(adapter: Any, resolved: Resolved, prompts: int) -> Weights:
-    """What is trained, with the frozen weights stored as the memory options say."""
+    """The trained weights, with the frozen ones stored as the memory options say."""
     config, networks = resolved.model.config, component_names(adapter.network).values()
     few_bits.quantise(networks, config)
     unread, texts = dataclasses.replace(config, init_lora=None), [(str(k), ()) for k in range(prompts)]
@@ -280,8 +286,8 @@ def _times(one: float | None, count: float) -> float | None:
 def _measure(
     adapter: Any, encoders: dict[str, nn.Module], resolved: Resolved, *, reference: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(transient bytes of every phase, and operations per sample of a forward and of an update's edge; what of it
-    cannot be measured, and why)."""
+    """(transient bytes of every phase with operations per sample of a forward and per edge of an update; the reasons
+    for those that cannot be measured)."""
     run, config, vae = resolved.run, resolved.model.config, adapter.pipeline.vae
     guidance = run.rollout.guidance_scale
     eval_guidance = guidance if run.eval.guidance_scale is None else run.eval.guidance_scale
@@ -305,7 +311,7 @@ def _measure(
         decode, given = attempt("decode", lambda: forwards.decode(adapter, batch)), (0, 0.0)
         if resolved.members:
             given = attempt("pictures", lambda: forwards.latents(adapter, batch))
-        # One by one, a batch takes hardly more than a picture; otherwise bytes are proportional to it.
+        # One by one, a batch takes hardly more than an image; otherwise bytes are proportional to it.
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         if not resolved.training.frozen:

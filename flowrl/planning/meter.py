@@ -1,4 +1,4 @@
-"""Bytes and operations of some work on tensors: real ones, or fake ones that have shapes and no values."""
+"""Bytes and operations of work on tensors: real ones, or fake ones that have shapes and no values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FLOP = {
 class Meter(TorchDispatchMode):
     """Bytes of the storages made inside the block: `now` still alive, `peak` the most at any moment; and `flop`.
 
-    torch's own FlopCounterMode keeps activations alive under gradient checkpointing, so it cannot run beside this.
+    torch's own FlopCounterMode keeps activations alive under gradient checkpointing, so it cannot be used with this.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Meter(TorchDispatchMode):
 @contextmanager
 def faked(*modules: nn.Module) -> Iterator[None]:
     """Fake tensors inside the block; the meta parameters of `modules` become fake ones on the CPU."""
-    # Small tables and constants that are no part of a module come as they are.
+    # Small tables and constants outside modules stay as they are.
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in (sub for module in modules for sub in module.modules()):
             for name, p in list(part.named_parameters(recurse=False)):
@@ -75,13 +75,13 @@ def faked(*modules: nn.Module) -> Iterator[None]:
             for name, b in list(part.named_buffers(recurse=False)):
                 setattr(part, name, torch.empty(b.shape, dtype=b.dtype))
             for name, t in list(vars(part).items()):
-                if isinstance(t, torch.Tensor):  # tables that are no buffers, as Qwen-Image's rotary ones
+                if isinstance(t, torch.Tensor):  # tables that are not buffers, such as Qwen-Image's rotary ones
                     setattr(part, name, torch.empty(t.shape, dtype=t.dtype))
         yield
 
 
 def measured(work: Callable[[], Any], *, grad: bool) -> tuple[int, float]:
-    """(peak bytes, operations) of some work."""
+    """(peak bytes, operations) of `work`."""
     with torch.set_grad_enabled(grad), Meter() as meter:
         work()
     return meter.peak, float(meter.flop)

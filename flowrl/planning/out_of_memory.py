@@ -1,4 +1,4 @@
-"""A lack of memory as its user is told of it: the peak, what `flowrl plan` estimates, and the options that lower it."""
+"""The message of a lack of memory: the peak, the estimate of `flowrl plan`, and the options that lower it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowrl.evaluation.held_out import run_prompts
 from flowrl.planning.memory import Estimate, estimate, skeleton
 from flowrl.training.world import World
 
-# Phase of a run -> that of the estimate.
+# Phase of a run -> phase of the estimate.
 _ESTIMATED = {
     "text": "encode",
     "loading": "encode",
@@ -33,7 +33,7 @@ _ESTIMATED = {
 
 
 def explained(error: BaseException, resolved: Resolved, world: World) -> BaseException:
-    """The same failure or, of a lack of memory, one that says what to do about it."""
+    """The same failure or, for a lack of memory, one with its remedy."""
     if not isinstance(error, OutOfMemory):
         if not out_of_memory(error):
             return error
@@ -46,7 +46,7 @@ def explained(error: BaseException, resolved: Resolved, world: World) -> BaseExc
 
 @contextmanager
 def explaining(resolved: Resolved, world: World) -> Iterator[None]:
-    """`explained` for whatever fails inside the block."""
+    """`explained` for any failure inside the block."""
     try:
         yield
     except Exception as error:
@@ -78,22 +78,22 @@ def _estimated(phases: Sequence[str], resolved: Resolved, world: World) -> str:
         return "flowrl plan leaves reward models out of its estimates"
     try:
         result = planned(resolved, world.size)
-    except Exception as error:  # the lack of memory is what is to be told, whatever its estimate meets
+    except Exception as error:  # the lack of memory is reported with or without an estimate
         return f"flowrl plan has no estimate of it ({(str(error).splitlines() or [type(error).__name__])[0]})"
     wanted = next((_ESTIMATED[name] for name in phases if name in _ESTIMATED), None)
     peaks = {phase.name: phase.peak for phase in result.phases}
-    told = [f"{name} {size(peaks[name])}" for name in peaks if name == wanted]
+    words = [f"{name} {size(peaks[name])}" for name in peaks if name == wanted]
     if result.peak is not None and result.peak.name != wanted:
-        told.append(f"at most {size(result.peak.peak)} ({result.peak.name})")
-    text = ", ".join(told) or "not known"
+        words.append(f"at most {size(result.peak.peak)} ({result.peak.name})")
+    text = ", ".join(words) or "not known"
     return f"flowrl plan estimates: {text}, without reward models, the CUDA context and fragmentation (10 to 20 %)"
 
 
 def planned(resolved: Resolved, processes: int) -> Estimate:
-    """What `flowrl plan` estimates of a run.
+    """The estimate of `flowrl plan` for a run.
 
     Raises:
-        UnknownModel, ModelError, ValueError: it knows nothing of the model, or not of this plan.
+        UnknownModel, ModelError, ValueError: the model or the plan cannot be estimated.
     """
     run, adapter, method = resolved.run, skeleton(resolved), resolved.method
     plan = method.plan(adapter.schedule(run.rollout.num_inference_steps), resolved.sampler.build(), 1, run.seed)
@@ -103,18 +103,18 @@ def planned(resolved: Resolved, processes: int) -> Estimate:
 
 
 def _remedy(phases: Sequence[str], resolved: Resolved, world: World) -> str:
-    """The options that lower it, with the values that they have."""
-    inner, told = phases[0], list[str]()
+    """The options that lower the memory, with their values."""
+    inner, ways = phases[0], list[str]()
     for options in (_batches, _decoding, _training, _weights):
-        told += options(set(phases), resolved)
+        ways += options(set(phases), resolved)
     if inner.startswith("reward"):
-        told.insert(0, "the reward's own options (flowrl list rewards NAME), or serve it elsewhere (flowrl serve)")
+        ways.insert(0, "the reward's own options (flowrl list rewards NAME), or serve it elsewhere (flowrl serve)")
     if world.size > 1 and not resolved.model.config.shard:
-        told.append("model.shard=true")
+        ways.append("model.shard=true")
     if world.size == 1:
-        told.append("more processes with model.shard=true")
+        ways.append("more processes with model.shard=true")
     return (
-        f"What lowers it: {', '.join(told)}. Other batches, gradient_checkpointing, vae_slicing and group_offload go "
+        f"What lowers it: {', '.join(ways)}. Other batches, gradient_checkpointing, vae_slicing and group_offload go "
         "on with --resume; other options need a new run"
     )
 
@@ -151,7 +151,7 @@ def _training(phases: set[str], resolved: Resolved) -> list[str]:
 
 
 def _weights(phases: set[str], resolved: Resolved) -> list[str]:
-    """Smaller weights or pictures, which help in every phase."""
+    """Smaller weights or images, which help in every phase."""
     config, result = resolved.model.config, list[str]()
     if phases & {"loading", "text"} and "text_encoders" not in config.memory.group_offload:
         result.append("model.memory.group_offload=[text_encoders]")

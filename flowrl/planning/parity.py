@@ -1,4 +1,4 @@
-"""The parity list in short: a pipeline's own call against the adapter around it, for `flowrl doctor --model`."""
+"""Parity of a pipeline's own call and the adapter around it, in short, for `flowrl doctor --model`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from flowrl.models.weights import Weights
 PROMPTS = ("a red circle", "two blue squares on the left of a green triangle")
 STEPS = 4
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-"""Of a difference, in units of the largest value."""
+"""Largest accepted difference, in units of the largest value."""
 
 
-def found(model: Generic) -> Iterator[tuple[str, str]]:
-    """(what, value) of everything that was read off the pipeline or found by probing."""
+def facts(model: Generic) -> Iterator[tuple[str, str]]:
+    """(name, value) of everything that was read from the pipeline or found by probing."""
     scheduler, (slope, offset) = model.pipeline.scheduler, model.time_map()
     yield "class", model.kind
     yield "process", f"{type(model.process).__name__}, predicts {model.prediction_type} ({type(scheduler).__name__})"
@@ -42,15 +42,15 @@ def found(model: Generic) -> Iterator[tuple[str, str]]:
     yield "network's timestep", f"{slope:g} t + {offset:g} for the scheduler's t"
     mixed = "may share a forward" if model.batch_key(1) == 0 else "are predicted step by step"
     yield "samples at different timesteps", "are predicted one by one" if model.family.singly else mixed
-    yield "picture", f"{model.height} x {model.width}, sides in multiples of {model.size.unit}"
-    held = "; what else the pipeline has there is the picture's" if model.family.holds else ""
+    yield "image", f"{model.height} x {model.width}, sides in multiples of {model.size.unit}"
+    held = "; the pipeline's other latents are those of the image" if model.family.holds else ""
     yield "latents", "x".join(str(n) for n in model.latent_shape()) + held
     rows = encoded(model, PROMPTS[:1]).tensors
     yield "embedding of a prompt", _shapes(rows[name] for name in rows if not name.startswith("pictures."))
     least, most = model.image_limits
     if most:
         several = f"{least} or more" if most == ANY else f"{least} to {most}"
-        yield "pictures with a prompt", str(least) if least == most else several
+        yield "images with a prompt", str(least) if least == most else several
     if least:
         own = [rows[name] for name in rows if name.startswith("pictures.")]
         yield "kept of them", _shapes(own)
@@ -59,7 +59,7 @@ def found(model: Generic) -> Iterator[tuple[str, str]]:
 
 
 def checks(model: Generic, guidance_scale: float) -> Iterator[tuple[str, float]]:
-    """(what, relative difference) of each comparison; nan where it does not apply."""
+    """(name, relative difference) of each comparison; NaN where it does not apply."""
     cond = encoded(model, PROMPTS)
     x = normal(model.latent_shape(), 0, "doctor", [(0,), (1,)]).to(model.device)
     steps = model.schedule(STEPS).timesteps.to(model.device)
@@ -82,7 +82,7 @@ def checks(model: Generic, guidance_scale: float) -> Iterator[tuple[str, float]]
 
 
 def untrained(model: Generic, guidance_scale: float) -> tuple[int, list[str]]:
-    """(adapted modules, those whose LoRA gets no gradient and that the family does not declare dead)."""
+    """(number of adapted modules, names of those whose LoRA gets no gradient unless the family declares them dead)."""
     weights = Weights(model.network, LoraSettings(rank=1, alpha=1), model.lora_targets, seed=0)
     cond = encoded(model, PROMPTS[:1])
     x = normal(model.latent_shape(), 0, "doctor", [(0,)]).to(model.device)
@@ -100,13 +100,13 @@ def euler(model: Generic, x: Tensor, guidance_scale: float) -> Tensor:
         for k in range(len(grid)):
             step = solver_plan(grid).steps(torch.tensor([k]), model.process, model.device)
             raw = model.predict(x, step.timestep, cond, guidance_scale)
-            belief = model.process.predict(raw, x, step.sigma, model.prediction_type, step.alpha)
-            x = euler_mean(model.process, belief, step)
+            prediction = model.process.predict(raw, x, step.sigma, model.prediction_type, step.alpha)
+            x = euler_mean(model.process, prediction, step)
     return x
 
 
 def own_call(model: Generic, x: Tensor, guidance_scale: float) -> tuple[Tensor, Tensor]:
-    """(clean latents, pictures) of the pipeline's own call from noise x [1, ...]."""
+    """(clean latents, images) of the pipeline's own call from noise x [1, ...]."""
     pipe, left = model.pipeline, []
     step, prepare = pipe.scheduler.step, pipe.prepare_latents
 
@@ -130,19 +130,19 @@ def own_call(model: Generic, x: Tensor, guidance_scale: float) -> tuple[Tensor, 
 
 
 def encoded(model: Generic, prompts: Sequence[str]) -> Condition:
-    """Prompts, with pictures where the pipeline needs them."""
+    """Conditions of prompts, with images if the pipeline needs them."""
     images = [images_of(model, number) for number in range(len(prompts))]
     return model.encode(prompts, images if images[0] else None)
 
 
 def images_of(model: Generic, number: int) -> list[Any]:
-    """Of one colour, another for each prompt."""
+    """Images of one colour, another for each prompt."""
     least, _ = model.image_limits
     return [blank((model.width, model.height), 40 + 80 * number)] * least
 
 
 def _shapes(entries: Iterable[Tensor | list[Tensor]]) -> str:
-    """Of the first row of each; single numbers are left out."""
+    """Shapes of the first row of each entry, without those of single numbers."""
     shapes = [tuple(entry[0].shape) for entry in entries]
     return ", ".join("x".join(map(str, shape)) for shape in shapes if shape)
 

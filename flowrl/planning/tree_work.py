@@ -1,4 +1,4 @@
-"""What an iteration on trees computes and keeps, counted on the shape of the tree alone."""
+"""Forwards and latents of an iteration on trees, counted on the shape of the tree alone."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from flowrl.rollout.trajectories import Trajectories
 
 @dataclass(frozen=True, slots=True)
 class TreeWork:
-    """Counts of one tree, by step where they are tuples; where no group is dead and no reward is masked."""
+    """Counts of one tree, tuples by step, without dead groups and masked rewards."""
 
     leaves: int
     nodes: tuple[int, ...]
     """Network evaluations of a rollout."""
     edges: tuple[float, ...]
-    """Edges that are trained, on average over the trees of a prompt: those that are credited and not pruned."""
+    """Trained edges, credited and not pruned, on average over the trees of a prompt."""
     parents: tuple[float, ...]
-    """Nodes that they start from, so evaluations of the updates: the children of a node share its forward."""
+    """Nodes from which they start, which are the evaluations of the updates: children of a node share its forward."""
     kept: int
     """Latents that the rollout keeps."""
 
     def rollout_rows(self, samples: int) -> int:
-        """Network evaluations of a rollout of so many samples."""
+        """Network evaluations of a rollout of `samples` samples."""
         return samples // self.leaves * sum(self.nodes)
 
     def update_rows(self, samples: int) -> int:
-        """Network evaluations of a pass over them, with gradient."""
+        """Network evaluations of a pass over `samples` samples, with gradient."""
         return round(samples // self.leaves * sum(self.parents))
 
     def rollout_forwards(self, samples: int, batch_size: int) -> int:
-        """Forwards of a rollout: one for all nodes of a step of the trees that a batch holds, or several."""
+        """Forwards of a rollout: all nodes of a step of a batch's trees, in as many forwards as their number needs."""
         together = max(1, batch_size // self.leaves)
         whole, rest = divmod(samples // self.leaves, together)
         return sum(
@@ -46,7 +46,7 @@ class TreeWork:
         )
 
     def update_forwards(self, samples: int, batch_size: int, updates: int) -> int:
-        """Forwards of a pass, whose updates have as many trees each, but for the remainder."""
+        """Forwards of a pass, whose updates have equal numbers of trees but for the remainder."""
         trees, parents = samples // self.leaves, sum(self.parents)
         share, more = divmod(trees, updates)
         of_each = [math.ceil(round(count * parents, 6) / batch_size) for count in (share, share + 1)]
@@ -75,7 +75,7 @@ def tree_work(resolved: Resolved, plan: StepPlan, iteration: int = 1) -> TreeWor
 
 
 def _live(resolved: Resolved, plan: StepPlan, iteration: int) -> Tensor:
-    """Which steps of each leaf's way are trained, [T, L, K] bool, of the T trees of a prompt."""
+    """Trained steps on the path of each leaf, [T, L, K] bool, for the T trees of a prompt."""
     algorithm: Any = resolved.algorithm.build()
     rewards, weights = torch.rand(1, 1, resolved.group_size, generator=torch.Generator().manual_seed(0)), torch.ones(1)
     known = (("", ()),)

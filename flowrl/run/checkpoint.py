@@ -1,9 +1,9 @@
-"""Checkpoints: everything a bitwise resume needs, written atomically, verified when read.
+"""Checkpoints: all state of a bitwise resume, written atomically, verified when read.
 
 A checkpoint is a folder `iteration-000040` with `state.safetensors`, `state.json` and `manifest.json`
 (sizes and SHA-256 of the other two). It is written under a temporary name, fsynced, then renamed.
-Of tensors that are split over N processes there are N files, `state-00000.safetensors` and on; `state.json` then says
-which rows lie in which, so that any other number of processes can read it.
+Tensors that are split over N processes are in N files, `state-00000.safetensors` and on; `state.json` then holds
+the rows of each file, so that any other number of processes can read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = 1
 STATE = "state.json"
 _TENSORS = re.compile(r"state(-\d{5})?\.safetensors")
 _TEMPORARY = re.compile(r"\..+\.tmp|\.tmp.*|\.writable.*")
-"""Ours, safetensors' (.tmp with random letters), and that of the test whether a folder is writable."""
+"""Names of temporary files: ours, safetensors' (.tmp with random letters), and the one that tests a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     state: dict
     rows: dict[str, Rows] = field(default_factory=dict)
-    """Of the tensors that are split over processes: which rows these are."""
+    """First row and end of each tensor that is split over processes."""
 
 
 def path_of(folder: Path, iteration: int) -> Path:
@@ -61,10 +61,10 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
     """Write a checkpoint and drop all but the newest `keep`.
 
     Args:
-        folder: of all checkpoints; on a file system that the processes share.
-        checkpoint: the state; of a tensor named in its `rows`, these rows.
-        keep: how many.
-        world: the processes that have rows of the tensors; all of them call this, and each writes a file.
+        folder: holds all checkpoints; on a file system that the processes share.
+        checkpoint: the state; the tensors named in its `rows` hold these rows alone.
+        keep: number of checkpoints.
+        world: the processes that hold rows of the tensors; all of them call this, and each writes a file.
 
     Raises:
         CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
@@ -97,7 +97,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _write_tensors(folder: Path, checkpoint: Checkpoint, world: World) -> tuple[str, dict, dict[str, Rows]]:
-    """This process's file: its name, its fingerprint, the rows in it. The first process writes what is not split."""
+    """Write this process's file, the first process also what is not split; (name, fingerprint, rows in it)."""
     from safetensors.torch import save_file
 
     name = "state.safetensors" if world.size == 1 else f"state-{world.rank:05d}.safetensors"
@@ -133,10 +133,10 @@ def load(
     """Read and verify a checkpoint.
 
     Args:
-        folder: of all checkpoints.
-        iteration: which.
-        wanted: the rows to read of a tensor, which may lie in several files; None is all of it.
-        verify: which files of tensors to hash, where several processes share that work.
+        folder: holds all checkpoints.
+        iteration: of the checkpoint.
+        wanted: the rows to read of a tensor, which may be in several files; None: all of it.
+        verify: the files of tensors to hash, where several processes share that work.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed.
@@ -164,11 +164,11 @@ def load(
 def _read(
     source: Path, files: list[str], index: dict[str, dict[str, Rows]], wanted: Callable[[str], Rows | None]
 ) -> dict[str, Tensor]:
-    """The tensors of all files, of each the rows that are wanted."""
+    """The wanted rows of the tensors of all files."""
     pieces: dict[str, list[Tensor]] = {}
     for file in files:
         with safe_open(source / file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118, it is no dict
+            for name in opened.keys():  # noqa: SIM118, it is not a dict
                 part = opened.get_slice(name)
                 shape, rows = part.get_shape(), wanted(name)
                 if rows is None or not shape:
@@ -190,7 +190,7 @@ def _fingerprint(file: Path) -> dict:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What a killed run has left half written in its folder: files and folders under the temporary names of writers."""
+    """Remove what a killed run left half written in its folder: files and folders with temporary names."""
     # Longest first: the folder of a checkpoint goes after what is in it.
     for path in sorted(folder.rglob(".*"), reverse=True):
         if not _TEMPORARY.fullmatch(path.name):

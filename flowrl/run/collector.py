@@ -253,7 +253,7 @@ class Collector:
         counted = self.world.gather(self.scorer.take_counts())
         row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
         row["advantage/dead_group_share"] = float(credit.dead.float().mean())
-        text = self.dead_groups.look(rollout, credit)
+        text = self.dead_groups.warning(rollout, credit)
         if text is not None and self.world.main:
             log.warning("%s", text)
         row["sample/group_spread"] = rollout.image_std

@@ -1,4 +1,4 @@
-"""How a run ends before its end: what is saved, and what its folder and the terminal say of it."""
+"""The early end of a run, by a signal or a failure: what is saved, and the messages in its folder and terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowrl.training.world import World
 
 
 def resuming() -> str:
-    """The command that goes on."""
+    """The command that resumes this run."""
     command = command_line()
     return command if "--resume" in command.split() else f"{command} --resume"
 
@@ -28,10 +28,10 @@ class Ending:
     Args:
         folder: of the run, which is open.
         world: the processes.
-        signals: those that have come.
+        signals: the signals received so far.
         clock: of the run.
-        start: the iteration that it went on from; 0: the beginning.
-        planned: iterations.
+        start: the iteration that it was resumed after; 0: the beginning.
+        planned: number of iterations.
     """
 
     def __init__(
@@ -40,32 +40,32 @@ class Ending:
         self.folder, self.world, self.signals, self.clock = folder, world, signals, clock
         self.start, self.planned = start, planned
         self.saver: Saver | None = None
-        """Of the session, as soon as there is one."""
+        """Saver of the session; None: there is no session yet."""
 
     @property
     def iteration(self) -> int:
-        """The last finished one."""
+        """The last finished iteration."""
         return self.start if self.saver is None else max(self.start, self.saver.session.iteration)
 
     def begin(self) -> None:
-        """A run that is killed before its first evaluation has a summary too."""
+        """Write a first summary, for a run that is killed before its first evaluation."""
         if self.world.main and not (self.folder.path / SUMMARY).is_file():
             self.folder.write_json(SUMMARY, {"status": "running", "iterations": 0})
 
     def leave(self, error: BaseException) -> BaseException:
-        """Save the last finished iteration, say in the folder how the run ended, and return what to leave with.
+        """Save the last finished iteration, record the end in the folder, and return the exception to raise.
 
         Args:
-            error: what ends it: `Abandoned` after a signal, or a failure on this process or on all of them.
+            error: the cause: `Abandoned` after a signal, or a failure on this process or on all of them.
         """
         if isinstance(error, Abandoned):
             return self._stop()
         last = exited(error) if isinstance(error, SystemExit) else error
         try:
             note = self._rescue(last, self._shared(error))
-        except Exception as second:  # the first failure is the one to tell
+        except Exception as second:  # the first failure is the one to report
             note = f"the end of iteration {self.iteration} could not be saved: {second}"
-        self._tell(last, note)
+        self._report(last, note)
         return last
 
     def _stop(self) -> BaseException:
@@ -73,7 +73,7 @@ class Ending:
         try:
             note = self._rescue(stopped, agreed=True)
         except Exception as error:  # what was to be saved is lost: no clean stop
-            self._tell(error, "")
+            self._report(error, "")
             return error
         if self.world.main:
             log.info("stopped after iteration %d; go on with the same command and --resume", self.iteration)
@@ -81,10 +81,10 @@ class Ending:
         return stopped
 
     def _rescue(self, error: BaseException, agreed: bool) -> str:
-        """Save the last finished iteration if that is possible; what came of it.
+        """Save the last finished iteration if that is possible; a note on the result.
 
-        `agreed`: every process does this now. Else the first one does what it can alone: its weights are everybody's
-        unless they are split.
+        `agreed`: every process does this now. Otherwise the first process saves alone: it has all weights unless they
+        are split.
         """
         done, saver = self.iteration, self.saver
         if saver is None or done <= self.start or saver.attempted == done:
@@ -106,17 +106,17 @@ class Ending:
         return f"iteration {done} is saved"
 
     def _shared(self, error: BaseException) -> bool:
-        """Whether all processes leave with an error, or with what it explains."""
+        """True if all processes end with an error, or with its cause."""
         return any(each is not None and self.world.shares(each) for each in (error, error.__cause__))
 
-    def _tell(self, error: BaseException, note: str) -> None:
-        """The failure in train.log, in summary.json and, where nobody else tells it, on the screen."""
+    def _report(self, error: BaseException, note: str) -> None:
+        """Write the failure to train.log, to summary.json and, if no other process prints it, to the terminal."""
         world, text = self.world, str(error) if isinstance(error, Fault) else described(error)
         if world.main:
             journal.error("%s", text)  # the command line prints what the first process leaves with
         elif not self._shared(error) and not (isinstance(error, Fault) and error.of_one_process):
             log.error("process %d: %s", world.rank, text)
-        journal.debug("the traceback of it", exc_info=error)
+        journal.debug("its traceback", exc_info=error)
         if not world.main:
             return
         if note:
@@ -131,14 +131,14 @@ class Ending:
             log.warning("%s cannot be written: %s", self.folder.path / SUMMARY, full)
 
     def _write(self, status: str, reason: str, note: str) -> None:
-        """`summary.json`: what there is of it stays, with how the run ended, where, and how it goes on."""
+        """Add to `summary.json` how and where the run ended, and the command that resumes it."""
         try:
             known = json.loads((self.folder.path / SUMMARY).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # there is none yet, or it is to be written anew
+        except (OSError, ValueError):  # there is none yet, or it is damaged
             known = {}
         known = known if isinstance(known, dict) else {}
         if known.get("status") == "finished":
-            return  # whatever was to come after the end, it has not begun
+            return  # the failure came after the end
         ended = {"status": status, "reason": reason, "iterations": self.iteration, "command": resuming()}
         ended |= {"saved": note} if note else {}
         self.folder.write_json(SUMMARY, known | ended | {"seconds": round(self.clock.seconds, 1)})

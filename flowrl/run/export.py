@@ -65,8 +65,8 @@ def export(run: Path, layout: Format, out: Path) -> Path:
     """Write a run's weights to the folder `out`; returns the file or folder to load.
 
     Raises:
-        ConfigError: no run, nothing trained yet, weights that cannot be read, full weights asked for as a LoRA, kohya's
-            layout for another family than SD3; nothing is written then.
+        ConfigError: not a run, no trained weights yet, weights that cannot be read, full weights as a LoRA, or kohya's
+            layout for another family than SD3; nothing is written.
         WriteError: the disk is full or not writable.
     """
     if learned_noise(run) is not None:
@@ -77,7 +77,7 @@ def export(run: Path, layout: Format, out: Path) -> Path:
     saved, model = _trained(run), _model(run)
     file = lora_file(saved)
     if out.is_file():
-        raise ConfigError(f"--out {str(out)!r}: it is a file; give a folder, new or empty")
+        raise ConfigError(f"--out {str(out)!r}: it is a file; give a new or empty folder")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {str(out)!r} is not empty; name a new folder")
     if layout == "merged":
@@ -98,7 +98,7 @@ def export(run: Path, layout: Format, out: Path) -> Path:
 
 
 def _require_sd3(run: Path, model: Component) -> None:
-    """Raise ConfigError for any other family: its modules have other names, some of which look like SD3's."""
+    """Raise ConfigError for another family than SD3: its modules have other names, some of which look like SD3's."""
     config = model.config
     try:
         kind = getattr(model.module, "PIPELINE", None) or pipeline_class(config.path, config.revision)
@@ -124,10 +124,10 @@ def _write_kohya(tensors: dict[str, Tensor], settings: dict[str, Any], out: Path
 
 @contextmanager
 def _reading(saved: Path) -> Iterator[None]:
-    """Turn what truncated weights raise into one message."""
+    """Raise one error for all that truncated weights may raise."""
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError that says nothing about the file
+    except torch.OutOfMemoryError:  # a RuntimeError that has nothing to do with the file
         raise
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, SafetensorError) as error:
         raise damaged(
@@ -143,7 +143,7 @@ def to_kohya(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
 
     Args:
         tensors: by module, without the prefix `transformer.`.
-        scale: alpha / r; the written alpha is scale times the rank of what is written.
+        scale: alpha / r; each written alpha is scale times the written rank.
 
     Raises:
         ModelError: a module that the original network does not have under another name.
@@ -199,7 +199,7 @@ def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
     """
     folder = Path(model)
     if not (folder / "config.yaml").is_file():
-        from diffusers import DiffusionPipeline
+        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
         path = resolve_path(model)
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -220,7 +220,7 @@ def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
 
 
 def learned_noise(run: Path) -> LearnedNoise | None:
-    """The laws of a run that learned its initial noise; None of any other run or model."""
+    """The noise distributions of a run that learned its initial noise; None for any other run or model."""
     file = run / "adapter" / FILE
     if not file.is_file():
         return None
@@ -248,10 +248,10 @@ def _trained(run: Path) -> Path:
 
 
 def _with_update(model: Any, saved: Path | None, *, merge: bool) -> Any:
-    """The run's adapter, all of one dtype, with its trained weights, if any: as a LoRA, or added to the network's."""
+    """The run's adapter in one dtype, with its trained weights as a LoRA or merged; `saved` None: without any."""
     config = model.config
     if merge and hasattr(config, "load_t5"):
-        # A folder without T5 would not load without saying so; `text_encoder_3=None` leaves it out as in training.
+        # A folder without T5 does not load unless told so; `text_encoder_3=None` leaves it out as in training.
         config = dataclasses.replace(config, load_t5=True)
     config = dataclasses.replace(config, gradient_checkpointing=False)
     adapter, dtype = model.module.build(config), torch_dtype(config.dtype)

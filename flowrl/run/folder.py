@@ -1,4 +1,4 @@
-"""The run folder: who may write to it, what it was started with, where it stands."""
+"""The run folder: its lock, its configuration and contents, its progress, `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ BATCHES = (
     *("rollout.batch_size", "optim.batch_size", "eval.batch_size", "model.gradient_checkpointing"),
     *("model.memory.vae_slicing", "model.memory.group_offload"),
 )
-# A resumed run may be longer, save more often, lie elsewhere or on other processes, or bear more broken pictures;
-# anything else would make it another run.
+# A resumed run may be longer, save more often, be in another folder or on other processes, or accept more broken
+# images; anything else would make it another run.
 _MAY_CHANGE = ("iterations", "checkpoint", "name", "output", "model.shard", "data.pairs.records.max_broken", *BATCHES)
 
 
@@ -50,7 +50,7 @@ class RunFolder:
         self._lock: int | None = None
 
     def lock(self, wait_s: float = 5.0) -> int:
-        """Hold the folder until every process that inherited the returned descriptor has ended.
+        """Lock the folder until every process that inherited the returned descriptor has ended.
 
         Raises:
             ConfigError: not writable, or another run is using it.
@@ -81,7 +81,7 @@ class RunFolder:
         return descriptor
 
     def try_lock(self) -> bool:
-        """Hold the folder if it can be written and nobody else holds it."""
+        """Lock the folder if it can be written and no other process has locked it."""
         try:
             self.lock(0.0)
         except ConfigError:
@@ -94,12 +94,15 @@ class RunFolder:
             self._lock = None
 
     def begin(self, resolved: Resolved, resume: bool, accept: bool = False) -> int:
-        """Make the folder ready and return the iteration to go on from (0: the start).
+        """Prepare the folder and return the finished iteration to resume after; 0: the start.
 
-        `accept` goes on where files of the user have other contents than the run was started with.
+        Args:
+            resolved: the configuration.
+            resume: an existing run is resumed; otherwise it is refused.
+            accept: accept changed contents of the user's files.
 
         Raises:
-            ConfigError: it already holds a run, or one with another configuration or other contents of files.
+            ConfigError: the folder holds a run, or one with another configuration or other contents of files.
         """
         tree, file = resolved.tree(), self.path / "config.yaml"
         saved = checkpoint.available(self.checkpoints)
@@ -111,7 +114,7 @@ class RunFolder:
             # Older run folders have paths relative to the working directory.
             old = as_it_was(yaml.safe_load(file.read_text(encoding="utf-8")), file)
             old, same = located(RunConfig, old, Origin(Path.cwd())), copy.deepcopy(tree)
-            # Where no prompts are split off, the share says nothing.
+            # Without a split the share has no effect.
             may_change = _MAY_CHANGE if splits(resolved) else (*_MAY_CHANGE, "data.eval_share")
             inputs.alike(old, same, record, now)
             changed = differences(old, same, may_change)
@@ -126,21 +129,21 @@ class RunFolder:
                 )
         start = saved[-1] if resume and saved else 0
         if started and record is None:
-            contents.say("%s has no %s: what its files held before is not known", self.path, contents.FILE)
+            contents.say("%s has no %s: the earlier contents of its files are not known", self.path, contents.FILE)
         inputs.update(self.path, record, now, start, accept)
         write_atomically(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
         return start
 
-    def agree_on_sets(self, found: Sequence[Input], start: int, accept: bool) -> None:
-        """The same for sets, whose contents are known when they have been scanned.
+    def agree_on_sets(self, sets: Sequence[Input], start: int, accept: bool) -> None:
+        """Compare the contents of data sets, which are known once they are scanned.
 
         Raises:
             ConfigError: another set than the run was started with.
         """
-        inputs.update(self.path, contents.read(self.path), found, start, accept)
+        inputs.update(self.path, contents.read(self.path), sets, start, accept)
 
     def forget_after(self, iteration: int) -> None:
-        """Drop metrics and evaluations past a checkpoint; they will be made again.
+        """Drop metrics and evaluations after a checkpoint; they will be made again.
 
         Raises:
             ConfigError: one of the files is damaged.
@@ -158,7 +161,7 @@ class RunFolder:
 
 
 def differences(old: Options, new: Options, may_change: Sequence[str] = _MAY_CHANGE, prefix: str = "") -> list[str]:
-    """ "key was 1, now 2" of every value of two trees that is not the same; of `may_change` nothing is said."""
+    """Values that differ in two trees, as "key was 1, now 2"; those in `may_change` are left out."""
     result = []
     for key in sorted(set(old) | set(new)):
         place = f"{prefix}{key}"
@@ -173,7 +176,7 @@ def differences(old: Options, new: Options, may_change: Sequence[str] = _MAY_CHA
 
 
 def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any]:
-    """Who, where and with what: for `provenance.json`."""
+    """Code, versions, hardware, command and seed, for `provenance.json`."""
     import torch
 
     root = Path(__file__).resolve().parents[2]

@@ -1,7 +1,7 @@
-"""`adapter/` of a run folder: the trained weights as a plain pipeline loads them, and of which iteration they are.
+"""`adapter/` of a run folder: the trained weights in the layout of a plain pipeline, and their iteration.
 
-It is written behind its checkpoint, so a kill or a full disk in between leaves an older one. `flowrl.json` beside the
-weights is written last and says which iteration they are of; where a checkpoint is newer, they are written anew.
+It is written after its checkpoint, so a kill or a full disk in between leaves an older one. `flowrl.json` next to the
+weights is written last and holds their iteration; if a checkpoint is newer, the weights are written again from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER, STAMP = "adapter", "flowrl.json"
 
 
 def stamp(run: Path, iteration: int) -> None:
-    """Say of which iteration the weights are, which are whole."""
+    """Record the iteration of the weights, which are complete."""
     write_atomically(run / FOLDER / STAMP, json.dumps({"iteration": iteration}) + "\n")
 
 
@@ -31,21 +31,20 @@ def outdated(run: Path) -> int | None:
     if not saved:
         return None
     try:
-        told = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))["iteration"]
-        current = told == saved[-1]
-    except (OSError, ValueError, KeyError, TypeError):  # none of an older run; a damaged one says nothing
+        current = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))["iteration"] == saved[-1]
+    except (OSError, ValueError, KeyError, TypeError):  # a run of an older version has none
         current = _written(run / FOLDER) >= _written(checkpoint.path_of(run / "checkpoints", saved[-1]))
     return None if current else saved[-1]
 
 
 def _written(folder: Path) -> float:
-    """When the last of its files was; 0 of no folder."""
+    """Time of the last change of its files, in s; 0 without a folder."""
     return max((file.stat().st_mtime for file in folder.rglob("*") if file.is_file()), default=0.0)
 
 
 def announce(run: Path, iteration: int) -> None:
-    """Say what is about to be mended."""
-    log.warning("%s is older than the checkpoint of iteration %d; it is written anew", run / FOLDER, iteration)
+    """Warn that the weights are about to be written again."""
+    log.warning("%s is older than the checkpoint of iteration %d; it is written again", run / FOLDER, iteration)
 
 
 def renew(run: Path, iteration: int, tree: Options, adapter: Any, options: Any) -> None:
@@ -55,7 +54,7 @@ def renew(run: Path, iteration: int, tree: Options, adapter: Any, options: Any) 
         run: the run folder.
         iteration: of the checkpoint.
         tree: the run's configuration.
-        adapter: its model, untouched; its network is changed.
+        adapter: its untrained model, whose network is changed.
         options: of the model.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Contents of the user's files are a part of a run: what they were, a copy of them, and what has changed since.
+"""Contents of the user's files, which are a part of a run: their record, their copies and their changes.
 
-A run folder's `inputs.json` names each file by the key of the configuration that led to it, with its SHA-256; code and
-lists of prompts lie beside it in `inputs/`. Of a preference set, which may be large, it has the scan's fingerprint with
-the names and sizes of its files. docs/files.md is what users see of it.
+A run folder's `inputs.json` names each file by its key in the configuration, with its SHA-256; code and prompt lists
+are copied to `inputs/`. A preference set may be large: its record is the scan's fingerprint with the names and sizes of
+its files. docs/files.md is the users' page.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from flowrl.data.prompts import Prompt
 
 LARGEST_COPY = 64 << 20
 LARGEST_TEXT = 1 << 20
-"""Bytes of an option's file (a rubric, a question) that is looked at; larger ones are weights."""
+"""Largest size in bytes of an option's file (a rubric, a question) that is recorded; larger ones are weights."""
 
-# ---- what there is now
+# ---- the files now
 
 
 def collect(resolved: Resolved) -> list[Input]:
-    """The files of a run whose contents can change its numbers, but for sets, which are scanned later.
+    """The files of a run whose contents can change its numbers, except data sets, which are scanned later.
 
-    Code of the user's own components with what it imports from beside it, prompts, and small files of rewards' options.
+    They are the code of the user's own components with its neighbouring imports, prompts, and small files that rewards'
+    options name.
     """
     result = []
     for key, module in _components(resolved):
@@ -61,7 +62,7 @@ def _rewards(resolved: Resolved) -> Iterator[tuple[str, Any]]:
 
 
 def _components(resolved: Resolved) -> Iterator[tuple[str, ModuleType]]:
-    """(key, module) of the components that are not flowrl's own."""
+    """(key, module) of the components from outside flowrl."""
     result = [("model.name", resolved.model.module)]
     for key, part in (("algorithm", resolved.algorithm), ("rollout.sampler", resolved.sampler)):
         result += [(f"{key}.{named}", part.module) for named in part.reference]
@@ -83,7 +84,7 @@ def _paths_in(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def code_files(module: ModuleType) -> list[Path]:
-    """A module's file and those that it imports from its own folder or the working directory, the module's first."""
+    """A module's file, then those that it imports from its own folder or the working directory."""
     if module.__file__ is None:
         return []
     main = Path(module.__file__)
@@ -114,17 +115,17 @@ def _imported(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _input(key: str, kind: Kind, file: Path, told: str | None = None) -> Input:
+def _input(key: str, kind: Kind, file: Path, source: str | None = None) -> Input:
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return Input(key, kind, told or str(file), digest, file.stat().st_size)
+    return Input(key, kind, source or str(file), digest, file.stat().st_size)
 
 
 # ---- in the run folder
 
 
 def write(run: Path, record: Record) -> Record:
-    """Keep a record, and copies of the files that have none yet."""
+    """Write a record, and copies of the files that have none yet."""
     kept = []
     for one in record.inputs:
         source = file_of(one)
@@ -133,7 +134,7 @@ def write(run: Path, record: Record) -> Record:
             if not (run / copy).is_file():
                 (run / copy).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, run / copy)
-            one = Input(**asdict(one) | {"copy": str(copy)})
+            one = replace(one, copy=str(copy))
         kept.append(one)
     record = Record(tuple(kept), record.changes)
     plain = {"inputs": [asdict(one) for one in record.inputs], "changes": list(record.changes)}
@@ -142,14 +143,14 @@ def write(run: Path, record: Record) -> Record:
 
 
 def alike(then: Options, now: Options, record: Record | None, inputs: Sequence[Input]) -> None:
-    """Where a file was moved, give both configurations one value: whether it is the same one, its contents say."""
+    """Give both configurations the same value for a file that was moved: its contents are compared instead."""
     known = {} if record is None else {one.key: one for one in reversed(record.inputs)}
     for one in reversed(inputs):
         old = known.get(one.key)
         if old is not None and (old.sha256 == one.sha256 or old.name == one.name):
             _put(then, one.key, one.path)
             _put(now, one.key, one.path)
-    for key in (key for key, old in known.items() if old.kind == "set"):  # judged when they are scanned
+    for key in (key for key, old in known.items() if old.kind == "set"):  # compared when they are scanned
         if _get(then, key) and _get(now, key):
             _put(then, key, _get(now, key))
 
@@ -168,10 +169,10 @@ def _put(tree: Any, key: str, value: Any) -> None:
 
 
 def update(run: Path, record: Record | None, now: Sequence[Input], iteration: int, accept: bool) -> None:
-    """Bring the run folder's record up to date: new inputs, moved ones, and those whose change is accepted.
+    """Update the run folder's record: new inputs, moved ones, and accepted changes.
 
     Raises:
-        ConfigError: something differs and is not accepted.
+        ConfigError: contents differ and the change is not accepted.
     """
     if record is None:
         write(run, Record(tuple(now)))
@@ -184,20 +185,20 @@ def update(run: Path, record: Record | None, now: Sequence[Input], iteration: in
     for old in record.inputs:
         new = fresh.pop(old.place, old)
         kept.append(replace(old, path=new.path) if new.sha256 == old.sha256 else new)
-    told = ({"iteration": iteration, "what": changed},) if changed else ()
-    write(run, Record((*kept, *fresh.values()), (*record.changes, *told)))
+    changes = ({"iteration": iteration, "what": changed},) if changed else ()
+    write(run, Record((*kept, *fresh.values()), (*record.changes, *changes)))
 
 
 def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[Sequence[str]]) -> dict[str, str]:
-    """What an evaluation's numbers depend on beside its steps, guidance and seeds: name -> fingerprint.
+    """Fingerprints of all that an evaluation's numbers depend on, except its steps, guidance and seeds.
 
     Args:
         resolved: the run.
         prompts: of its evaluations.
-        outputs: of each of its rewards, the ones that are only looked at last.
+        outputs: names of the outputs of each reward, those of `eval.rewards` last.
 
     Returns:
-        `model`, `prompts`, and `score NAME` of each output. Where files lie does not matter.
+        `model`, `prompts`, and `score NAME` for each output. The folders of files do not matter.
     """
     model = {k: v for k, v in asdict(resolved.model.config).items() if k not in ("shard", "gradient_checkpointing")}
     result = {"model": fingerprint([resolved.model.name, _portable(model)])}

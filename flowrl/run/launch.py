@@ -1,4 +1,4 @@
-"""The launcher of `--processes N`: starts the workers, forwards signals, ends orphans."""
+"""The launcher of `--processes N`: starts the workers, forwards signals, ends them after a failure."""
 
 from __future__ import annotations
 
@@ -15,30 +15,27 @@ from pathlib import Path
 from flowrl.core.subprocesses import PARENT
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-"""Where the workers find this flowrl, installed or not."""
-
+"""Folder from which the workers import this flowrl, installed or not."""
 
 COMMAND = "FLOWRL_COMMAND"
-"""What the user typed, in a worker's environment."""
-
+"""The user's command line, in a worker's environment."""
 
 _PLEA = signal.SIGUSR1
-"""From a worker to its launcher: it is saving, and wants more time."""
-
+"""Signal of a worker to its launcher: it is saving, and needs more time."""
 
 _LEAVING_S, _GRACE_S, _SAVING_S = 1.0, 30.0, 600.0
-"""After a failure of one process: until the others get SIGTERM, until they are killed, and that while one saves."""
+"""Seconds after a failure of one process until the others get SIGTERM, are killed, and are killed while one saves."""
 
 
 def ask_for_time() -> None:
-    """Tell the launcher, which is ending this process for another's failure, that a checkpoint is being written."""
+    """Ask the launcher, which ends this process after another's failure, for the time to write a checkpoint."""
     parent = os.environ.get(PARENT)
     if parent is not None and os.getppid() == int(parent):
         os.kill(int(parent), _PLEA)
 
 
 def command_line() -> str:
-    """What the user typed, as far as it is known."""
+    """The user's command line, or this process's own."""
     return os.environ.get(COMMAND) or shlex.join(["flowrl", *sys.argv[1:]])
 
 
@@ -57,14 +54,14 @@ def launch(
 ) -> int:
     """Run `python -m flowrl ARGUMENTS` in N processes and return the exit code of the first that failed.
 
-    Signals are forwarded; when one process ends badly the others get SIGTERM, so that they save, and are ended after a
-    grace period, which one that is saving may extend.
+    Signals are forwarded. After a failure of one process the others get SIGTERM, so that they save, and are killed
+    after a grace period, which a process that is saving may extend.
 
     Args:
         arguments: of the command line.
-        processes: how many.
+        processes: number of workers.
         pass_fds: descriptors that they inherit.
-        warn: is told, before anything starts, what makes them slow.
+        warn: called with a warning before anything starts, if they will be slow.
     """
     port, cores = free_port(), os.cpu_count() or processes
     usable = _usable_cores()
@@ -108,7 +105,7 @@ def launch(
 
 
 def _usable_cores() -> int:
-    """Of this process: those of a container, for one."""
+    """CPU cores that this process may use, such as those of its container."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
@@ -127,11 +124,11 @@ def _wait(children: list[subprocess.Popen], received: Sequence[int] = (), grace_
         for child in children:
             code = child.poll()
             if code not in (None, 0) and failed is None:
-                # Those that have met the same failure are about to leave with their message.
+                # Processes with the same failure are about to end with their own message.
                 failed, asked_at, ended_at = code, now + _LEAVING_S, now + grace_s
         if now > asked_at:
             asked_at = never
-            # After a signal of ours they leave anyway, and a second one would end them before they have saved.
+            # After a forwarded signal they end anyway, and a second one would end them before they have saved.
             if not set(received) - {_PLEA}:
                 _send(children, signal.SIGTERM)
         if _PLEA in received and failed is not None and grace_s != _SAVING_S:

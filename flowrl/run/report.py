@@ -1,4 +1,4 @@
-"""Before and after: the base evaluation, the final one, `summary.json`, the gallery, and the line of an iteration."""
+"""Before and after training: the base evaluation, the final one, `summary.json`, the report, an iteration's line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flowrl.run.session import Session
 from flowrl.run.state import Clock
 from flowrl.scoring.weighted import WeightedReward
 
-# Prompts on which the candidates for the base's best CFG are compared; the winner is then evaluated in full.
 _GUIDANCE_PROMPTS = 128
+"""Prompts on which candidates for the base's best CFG are compared; the best one is then evaluated in full."""
 
 Before = tuple[Evaluation, Evaluation | None]
-"""The untouched model at the evaluation's guidance, and at its best one where that is another."""
+"""The untrained model at the evaluation's guidance, and at its best guidance; None: the same, or not sought."""
 
 
 class Report:
-    """Compares a run's result with the untouched model.
+    """Compares a run's result with the untrained model.
 
     Args:
         session: of the run.
-        folder: where its evaluations lie, and its summary is written.
+        folder: holds its evaluations and its summary.
         clock: of the run.
     """
 
@@ -37,18 +37,18 @@ class Report:
         self.prompts, self.watched = session.parts.data.prompts, session.parts.scorers.watched
 
     def _heaviest(self) -> WeightedReward | None:
-        """The reward that is trained on most, else the heaviest of those that are looked at; None without any."""
+        """The reward with the largest weight: a trained one, else one of `eval.rewards`; None without any."""
         scorer = self.session.rewards or self.watched
         return None if scorer is None else max(scorer.entries, key=lambda e: abs(e.weight))
 
     @property
     def metric(self) -> str | None:
-        """The output that is trained on most: the first of the heaviest reward's shares; None without a reward."""
+        """The output with the largest weight: the first share of the heaviest reward; None without a reward."""
         entry = self._heaviest()
         return None if entry is None else next(iter(entry.shares()))
 
     def _saved(self, tag: str, guidance_scale: float) -> Evaluation | None:
-        """An evaluation that is there and was made as it would be now."""
+        """An evaluation in the run folder, if it was made as it would be now."""
         session, evaluator = self.session, self.session.parts.evaluator
         file = self.folder.path / "eval" / f"{tag}.json"
         if not file.is_file():
@@ -66,14 +66,11 @@ class Report:
         )
         unlike = now.unlike(result)
         if unlike:
-            log.warning("%s was made with other values of: %s; it is made anew", file, ", ".join(unlike))
+            log.warning("%s was made with other values of: %s; it is made again", file, ", ".join(unlike))
         return None if unlike else result
 
     def before(self, *, resumed: bool) -> Before:
-        """Evaluate the untouched model; called before a checkpoint is put back.
-
-        What the run folder has is taken if it was made as it would be now.
-        """
+        """Evaluate the untrained model, unless the run folder has that; called before a checkpoint is restored."""
         base = self._saved("base", self.session.eval_guidance)
         kept = base is not None
         if base is None:
@@ -85,11 +82,11 @@ class Report:
         return base, (self._best_guidance(base, wanted, sought=resumed and kept) if wanted else None)
 
     def _of_base(self, tag: str, guidance_scale: float, **options: Any) -> Evaluation:
-        # The base is its own reference: it prefers nothing.
-        return self.session.evaluate(tag, iteration=0, guidance_scale=guidance_scale, judge=False, **options)
+        # The base is its own reference, so it has no preference.
+        return self.session.evaluate(tag, iteration=0, guidance_scale=guidance_scale, pairs=False, **options)
 
     def _best_guidance(self, base: Evaluation, wanted: Sequence[float], *, sought: bool) -> Evaluation | None:
-        """The base at the best of the `wanted` scales; `sought`: an earlier call of the program has looked for it."""
+        """The base at the best of the `wanted` scales; `sought`: an earlier call of the program has searched."""
         entry, folder, world = self._heaviest(), self.folder.path / "eval", self.session.world
         assert entry is not None  # flowrl/config/checks.py
         metric = next(iter(entry.shares()))
@@ -98,9 +95,9 @@ class Report:
             result = self._saved(file.stem, Evaluation.load(file).guidance_scale)
             if result is not None:
                 return result
-        if sought and not stale:  # the search found that the base's own scale is its best
+        if sought and not stale:  # the base's own scale is its best
             return None
-        world.barrier()  # everybody has read them
+        world.barrier()  # all processes have read them
         for file in stale if world.main else ():
             file.unlink()
         means = {base.guidance_scale: float(base.scores[metric][:_GUIDANCE_PROMPTS].mean())}
@@ -113,15 +110,15 @@ class Report:
         log.info("base by CFG%s: %s", self.prompts.on, ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
         if scale == base.guidance_scale:
             return None
-        # Trees have the guidance of training: the base's is drawn already.
+        # Trees have the guidance of training: the tree of the base is there already.
         return self._of_base(f"base-guidance-{scale:g}", scale, tree=False)
 
     def announce(self, before: Before) -> None:
-        """The summary of a run under way."""
+        """Write the summary of a run under way."""
         self._write("running", *before, None)
 
     def finish(self, before: Before) -> dict[str, Any]:
-        """Evaluate the result, write the summary and the gallery, and say what came out."""
+        """Evaluate the result, write the summary and the report, and log the verdict."""
         session, tuned = self.session, self._saved("tuned", self.session.eval_guidance)
         if tuned is None or tuned.iteration != session.iteration:
             tuned = session.evaluate("tuned")
@@ -203,24 +200,24 @@ def _log_verdict(metric: str | None, result: dict[str, Any], best: Evaluation | 
         log.info("%s", format_accuracy(result["implicit_accuracy"]))
 
 
-def format_accuracy(found: dict[str, float]) -> str:
-    """What the network prefers of held-out pairs, in a sentence."""
-    return f"implicit accuracy on held-out pairs {_format(found)}"
+def format_accuracy(value: dict[str, float]) -> str:
+    """The network's accuracy on held-out pairs, in words."""
+    return f"implicit accuracy on held-out pairs {_format(value)}"
 
 
 def format_mean(prompts: RunPrompts, key: str, value: float) -> str:
-    """An evaluation's mean, as a row has it: of held-out pairs, or of the evaluated prompts."""
+    """An evaluation's mean in a row's line: on held-out pairs, or on the evaluated prompts."""
     what = "" if key == "eval/implicit_accuracy" else prompts.on
     return f"{key.removeprefix('eval/')}{what} {value:.3f}" if what else f"held-out {key[5:]} {value:.3f}"
 
 
-def format_win_rate(metric: str, found: dict[str, float], on: str = "") -> str:
-    """A win rate in a sentence; `on` is what it is of, where that are no held-out prompts."""
-    if not found["n"]:
-        return f"win rate{on} by {metric}: no picture of the {found['ties']} differs from the base's"
+def format_win_rate(metric: str, value: dict[str, float], on: str = "") -> str:
+    """A win rate in words; `on` names its prompts unless they are held out."""
+    if not value["n"]:
+        return f"win rate{on} by {metric}: none of the {value['ties']} images differs from the base's"
     return (
-        f"win rate{on} by {metric}: {found['rate']:.1%} of {found['n']} pictures that are not tied (95 % interval "
-        f"{found['low']:.1%} to {found['high']:.1%}); {found['ties']} ties, {found['tie_rate']:.1%}"
+        f"win rate{on} by {metric}: {value['rate']:.1%} of {value['n']} images that are not tied (95 % interval "
+        f"{value['low']:.1%} to {value['high']:.1%}); {value['ties']} ties, {value['tie_rate']:.1%}"
     )
 
 

@@ -54,8 +54,8 @@ class Session:
         overrides: `a.b=c` words for a recipe.
         world: the processes; None joins the group of this process, and `close` leaves it.
         folder: evaluations write their scores, images and trees below it; None: nothing is written.
-        signals: asked whether to leave off.
-        training: False leaves out what no evaluation needs.
+        signals: the signals that stop the work early.
+        training: False leaves out what evaluations do not need.
 
     Raises:
         ConfigError, ModelError, RewardError: something the user can mend.
@@ -93,11 +93,11 @@ class Session:
         trained = () if self.rewards is None else self.rewards.entries
         self.tree = EvalTree(self.resolved, self.method, trained, parts.evaluator)
         self.iteration = 0
-        """The last finished one."""
+        """The last finished iteration."""
         self.between_updates = True
         """The weights are those of the end of an iteration."""
         self.remembered = self._memory()
-        """Plain data that method, data and collector remember at the end of that."""
+        """State of method, data and collector at its end, plain data."""
         self._under_way, self._timer, self._sums = 0, Timer(), Sums()
         self._gated = False
 
@@ -207,10 +207,10 @@ class Session:
 
     @property
     def exhausted(self) -> bool:
-        """There is nothing left to train on: every prompt is retired."""
+        """True if every prompt is retired, so that nothing is left to train on."""
         return self.collector.exhausted
 
-    # ---- looking at it
+    # ---- images and scores
 
     def images(self, rollout: Rollout) -> Tensor:
         """Images of this process's samples in [0, 1], [B, 3, H, W], or videos [B, F, 3, H, W]; decoded once more."""
@@ -235,19 +235,19 @@ class Session:
         iteration: int | None = None,
         guidance_scale: float | None = None,
         save: bool = True,
-        judge: bool = True,
+        pairs: bool = True,
         tree: bool = True,
     ) -> Evaluation:
         """Scores of the evaluated prompts at fixed seeds, with the weights that count (EMA if there is one).
 
         Args:
-            tag: names what is written, if the session has a folder.
-            limit: of the prompts; None: all of them.
-            iteration: the one that it follows; None: the last.
+            tag: name of the written files, if the session has a folder.
+            limit: number of prompts; None: all of them.
+            iteration: the finished iteration; None: the last one.
             guidance_scale: None: the configuration's.
             save: write scores and images.
-            judge: whether a method that prefers images is asked what it prefers of held-out pairs.
-            tree: whether a method on trees draws one.
+            pairs: compare the network with held-out pairs, for a method that prefers images.
+            tree: draw a tree, for a method on trees.
 
         Raises:
             Abandoned, Diverged, RewardError: on all processes; no scores are written.
@@ -259,10 +259,10 @@ class Session:
         evaluator = self.parts.evaluator
         total = len(evaluator.prompts[:limit]) * evaluator.options.samples_per_prompt // self.world.size
         with phase("evaluation"), self.weights.using(self.optimizer.role):
-            if tree:  # before the scores: an evaluation that is there has its tree, whenever a signal came
+            if tree:  # before the scores: whenever a signal comes, an evaluation with scores has its tree
                 self.tree(tag, iteration, self.stop)
             bar = Progress(total, f"evaluating {tag}", show=self.world.main)
-            agreement = self.held_out if judge else None
+            agreement = self.held_out if pairs else None
             try:
                 return evaluator(setting, progress=bar.update, stop=self.stop, agreement=agreement)
             finally:
@@ -287,7 +287,7 @@ class Session:
     def load_state(
         self, iteration: int, tensors: dict[str, Tensor], plain: dict[str, Any], *, other_data: bool = False
     ) -> None:
-        """Put `state` of the end of an iteration back.
+        """Restore `state` of the end of an iteration.
 
         Args:
             iteration: the finished one.
@@ -308,13 +308,13 @@ class Session:
         if split["algorithm"]:
             self.method.load_tensors(split["algorithm"])
         if not other_data:
-            self.parts.data.source.load_state_dict(plain["source"])  # of given images it only says which set they are
+            self.parts.data.source.load_state_dict(plain["source"])  # for given images it only names their set
         self.collector.load_state_dict(plain["collector"])
         self.iteration, self.remembered = iteration, self._memory()
 
 
 def resolved(config: RunConfig | Resolved | str | Path, *overrides: str) -> Resolved:
-    """A configuration with every component found, whatever it is named by.
+    """The resolved configuration.
 
     Raises:
         ConfigError, ModelError: something the user can mend.

@@ -1,4 +1,4 @@
-"""A run's checkpoints: the state of its session, and beside it the weights as a plain pipeline loads them."""
+"""A run's checkpoints: the state of its session, and the weights in the layout of a plain pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALGORITHM = "algorithm/"
 
 
 class Clock:
-    """Seconds that a run has taken, those before it was resumed among them."""
+    """Seconds that a run has taken, with those before it was resumed."""
 
     def __init__(self) -> None:
         self.before, self.started = 0.0, time.monotonic()
@@ -36,26 +36,26 @@ class Saver:
 
     Args:
         session: of the run.
-        folder: where its checkpoints and its adapter lie.
+        folder: holds its checkpoints and its adapter.
         clock: of the run.
     """
 
     def __init__(self, session: Session, folder: RunFolder, clock: Clock) -> None:
         self.session, self.folder, self.clock = session, folder, clock
         self.saved = self.attempted = -1
-        """The last iteration of which there is a checkpoint, and the last one of which there was to be one."""
+        """The last iteration with a checkpoint, and the last one for which a checkpoint was begun."""
         self.due: dict[str, Any] | None = None
-        """Row of the last finished iteration, while it and the evaluation that belongs to it are to be written."""
+        """Row of the last finished iteration, until it and its evaluation are written; else None."""
 
     def save(self, *, alone: bool = False) -> None:
-        """Checkpoint the end of the last finished iteration, with the weights as a plain pipeline loads them.
+        """Save the end of the last finished iteration: a checkpoint, and the weights for a plain pipeline.
 
         Args:
-            alone: the other processes have no part in it, as they may be gone.
+            alone: without the other processes, which may be gone.
 
         Raises:
             UnwritableCheckpoint: on every process, if it could not be written on one.
-            WriteError: the checkpoint is there, and its adapter could not be written.
+            WriteError: the checkpoint is written, and its adapter could not be.
         """
         session, iteration = self.session, self.session.iteration
         if self.saved == iteration:
@@ -84,13 +84,13 @@ class Saver:
         self.saved = iteration
 
     def restore(self, iteration: int, accept_changes: bool = False) -> None:
-        """Go on from the run's own checkpoint."""
+        """Resume from the run's own checkpoint."""
         session, folder = self.session, self.folder
         state, world = load(session, folder.checkpoints, iteration, accept_changes), session.world
         self.clock.before, self.saved = state["seconds"], iteration
         self.due = state.get("due")
         if world.main:
-            # Its row may stand there already, if the call that made its evaluation was killed at once.
+            # Its row may be there already, if the call that made its evaluation was killed at once.
             folder.forget_after(iteration if self.due is None else iteration - 1)
         world.barrier()
         log.info("resumed after iteration %d", iteration)
@@ -100,7 +100,7 @@ class Saver:
 
 
 def _unlike(state: dict[str, Any], session: Session) -> list[str]:
-    """Whatever may let the numbers differ from those without an interruption."""
+    """Differences from the earlier call that may change the numbers, in words."""
     result, size = [], session.world.size
     if state["processes"] != size:
         result.append(
@@ -116,12 +116,12 @@ def _unlike(state: dict[str, Any], session: Session) -> list[str]:
 
 
 def is_split(session: Session) -> bool:
-    """Whether no process has all of the trained weights."""
+    """True if no process has all of the trained weights."""
     return bool(rows(session.weights))
 
 
 def _first(session: Session, work: Callable[[], Any], *, alone: bool) -> None:
-    """Do something on the first process, while the others wait for what came of it unless it is `alone`."""
+    """Do something on the first process, while the others wait for its result unless it is `alone`."""
     if alone:
         work()
     else:
@@ -129,7 +129,7 @@ def _first(session: Session, work: Callable[[], Any], *, alone: bool) -> None:
 
 
 def write_adapter(session: Session, run: Path, *, alone: bool = False) -> None:
-    """The trained weights as a plain pipeline loads them, then of which iteration they are; see `Saver.save`."""
+    """Write the trained weights in the layout of a plain pipeline, then their iteration; see `Saver.save`."""
     weights, folder, iteration = session.weights, run / handover.FOLDER, session.iteration
 
     def write(work: Callable[[], Any]) -> None:
@@ -148,7 +148,7 @@ def write_adapter(session: Session, run: Path, *, alone: bool = False) -> None:
 
 
 def mend_adapter(session: Session, run: Path) -> None:
-    """Write the weights, which are those of the newest checkpoint, where the run folder has older ones."""
+    """Write the session's weights, those of the newest checkpoint, if the run folder has older ones."""
     iteration = session.world.gather(handover.outdated(run))[0]
     if iteration is not None:
         handover.announce(run, iteration)
@@ -156,9 +156,9 @@ def mend_adapter(session: Session, run: Path) -> None:
 
 
 def load(session: Session, folder: Path, iteration: int, accept_changes: bool = False) -> dict[str, Any]:
-    """Put a checkpoint back, whatever number of processes wrote it; its plain data.
+    """Restore a checkpoint, whatever number of processes wrote it; its plain data.
 
-    `accept_changes` takes another set of given images than the checkpoint's.
+    `accept_changes` accepts another set of given images than the checkpoint's.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed.
@@ -179,7 +179,7 @@ def load(session: Session, folder: Path, iteration: int, accept_changes: bool = 
 
 
 def load_newest(session: Session, run: Path, accept_changes: bool = False) -> None:
-    """Put the newest checkpoint of a run folder into a session that is not that run's.
+    """Load the newest checkpoint of a run folder into a session of another folder.
 
     Raises:
         ConfigError: it has none.
@@ -195,7 +195,7 @@ def load_newest(session: Session, run: Path, accept_changes: bool = False) -> No
 
 
 def _parameter(name: str) -> str:
-    """That a tensor belongs to: weights/ROLE/PARAMETER or optim/PARAMETER/MOMENT.
+    """The parameter of a tensor that is named weights/ROLE/PARAMETER or optim/PARAMETER/MOMENT.
 
     >>> _parameter("weights/ema/proj.weight"), _parameter("optim/proj.weight/exp_avg")
     ('proj.weight', 'proj.weight')

@@ -39,10 +39,12 @@ class Trainer:
     def fit(self, resume: bool = False, accept_changes: bool = False) -> dict[str, Any]:
         """Train to the last iteration.
 
-        `accept_changes` goes on with other contents of the user's files than the run was started with.
+        Args:
+            resume: an existing run is resumed; otherwise it is refused.
+            accept_changes: accept other contents of the user's files than the run was started with.
 
         Raises:
-            ConfigError: something the user can mend; nothing was trained, or what was is saved.
+            ConfigError: something the user can mend; finished iterations are saved.
             Stopped: a signal came; the last finished iteration is saved.
             Exited: code of the run called `sys.exit`.
             Exception: any other failure; the last finished iteration is saved, unless it was the update that failed.
@@ -61,7 +63,7 @@ class Trainer:
             self.world.close()
 
     def _open_folder(self, resume: bool, accept: bool) -> int:
-        """The iteration to go on from, on the first process, which alone touches the folder."""
+        """The finished iteration to resume after; only the first process touches the folder."""
         if not self.world.main:
             return 0
         if "FLOWRL_LOCKED" not in os.environ:
@@ -69,7 +71,7 @@ class Trainer:
         checkpoint.remove_leftovers(self.folder.path)
         start = self.folder.begin(self.resolved, resume, accept)
         if not start:
-            # A run that was killed before its first checkpoint may have left rows behind.
+            # A run that was killed before its first checkpoint may have left rows.
             self.folder.forget_after(0)
         return start
 
@@ -82,19 +84,19 @@ class Trainer:
                 self.world.agree(lambda: self._open_session(start, accept))
                 self.saver = ending.saver = Saver(self.session, self.folder, self.clock)
                 self.report = Report(self.session, self.folder, self.clock)
-                # Before a checkpoint is put back: these are the untouched weights.
+                # Before a checkpoint is restored: these are the untrained weights.
                 before = self.report.before(resumed=start > 0)
                 if start:
                     self.saver.restore(start, accept)
                 return self._loop(start, before)
-        except BaseException as error:  # whatever ends a run, its folder says so
+        except BaseException as error:  # the folder records every end
             last = ending.leave(error)
             if last is error:
                 raise
             raise last from error
 
     def _open_session(self, start: int, accept: bool, *, training: bool = True) -> None:
-        """Load the parts, and write down what they are."""
+        """Load the parts, and record them in the folder."""
         self.session = Session(
             self.resolved, world=self.world, folder=self.folder.path, signals=self.signals, training=training
         )
@@ -109,7 +111,7 @@ class Trainer:
             log.info("%s", parts.introduction())
 
     def evaluate_only(self, run: Path | None, out: Path, accept_changes: bool = False) -> Evaluation:
-        """Evaluate the untouched model, or the newest checkpoint of a run folder, into `out`."""
+        """Evaluate the untrained model, or the newest checkpoint of a run folder, into `out`."""
         self.world, self.folder = join(), RunFolder(out)
         set_up_logging(None, main=self.world.main)
         with explaining(self.resolved, self.world):
@@ -119,7 +121,7 @@ class Trainer:
                 require_same_split(load_config(run / "config.yaml"), self.config, parts.data.prompts)
                 require_unedited(run, parts.sets(), accept=accept_changes)
                 load_newest(self.session, run, accept_changes)
-            return self.session.evaluate(judge=run is not None, tree=False)
+            return self.session.evaluate(pairs=run is not None, tree=False)
 
     # ---- the loop
 
@@ -130,7 +132,7 @@ class Trainer:
         if saver.due is not None:
             self._record(saver.due)
             saver.saved = -1
-            saver.save()  # now as it would be without an interruption
+            saver.save()  # the same as without an interruption
         for iteration in range(start + 1, config.iterations + 1):
             if session.exhausted:
                 log.info("every prompt is retired: training ends after iteration %d", session.iteration)
@@ -142,9 +144,9 @@ class Trainer:
         return self.report.finish(before)
 
     def _record(self, row: dict[str, Any]) -> None:
-        """Evaluate where that is due, and write the row of the iteration that is finished."""
+        """Evaluate if that is due, and write the row of the finished iteration."""
         config, iteration, saver = self.config, self.session.iteration, self.saver
-        saver.due = row  # a checkpoint from here on says that this is still to be done
+        saver.due = row  # a checkpoint from here on records that this is unfinished
         if config.eval.every and iteration % config.eval.every == 0 and iteration < config.iterations:
             result = self.session.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
             row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}

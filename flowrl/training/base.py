@@ -72,7 +72,7 @@ class Iteration:
     """Keys the shares and the order inside them."""
     rollout: Rollout
     credit: Advantages
-    """Of all samples of the iteration."""
+    """Credit of all samples of the iteration."""
     sums: Sums
     """Receives the metrics."""
 
@@ -115,7 +115,7 @@ class Setting:
     """The options of a run that its training data depend on."""
 
     name: str
-    """Of the method."""
+    """Name of the method."""
     model: ModelConfig
     sampler: Sampler
     rollout: RolloutConfig
@@ -141,7 +141,7 @@ class Demand:
     share: float
     """Share of them that is trained where no group is dead: a method may select samples and steps."""
     latents: int
-    """Latents that the rollout keeps beside the finished ones."""
+    """Latents that the rollout keeps in addition to the finished ones."""
 
 
 @contextmanager
@@ -162,13 +162,13 @@ class Training(Generic[M]):
     rows_are = "times"
     """Name of what `Demand.rows` counts, for tables."""
     frozen = False
-    """Whether the network stays as it is, and no update evaluates it."""
+    """True if the network is frozen, and no update evaluates it."""
     renoises = False
-    """Whether the network is fitted to finished samples, noised again."""
+    """True if the network is fitted to finished samples, noised again."""
     own_prompts = False
-    """Whether the method learns about its training prompts alone, so that none of them are held out."""
+    """True if the method learns about its training prompts alone, so that none of them are held out."""
     takes_sampler = False
-    """Whether the rollout's stochastic steps are those of `rollout.sampler`."""
+    """True if the rollout's stochastic steps are those of `rollout.sampler`."""
 
     def __init__(self, method: M) -> None:
         self.method = method
@@ -240,7 +240,7 @@ class Training(Generic[M]):
         """Give the weights what depends on the texts of the training prompts."""
 
     def recording(self, sampler: Sampler) -> Recording:
-        """What the rollout keeps of its trained steps."""
+        """The data that the rollout keeps of its trained steps."""
         return Recording()
 
     # ---- updates

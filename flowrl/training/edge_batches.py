@@ -1,4 +1,4 @@
-"""Training on a rollout's stochastic steps: credited, cut into shares, checked against the rollout."""
+"""Training on a rollout's stochastic steps: credit, shares of the updates, the parity gate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nodes_per_sample(plan: StepPlan) -> int:
 
 
 class EdgeTraining(Training[EdgeMethod]):
-    """The stochastic steps of this iteration's rollout, each once a pass."""
+    """The stochastic steps of this iteration's rollout, each once per pass."""
 
     rows_are = "steps"
     takes_sampler = True
@@ -57,7 +57,7 @@ class EdgeTraining(Training[EdgeMethod]):
 
     def _check_steps(self, setting: Setting) -> None:
         steps, trained = setting.rollout.num_inference_steps, self.method.config.sde_steps
-        # Flows end at clean data. Where a noise-prediction model's last step ends is known once its scheduler is.
+        # Flows end at clean data. The end of a noise-prediction model's last step is known with its scheduler.
         flow = not takes_vp(setting.sampler)
         if steps < 1 + flow:
             raise ConfigError(
@@ -76,7 +76,7 @@ class EdgeTraining(Training[EdgeMethod]):
             )
 
     def _check_trees(self, setting: Setting) -> None:
-        """The samples of a prompt are the leaves of whole trees, where a method has trees."""
+        """Refuse groups that are not the leaves of whole trees, for a method on trees."""
         config, name, group = self.method.config, setting.name, setting.rollout.group_size
         leaves = config.leaves(setting.rollout.num_inference_steps)
         if group % leaves:
@@ -112,7 +112,7 @@ class EdgeTraining(Training[EdgeMethod]):
     def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> Work:
         work = EdgeBatches(context, iteration)
         if gate is not None:
-            # The gate is passed once a start: no cost of an iteration.
+            # The gate is passed once per start and is no part of an iteration's cost.
             with context.counter.uncounted():
                 work.pass_gate(gate)
         return work
@@ -144,7 +144,7 @@ class EdgeBatches(Work):
             self.shares.append(rows[self.order(len(rows), "edges", number)])
 
     def _advantages(self, identity: Tensor) -> Tensor:
-        """Advantages of this rank's samples, [B, R', *pos]: by position where the method asks for it."""
+        """Advantages of this rank's samples, [B, R', *pos]; by position for a method with `spatial`."""
         credit, maps, sums = self.iteration.credit, self.rollout.maps, self.iteration.sums
         own, options = credit.values.flatten(0, 1)[identity], self.context.method.spatial
         if options is None:
@@ -162,9 +162,10 @@ class EdgeBatches(Work):
         return self._in_step(self.shares[number])
 
     def _in_step(self, order: Tensor) -> Iterator[tuple[Microbatch, bool]]:
-        """Forwards of the edges `order` [n]: those of a sharded network come by the same keys on every process.
+        """Forwards of the edges `order` [n], and whether they count.
 
-        Where another one has more of a key, an edge of this process is repeated for nothing, uncounted.
+        With a sharded network every process makes the same forwards by batch key: where another process has more of a
+        key, an edge of this one is repeated, and does not count.
         """
         context, real = self.context, self.forwards(order)
         if not context.sharded:
@@ -183,7 +184,7 @@ class EdgeBatches(Work):
                     yield next(self.forwards(spare, torch.zeros_like(self.advantage))), False
 
     def forwards(self, order: Tensor, advantage: Tensor | None = None) -> Iterator[Microbatch]:
-        """Forwards of the edges `order` [n], with their own advantages unless others are given."""
+        """Forwards of the edges `order` [n]; `advantage` None: their own."""
         return microbatches(
             self.rollout,
             self.advantage if advantage is None else advantage,
@@ -194,9 +195,9 @@ class EdgeBatches(Work):
         )
 
     def pass_gate(self, dtype: torch.dtype) -> None:
-        """Replay one microbatch before the first update; stop where it does not repeat the rollout.
+        """Replay one microbatch before the first update, and stop if it does not repeat the rollout.
 
-        The second number is the same at the rollout's own batch composition, where it must be 0.
+        The second number in the log is at the rollout's own batch composition, where it must be 0.
 
         Args:
             dtype: of the network.
@@ -220,7 +221,7 @@ class EdgeBatches(Work):
             tolerance,
             exact,
         )
-        # Written so that a NaN does not pass.
+        # In this form a NaN does not pass.
         if not worst <= tolerance and not method.recompute:
             raise ParityError(
                 f"replaying the rollout changes the log ratio by {worst:.2e} at step {step}, more than {tolerance:.2e} "
@@ -230,7 +231,7 @@ class EdgeBatches(Work):
 
     @torch.no_grad()
     def _deviation(self, order: Tensor) -> tuple[float, int]:
-        """Largest |log ratio| of a replay at training geometry, and its step."""
+        """Largest |log ratio| of a replay of the edges `order` [n], and its step."""
         method, networks = self.context.method, self.context.networks
         change = torch.zeros(len(order))
         for batch, counts in self._in_step(order):
@@ -245,7 +246,7 @@ class EdgeBatches(Work):
 
     @torch.no_grad()
     def _recomputed(self) -> Rollout:
-        """Old log-probs, and old means where the method keeps them, at the very batches of the updates."""
+        """The rollout with old log-probs, and old means if the method keeps them, at the batches of the updates."""
         edges, networks = self.rollout.edges, self.context.networks
         old, form = edges.old_log_prob.clone(), self.context.method.log_prob_form(networks.policy.sampler)
         columns = {name: value.clone() for name, value in edges.columns.items()}

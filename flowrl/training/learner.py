@@ -31,14 +31,14 @@ class Learner:
         self.method, self.networks, self.world = context.method, context.networks, context.world
         self.bad_updates = 0
         self.grad_norm: float | None = None
-        """Of the last update."""
+        """Gradient norm of the last update; None: there was none."""
         self.before_update: Callable[[Work, int], None] | None = None
         """Called with the data of an iteration and the number of the share that the next update is about to train."""
 
     def update(
         self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums, *, gate: torch.dtype | None = None
     ) -> None:
-        """Optimizer steps on disjoint shares of the samples that take part, as often as the method passes over them.
+        """Optimizer steps on disjoint shares of the trained samples, once per pass of the method.
 
         Args:
             iteration: keys the shares and the order inside them.
@@ -72,7 +72,7 @@ class Learner:
             sums.add_loss(output, len(batch), batch.steps)
             for place, name in enumerate(names):
                 tail[place] += output.metrics[name]
-        # One reduction per update: the gradient of the summed loss, what the method wants to hear of, the edges behind.
+        # One reduction per update: the gradient of the summed loss, the metrics of `feedback`, the number of rows.
         gradient = self.optimizer.flat_gradient()
         if self.networks.weights.split:
             # The backward pass has summed it already, and left this process its rows.
@@ -80,13 +80,13 @@ class Learner:
         else:
             flat = self.world.all_reduce_sum(torch.cat([gradient, tail]))
             gradient, tail = flat[: -len(tail)], flat[-len(tail) :]
-        heard, count = tail[:-1], tail[-1]
+        feedback, count = tail[:-1], tail[-1]
         if count == 0:
             self.optimizer.zero_grad()
             return
         report = self.optimizer.step(gradient / (count * scale))
         if not report.skipped:
-            means = dict(zip(names, (heard / count).tolist(), strict=True))
+            means = dict(zip(names, (feedback / count).tolist(), strict=True))
             self.method.after_update(self.optimizer.updates, self.networks.weights, means)
         if report.grad_norm == 0 and self.optimizer.updates == 1:
             raise RuntimeError("no trainable parameter got a gradient: the loss does not reach the weights")

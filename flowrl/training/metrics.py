@@ -1,4 +1,4 @@
-"""Named scalars: sums over microbatches and processes, metrics.jsonl, the line and the bar one sees."""
+"""Named scalars as sums over microbatches and processes, and the seconds of each phase."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Timer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """See `phases.phase`, too."""
+        """Time a phase, which is also named for errors (`phases.phase`)."""
         started = time.perf_counter()
         try:
             with phase(name):

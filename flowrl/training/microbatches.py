@@ -39,10 +39,10 @@ def microbatches(
     Args:
         drawn: samples with E edges; their plan gives each edge its step.
         advantage: [E, R, *pos].
-        adapter: says which steps may share a forward.
+        adapter: decides which steps may share a forward.
         batch_size: latents per forward.
-        order: which edges, in which order; None takes all as they come.
-        device: where the forward runs.
+        order: numbers of the edges, [n]; None: all of them.
+        device: of the forward.
     """
     edges, plan = drawn.edges, drawn.plan
     order = torch.arange(len(edges)) if order is None else order
@@ -72,7 +72,7 @@ def microbatches(
 
 
 def forwards(edges: Edges, adapter: ModelAdapter, order: Tensor, batch_size: int) -> dict[int, int]:
-    """How many microbatches `order` makes, by batch key."""
+    """Number of microbatches of the edges `order` [n], by batch key."""
     keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
     parents = edges.parent[order]
     return {int(key): -(-len(parents[keys == key].unique()) // batch_size) for key in keys.unique()}

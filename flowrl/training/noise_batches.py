@@ -1,4 +1,4 @@
-"""The training data of a method on the initial noise: what the samples started from, and the learned distributions."""
+"""The training data of a method on the initial noise: the noise of the samples, and the learned distributions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEXTS = 64  # prompts whose embeddings are on the device at once
 
 
 class NoiseTraining(Training[NoiseMethod]):
-    """Samples by what they started from; the network is frozen."""
+    """The initial noise of samples; the network is frozen."""
 
     rows_are = ""
     frozen = True
@@ -41,7 +41,7 @@ class NoiseTraining(Training[NoiseMethod]):
         if rollout.sampler is not None:
             raise ConfigError(
                 f"rollout.sampler={rollout.sampler}: with the noise of a sampler's steps the initial noise would not "
-                f"decide the picture, and {name} learns that alone; set it to null, and choose algorithm.solver"
+                f"decide the image, and {name} learns that alone; set it to null, and choose algorithm.solver"
             )
         for key, value in (("lora", model.lora), ("init_lora", model.init_lora)):
             if value is not None:
@@ -61,8 +61,8 @@ class NoiseTraining(Training[NoiseMethod]):
         for prompt in evaluated:
             if identity(prompt) not in known:
                 raise ConfigError(
-                    f"data.eval_prompts: {prompt.text[:60]!r} is no training prompt; this method learns the initial "
-                    "noise of its own prompts and has nothing to say about others: set data.eval_prompts to null"
+                    f"data.eval_prompts: {prompt.text[:60]!r} is not a training prompt; this method learns the initial "
+                    "noise of its own prompts alone: set data.eval_prompts to null"
                 )
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:
@@ -143,5 +143,5 @@ class NoiseBatches(Work):
 
 
 def numbers_of(noise: LearnedNoise, prompts: Sequence[Prompt]) -> Tensor:
-    """Number of each prompt's law, [n] int64."""
+    """Number of each prompt's noise distribution, [n] int64."""
     return noise.numbers([identity(prompt) for prompt in prompts])

@@ -17,15 +17,15 @@ from flowrl.training.world import ALONE, World
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmaConfig:
     decay: float = 0.9
-    """Weight of the old average at each update of it, in [0, 1)."""
+    """Weight of the old average at each of its updates, in [0, 1)."""
     every: int = 1
-    """Optimizer steps between updates."""
+    """Optimizer steps between its updates."""
     warmup: bool = True
     """Cap the decay at (1 + n) / (10 + n) after n optimizer steps."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay} must lie in [0, 1)")
+            raise ValueError(f"decay={self.decay} must be in [0, 1)")
         require_positive(every=self.every)
 
 
@@ -38,15 +38,15 @@ class OptimConfig:
     warmup_updates: int = 0
     """Updates over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after the warm-up, falling to 0 at the last update."""
+    """Learning rate after the warm-up; linear and cosine fall to 0 at the last update."""
     max_grad_norm: float | None = 1.0
-    """Gradient norm is clipped to this; null for never."""
+    """Largest gradient norm, to which larger ones are clipped; null: no clipping."""
     updates_per_iteration: int = 2
     """Optimizer steps per rollout; each uses an equal share of its samples."""
     batch_size: int = 8
     """Edges per training forward and process."""
     ema: EmaConfig | None = None
-    """Averaged weights, used for evaluation and the saved result; null for none."""
+    """Averaged weights, used for evaluation and the saved result; null: no average."""
 
     def __post_init__(self) -> None:
         require_positive(
@@ -64,7 +64,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What an update did. `skipped`: the gradient was not finite and nothing moved."""
+    """The result of an update. `skipped`: the gradient was not finite, and no weight moved."""
 
     grad_norm: float
     learning_rate: float
@@ -75,10 +75,11 @@ class Optimizer:
     """AdamW over the trainable weights.
 
     Args:
-        weights: what is trained; its "ema" role is kept here if asked for.
+        weights: the trained weights; the optimizer keeps their "ema" role if `config.ema` is set.
+        config: the run's `optim`.
         total_updates: of the whole run, for the learning-rate schedule.
-        loss_scaling: float16 training; the scale starts at 2^16 and follows overflows as usual.
-        world: the processes that weights are split over, where they are: each steps its own rows.
+        loss_scaling: float16 training; the scale starts at 2^16, is halved on overflow and doubled after 2000 updates.
+        world: the processes that split weights are spread over; each moves its own rows.
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class Optimizer:
 
     @property
     def role(self) -> str:
-        """Weights that evaluation and the saved result use."""
+        """Role of the weights for evaluation and the saved result."""
         return "ema" if self.config.ema is not None else "policy"
 
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """Learning rate of the next update."""
         base, warmup = self.config.learning_rate, self.config.warmup_updates
         if self.updates < warmup:
             return base * (self.updates + 1) / warmup
@@ -130,17 +131,17 @@ class Optimizer:
             p.grad = None
 
     def flat_gradient(self) -> Tensor:
-        """All gradients as one vector, of split weights this process's rows; one that is missing counts as zeros."""
+        """All gradients as one vector; of split weights this process's rows; a missing gradient is zeros."""
         pairs = zip(self.weights.gradients(), self.parameters, strict=True)
         return torch.cat([(torch.zeros_like(p) if grad is None else grad).flatten() for grad, p in pairs])
 
     def _norm(self, gradient: Tensor) -> float:
-        """Of the whole gradient, the same number on every process."""
+        """Norm of the whole gradient, the same on every process."""
         norm = torch.linalg.vector_norm(gradient)
         return float(self.world.all_reduce_sum(norm.square()).sqrt() if self.weights.split else norm)
 
     def step(self, gradient: Tensor) -> StepReport:
-        """Clip the (unscaled) flat gradient, move the weights, move the average."""
+        """Clip the (unscaled) flat gradient, then move the weights and their average."""
         rate = self.learning_rate()
         norm = self._norm(gradient)
         if not math.isfinite(norm):
@@ -160,7 +161,7 @@ class Optimizer:
         return StepReport(grad_norm=norm, learning_rate=rate, skipped=False)
 
     def _give(self, gradient: Tensor) -> None:
-        """Each parameter its piece; of sparse weights those whose piece is 0 get none, which AdamW leaves alone."""
+        """Give each parameter its piece; sparse weights whose piece is 0 get none, so that AdamW leaves them alone."""
         pieces = gradient.split([p.numel() for p in self.parameters])
         given = torch.stack([piece.any() for piece in pieces]).tolist() if self.weights.sparse else [True] * len(pieces)
         for p, piece, moves in zip(self.parameters, pieces, given, strict=True):
@@ -200,7 +201,7 @@ class Optimizer:
             name, _, key = flat.rpartition("/")
             p = self.weights.values.get(name)
             if p is not None:
-                # Adam keeps its step counter on the CPU, the moments beside the parameter.
+                # Adam keeps its step counter on the CPU, the moments on the parameter's device.
                 self.adam.state[p][key] = value.clone() if key == "step" else value.to(p.device).clone()
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.scale, self._good_steps = counters["scale"], counters["good"]

@@ -1,4 +1,4 @@
-"""An iteration's finished samples on their way to the updates: noised again, cut into shares, batched.
+"""The finished samples of an iteration for its updates: noised again, cut into shares, batched.
 
 A term is a sample at one training time. Its time and noise are keyed by identity, so they depend neither on batches
 nor on processes, and stay the same in every pass.
@@ -51,7 +51,7 @@ class SampleTraining(Training[SampleMethod]):
         self._check_units(setting)
 
     def _check_units(self, setting: Setting) -> None:
-        """A forward holds what the loss compares."""
+        """Refuse forwards too small for what the loss compares."""
         method, size = self.method, setting.optim.batch_size
         terms, taken = method.config.terms(setting.rollout.num_inference_steps), method.taken(setting.group_size)
         whole = {"term": 1, "sample": terms, "group": taken, "prompt": taken * terms}[method.unit]
@@ -95,10 +95,10 @@ class SampleTraining(Training[SampleMethod]):
 
 
 class GivenTraining(SampleTraining):
-    """Samples in slots that are filled from pairs or labelled images; what a slot lacks the network draws."""
+    """Samples in slots that are filled from pairs or labelled images; the network draws the missing ones."""
 
     def _check_exploration(self, setting: Setting) -> None:
-        """Refuse this and other options of slots that the rollout would draw."""
+        """Refuse exploration, and options of slots that a rollout draws."""
         given, default = dataclasses.asdict(setting.rollout), dataclasses.asdict(RolloutConfig())
         for name in ("prompts_per_iteration", "group_size", "exploration"):
             if given[name] != default[name]:
@@ -171,25 +171,25 @@ class SampleBatches(Work):
         return ((replace(batch, centre=centre), counts) for batch, counts in self.plain_batches(number))
 
     def plain_batches(self, number: int) -> Iterator[tuple[NoisedBatch, bool]]:
-        """The same without the means that a loss may ask for."""
+        """The same batches without the means of `method.centres`."""
         return ((self._batch(terms), counts) for terms, counts in self._in_step(self.shares[number]))
 
     def _centre(self, number: int) -> Tensor | None:
-        """Means of what the method measures over the terms of a share on all processes, [K]; None without terms."""
+        """Means of `method.measured` over the terms of a share on all processes, [K]; None without terms."""
         sums, count = torch.zeros(()), 0
         with torch.no_grad():
             for batch, counts in self.plain_batches(number):
                 result = self.method.measured(batch, self.context.networks)
                 if counts:
                     sums, count = sums + result.sum(dim=0).cpu(), count + len(batch)
-        everyone = [part for part in self.context.world.gather((sums, count)) if part[1]]
-        if not everyone:
+        parts = [part for part in self.context.world.gather((sums, count)) if part[1]]
+        if not parts:
             return None
-        total = torch.stack([sums for sums, _ in everyone]).sum(dim=0) / sum(count for _, count in everyone)
+        total = torch.stack([sums for sums, _ in parts]).sum(dim=0) / sum(count for _, count in parts)
         return total.to(self.context.world.device)
 
     def _in_step(self, share: list[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-        """Terms of each forward; of a sharded network as many on every process, some of them for nothing, uncounted."""
+        """Terms of each forward, and whether they count; of a sharded network as many forwards on every process."""
         own = list(self._forwards(share))
         most = max(self.context.world.gather(len(own))) if self.context.sharded else len(own)
         yield from ((terms, True) for terms in own)

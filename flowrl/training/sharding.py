@@ -3,7 +3,7 @@
 A frozen base is split and its LoRA stays whole on every process, trained by the loop's own reduction. Weights that are
 all trained are split with their gradients, moments and roles: the backward pass sums the gradients and leaves each
 process its rows. Every forward and backward is then a step that all processes take together, so the loops that make
-them (rollout, evaluation, parity gate, update) repeat a sample for nothing where another process still has work.
+them (rollout, evaluation, parity gate, update) repeat a sample, uncounted, while another process still has work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def split(adapter: ModelAdapter, weights: Weights, world: World, dtype: torch.dt
         dtype: of the forward pass.
 
     Raises:
-        ModelError: the network does not say what its blocks are.
+        ModelError: the network does not declare its blocks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -58,27 +58,27 @@ def split(adapter: ModelAdapter, weights: Weights, world: World, dtype: torch.dt
                 # Sums, as everywhere in the loop: it divides once, by the number of edges of all processes.
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-    # It warns of writing in place into the prediction, a view of the network's output; nothing here does.
+    # FSDP2 warns of writing in place into the prediction, a view of the network's output; no code here does that.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     adapter.to(world.device)
     weights.bind()
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
-    """The repeated parts, as diffusers declares them for placing a network on several devices."""
+    """The repeated parts of a network, as diffusers declares them."""
     names = getattr(network, "_no_split_modules", None) or ()
-    # Inner ones first, as `fully_shard` wants them: a UNet's blocks lie inside one another.
+    # Inner ones first, as `fully_shard` wants them: a UNet's blocks are nested.
     blocks = [part for part in network.modules() if type(part).__name__ in names][::-1]
     if not blocks:
         raise ModelError(
-            f"model.shard=true: {type(network).__name__} does not say what its blocks are (_no_split_modules); "
+            f"model.shard=true: {type(network).__name__} does not declare its blocks (_no_split_modules); "
             "set model.shard=false"
         )
     return blocks
 
 
 def rows(weights: Weights) -> dict[str, Rows]:
-    """Which rows of each parameter this process holds; empty unless the trained weights are split.
+    """The rows of each parameter on this process; empty unless the trained weights are split.
 
     FSDP2 deals them out in equal runs, the last ones shorter or empty.
     """
@@ -94,7 +94,7 @@ def rows(weights: Weights) -> dict[str, Rows]:
 
 
 def longest(counts: Sequence[dict[int, int]]) -> dict[int, int]:
-    """For each key the most that any process has, keys in order.
+    """The largest count of each key on any process, keys in order.
 
     >>> longest([{0: 2}, {3: 1, 0: 1}])
     {0: 2, 3: 1}
@@ -104,4 +104,4 @@ def longest(counts: Sequence[dict[int, int]]) -> dict[int, int]:
 
 
 Rows = tuple[int, int]
-"""Of a tensor: the first row, and the one behind the last."""
+"""Rows of a tensor: the first, and the one after the last."""

@@ -1,4 +1,4 @@
-"""Signals: SIGINT and SIGTERM are remembered, and followed where the work asks whether to leave off."""
+"""Signals: SIGINT and SIGTERM are remembered, and the work stops at its next check."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Whether to leave off."""
+    """Checks whether to stop early."""
 
     here: Callable[[], bool] = _never
-    """Asked where no other process waits: between the batches of a reward, the VAE's, or those of pictures read."""
+    """Check where no other process waits: between batches of a reward, of the VAE, or of images that are read."""
     in_step: Callable[[], bool] = _never
-    """Asked before each forward: all processes or none, where a forward needs all of them."""
+    """Check before each forward; the same answer on all processes if a forward needs all of them."""
 
 
 NEVER = Stop()
 
 
 class Signals:
-    """Of one process. The first is remembered, the second ends it at once."""
+    """Signals of one process. The first is remembered, the second ends the process at once."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
 
     def here(self) -> bool:
-        """Whether one has come to this process."""
+        """True if a signal has come to this process."""
         return bool(self.numbers)
 
     def stop(self, world: World, *, sharded: bool) -> Stop:
-        """Whether to leave off; `sharded`: every forward is a step of all processes together."""
+        """The checks of this process; `sharded`: every forward is a step of all processes together."""
         return Stop(self.here, (lambda: world.any(self.here())) if sharded else self.here)
 
     def honour(self, world: World) -> None:
-        """Raise Abandoned on all processes if a signal has come to one of them; all of them ask."""
+        """Raise Abandoned on all processes if a signal has come to one of them; all of them call this."""
         if world.any(self.here()):
             raise Abandoned
 
     def stopped(self, world: World) -> Stopped:
-        """What to leave with, the same on all processes, all of which ask."""
+        """The exception to end with, the same on all processes; all of them call this."""
         own = self.numbers[0] if self.numbers else None
         try:
             known = [n for n in world.gather(own) if n]
-        except LostProcess:  # one that has left already: each goes by its own
+        except LostProcess:  # another process has ended: each follows its own signal
             known = [own] if own else []
         return Stopped(known[0] if known else int(signal.SIGTERM))
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Signals are remembered inside the block."""
-        before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _heard(self, number: int, frame: object) -> None:
+    def _remember(self, number: int, frame: object) -> None:
         if self.numbers:
             os._exit(128 + number)
         self.numbers.append(number)

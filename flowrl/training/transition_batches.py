@@ -1,4 +1,4 @@
-"""Training on remembered transitions: an iteration's are added, the critic is fitted, every update draws its own."""
+"""Training on remembered transitions: an iteration's are added, the critic is fitted, every update draws anew."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class TransitionTraining(EdgeTraining):
         super().check(setting)
         if setting.model.shard:
             raise ConfigError(
-                f"model.shard=true: a network that is split needs its processes in step, and the "
-                f"transitions that {setting.name} remembers are shared out unevenly; set it to false"
+                "model.shard=true: a network that is split needs its processes in step, and the transitions that "
+                f"{setting.name} remembers are spread unevenly; set it to false"
             )
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:
@@ -41,24 +41,24 @@ class TransitionTraining(EdgeTraining):
 
 
 class TransitionBatches(Work):
-    """The updates of an iteration. Draws are keyed by it and the same on every process, which takes its part."""
+    """The updates of an iteration. Draws are keyed by it and the same on every process, which takes its share."""
 
     def __init__(self, context: UpdateContext, iteration: Iteration) -> None:
         super().__init__(context, iteration)
         self.method, self.rollout = context.method, iteration.rollout
         self.adapter, self.world = context.networks.policy.adapter, context.world
         self.memory, self.updates = context.method.transitions, 0
-        self.shares = [None]  # one a pass, drawn when it is asked for
+        self.shares = [None]  # one per pass, drawn by `batches`
 
     def prepare(self) -> None:
-        """Take in the iteration's transitions of all processes, and fit the critic."""
+        """Add the iteration's transitions of all processes, and fit the critic."""
         new = Table.join(self.world.gather(self._own()))
         if len(new):
             self.memory.add(new, self.rollout.prompts)
         value = self.method.config.value
         for number in range(value.steps if len(self.memory) else 0):
             rows = self._drawn(value.batch_size, "value", number)
-            part, expected = self._judged(rows)
+            part, expected = self._expected(rows)
             error = expected - part.reward.to(expected)
             if number == 0:
                 self.iteration.sums.add("policy/value_error", float(error.detach().square().mean()))
@@ -66,7 +66,7 @@ class TransitionBatches(Work):
             self.method.critic.descend(error)
 
     def _own(self) -> Table:
-        """This rank's transitions in the order (slot, sample, step), those of masked samples left out."""
+        """This rank's transitions in the order (slot, sample, step), without those of masked samples."""
         rollout, edges = self.rollout, self.rollout.edges
         identity, slots = rollout.identity, torch.tensor([i.slot for i in rollout.samples.ids], dtype=torch.int64)
         part = edges.select(self.iteration.credit.kept.flatten()[identity][edges.sample].nonzero().squeeze(1))
@@ -80,12 +80,12 @@ class TransitionBatches(Work):
         )
 
     def _drawn(self, count: int, purpose: str, number: int) -> Tensor:
-        """Rows of so many transitions, none twice; all where there are fewer."""
+        """Rows of `count` transitions without repetition; all of them if there are fewer."""
         key = f"recall/{purpose}", self.iteration.number, number
         return permutation(len(self.memory), self.context.seed, *key)[:count]
 
-    def _judged(self, rows: Tensor) -> tuple[Table, Tensor]:
-        """The transitions `rows` [n], and what the critic expects of them, [n] with a graph."""
+    def _expected(self, rows: Tensor) -> tuple[Table, Tensor]:
+        """The transitions `rows` [n], and the critic's expected rewards, [n] with a graph."""
         assert self.memory.table is not None
         part, device = self.memory.table.at(rows), self.world.device
         cond, place = self._conditions(part)
@@ -118,7 +118,7 @@ class TransitionBatches(Work):
         if not len(rows):
             return
         with torch.no_grad():
-            part, expected = self._judged(rows)
+            part, expected = self._expected(rows)
         advantage = part.reward - expected.float().cpu()
         cond, place = self._conditions(part)
         keys = torch.tensor([self.adapter.batch_key(int(k)) for k in part.step])

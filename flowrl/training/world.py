@@ -1,4 +1,4 @@
-"""Processes: joining the group, the few collectives the loop needs, and the launcher; accelerate is used here."""
+"""Processes: joining the group, the few collectives of the loop, failures in step; accelerate is used here alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flowrl.core.errors import (
 T = TypeVar("T")
 
 BACKEND = "FLOWRL_BACKEND"
-"""How processes talk, in a worker's environment; without it nccl between GPUs and gloo between CPUs."""
+"""Backend of the processes, in a worker's environment; without it nccl between GPUs and gloo between CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class World:
     size: int
     device: torch.device
     shared: list[BaseException] = field(default_factory=list, init=False, compare=False, repr=False)
-    """Failures that every process has met at the same place."""
+    """Failures that all processes have in common."""
 
     @property
     def main(self) -> bool:
@@ -61,7 +61,7 @@ class World:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set anywhere; the same answer on every process."""
+        """True on every process if the flag is set on one of them."""
         if self.size == 1:
             return flag
         tensor = torch.tensor([float(flag)], device=self.device)
@@ -71,7 +71,7 @@ class World:
         self.any(False)
 
     def together(self, work: Callable[[], T], errors: tuple[type[Exception], ...] = (Exception,)) -> list[T]:
-        """Do something on every process; everyone's result, by rank. `work` itself must not wait for others.
+        """Do something on every process; the results of all, by rank. `work` itself must not wait for others.
 
         Raises:
             Exception: what `work` raised here.
@@ -82,14 +82,14 @@ class World:
             result = work()
         except errors as caught:
             error = caught
-        everyone = self.gather((result, _failure_of(error, str)))
-        failed = next((told for _, told in everyone if told is not None), None)
+        outcomes = self.gather((result, _failure_of(error, str)))
+        failed = next((failure for _, failure in outcomes if failure is not None), None)
         if failed is not None:
             raise self.sharing(error or Elsewhere(*failed))
-        return [value for value, _ in everyone]
+        return [value for value, _ in outcomes]
 
     def agree(self, work: Callable[[], T]) -> list[T]:
-        """`together` for what a user can mend: if it fails anywhere with such an error, all stop with it.
+        """`together` for errors that a user can mend: if one process has such an error, all stop with it.
 
         Raises:
             ConfigError, ValueError, RewardError, CheckpointError: what `work` raised here.
@@ -101,7 +101,7 @@ class World:
             raise self.sharing(ConfigError(str(error))) from None
 
     def in_step(self, work: Callable[[], T]) -> T:
-        """Do something on every process that waits for no other; where it fails on one, it fails on all of them.
+        """Do something on every process that waits for no other; a failure on one process is one on all of them.
 
         Raises:
             Exception: what `work` raised here, `SystemExit` among it; a `Fault` is raised on all processes, and
@@ -109,32 +109,34 @@ class World:
             Elsewhere: another process failed otherwise, and this one did not.
             Abandoned: on some process, and no other failed.
         """
-        result, error = None, None
+        result: list[T] = []
+        error: BaseException | None = None
         try:
-            result = work()
+            result.append(work())
         except (Exception, SystemExit, Abandoned) as caught:
             error = caught
         left = isinstance(error, Abandoned)
         ours = isinstance(error, Fault) and not error.of_one_process and not isinstance(error, Elsewhere)
         kind = type(error) if ours else None
-        everyone = self.gather((left, kind, None if left else _failure_of(error, described)))
-        failed = [(kind, told) for _, kind, told in everyone if told is not None]
+        outcomes = self.gather((left, kind, None if left else _failure_of(error, described)))
+        failed = [(kind, failure) for _, kind, failure in outcomes if failure is not None]
         if failed:
-            kind, told = min(failed, key=lambda each: each[1][2] == Fault.status)
-            own = error is not None and not left and (kind is None or type(error) is kind)
-            raise self.sharing(error if own else Elsewhere(*told) if kind is None else kind(told[0]))
-        if any(left for left, _, _ in everyone):
+            kind, failure = min(failed, key=lambda each: each[1][2] == Fault.status)
+            if error is not None and not left and (kind is None or type(error) is kind):
+                raise self.sharing(error)
+            raise self.sharing(Elsewhere(*failure) if kind is None else kind(failure[0]))
+        if any(left for left, _, _ in outcomes):
             raise Abandoned
-        return result  # type: ignore[return-value]  # there is one where nothing failed
+        return result[0]
 
     def sharing(self, error: BaseException) -> BaseException:
-        """The same error, known to be raised on every process."""
+        """The same error, recorded as one that every process raises."""
         if self.size > 1:
             self.shared.append(error)
         return error
 
     def shares(self, error: BaseException) -> bool:
-        """Whether all processes leave with an error, or there is no other."""
+        """True if all processes end with an error, or there is no other process."""
         return self.size == 1 or any(error is known for known in self.shared)
 
     def close(self) -> None:
@@ -143,11 +145,11 @@ class World:
 
 
 ALONE = World(0, 1, torch.device("cpu"))
-"""No other process to share anything with."""
+"""A single process."""
 
 
 def _failure_of(error: BaseException | None, words: Callable[[BaseException], str]) -> tuple[str, int, str] | None:
-    """What the other processes are told of a failure: text, exit code, status."""
+    """Text, exit code and status of a failure, for the other processes."""
     if error is None:
         return None
     if isinstance(error, Fault):
@@ -157,7 +159,7 @@ def _failure_of(error: BaseException | None, words: Callable[[BaseException], st
 
 @contextmanager
 def _naming_lost_process() -> Iterator[None]:
-    """A collective that breaks off because another process is gone says so."""
+    """Raise LostProcess for a collective that fails because another process has ended."""
     try:
         yield
     except RuntimeError as error:  # gloo has no class of its own
@@ -169,7 +171,7 @@ def _naming_lost_process() -> Iterator[None]:
 
 
 def require_devices(processes: int) -> str | None:
-    """Refuse more processes on this machine than it has GPUs; the backend that the environment chooses, if it does.
+    """Refuse more processes on this machine than it has GPUs; the backend from the environment, None without one.
 
     Raises:
         ConfigError: there are too few, or the backend cannot work.
@@ -182,18 +184,18 @@ def require_devices(processes: int) -> str | None:
         raise ConfigError("the backend nccl needs GPUs, and torch sees none; leave --backend out, or choose gloo")
     if cards and processes > cards and backend != "gloo":
         raise ConfigError(
-            f"{processes} processes on {cards} GPU{'s' if cards > 1 else ''}: nccl wants one for each process; start "
+            f"{processes} processes on {cards} GPU{'s' if cards > 1 else ''}: nccl needs one for each process; start "
             f"at most {cards}, or let them share through gloo, which is slower: --backend gloo, or {BACKEND}=gloo"
         )
     return backend
 
 
 def join() -> World:
-    """Join the group that torchrun, accelerate or `--processes` set up; alone otherwise.
+    """Join the group of torchrun, accelerate or `--processes`; a single process otherwise.
 
     Raises:
         ConfigError: more processes on this machine than GPUs.
-        LaunchError: WORLD_SIZE and what accelerate made of it differ (some launchers silently run one process).
+        LaunchError: WORLD_SIZE and accelerate's number of processes differ (some launchers silently run one).
     """
     from accelerate import PartialState
 
@@ -207,13 +209,14 @@ def join() -> World:
             f"WORLD_SIZE={expected}, but accelerate sees {state.num_processes} process(es); "
             "start with torchrun, or with flowrl train CONFIG --processes N"
         )
+    assert state.device is not None
     return World(state.process_index, state.num_processes, state.device)
 
 
 def shard(num_prompts: int, group_size: int, rank: int, size: int, leaves: int = 1) -> list[tuple[int, int]]:
-    """The (slot, sample) pairs of a rank: whole groups while there are prompts enough, else split by sample.
+    """The (slot, sample) pairs of a rank: whole groups if there are enough prompts, else groups split by sample.
 
-    Neighbouring `leaves` samples, those of a tree, stay together.
+    The `leaves` neighbouring samples of a tree stay together.
 
     >>> shard(2, 2, 1, 2), shard(1, 4, 1, 2), shard(1, 6, 1, 2, leaves=3)
     ([(1, 0), (1, 1)], [(0, 2), (0, 3)], [(0, 3), (0, 4), (0, 5)])
@@ -227,5 +230,5 @@ def shard(num_prompts: int, group_size: int, rank: int, size: int, leaves: int =
 
 
 def largest_shard(num_prompts: int, group_size: int, size: int, leaves: int = 1) -> int:
-    """Samples of the rank that has most."""
+    """Number of samples of the rank that has the most."""
     return max(len(shard(num_prompts, group_size, rank, size, leaves)) for rank in range(size))

@@ -391,7 +391,7 @@ def test_saved_laws_come_back_with_their_prompts_and_repeats_share_one(tmp_path)
 def test_an_evaluation_on_other_prompts_is_refused():
     train = [Prompt("a", {}), Prompt("b", {})]
     NoiseTraining(build(Config())).check_prompts(train, train[1:])
-    with pytest.raises(ConfigError, match=r"data\.eval_prompts: 'c' is no training prompt.*null"):
+    with pytest.raises(ConfigError, match=r"data\.eval_prompts: 'c' is not a training prompt.*null"):
         NoiseTraining(build(Config())).check_prompts(train, [Prompt("b", {}), Prompt("c", {})])
 
 
@@ -417,7 +417,7 @@ def test_options_that_cannot_be_are_refused(options, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rollout.sampler={name: flow_sde}"], r"rollout\.sampler=.*would not decide the picture"),
+        (["rollout.sampler={name: flow_sde}"], r"rollout\.sampler=.*would not decide the image"),
         (["rollout.shared_noise=true"], r"rollout\.shared_noise=true"),
         (["rollout.exploration={pool: 64}"], r"rollout\.exploration: find"),
         (["model.lora={rank: 4, alpha: 8}"], r"model\.lora: find trains the initial noise"),

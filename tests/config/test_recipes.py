@@ -295,7 +295,7 @@ def test_the_plan_of_a_recipe_tells_it_all(offline, capsys, monkeypatch):
 def test_a_model_that_is_not_known_still_has_a_geometry(offline, capsys):
     command(str(FOLDER / "sd3" / "flow_grpo-jpeg.yaml"), ["model.path=owner/unheard-of"])
     text = " ".join(capsys.readouterr().out.split())
-    assert text.count("not known before the model is here") == 2
+    assert text.count("not known before the model is downloaded") == 2
     assert "samples per process" in text
     # Nor does a method that shortens the grid need the model's own.
     command(str(FOLDER / "sd3" / "mix_grpo_flash-pickscore.yaml"), ["model.path=owner/unheard-of"])

@@ -27,7 +27,7 @@ def test_a_constant_reward_is_told_of_and_training_goes_on(place, monkeypatch, c
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", *SHORT, "rewards=[{path: same.py}]")
     assert code == 0, printed
     assert printed.count("groups of this iteration dead") == 2, "at the first and the second of three"
-    assert "'same' looks constant, with 0.5" in printed
+    assert "'same' seems constant, with 0.5" in printed
 
 
 @pytest.mark.slow

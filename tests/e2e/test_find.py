@@ -64,7 +64,7 @@ def test_other_evaluation_prompts_are_refused_and_a_part_of_the_own_ones_is_not(
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", "iterations=0", *FIND, *other)
     assert code == 2
     assert "data.eval_prompts" in printed
-    assert "is no training prompt" in printed
+    assert "is not a training prompt" in printed
     (three / "one.txt").write_text("two green crosses\n")
     assert (
         train("iterations=0", *FIND, "data={prompts: three.txt, eval_prompts: one.txt}")["base"]["brightness"]["n"] == 1

@@ -56,7 +56,7 @@ def test_without_held_out_prompts_every_number_is_of_training_prompts(forty: Pat
     assert len(numbers) >= 6
     assert all("training prompts" in line for line in numbers if "iteration 2/2" not in line)  # no evaluation there
     assert "40 training prompts, 3 of them evaluated and none held out" in said
-    assert "held-out" not in said.replace("which is no held-out number", "")
+    assert "held-out" not in said.replace("so their numbers are not held-out", "")
     page = Path("runs/none/gallery/index.html").read_text()
     assert "No verdict: no prompts were held out" in page
     code, printed = command(monkeypatch, capsys, "eval", "runs/none")

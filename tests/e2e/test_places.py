@@ -92,7 +92,9 @@ def test_an_edited_reward_is_refused_or_starts_new_baselines(place, monkeypatch,
             assert word in printed
     code, printed = command(monkeypatch, capsys, "eval", "runs/run", "--accept-changes")
     assert code == 0, printed
-    assert "no win rate by brightness: the run's base was made with other values of: what gives brightness" in printed
+    assert (
+        "no win rate by brightness: the run's base was made with other values of: the reward of brightness" in printed
+    )
     code, printed = command(monkeypatch, capsys, "train", *words, "--resume", "--accept-changes")
     assert code == 0, printed
     summary = json.loads(Path("runs/run/summary.json").read_text())

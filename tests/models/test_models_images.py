@@ -212,15 +212,15 @@ def test_the_doctors_list_passes(name):
     assert all(error <= 1e-4 for _, error in parity.checks(adapter(name), GUIDED))
 
 
-def test_the_doctor_tells_what_a_pipeline_does_with_pictures():
-    found = dict(parity.found(adapter("ltx_image")))
-    assert found["pictures with a prompt"] == "1"
-    assert found["latents"] == "8x2x8x8; what else the pipeline has there is the picture's"
+def test_the_doctor_names_the_images_that_a_pipeline_takes():
+    found = dict(parity.facts(adapter("ltx_image")))
+    assert found["images with a prompt"] == "1"
+    assert found["latents"] == "8x2x8x8; the pipeline's other latents are those of the image"
     assert found["kept of them"] == "192, 192x8"
-    found = dict(parity.found(adapter("qwen_image_edit_plus")))
-    assert found["pictures with a prompt"] == "1 or more"
+    found = dict(parity.facts(adapter("qwen_image_edit_plus")))
+    assert found["images with a prompt"] == "1 or more"
     assert found["samples at different timesteps"] == "are predicted one by one"
-    assert dict(parity.found(adapter("flux_2_references")))["pictures with a prompt"] == "0 or more"
+    assert dict(parity.facts(adapter("flux_2_references")))["images with a prompt"] == "0 or more"
 
 
 def test_a_list_of_pictures_may_be_of_any_length_and_its_order_counts():

@@ -81,7 +81,7 @@ def test_assets_and_folders_are_found(folder, monkeypatch):
 
 @pytest.mark.parametrize("path", ["owner/unheard-of", "/nothing/here", "model.safetensors"])
 def test_what_is_not_here_is_said_to_be_unknown(path):
-    with pytest.raises(UnknownModel, match="not known before the model is here"):
+    with pytest.raises(UnknownModel, match="not known before the model is downloaded"):
         skeleton(resolved(path))
 
 

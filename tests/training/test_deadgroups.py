@@ -31,17 +31,17 @@ def look(raw, *entries: WeightedReward, image_std: float = 0.1, watcher: DeadGro
     weights = torch.tensor([e.weight for e in entries])
     credit = advantages(rewards, weights, AdvantageConfig(name="group" if table.shape[1] > 1 else "batch"))
     rollout = SimpleNamespace(rewards=rewards, raw=outputs, image_std=image_std)
-    return (watcher or DeadGroups(entries)).look(rollout, credit)
+    return (watcher or DeadGroups(entries)).warning(rollout, credit)
 
 
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ([[0.5, 0.5], [0.5, 0.5]], "all 2 groups .* 'mine' looks constant, with 0.5 for every picture"),
-        ([[0.5, 0.5], [0.2, 0.2]], "'mine' gives all pictures of a prompt one value: it looks at the prompt alone"),
+        ([[0.5, 0.5], [0.5, 0.5]], "all 2 groups .* 'mine' seems constant, with 0.5 for every image"),
+        ([[0.5, 0.5], [0.2, 0.2]], "'mine' gives all images of a prompt one value: it uses the prompt alone"),
         ([[1.0, 1.0], [1.0, 1.0]], "'mine' is saturated, with 1, an end of its range"),
         ([[1.0, 1.0], [0.0, 0.0]], "'mine' is saturated, with 0 or 1"),
-        ([[0.3], [0.3]], "'mine' looks constant, with 0.3"),
+        ([[0.3], [0.3]], "'mine' seems constant, with 0.3"),
         ([[0.3]], "one sample alone .* raise rollout.group_size"),
         ([[0.3, NAN], [NAN, 0.1]], "no prompt has two samples with a score"),
         ([[NAN, NAN]], "the only group .* no sample has a score"),
@@ -52,9 +52,9 @@ def test_what_is_wrong_is_named(raw, words):
 
 
 def test_pictures_that_are_alike_and_a_clip_that_flattens_are_not_the_rewards_fault():
-    assert "all pictures of a prompt are alike" in look([[0.5, 0.5], [0.2, 0.2]], image_std=0.0)
+    assert "all images of a prompt are the same" in look([[0.5, 0.5], [0.2, 0.2]], image_std=0.0)
     flat = look([[0.5, 0.6], [0.7, 0.8]], entry(clip=(0.0, 0.4)))
-    assert "tells samples apart, and its clip or gate makes one training value" in flat
+    assert "differs between samples, and its clip or gate makes one training value" in flat
     shut = look([[0.5, 0.6], [0.7, 0.8]], entry(gate=Gate(output="mine", at_least=0.9)))
     assert "clip or gate" in shut
     assert "take that back" in look([[0.25, 0.5]], entry("a"), entry("b", weight=-1.0))

@@ -1,8 +1,7 @@
-"""The folder that `flowrl pairs` fills: pairs.json, pairs.jsonl and pictures, and how far it is.
+"""The folder that `flowrl pairs` fills: pairs.json, pairs.jsonl and images, and its progress.
 
-A step writes its pictures to the disk, then its lines, then pairs.json, which says how many bytes of the lines count. A
-call that was killed in between leaves at most lines behind that do not count, and pictures that the next call writes
-again.
+A step writes its images to the disk, then its lines, then pairs.json, which holds the number of bytes of valid lines. A
+call that was killed in between leaves at most invalid lines, and images that the next call writes again.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ HEADER, LINES, IMAGES = "pairs.json", "pairs.jsonl", "pictures"
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How far a folder is."""
+    """Progress of a folder."""
 
     groups: int = 0
-    """Prompts that are done with, over all rounds; the next one follows in the order."""
+    """Finished prompts over all rounds; the next one follows in the order."""
     pairs: int = 0
     ties: int = 0
-    """Prompts whose best was not far enough above their worst."""
+    """Prompts whose best sample is not more than the margin above their worst."""
     unscored: int = 0
     """Prompts with fewer than two samples that have a score."""
     masked_samples: int = 0
     last_pair: int = 0
-    """Prompts that were done with when the last pair was found."""
+    """Finished prompts at the time of the last pair."""
     nbytes: int = 0
-    """Of pairs.jsonl."""
+    """Size of pairs.jsonl in bytes."""
 
     def __str__(self) -> str:
         text = f"{self.pairs} pairs, {self.ties} ties skipped"
@@ -52,8 +51,8 @@ class PairFolder:
 
     Args:
         path: of the folder.
-        made_with: what decides which pairs come out.
-        facts: of this call, for pairs.json.
+        made_with: all that decides the pairs.
+        facts: provenance of this call, for pairs.json.
     """
 
     def __init__(self, path: Path, made_with: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -61,7 +60,7 @@ class PairFolder:
         self.done = Done()
 
     def begin(self) -> Done:
-        """Make the folder ready and say how far it is. Whoever calls this holds its lock.
+        """Prepare the folder and return its progress. The caller holds its lock.
 
         Raises:
             ConfigError: it holds something else, pairs made otherwise, or has lost lines.
@@ -74,7 +73,7 @@ class PairFolder:
                 raise ConfigError(
                     f"--out {self.path}: it holds something else ({', '.join(other[:3])}); choose a new folder"
                 )
-            self._tell()  # first: a call that is killed behind it goes on below
+            self._record()  # first: a call that is killed after it goes on below
         record = self._read(file)
         changed = differences(record["made_with"], self.made_with, ())
         if changed:
@@ -94,7 +93,7 @@ class PairFolder:
         return self.done
 
     def append(self, records: Sequence[dict[str, Any]], tally: dict[str, int]) -> None:
-        """Lines of new pairs, whose pictures are written, and what all groups of this step came to."""
+        """Add lines of new pairs, whose images are written, and the counts of all groups of this step."""
         text = "".join(json.dumps(record) + "\n" for record in records).encode()
         with writing(self.path / LINES), (self.path / LINES).open("ab") as stream:
             stream.write(text)
@@ -104,9 +103,9 @@ class PairFolder:
         last = self.done.groups + tally["last_pair"] if tally["last_pair"] else self.done.last_pair
         added = {name: done[name] + value for name, value in tally.items()}
         self.done = Done(**added | {"last_pair": last, "nbytes": self.done.nbytes + len(text)})
-        self._tell()
+        self._record()
 
-    def _tell(self) -> None:
+    def _record(self) -> None:
         record = {"format": FORMAT, "made_with": self.made_with, "done": dataclasses.asdict(self.done), **self.facts}
         write_atomically(self.path / HEADER, json.dumps(record, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What a set of pairs is made with, read and checked before anything is loaded; run/pairs/drawing.py makes them."""
+"""The options and prompts of a set of pairs, checked before anything is loaded; run/pairs/drawing.py makes the set."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ OWN = ("prompt", "chosen", "rejected", "margin", "chosen_scores", "rejected_scor
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     per_prompt: int
-    """Samples of a prompt and round, G."""
+    """Samples of a prompt in a round, G."""
     margin: float
-    """A best that is not more than this above the worst is a tie."""
+    """Difference of the scores of the best and the worst above which they are a pair and not a tie."""
     count: int | None
-    """Pairs; None: what one round gives."""
+    """Number of pairs; None: those of one round."""
 
 
 def rollout_plan(resolved: Resolved, schedule: Schedule) -> StepPlan:
-    """Steps of the samples: the law of `rollout.sampler` at all but the last, or the plain ODE where none is set.
+    """Steps of the samples: those of `rollout.sampler` but for the last, or the plain ODE where none is set.
 
-    The method's own window of steps is for training, and is not looked at.
+    The method's own window of steps is for training, and is ignored.
     """
     if resolved.run.rollout.sampler is None:
         return solver_plan(schedule)
@@ -48,9 +48,10 @@ def rollout_plan(resolved: Resolved, schedule: Schedule) -> StepPlan:
 
 
 def training_prompts(resolved: Resolved) -> list[Prompt]:
-    """
+    """Prompts of `data.prompts`.
+
     Raises:
-        ConfigError: they cannot be read, or their metadata has names of a line's own.
+        ConfigError: they cannot be read, or their metadata has a key of the lines.
     """
     data = resolved.run.data
     columns = Columns(data.prompt_column, data.image_column, data.subset)
@@ -100,7 +101,7 @@ def check(resolved: Resolved, wanted: Wanted) -> None:
 
 
 def made_with(resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted) -> dict[str, Any]:
-    """Everything that decides which pairs come out; a folder holds those of one such record."""
+    """All that decides the pairs; a folder holds pairs of one such record."""
     config, model = resolved.run, resolved.model
     texts = hashlib.sha256(repr([(p.text, p.images, p.metadata) for p in prompts]).encode()).hexdigest()
     result = {
@@ -124,6 +125,6 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted) -> 
 
 
 def _reward(plan: RewardPlan, options: dict[str, Any]) -> dict[str, Any]:
-    """Its options and, of a file of the user's, which may change under the same name, the hash."""
+    """Options of a reward, with the hash of a file of the user's, which may change under the same name."""
     source = plan.entry.path
     return dict(options) | ({} if source is None else {"sha256": hashlib.sha256(Path(source).read_bytes()).hexdigest()})
