@@ -70,10 +70,7 @@ class EvalTree:
     def __call__(self, tag: str, iteration: int, stop: Stop = NEVER) -> None:
         """Draw, score and write a tree with the weights that are in the network.
 
-        Args:
-            tag: of the evaluation.
-            iteration: the finished iteration; 0 has the plan of the first.
-            stop: whether to stop early.
+        `iteration` is the finished one; 0 has the plan of the first.
 
         Raises:
             Abandoned: on all processes; nothing is written.
@@ -157,11 +154,7 @@ def credit_tree(
 ) -> tuple[Advantages | None, str | None]:
     """Credit by edge of one tree, and a remark on it; no credit if the method compares more than one tree.
 
-    Args:
-        algorithm: a copy, which may remember the tree's rewards.
-        rollout: of one tree, with rewards [R, 1, L].
-        weights: [R].
-        iteration: counted from 1.
+    The method is a copy, which may remember the rewards [R, 1, L] of the rollout; `weights` is [R].
     """
     if algorithm.config.least_trees > 1:
         return None, "The method compares the trees of a prompt with each other, and this is one of them."

@@ -79,11 +79,8 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluate the network as it is now. Every process returns the whole result; the first one writes it.
 
-        Args:
-            setting: of this evaluation.
-            progress: called with the number of samples just finished.
-            stop: whether to stop early.
-            agreement: compares the network with held-out pairs, for a method that prefers images.
+        `progress` is called with the number of samples just finished; `agreement` compares the network with held-out
+        pairs, for a method that prefers images.
 
         Raises:
             Abandoned, Diverged, RewardError: on all processes; no scores are written.

@@ -85,9 +85,7 @@ def splits(resolved: Resolved) -> bool:
 def run_prompts(config: RunConfig, own: bool) -> RunPrompts:
     """Read the prompts of a run, and hold some out if the configuration names none for its evaluations.
 
-    Args:
-        config: of the run.
-        own: the method learns about its training prompts alone, and none are split off.
+    `own`: the method learns about its training prompts alone, and none are split off.
 
     Raises:
         ConfigError: as `load_prompts`.
@@ -169,12 +167,7 @@ _DECIDES = ("prompts", "eval_prompts", "prompt_column", "image_column", "subset"
 
 
 def require_same_split(trained: RunConfig, now: RunConfig, prompts: RunPrompts) -> None:
-    """Refuse to name prompts held-out that a run may have been trained on.
-
-    Args:
-        trained: the configuration of the run folder.
-        now: that of the evaluation.
-        prompts: of the evaluation.
+    """Refuse to name the prompts of an evaluation held-out if the run folder's `trained` run may have used them.
 
     Raises:
         ConfigError: they are a share of `data.prompts`, and another one than training held out.

@@ -112,8 +112,8 @@ def win_rate(
     # Older files hold six digits, and one of the two may be such a file.
     wins, losses, ties = (part.sum(axis=1) for part in (change > 1e-6, change < -1e-6, abs(change) <= 1e-6))
     decided = int(wins.sum() + losses.sum())
-    result = {"wins": int(wins.sum()), "losses": int(losses.sum()), "ties": int(ties.sum()), "n": decided}
-    result["tie_rate"] = result["ties"] / max(decided + result["ties"], 1)
+    result: dict[str, float] = {"wins": int(wins.sum()), "losses": int(losses.sum()), "ties": int(ties.sum())}
+    result |= {"n": decided, "tie_rate": result["ties"] / max(decided + result["ties"], 1)}
     if not decided:
         return result | {"rate": float("nan"), "low": float("nan"), "high": float("nan")}
     wins, losses = (_by_group(part, tuned.groups) for part in (wins, losses))

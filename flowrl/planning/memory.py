@@ -140,8 +140,8 @@ class Estimate:
     def spared(self, processes: int, *, full: bool) -> int:
         """Resident bytes that `model.shard` saves each of `processes`.
 
-        It splits the frozen base, or full weights with their moments, EMA and snapshots. About three gathered blocks and
-        the gradients of one are needed on top.
+        It splits the frozen base, or full weights with their moments, EMA and snapshots. About three gathered blocks
+        and the gradients of one are needed on top.
         """
         split = self.stored["denoiser"] + (self.moments + self.ema + self.snapshots if full else 0)
         return split - -(-split // processes)

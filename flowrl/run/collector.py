@@ -69,15 +69,7 @@ class Wanted:
 
 
 class Drawing:
-    """One draw of this process's samples: denoised, decoded and scored.
-
-    Args:
-        sampling: the parts that draw.
-        scorer: of the rewards.
-        wanted: the samples.
-        timer: takes the seconds of each phase.
-        stop: whether to stop early.
-    """
+    """One draw of this process's samples: denoised, decoded and scored. `timer` receives the seconds of each phase."""
 
     def __init__(self, sampling: Sampling, scorer: Scorer, wanted: Wanted, timer: Timer, stop: Stop) -> None:
         self.sampling, self.wanted, self.timer, self.stop = sampling, wanted, timer, stop
@@ -134,15 +126,10 @@ class Drawing:
 
 
 class Collector:
-    """Makes the rollouts of a run.
-
-    Args:
-        parts: of the run.
-        stop: whether to stop early.
-        training: False leaves out what only rollouts need.
+    """Makes the rollouts of a run; `training` False leaves out what only rollouts need.
 
     Raises:
-        ModelError: exploration wants a copy of the network that cannot be made.
+        ModelError: exploration needs a copy of the network that cannot be made.
     """
 
     def __init__(self, parts: Parts, stop: Stop = NEVER, *, training: bool = True) -> None:

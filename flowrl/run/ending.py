@@ -23,16 +23,7 @@ def resuming() -> str:
 
 
 class Ending:
-    """Leaves a run.
-
-    Args:
-        folder: of the run, which is open.
-        world: the processes.
-        signals: the signals received so far.
-        clock: of the run.
-        start: the iteration that it was resumed after; 0: the beginning.
-        planned: number of iterations.
-    """
+    """Ends a run early, which was resumed after the iteration `start` (0: the beginning) of the `planned` ones."""
 
     def __init__(
         self, folder: RunFolder, world: World, signals: Signals, clock: Clock, *, start: int, planned: int
@@ -55,8 +46,7 @@ class Ending:
     def leave(self, error: BaseException) -> BaseException:
         """Save the last finished iteration, record the end in the folder, and return the exception to raise.
 
-        Args:
-            error: the cause: `Abandoned` after a signal, or a failure on this process or on all of them.
+        `error` is `Abandoned` after a signal, or a failure on this process or on all of them.
         """
         if isinstance(error, Abandoned):
             return self._stop()

@@ -249,6 +249,9 @@ def _trained(run: Path) -> Path:
 
 def _with_update(model: Any, saved: Path | None, *, merge: bool) -> Any:
     """The run's adapter in one dtype, with its trained weights as a LoRA or merged; `saved` None: without any."""
+    from diffusers.loaders.peft import PeftAdapterMixin
+    from diffusers.models.modeling_utils import ModelMixin
+
     config = model.config
     if merge and hasattr(config, "load_t5"):
         # A folder without T5 does not load unless told so; `text_encoder_3=None` leaves it out as in training.
@@ -262,11 +265,13 @@ def _with_update(model: Any, saved: Path | None, *, merge: bool) -> Any:
         return adapter
     if not lora_file(saved).is_file():
         for name, network in components.items():
+            assert isinstance(network, ModelMixin)
             with _reading(saved / name):
                 setattr(pipeline, name, type(network).from_pretrained(saved / name, dtype=dtype))
         return adapter
     # Not load_lora_weights: it warns that there is nothing for the text encoders, and not every pipeline has it.
     for name, network, place in lora_places(saved, components):
+        assert isinstance(network, PeftAdapterMixin)
         with _reading(lora_file(place)):
             network.load_lora_adapter(place, prefix=name, weight_name=lora_file(place).name)
         if merge:

@@ -37,14 +37,7 @@ _CHUNK = 64
 
 
 class PairCollector:
-    """Makes the rollouts of a run from given images; what a slot lacks the network draws.
-
-    Args:
-        given: the images.
-        sampling: the parts that draw.
-        learner: of the run.
-        stop: whether to stop early.
-    """
+    """Makes the rollouts of a run from given images; the network draws the samples that a slot lacks."""
 
     exhausted = False
 

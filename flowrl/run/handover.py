@@ -48,7 +48,7 @@ def announce(run: Path, iteration: int) -> None:
 
 
 def renew(run: Path, iteration: int, tree: Options, adapter: Any, options: Any) -> None:
-    """Write the weights of a checkpoint.
+    """Write the weights of the checkpoint of an iteration.
 
     Args:
         run: the run folder.

@@ -24,13 +24,7 @@ Before = tuple[Evaluation, Evaluation | None]
 
 
 class Report:
-    """Compares a run's result with the untrained model.
-
-    Args:
-        session: of the run.
-        folder: holds its evaluations and its summary.
-        clock: of the run.
-    """
+    """Compares a run's result with the untrained model, in the evaluations and the summary of its folder."""
 
     def __init__(self, session: Session, folder: RunFolder, clock: Clock) -> None:
         self.session, self.folder, self.clock = session, folder, clock
@@ -161,13 +155,7 @@ class Report:
 
 
 def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
-    """The row of an iteration in one line, for the terminal.
-
-    Args:
-        row: as `Session.step` returns it, with the means of an evaluation if one followed.
-        iterations: of the run.
-        prompts: of the run.
-    """
+    """The metrics row of an iteration, of a run with `iterations`, in one line for the terminal."""
     parts = [f"iteration {row['iteration']}/{iterations}"]
     shown = {"reward/total_mean": "reward", "policy/implicit_accuracy": "agreement", "policy/loss": "loss"}
     # Without rewards or pairs there is still a loss, but for an iteration without a readable image.

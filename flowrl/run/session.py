@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import Method, Networks
+from flowrl.algorithms.base import EdgeMethod, Method, Networks
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
@@ -164,15 +164,13 @@ class Session:
         credit = method.advantages(rollout.rewards, weights, rollout.prompts)
         if rollout.plan.tree is None:
             return credit
+        assert isinstance(method, EdgeMethod)  # its plan has a tree
         return method.on_tree(credit, rollout, weights, self._under_way)
 
     def batches(self, rollout: Rollout, credit: Advantages, batch_size: int | None = None) -> Iterator[Any]:
         """The training forwards of the iteration that was rolled out last, as `method.loss` takes them.
 
-        Args:
-            rollout: of that iteration.
-            credit: of its samples.
-            batch_size: rows of a forward; None: the configuration's.
+        `batch_size` is in rows of a forward; None: the configuration's.
         """
         learner = self.parts.learner
         context, data = learner.context, Iteration(self._under_way, rollout, credit, Sums())
@@ -289,11 +287,7 @@ class Session:
     ) -> None:
         """Restore `state` of the end of an iteration.
 
-        Args:
-            iteration: the finished one.
-            tensors: by name.
-            plain: plain data.
-            other_data: the given images are another set than then.
+        `other_data`: the given images are another set than then.
 
         Raises:
             ModelError: it is of another model.

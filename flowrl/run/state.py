@@ -32,13 +32,7 @@ class Clock:
 
 
 class Saver:
-    """Saves a session into the folder of its run, and goes on from there.
-
-    Args:
-        session: of the run.
-        folder: holds its checkpoints and its adapter.
-        clock: of the run.
-    """
+    """Saves a session in the folder of its run, and restores it from there."""
 
     def __init__(self, session: Session, folder: RunFolder, clock: Clock) -> None:
         self.session, self.folder, self.clock = session, folder, clock

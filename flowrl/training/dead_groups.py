@@ -16,11 +16,7 @@ _SAME_PX = 1e-6
 
 
 class DeadGroups:
-    """Counts dead iterations in a row.
-
-    Args:
-        entries: the trained rewards, in the order of a rollout's rewards.
-    """
+    """Counts dead iterations in a row; `entries` are the trained rewards in the order of a rollout's rewards."""
 
     def __init__(self, entries: Sequence[WeightedReward]) -> None:
         self.entries, self.in_a_row = tuple(entries), 0

@@ -18,13 +18,7 @@ _MAX_BAD_UPDATES = 5
 
 
 class Learner:
-    """Turns a rollout with its credit into optimizer steps.
-
-    Args:
-        training: the kind of training data.
-        context: the parts of the run.
-        optimizer: moves the policy.
-    """
+    """Turns a rollout with its credit into optimizer steps."""
 
     def __init__(self, training: Training, context: UpdateContext, optimizer: Optimizer) -> None:
         self.training, self.context, self.optimizer = training, context, optimizer

@@ -69,14 +69,8 @@ class Sampling:
     ) -> Trajectories:
         """Denoise this process's samples on its device.
 
-        Args:
-            plan: the denoising steps.
-            noise: keyed noise.
-            asked: the samples.
-            batch_size: samples per network forward.
-            options: of `rollout.loop.run`; the device is this process's.
-            most: samples of the process that has the most: with a sharded network every process makes as many batches
-                as that one. None: all processes have the same number.
+        `batch_size` is in samples per forward. `most` is the number of samples of the process that has the most: with a
+        sharded network every process makes as many batches as that one. None: all have the same number.
         """
         options = replace(options, device=self.world.device)
         samples, edges = run(self.policy, plan, noise, asked, batch_size=batch_size, options=options)

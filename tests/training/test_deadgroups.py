@@ -57,7 +57,7 @@ def test_pictures_that_are_alike_and_a_clip_that_flattens_are_not_the_rewards_fa
     assert "differs between samples, and its clip or gate makes one training value" in flat
     shut = look([[0.5, 0.6], [0.7, 0.8]], entry(gate=Gate(output="mine", at_least=0.9)))
     assert "clip or gate" in shut
-    assert "take that back" in look([[0.25, 0.5]], entry("a"), entry("b", weight=-1.0))
+    assert "the other rewards cancel that" in look([[0.25, 0.5]], entry("a"), entry("b", weight=-1.0))
 
 
 def test_a_reward_that_is_only_looked_at_is_not_named():

@@ -85,13 +85,9 @@ def group_scores(number: int, scores: Scores) -> Group:
 
 
 class Pairing:
-    """Draws and scores samples, and writes the pairs.
+    """Draws and scores samples, and writes the pairs; each process takes whole prompts.
 
-    Args:
-        resolved: the configuration; its algorithm and optimizer do not matter.
-        prompts: its training prompts.
-        wanted: the options of the command.
-        world: the processes; each takes whole prompts.
+    The algorithm and the optimizer of the configuration do not matter.
 
     Raises:
         ConfigError, ModelError, RewardError: something the user can mend.

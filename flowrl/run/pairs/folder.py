@@ -47,13 +47,7 @@ class Done:
 
 
 class PairFolder:
-    """One set of pairs in the making.
-
-    Args:
-        path: of the folder.
-        made_with: all that decides the pairs.
-        facts: provenance of this call, for pairs.json.
-    """
+    """A set of pairs while it is made; `made_with` holds all that decides the pairs, `facts` is for pairs.json."""
 
     def __init__(self, path: Path, made_with: dict[str, Any], facts: dict[str, Any]) -> None:
         self.path, self.made_with, self.facts = path, json.loads(json.dumps(made_with)), facts
