@@ -77,7 +77,7 @@ def export(run: Path, layout: Format, out: Path) -> Path:
     saved, model = _trained(run), _model(run)
     file = lora_file(saved)
     if out.is_file():
-        raise ConfigError(f"--out {str(out)!r}: it is a file; give a new or empty folder")
+        raise ConfigError(f"--out {str(out)!r}: it is a file; give a folder, new or empty")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {str(out)!r} is not empty; name a new folder")
     if layout == "merged":

@@ -79,10 +79,6 @@ def test_nan_prompts_are_left_out_and_counted_out():
     assert np.isnan([empty["mean"], empty["low"], empty["high"]]).all()
 
 
-def test_one_prompt_has_an_interval_of_no_width():
-    assert interval(np.asarray([0.25])) == {"mean": 0.25, "low": 0.25, "high": 0.25, "n": 1}
-
-
 # ---- evaluations
 
 
@@ -170,18 +166,6 @@ def test_duplicates_of_a_failed_prompt_are_no_prompt_that_was_scored():
     assert summary(replace(found, prompts=("a", "b", "a", "b")))["a"]["n"] == 1
 
 
-def test_what_was_saved_gives_bitwise_the_same_numbers(tmp_path):
-    """A resumed run reads its base from the file, a run in one piece has it in memory."""
-    rng = np.random.default_rng(1)
-    base, tuned = (record(tag, a=rng.random((20, 2)), b=1e-7 * rng.random((20, 2))) for tag in ("base", "tuned"))
-    for found in (base, tuned):
-        found.save(tmp_path)
-    loaded = [Evaluation.load(tmp_path / f"{tag}.json") for tag in ("base", "tuned")]
-    assert summary(loaded[1]) == summary(tuned)
-    assert difference(*loaded) == difference(base, tuned)
-    assert win_rate(*loaded, "a") == win_rate(base, tuned, "a")
-
-
 def test_files_of_older_versions_are_read_and_their_texts_tell_duplicates(tmp_path):
     old = {"tag": "base", "iteration": 0, "guidance_scale": 1.0, "num_inference_steps": 10, "seeds": [0]}
     old |= {"prompts": ["a", "b", "a"], "scores": {"a": [[0.123457], [None], [1.0]]}, "images": "eval/base"}
@@ -245,11 +229,15 @@ def test_an_evaluation_repeats_bitwise_and_moves_with_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_an_evaluation_does_not_depend_on_the_batch_size(tmp_path, batch_size):
-    whole = call(evaluator(tmp_path, ToyAdapter()))
-    split = call(evaluator(tmp_path, ToyAdapter(), batch_size=batch_size))
+@pytest.mark.parametrize("limit", [None, 2])
+def test_the_scores_of_a_prompt_depend_neither_on_the_batch_size_nor_on_later_prompts(tmp_path, batch_size, limit):
+    whole, counts = call(evaluator(tmp_path, ToyAdapter())), []
+    which = evaluator(tmp_path, ToyAdapter(), batch_size=batch_size)
+    split = call(which, limit=limit, progress=counts.append)
+    assert split.prompts == whole.prompts[:limit]
+    assert sum(counts) == 2 * len(split.prompts)
     for name in ("light", "corner"):
-        np.testing.assert_allclose(split.scores[name], whole.scores[name], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(split.scores[name], whole.scores[name][:limit], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
@@ -283,12 +271,6 @@ def test_seeds_of_a_prompt_differ_and_do_not_depend_on_how_many_there_are(tmp_pa
     np.testing.assert_allclose(three[:, :2], two, rtol=0, atol=2e-6)
 
 
-def test_a_limit_evaluates_the_first_prompts_only(tmp_path):
-    whole, few = call(evaluator(tmp_path, ToyAdapter())), call(evaluator(tmp_path, ToyAdapter()), limit=2)
-    assert few.prompts == whole.prompts[:2]
-    np.testing.assert_allclose(few.scores["light"], whole.scores["light"][:2], rtol=0, atol=2e-6)
-
-
 def test_guidance_reaches_the_model(tmp_path):
     plain, guided = (call(evaluator(tmp_path, ToyAdapter()), guidance_scale=s) for s in (1.0, 4.0))
     assert np.abs(plain.scores["light"] - guided.scores["light"]).min() > 0
@@ -320,12 +302,6 @@ def test_an_evaluation_that_is_stopped_gives_up_without_scores(tmp_path):
         call(evaluator(tmp_path, ToyAdapter(), batch_size=2), progress=done.append, stop=stop)
     assert done == [2, 2]
     assert not (tmp_path / "eval" / "base.json").exists()
-
-
-def test_progress_counts_every_sample(tmp_path):
-    counts: list[int] = []
-    call(evaluator(tmp_path, ToyAdapter(), batch_size=4), progress=counts.append)
-    assert sum(counts) == 10
 
 
 # ---- the win rate

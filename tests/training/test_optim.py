@@ -48,22 +48,18 @@ def rates(total: int, **options) -> list[float]:
 # ---- learning rate
 
 
-def test_a_constant_rate_stays():
-    assert rates(4) == [1.0] * 5
-
-
-def test_a_warmup_rises_linearly_to_the_full_rate():
-    assert rates(6, warmup_updates=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0])
-
-
-def test_a_linear_rate_falls_to_zero_after_the_last_update():
-    assert rates(4, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
-    assert rates(6, schedule="linear", warmup_updates=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
-
-
-def test_a_cosine_rate_falls_along_half_a_period():
-    expected = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
-    assert rates(4, schedule="cosine") == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1.0] * 7),
+        ({"warmup_updates": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),
+        ({"schedule": "linear"}, [1.0, 5 / 6, 4 / 6, 0.5, 2 / 6, 1 / 6, 0.0]),
+        ({"schedule": "linear", "warmup_updates": 2}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
+        ({"schedule": "cosine"}, [0.5 * (1 + math.cos(math.pi * k / 6)) for k in range(7)]),
+    ],
+)
+def test_the_rate_rises_linearly_then_stays_or_falls_to_zero_after_the_last_update(options, expected):
+    assert rates(6, **options) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
