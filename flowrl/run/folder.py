@@ -23,12 +23,19 @@ from flowrl.config.schema import RunConfig
 from flowrl.core import contents
 from flowrl.core.contents import Input
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import damaged, json_ready, of_evaluation, read_object, write_atomically
+from flowrl.core.files import (
+    damaged,
+    json_ready,
+    of_evaluation,
+    read_object,
+    read_rows,
+    write_atomically,
+    writing,
+)
 from flowrl.core.strict import Options
 from flowrl.core.versions import versions
 from flowrl.evaluation.held_out import splits
 from flowrl.run import checkpoint, inputs
-from flowrl.run.metrics_file import MetricsFile
 
 # Other batches of the same samples, with the same noise: for a run that was short of memory.
 BATCHES = (
@@ -38,6 +45,32 @@ BATCHES = (
 # A resumed run may be longer, save more often, be in another folder or on other processes, or accept more broken
 # images; anything else would make it another run.
 _MAY_CHANGE = ("iterations", "checkpoint", "name", "output", "model.shard", "data.pairs.records.max_broken", *BATCHES)
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one object per iteration, appended and on the disk at once; NaN is written as null."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def append(self, row: dict[str, Any]) -> None:
+        with writing(self.file), self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(json_ready(row)) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Complete rows; a torn last line of a killed run is dropped.
+
+        Raises:
+            ConfigError: another line is damaged.
+        """
+        return read_rows(self.file)[0]
+
+    def truncate(self, iteration: int) -> None:
+        """Drop rows past a checkpoint."""
+        kept = [row for row in self.rows() if row["iteration"] <= iteration]
+        write_atomically(self.file, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 class RunFolder:

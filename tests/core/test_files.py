@@ -19,8 +19,7 @@ from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.files import out_folder, read_rows, write_atomically, writing
 from flowrl.evaluation.results import Evaluation
 from flowrl.gallery.places import comparison_folder, page_folder
-from flowrl.run.folder import RunFolder
-from flowrl.run.metrics_file import MetricsFile
+from flowrl.run.folder import MetricsFile, RunFolder
 from flowrl.run.pairs.folder import PairFolder
 from tests.e2e.test_bad_input import command
 

@@ -17,7 +17,7 @@ import torch
 from flowrl.core.console import DEBUG, Progress, journal, log, set_up_logging
 from flowrl.core.errors import WriteError
 from flowrl.losses.batches import LossOutput
-from flowrl.run.metrics_file import MetricsFile
+from flowrl.run.folder import MetricsFile
 from flowrl.training.metrics import Sums, Timer
 
 
