@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,10 +80,14 @@ def leaf_advantages(credit: Advantages) -> Tensor:
     return torch.where(credit.kept, credit.values.squeeze(2).double(), torch.nan)
 
 
-def by_steps(credit: Advantages, steps: Tensor, pruned: Tensor | Literal[False], clip: float | None) -> Advantages:
-    """Credit of the leaves with that of their edges, [P, G, K], beside it; NaN and edges of dead groups are not
-    trained."""
+def by_steps(
+    credit: Advantages, steps: Tensor, clip: float | None = None, left_out: Tensor | None = None
+) -> Advantages:
+    """Credit of the leaves with that of their edges, `steps` [P, G, K] within +-clip.
+
+    NaN, edges `left_out` [P, G, K] and those of dead groups are not trained.
+    """
     if clip is not None:
         steps = steps.clamp(-clip, clip)
-    left_out = steps.isnan() | pruned | credit.dead[:, None, None]
-    return replace(credit, steps=steps.float(), pruned=left_out)
+    pruned = steps.isnan() | credit.dead[:, None, None]
+    return replace(credit, steps=steps.float(), pruned=pruned if left_out is None else pruned | left_out)

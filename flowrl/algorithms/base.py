@@ -26,7 +26,7 @@ from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.credit.critic import ValueConfig, ValueNetwork
 from flowrl.credit.saliency import SpatialConfig
-from flowrl.credit.tree_credit import propagated
+from flowrl.credit.tree_credit import LeafRewards, propagated
 from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.training_times import Times, draw, of_process
@@ -204,11 +204,11 @@ class EdgeMethod(Method[C]):
         """Stochastic and trained at `sde_steps`, or at all steps but the last."""
         return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
-    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+    def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
         """Credit by edge from that of the samples, if the plan branches: the mean of the leaves after an edge."""
-        tree = rollout.plan.tree
-        assert tree is not None
-        return by_steps(credit, propagated(leaf_advantages(credit), tree), False, None)
+        rule, paths = self.config.advantages, leaves.path_weights(self.config.path_weight)
+        steps = propagated(leaf_advantages(credit), leaves.tree, paths)
+        return by_steps(credit, steps, None if rule is None else rule.clip)
 
     def annotated(self, rollout: Rollout, credit: Advantages) -> Edges:
         """The edges of this rank, with columns that follow from the credit where the loss has some."""

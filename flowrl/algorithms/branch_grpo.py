@@ -25,16 +25,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._tree import NodeConfig, by_nodes, path_weights, totals, tree_of, tree_plan
+from flowrl.algorithms._tree import NodeConfig, by_nodes, tree_plan
 from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
 from flowrl.credit.advantages import Advantages
-from flowrl.credit.tree_credit import DepthWindow, Scale, depthwise, extremes, fuse, parent_top1
+from flowrl.credit.tree_credit import DepthWindow, LeafRewards, Scale, depthwise, extremes, fuse, parent_top1
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching, splits
 from flowrl.diffusion.windows import MixWindow, mix_window
-from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
@@ -132,14 +131,14 @@ class BranchGrpo(EdgeMethod[Config]):
         result = tree_plan(self, schedule, sampler, iteration, seed)
         return replace(result, sibling_noise=self.config.spread, inflation=self.config.split_inflation)
 
-    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
-        config, paths = self.config, path_weights(rollout, self.config.path_weight)
+    def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
+        config, paths = self.config, leaves.path_weights(self.config.path_weight)
 
         def compare(total: Tensor, tree: Branching) -> Tensor:
             return depthwise(fuse(total, tree, paths), total, tree, config.scale)
 
-        left_out = self.pruned(totals(credit, rollout.rewards, weights), tree_of(rollout), iteration)
-        return by_nodes(credit, rollout, weights, config.advantages, compare, left_out)
+        left_out = self.pruned(leaves.totals(credit.valid), leaves.tree, iteration)
+        return by_nodes(credit, leaves, config.advantages, compare, left_out)
 
     def pruned(self, total: Tensor, tree: Branching, iteration: int) -> Tensor:
         """Edges that are left out by the rewards [P, G] of the leaves, [P, G, K] bool."""

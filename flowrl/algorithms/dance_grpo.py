@@ -78,9 +78,9 @@ def check_kept(timestep_fraction: float, trained: int) -> None:
         )
 
 
-def random_steps(method: EdgeMethod[Any], ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor:
+def random_steps(self: EdgeMethod[Any], ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor:
     """The steps that each sample keeps of the plan's trained ones, [E] bool."""
-    return step_subsets(ids, plan.train, method.config.timestep_fraction, seed, iteration).flatten()
+    return step_subsets(ids, plan.train, self.config.timestep_fraction, seed, iteration).flatten()
 
 
 class DanceGrpo(EdgeMethod[Config]):

@@ -81,9 +81,9 @@ class Config(ClippedOptions):
             )
 
 
-def noisy_plan(method: EdgeMethod[Any], schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+def noisy_plan(self: EdgeMethod[Any], schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
     """Stochastic and trained at `sde_steps`, or at all steps that leave noise."""
-    steps = noisy_steps(schedule) if method.config.sde_steps is None else method.config.sde_steps
+    steps = noisy_steps(schedule) if self.config.sde_steps is None else self.config.sde_steps
     return window(schedule, sampler.default_noise_level(), steps)
 
 

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import leaf_advantages
-from flowrl.algorithms._tree import by_leaves, totals, tree_plan
+from flowrl.algorithms._tree import tree_plan
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_terms, single_advantage, with_reference
 from flowrl.core.types import Edges
 from flowrl.credit.advantages import Advantages, RuleConfig
+from flowrl.credit.tree_credit import LeafRewards
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching, splits
@@ -128,13 +129,13 @@ class DynamicTreeRpo(EdgeMethod[Config]):
         layer = [1 + self.config.growth * (k - start) / depth for k in range(len(plan))]
         return replace(plan, noise_level=tuple(a * b for a, b in zip(plan.noise_level, layer, strict=True)))
 
-    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
+    def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
         if self.config.tuning is not None:
-            self._judge(credit, totals(credit, rollout.rewards, weights), rollout.plan.leaves)
-        return by_leaves(self, credit, rollout, weights, iteration)
+            self._weigh(credit, leaves.totals(credit.valid), leaves.tree.leaves)
+        return super().on_tree(credit, leaves, iteration)
 
-    def _judge(self, credit: Advantages, total: Tensor, leaves: int) -> None:
-        """Weight of each tree's best leaf, and the running mean behind this iteration."""
+    def _weigh(self, credit: Advantages, total: Tensor, leaves: int) -> None:
+        """Set the weight of each tree's best leaf, and the running mean after this iteration."""
         tuning, clip = self.config.tuning, self.config.advantages.clip
         assert tuning is not None
         assert clip is not None

@@ -158,20 +158,20 @@ class FlowGrpo(EdgeMethod[Config]):
 
 
 def clipped_loss(
-    method: EdgeMethod[Any], batch: Microbatch, networks: Networks, weight: Tensor | None = None
+    self: EdgeMethod[Any], batch: Microbatch, networks: Networks, weight: Tensor | None = None
 ) -> LossOutput:
     """The loss of step 3, summed over the E edges of a microbatch.
 
     Args:
-        method: has `ClippedOptions`.
+        self: has `ClippedOptions`.
         batch: with one advantage for all rewards, [E, 1, *pos].
         networks: policy and reference.
         weight: of each edge before the KL is added, [E]; None: 1.
     """
     policy, sampler = networks.transition(batch), networks.policy.sampler
-    log_ratio = method.log_ratio(policy, batch, sampler)  # log p - log p_old, [E, *pos]
-    terms = clipped_terms(log_ratio, [single_advantage(batch)], method.config.clip(sampler), weight)
-    return with_reference(terms, policy, batch, networks, method.config.kl)
+    log_ratio = self.log_ratio(policy, batch, sampler)  # log p - log p_old, [E, *pos]
+    terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.clip(sampler), weight)
+    return with_reference(terms, policy, batch, networks, self.config.kl)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from flowrl.algorithms._tree import NodeConfig, branching_steps, by_nodes, check
 from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
 from flowrl.credit.advantages import Advantages
-from flowrl.credit.tree_credit import Scale, by_grain
+from flowrl.credit.tree_credit import LeafRewards, Scale, by_grain
 from flowrl.diffusion.tree_shapes import Branching, least_way, offshoots
-from flowrl.rollout.trajectories import Rollout
 
 LEVEL = "tested"
 
@@ -69,8 +68,8 @@ class G2rpo(EdgeMethod[Config]):
     plan = tree_plan
     loss = clipped_loss
 
-    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
-        return by_nodes(credit, rollout, weights, self.config.advantages, self.compare)
+    def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
+        return by_nodes(credit, leaves, self.config.advantages, self.compare)
 
     def compare(self, total: Tensor, tree: Branching) -> Tensor:
         """Advantages of the edges [P, G, K] from the rewards of the leaves [P, G]."""

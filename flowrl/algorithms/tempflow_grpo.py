@@ -22,10 +22,9 @@ from flowrl.algorithms._tree import NodeConfig, branching_steps, by_nodes, check
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClippedOptions, KLConfig, clipped_terms, single_advantage, with_reference
 from flowrl.credit.advantages import Advantages
-from flowrl.credit.tree_credit import Scale, depthwise, fuse
+from flowrl.credit.tree_credit import LeafRewards, Scale, depthwise, fuse
 from flowrl.diffusion.tree_shapes import Branching, offshoots
 from flowrl.losses.batches import LossOutput, Microbatch
-from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import step_std
 
 LEVEL = "tested"
@@ -69,8 +68,8 @@ class TempFlowGrpo(EdgeMethod[Config]):
     level = LEVEL
     plan = tree_plan
 
-    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
-        return by_nodes(credit, rollout, weights, self.config.advantages, self.compare)
+    def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
+        return by_nodes(credit, leaves, self.config.advantages, self.compare)
 
     def compare(self, total: Tensor, tree: Branching) -> Tensor:
         """Advantages of the edges [P, G, K] from the rewards of the leaves [P, G]."""

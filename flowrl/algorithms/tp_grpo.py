@@ -25,9 +25,8 @@ from flowrl.algorithms._tree import NodeConfig, by_nodes, tree_plan
 from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
 from flowrl.credit.advantages import Advantages
-from flowrl.credit.tree_credit import Gain, Scale, increments
+from flowrl.credit.tree_credit import Gain, LeafRewards, Scale, increments
 from flowrl.diffusion.tree_shapes import Branching, completions
-from flowrl.rollout.trajectories import Rollout
 
 LEVEL = "tested"
 
@@ -70,8 +69,8 @@ class TpGrpo(EdgeMethod[Config]):
     plan = tree_plan
     loss = clipped_loss
 
-    def on_tree(self, credit: Advantages, rollout: Rollout, weights: Tensor, iteration: int) -> Advantages:
-        return by_nodes(credit, rollout, weights, self.config.advantages, self.compare)
+    def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
+        return by_nodes(credit, leaves, self.config.advantages, self.compare)
 
     def compare(self, total: Tensor, tree: Branching) -> Tensor:
         """Advantages of the edges [P, G, K] from the rewards of the leaves [P, G]."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flowrl.algorithms._tree import by_leaves, tree_plan
+from flowrl.algorithms._tree import tree_plan
 from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
 from flowrl.core.rng import stream
@@ -62,7 +62,6 @@ class Config(ClippedOptions):
 class TreeGrpo(EdgeMethod[Config]):
     level = LEVEL
     plan = tree_plan
-    on_tree = by_leaves
     loss = clipped_loss
 
 

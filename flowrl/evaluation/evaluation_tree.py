@@ -38,7 +38,7 @@ from flowrl.core.errors import Diverged, RewardError
 from flowrl.core.files import json_ready, write_atomically
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages, aggregate
-from flowrl.credit.tree_credit import by_path, fuse, log_probs_on_ways
+from flowrl.credit.tree_credit import LeafRewards, fuse, log_probs_on_ways
 from flowrl.data.prompts import identity
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.tree_shapes import Branching
@@ -164,7 +164,7 @@ def credit_tree(
         return None, f"One tree alone has no advantages: {error}"
     credit = algorithm.advantages(rollout.rewards, weights, rollout.prompts)
     dead = bool(credit.dead[0])
-    credit = algorithm.on_tree(credit, rollout, weights, iteration)
+    credit = algorithm.on_tree(credit, rollout.leaf_rewards(weights), iteration)
     return credit, "All leaves have the same reward, so no edge is trained." if dead else None
 
 
@@ -172,7 +172,7 @@ def tree_record(rollout: Rollout, weights: Tensor, credit: Advantages | None, pa
     """Sigmas, splits, nodes, edges and leaves of a scored tree, as in the file."""
     tree, total = rollout.plan.tree, aggregate(rollout.rewards, weights)
     assert tree is not None
-    ways = None if rollout.paths is None else by_path(rollout.paths, tree, path_weight)
+    ways = LeafRewards(tree, rollout.rewards, weights, rollout.paths).path_weights(path_weight)
     fused = fuse(total, tree, ways)[0]
     places = [(k, leaf) for k in range(tree.num_steps + 1) for leaf in tree.at(k).tolist()]
     number, scored = {place: row for row, place in enumerate(places)}, total[0][total[0].isfinite()]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flowrl.config.resolved import Resolved
+from flowrl.credit.tree_credit import LeafRewards
 from flowrl.diffusion.plan import StepPlan
-from flowrl.rollout.trajectories import Trajectories
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _live(resolved: Resolved, plan: StepPlan, iteration: int) -> Tensor:
     """Trained steps on the path of each leaf, [T, L, K] bool, for the T trees of a prompt."""
     algorithm: Any = resolved.algorithm.build()
     rewards, weights = torch.rand(1, 1, resolved.group_size, generator=torch.Generator().manual_seed(0)), torch.ones(1)
-    known = (("", ()),)
-    rollout = Trajectories.none(plan).scored(rewards, prompts=known)
-    credit = algorithm.on_tree(algorithm.advantages(rewards, weights, known), rollout, weights, iteration)
+    assert plan.tree is not None
+    leaves = LeafRewards(plan.tree, rewards, weights)
+    credit = algorithm.on_tree(algorithm.advantages(rewards, weights, (("", ()),)), leaves, iteration)
     return ~credit.pruned[0].unflatten(0, (-1, plan.leaves))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.types import Condition, Edges, Identity, SampleId, Samples, no_edges
+from flowrl.core.types import Condition, Edges, Identity, SampleId, Samples
+from flowrl.credit.tree_credit import LeafRewards
 from flowrl.diffusion.plan import StepPlan
 
 
@@ -42,12 +43,6 @@ class Trajectories:
     """Conditions of the prompts."""
     rows: Tensor
     """Row of `cond` of each sample, [B] int64."""
-
-    @staticmethod
-    def none(plan: StepPlan) -> Trajectories:
-        """Those of a process without a sample."""
-        samples = Samples(torch.zeros(0), ())
-        return Trajectories(plan, samples, no_edges(samples), Condition({}), torch.zeros(0, dtype=torch.int64))
 
     def scored(self, rewards: Tensor, **further: Any) -> Rollout:
         """The rollout with the rewards of the whole iteration [R, P, G]; `further` are fields of `Rollout`."""
@@ -83,6 +78,11 @@ class Rollout(Trajectories):
     paths: Tensor | None = None
     """Old log-probs of the steps on the way to each sample, [P, G, K], NaN where none is kept; only where credit asks
     for them."""
+
+    def leaf_rewards(self, weights: Tensor) -> LeafRewards:
+        """The rewards with their weights [R], as credit by edge takes them; only where the plan has a tree."""
+        assert self.plan.tree is not None
+        return LeafRewards(self.plan.tree, self.rewards, weights, self.paths)
 
     @property
     def identity(self) -> Tensor:

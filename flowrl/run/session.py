@@ -165,7 +165,7 @@ class Session:
         if rollout.plan.tree is None:
             return credit
         assert isinstance(method, EdgeMethod)  # its plan has a tree
-        return method.on_tree(credit, rollout, weights, self._under_way)
+        return method.on_tree(credit, rollout.leaf_rewards(weights), self._under_way)
 
     def batches(self, rollout: Rollout, credit: Advantages, batch_size: int | None = None) -> Iterator[Any]:
         """The training forwards of the iteration that was rolled out last, as `method.loss` takes them.

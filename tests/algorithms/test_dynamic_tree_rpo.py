@@ -45,7 +45,7 @@ def stds(plan: StepPlan, sampler: Any, vp: bool = False) -> torch.Tensor:
 
 def credit_of(session: Session, values: torch.Tensor):
     credit = session.algorithm.advantages(values, ONE)
-    return session.algorithm.on_tree(credit, rollout_of(session, values), ONE, 1)
+    return session.algorithm.on_tree(credit, rollout_of(session, values).leaf_rewards(ONE), 1)
 
 
 # ---- noise

@@ -57,7 +57,7 @@ def iterate(session: Session) -> dict[str, float]:
     rewards = SPREAD if group == 2 else torch.rand(1, 2, group, generator=torch.Generator().manual_seed(0))
     credit, rollout = session.algorithm.advantages(rewards, torch.ones(1), PROMPTS), rollout_of(session, rewards)
     if session.plan.tree is not None:
-        credit = session.algorithm.on_tree(credit, rollout, torch.ones(1), 1)
+        credit = session.algorithm.on_tree(credit, rollout.leaf_rewards(torch.ones(1)), 1)
     learner = learner_of(
         session,
         updates=1,

@@ -20,6 +20,7 @@ from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig, aggregate
 from flowrl.credit.tree_credit import (
     DepthWindow,
+    LeafRewards,
     Scale,
     by_grain,
     by_path,
@@ -32,7 +33,6 @@ from flowrl.credit.tree_credit import (
 )
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.tree_shapes import completions, offshoots, splits
-from flowrl.rollout.trajectories import Trajectories
 from flowrl.run.collector import Collector
 from flowrl.samplers import dance_sde, flow_sde
 from flowrl.samplers.base import step_std
@@ -51,8 +51,8 @@ def on_tree(config, method, rewards: torch.Tensor, *, num_steps: int = 5, iterat
     """Credit by edge of a method for rewards [R, P, G] with weight 1 each."""
     algorithm, weights = method.build(config), torch.ones(len(rewards))
     plan = algorithm.plan(flow_schedule(num_steps), dance_sde.build(dance_sde.Config()), iteration, 0)
-    rollout = Trajectories.none(plan).scored(rewards, paths=paths)
-    return algorithm.on_tree(algorithm.advantages(rewards, weights), rollout, weights, iteration)
+    leaves = LeafRewards(plan.tree, rewards, weights, paths)
+    return algorithm.on_tree(algorithm.advantages(rewards, weights), leaves, iteration)
 
 
 # ---- fusion
@@ -351,7 +351,7 @@ def test_an_iteration_in_which_nothing_can_be_compared_updates_nothing():
     session = roll_out(ToyAdapter(), algorithm=method, sampler=sampler, prompts=1, group=4)
     rewards = torch.tensor([[[0.0, NAN, 1.0, NAN]]])
     rollout, before = rollout_of(session, rewards), [p.clone() for p in session.adapter.network.parameters()]
-    credit = method.on_tree(method.advantages(rewards, torch.ones(1)), rollout, torch.ones(1), 1)
+    credit = method.on_tree(method.advantages(rewards, torch.ones(1)), rollout.leaf_rewards(torch.ones(1)), 1)
     assert not credit.dead.any()
     assert credit.pruned.all()
     sums = Sums()

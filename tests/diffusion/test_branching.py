@@ -52,7 +52,9 @@ def rewards_of(session: Session, seed: int = 3) -> torch.Tensor:
 
 def credit_of(session: Session, rewards: torch.Tensor, iteration: int = 1) -> Advantages:
     credit = session.algorithm.advantages(rewards, torch.ones(len(rewards)))
-    return session.algorithm.on_tree(credit, rollout_of(session, rewards), torch.ones(len(rewards)), iteration)
+    return session.algorithm.on_tree(
+        credit, rollout_of(session, rewards).leaf_rewards(torch.ones(len(rewards))), iteration
+    )
 
 
 # ---- shape

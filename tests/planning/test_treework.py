@@ -87,7 +87,7 @@ def test_the_plan_counts_the_evaluations_and_forwards_of_real_updates(name, upda
     learner = learner_of(session, updates=updates, batch_size=5)
     counter = Forwards(session.adapter.network)
     credit, drawn = session.algorithm.advantages(rewards, torch.ones(1)), rollout_of(session, rewards)
-    learner.update(1, drawn, session.algorithm.on_tree(credit, drawn, torch.ones(1), 1), Sums())
+    learner.update(1, drawn, session.algorithm.on_tree(credit, drawn.leaf_rewards(torch.ones(1)), 1), Sums())
     work = tree_work(run_, session.plan)
     assert counter.rows == work.update_rows(len(session.ids))
     assert counter.calls == geometry(run_, session.plan, 1).update_forwards
