@@ -112,7 +112,7 @@ class Method(Generic[C]):
 
     def taken(self, group_size: int) -> int:
         """Samples of a group that take part in the updates, at most."""
-        rule = self.rule.config.select
+        rule = self.rule.config.selection()
         return group_size if rule is None else rule.keep
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:

@@ -35,6 +35,7 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching, splits
 from flowrl.diffusion.windows import MixWindow, mix_window
 from flowrl.losses.batches import LossOutput, Microbatch
+from flowrl.losses.ratio import Bounds
 from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler
 
@@ -173,7 +174,7 @@ class DynamicTreeRpo(EdgeMethod[Config]):
         law = policy.distribution(prediction, batch.latents, batch.start).at(batch.parent)
         clip, advantage = config.clip(policy.sampler), single_advantage(batch)
         lean = config.clip_sensitivity * advantage
-        bounds = clip * (1 - lean).clamp(min=_LEAST), clip * (1 + lean).clamp(min=_LEAST)
+        bounds = Bounds(clip * (1 - lean).clamp(min=_LEAST), clip * (1 + lean).clamp(min=_LEAST))
         terms = clipped_terms(self.log_ratio(law, batch, policy.sampler), [advantage], bounds)
         if config.tuning is not None:
             error = (prediction.velocity[batch.parent] - batch.columns["target"]).square().flatten(1).mean(dim=1)

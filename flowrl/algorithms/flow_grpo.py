@@ -188,9 +188,9 @@ def clipped_terms(
 ) -> Terms:
     """weight * mean over positions of the sum over advantages of max(-A r, -A clamp(r, 1 - c, 1 + c)), per edge.
 
-    log_ratio and each of the advantages are [E, *pos]; `weight` [E], None is 1; two clip ranges are (down, up).
+    log_ratio and each of the advantages are [E, *pos]; `weight` [E], None is 1.
     """
-    bounds = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
+    bounds = clip_range if isinstance(clip_range, Bounds) else (clip_range, clip_range)
     parts = [clipped_ratio_loss(log_ratio, each, bounds) for each in advantages]
     loss = per_edge(torch.stack([part for part, _ in parts]).sum(dim=0))
     if weight is not None:

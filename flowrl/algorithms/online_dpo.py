@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,10 +39,17 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankConfig(RuleConfig):
+    """An advantage rule that ranks the samples of a prompt; nothing is clipped."""
+
+    clip: ClassVar[float | None] = 5.0  # no option: a class variable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
-    advantages: RuleConfig = field(default_factory=RuleConfig)
-    """Rule that ranks the samples of a prompt, without its clip."""
+    advantages: RankConfig = field(default_factory=RankConfig)
+    """Rule that ranks the samples of a prompt."""
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
     """Pull to the untouched network."""
     beta: float = 100.0
@@ -61,11 +68,6 @@ class Config(DrawnOptions):
         require_positive(beta=self.beta, ref_update=self.ref_update)
         if self.least_gap < 0:
             raise ValueError(f"least_gap={self.least_gap} must not be negative")
-        if self.advantages.clip not in (None, RuleConfig().clip):
-            raise ValueError(
-                f"advantages.clip={self.advantages.clip}: advantages only rank the samples of a prompt, and nothing is "
-                "clipped; leave it out"
-            )
 
 
 class OnlineDpo(SampleMethod[Config]):

@@ -110,6 +110,7 @@ RETIRED: tuple[Retired, ...] = (
     Retired(Place("algorithms", "rwr", "advantages"), _RULE, "RWR weighs raw rewards, leave it out"),
     Retired(Place("algorithms", "raft", "advantages"), _RULE, "RAFT ranks raw rewards, leave it out"),
     *_gone(("online_dpo",), {"advantages.select": None}, "it keeps the best and the worst sample, leave it out"),
+    *_gone(("online_dpo",), {"advantages.clip": 5.0}, "advantages only rank the samples of a prompt, leave it out"),
     *_gone((*_WINDOWED, *_TREES), {"sde_steps": None}, "the method chooses its steps by itself, leave it out"),
     *_gone(
         (*_TREES, "ddpo", "dpok", "flow_dppo", "grpo_guard", "sage_grpo"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ Std = Literal["global", "group", "none"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleConfig:
     """An advantage rule; a method with one loss per reward adds `separate` to the names."""
-
-    select: ClassVar[SelectConfig | None] = None
 
     name: Literal["group", "per_reward", "gdpo", "median", "batch"] = "group"
     """The rule; see `flowrl/credit/advantages.py`."""
@@ -92,6 +90,10 @@ class RuleConfig:
         """The rule that samples are compared by."""
         return self
 
+    def selection(self) -> SelectConfig | None:
+        """Samples of a prompt that are updated on; None: all."""
+        return None
+
     def check_group(self, group_size: int) -> None:
         """Refuse what a group of this size cannot give; the configuration alone does not know the size."""
         if group_size < 2 and self.name != "batch":
@@ -99,8 +101,9 @@ class RuleConfig:
                 f"advantages.name={self.name} compares the samples of a prompt, and rollout.group_size={group_size}; "
                 "raise that to at least 2, or use advantages.name=batch"
             )
-        if self.select is not None:
-            self.select.check_group(group_size)
+        selection = self.selection()
+        if selection is not None:
+            selection.check_group(group_size)
         if self.trimmed_ratio and group_size - int(group_size * self.trimmed_ratio) < 2:
             raise ValueError(
                 f"advantages.trimmed_ratio={self.trimmed_ratio} leaves fewer than 2 of {group_size} samples for mean "
@@ -114,6 +117,9 @@ class AdvantageConfig(RuleConfig):
 
     select: SelectConfig | None = None
     """Update on some samples of a prompt only; null: on all."""
+
+    def selection(self) -> SelectConfig | None:
+        return self.select
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +191,10 @@ def _clipped(found: Compared, config: RuleConfig) -> Advantages:
     values, kept = found.within(config.clip), found.valid & ~found.dead[:, None]
     if found.left_out is not None:
         kept = kept & ~found.left_out
-    if config.select is not None:
+    selection = config.selection()
+    if selection is not None:
         # Columns hold their reward's weight, so their sum ranks a sample as its loss does.
-        kept = select(values.sum(dim=2), kept, config.select)
+        kept = select(values.sum(dim=2), kept, selection)
     return Advantages(values=values, valid=found.valid, dead=found.dead, kept=kept)
 
 

@@ -68,10 +68,11 @@ class ValueNetwork:
         device: torch.device | str = "cpu",
         num_steps: int | None = None,
     ) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.network = Perceptron(inputs, num_steps).to(device)
-        self.adam = torch.optim.AdamW(self.network.parameters(), lr=learning_rate)
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        self.network = Perceptron(inputs, num_steps).to(device)
+        torch.set_rng_state(state)
+        self.adam: torch.optim.Optimizer = torch.optim.AdamW(self.network.parameters(), lr=learning_rate)
 
     def __call__(self, features: Tensor, step: Tensor | None = None) -> Tensor:
         """Expected rewards of features [M, F], at steps [M] where it tells them apart; [M]."""
@@ -80,7 +81,7 @@ class ValueNetwork:
     def descend(self, error: Tensor) -> None:
         """One step on the mean of error^2, any shape, with the graph that led to it."""
         self.adam.zero_grad()
-        error.square().mean().backward()
+        torch.autograd.backward(error.square().mean())
         self.adam.step()
 
     def state(self) -> dict[str, Tensor]:
@@ -104,7 +105,7 @@ class ValueNetwork:
 
 def text_features(cond: Condition) -> Tensor:
     """A vector for each prompt, [P, F] float32: its condition's floats, averaged over all but the last axis."""
-    parts = []
+    parts: list[Tensor] = []
     for entry in cond.tensors.values():
         rows = [row.float().reshape(-1, row.shape[-1]).mean(dim=0) for row in entry if row.is_floating_point()]
         parts += [torch.stack(rows)] if rows else []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.tensors import floats
 from flowrl.core.types import Identity
 
 
@@ -57,7 +58,7 @@ class RewardHistory:
             raise ValueError(f"advantages.history must know the prompts of {len(total)} groups, and got {len(prompts)}")
         for prompt, row in zip(prompts, total.double(), strict=True):
             own = self.rewards.setdefault(prompt, deque(maxlen=self.config.buffer_size))
-            own.extend(row[row.isfinite()].tolist())
+            own.extend(floats(row[row.isfinite()]))
         return [self._enough(self.rewards[prompt]) for prompt in prompts]
 
     def _enough(self, own: deque[float]) -> Tensor | None:

@@ -59,7 +59,7 @@ def saliency(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     tokens = tokens.float()
     tokens = torch.where(tokens.isfinite().all(dim=2).all(dim=1)[:, None, None], tokens, 0.0)
     centred = tokens - tokens.mean(dim=1, keepdim=True)
-    left, sigma, _ = torch.linalg.svd(centred, full_matrices=False)
+    left, sigma, _ = torch.svd(centred)
     top = sigma[:, :_COMPONENTS]
     components = _stretched(left[:, :, :_COMPONENTS] * top[:, None], (1,), otherwise=0.5)
     # Sign-free: a flipped component has 1 - border. The corner decides for one that the border cannot tell.
@@ -69,7 +69,7 @@ def saliency(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     weights = energy / energy.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     maps = _smoothed((components * weights[:, None]).sum(dim=2).reshape(-1, h, w))
     # Rounding alone leaves some 1e-7 of the tokens' size as their spread.
-    alike = sigma[:, 0] <= 1e-5 * tokens.flatten(1).norm(dim=1)
+    alike = sigma[:, 0] <= 1e-5 * tokens.flatten(1).square().sum(dim=1).sqrt()
     return torch.where(alike[:, None, None], 1.0, _stretched(maps, (1, 2)))
 
 
@@ -106,29 +106,29 @@ def apply_map(
         [E, R, *pos] for a ratio of every position. For one ratio of the whole sample their mean, [E, R]: the clipped
         loss max(-A r, -A clamp(r)) is linear in |A| and M >= 0, so the mean over positions may be taken first.
     """
-    dense = dense_advantages(advantages, maps, clip=bound)
+    dense = dense_advantages(advantages, maps, bound)
     if ratio == "position":
         return dense
     # float64: the mean of n equal float32 numbers is then that number, so maps of ones change no bit.
     return dense.flatten(2).double().mean(dim=2).float()
 
 
-def dense_advantages(advantages: Tensor, maps: Tensor, *, clip: float | Tensor | None = 5.0) -> Tensor:
-    """Advantages [E, R] times the map of each edge [E, *pos], clipped afterwards: [E, R, *pos].
+def dense_advantages(advantages: Tensor, maps: Tensor, bound: Tensor | None) -> Tensor:
+    """Advantages [E, R] times the map of each edge [E, *pos], then within +-bound [R]: [E, R, *pos].
 
-    `clip` is one bound, one for each column [R], or None.
-
-    >>> dense_advantages(torch.tensor([[4.0]]), torch.tensor([[0.5, 2.0]])).tolist()
+    >>> dense_advantages(torch.tensor([[4.0]]), torch.tensor([[0.5, 2.0]]), torch.tensor([5.0])).tolist()
     [[[2.0, 5.0]]]
     """
     if advantages.ndim != 2 or len(advantages) != len(maps):
         raise ValueError(f"advantages {tuple(advantages.shape)} must be [E, R] for E = {len(maps)} maps")
-    if isinstance(clip, Tensor):
-        if clip.shape != advantages.shape[1:]:
-            raise ValueError(f"clip {tuple(clip.shape)} must be one bound for each of {advantages.shape[1]} columns")
-        clip = clip.reshape(-1, *(1,) * (maps.ndim - 1))
-    dense = advantages.reshape(*advantages.shape, *(1,) * (maps.ndim - 1)) * maps[:, None]
-    return dense if clip is None else dense.clamp(-clip, clip)
+    positions = (1,) * (maps.ndim - 1)
+    dense = advantages.reshape(*advantages.shape, *positions) * maps[:, None]
+    if bound is None:
+        return dense
+    if bound.shape != advantages.shape[1:]:
+        raise ValueError(f"bound {tuple(bound.shape)} must be one for each of {advantages.shape[1]} columns")
+    clip = bound.reshape(-1, *positions)
+    return dense.clamp(-clip, clip)
 
 
 def _stretched(values: Tensor, dims: tuple[int, ...], otherwise: float = 1.0) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.tensors import ints
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectConfig:
@@ -70,7 +72,7 @@ def most_varied(scores: Tensor, candidates: Tensor, keep: int) -> Tensor:
 def _extremes(scores: Tensor, candidates: Tensor, keep: int, counts: Sequence[int]) -> Tensor:
     """Of each group the k largest and keep - k smallest, for the k in `counts` with the largest variance."""
     chosen = candidates.clone()
-    for row in (candidates.sum(dim=1) > keep).nonzero().flatten().tolist():
+    for row in ints((candidates.sum(dim=1) > keep).nonzero().flatten()):
         members = candidates[row].nonzero().squeeze(1)
         members = members[scores[row, members].argsort(stable=True)]
         choices = [torch.cat([members[: keep - k], members[len(members) - k :]]) for k in counts]

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flowrl.core.tensors import floats
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import expand
 from flowrl.diffusion.schedules import Schedule
@@ -47,7 +48,7 @@ def sa_schedule(schedule: Schedule) -> Schedule:
 
 def noise_levels(schedule: Schedule, noise_level: float, low: float = 0.3, high: float = 0.9) -> tuple[float, ...]:
     """tau of every step: `noise_level` where it starts at a sigma in [low, high], else 0."""
-    return tuple(noise_level if low <= sigma <= high else 0.0 for sigma in schedule.sigmas[:-1].tolist())
+    return tuple(noise_level if low <= sigma <= high else 0.0 for sigma in floats(schedule.sigmas[:-1]))
 
 
 class SaSolver(Solver):
@@ -85,6 +86,7 @@ class SaSolver(Solver):
 def _first_order(node: Node) -> Tensor:
     """F(m0)."""
     x, step = node.x, node.step
+    assert node.noise is not None
     tau2, h = step.noise_level.double().square(), _span(step)
     keep = (-tau2 * h).exp() * step.sigma_next.double() / step.sigma.double()
     take = -step.alpha_next.double() * torch.expm1(-(1 + tau2) * h)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl.core.tensors import floats
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -33,7 +35,7 @@ class Schedule:
             # Next to pure noise two sigmas may round to one, where their alphas still differ.
             falls = (self.sigmas.diff() <= 0) & (self.alphas.diff() > 0)
         if not bool(falls.all()):
-            raise ValueError(f"sigmas must fall strictly, got {self.sigmas.tolist()}")
+            raise ValueError(f"sigmas must fall strictly, got {floats(self.sigmas)}")
 
     def __len__(self) -> int:
         return len(self.timesteps)
@@ -69,7 +71,7 @@ class Schedule:
         """
         if self.table is None:
             return sigma.float()
-        low, high = (1 - self.table[[0, -1]]).sqrt().tolist()
+        low, high = floats((1 - self.table[[0, -1]]).sqrt())
         return (sigma.double() / torch.hypot(sigma.double(), 1 - sigma.double())).clamp(low, high).float()
 
 

@@ -144,8 +144,10 @@ def draw(
         shared: who has the same times: nobody, the samples of a prompt, or all.
     """
     seed, *rest = key
-    count, drawn = config.terms(len(schedule)), {}
-    keys = [{"sample": (i.slot, i.sample), "group": (i.slot,), "all": ()}[shared] for i in ids]
+    count = config.terms(len(schedule))
+    drawn: dict[tuple[int, ...], np.ndarray] = {}
+    parts = {"sample": 2, "group": 1, "all": 0}[shared]
+    keys = [(i.slot, i.sample)[:parts] for i in ids]
     for one in dict.fromkeys(keys):
         generator = stream(seed, "times", *rest, *one)
         drawn[one] = _grid(config, schedule, count, generator) if config.name in GRID else _sigmas(config, generator)
@@ -153,9 +155,9 @@ def draw(
     if config.name == "timesteps":
         return _trained(schedule, rows)
     if config.name in GRID:
-        nodes = torch.from_numpy(rows)
+        nodes = torch.as_tensor(rows)
         return Times(schedule.sigmas[nodes], schedule.timesteps[nodes])
-    sigma = schedule.at_flow(torch.from_numpy(rows))
+    sigma = schedule.at_flow(torch.as_tensor(rows))
     try:
         return Times(sigma, schedule.timestep_at(sigma))
     except ValueError as error:
@@ -172,7 +174,7 @@ def _trained(schedule: Schedule, u: np.ndarray) -> Times:
     if schedule.table is None:
         raise ValueError("times.name=timesteps: a flow is not trained at numbered timesteps; use logit_normal")
     count = len(schedule.table)
-    step = torch.from_numpy(np.minimum(((1 - u) * count).astype(np.int64), count - 1))
+    step = torch.as_tensor(np.minimum(((1 - u) * count).astype(np.int64), count - 1))
     return Times((1 - schedule.table[step]).sqrt().float(), step.float())
 
 
@@ -202,5 +204,5 @@ def _sigmas(config: TimesConfig, generator: np.random.Generator) -> np.ndarray:
         from scipy.special import expit, ndtri
 
         base = expit(ndtri(u))
-    shifted = shift_sigmas(torch.from_numpy(np.asarray(base)), config.shift)
+    shifted = shift_sigmas(torch.as_tensor(base), config.shift)
     return shifted.clamp(min=0.01 if config.name == "logit_normal" else 0.0).numpy()

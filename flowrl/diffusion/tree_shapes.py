@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl.core.tensors import distinct, ints
+
 
 @dataclass(frozen=True, slots=True)
 class Branching:
@@ -43,13 +45,13 @@ class Branching:
         """What leaves one node for the same place without noise would be the same twice."""
         here = (self.node[k] >= 0).nonzero().squeeze(1)
         ends, noisy = self.ends[k, here], self.noisy[k, here]
-        if len(ends[noisy].unique()) > 1:
-            raise ValueError(
-                f"the noisy steps from place {k} end at places {ends[noisy].unique().tolist()}: make it one"
-            )
+        if len(distinct(ends[noisy])) > 1:
+            raise ValueError(f"the noisy steps from place {k} end at places {ints(distinct(ends[noisy]))}: make it one")
         child = self.node[ends, here]
-        same = torch.stack([self.node[k, here], ends, child], dim=1)[~noisy].unique(dim=0)
-        if len(same) > len(same[:, :2].unique(dim=0)):
+        # (node, end) and (node, end, child), each as one number: all are below K + L.
+        size = self.node.numel()
+        way = (self.node[k, here] * size + ends)[~noisy]
+        if len(distinct(way * size + child[~noisy])) > len(distinct(way)):
             raise ValueError(
                 f"the tree splits at step {k}, which is deterministic: its children would be the same; "
                 "split where a step is stochastic"
@@ -65,12 +67,12 @@ class Branching:
 
     def at(self, k: int) -> Tensor:
         """The nodes at a place, [N] ascending."""
-        return self.node[k][self.node[k] >= 0].unique()
+        return distinct(self.node[k][self.node[k] >= 0])
 
     def children(self, k: int) -> Tensor:
         """The nodes that the steps from a place lead to, [M] ascending."""
         here = (self.node[k] >= 0).nonzero().squeeze(1)
-        return self.node[self.ends[k, here], here].unique()
+        return distinct(self.node[self.ends[k, here], here])
 
     def noisy_children(self, k: int) -> Tensor:
         """Those of them that are reached by the law, [M] ascending."""
@@ -91,14 +93,14 @@ class Branching:
     def splits(self) -> tuple[bool, ...]:
         """Steps at which a node has several noisy children."""
         return tuple(
-            len(result) > len(self.node[k, result].unique())
+            len(result) > len(distinct(self.node[k, result]))
             for k, result in ((k, self.noisy_children(k)) for k in range(self.num_steps))
         )
 
     @property
     def stochastic(self) -> tuple[bool, ...]:
         """Steps that some leaf takes by the law."""
-        return tuple(self.noisy.any(dim=1).tolist())
+        return tuple(bool(row.any()) for row in self.noisy)
 
     @property
     def forwards(self) -> int:

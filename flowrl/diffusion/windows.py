@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.rng import permutation, stream
+from flowrl.core.tensors import ints
 from flowrl.core.types import SampleId
 
 
@@ -53,8 +54,8 @@ def subset(
         raise ValueError(f"step {wrong[0]} cannot be drawn: of {num_steps} steps, 0..{num_steps - 2} can be trained")
     if not 1 <= count <= len(pool):
         raise ValueError(f"cannot draw {count} of {len(pool)} steps: give a number in 1..{len(pool)}")
-    chosen = permutation(len(pool), seed, "step_subset", iteration)[:count].tolist()
-    return tuple(sorted(pool[j] for j in chosen))
+    chosen = permutation(len(pool), seed, "step_subset", iteration)[:count]
+    return tuple(sorted(pool[j] for j in ints(chosen)))
 
 
 def step_subsets(ids: Sequence[SampleId], trained: Sequence[int], fraction: float, seed: int, iteration: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.tensors import distinct
 from flowrl.diffusion.process import expand
 
 _LEAST = 1e-5  # of self-normalising weights
@@ -124,8 +125,9 @@ def negative_aware_loss(
 
 def group_sum(values: Tensor, group: Tensor) -> Tensor:
     """Sum over the rows of the same group, at every row; values [M], group [M] int64."""
-    number = group.unique(return_inverse=True)[1]
-    sums = values.new_zeros(int(number.max()) + 1).index_add(0, number, values)
+    numbers = distinct(group)
+    number = torch.searchsorted(numbers, group)
+    sums = values.new_zeros(len(numbers)).index_add(0, number, values)
     return sums[number]
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 NoiseForm = Literal["sum", "sqrt", "mean"]
 
-Bounds = tuple[float, float] | tuple[Tensor, Tensor]
-"""Largest fall and rise of a ratio; tensors are shaped like the ratio."""
+
+class Bounds(NamedTuple):
+    """Largest fall and rise of each ratio, where they differ from edge to edge; shaped like the ratio."""
+
+    low: Tensor
+    high: Tensor
 
 
-def clipped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: Bounds) -> tuple[Tensor, Tensor]:
+def clipped_ratio_loss(
+    log_ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float] | Bounds
+) -> tuple[Tensor, Tensor]:
     """max(-A r, -A clamp(r, 1 - low, 1 + high)) with r = exp(log_ratio), per sample.
 
     Args:
@@ -32,8 +38,12 @@ def clipped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: Bounds
     if log_ratio.shape != advantages.shape:
         raise ValueError(f"log_ratio {tuple(log_ratio.shape)} and advantages {tuple(advantages.shape)} must agree")
     ratio = log_ratio.exp()
-    low, high = clip_range
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    if isinstance(clip_range, Bounds):
+        clipped = -advantages * ratio.clamp(1 - clip_range.low, 1 + clip_range.high)
+    else:
+        low, high = clip_range
+        clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    unclipped = -advantages * ratio
     return unclipped.maximum(clipped), clipped > unclipped
 
 
@@ -53,14 +63,14 @@ def clamped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: tuple[
     return -advantages * clamped, clamped != ratio
 
 
-# ---- the law of the initial noise: FIND
+# ---- the distribution of the initial noise: FIND
 
 
 def gaussian_log_prob(latents: Tensor, mean: Tensor, std: Tensor, form: NoiseForm) -> Tensor:
     """log N(latents; mean, std^2), all [M, ...] with D values a row, without its constant; [M] float64.
 
     sum   the density itself
-    sqrt  sum / sqrt(D): after a move of the mean by d std in every value its std is d, whatever D is
+    sqrt  sum / sqrt(D): a move of the mean by d std in every value changes it by a std of d, whatever D is
     mean  sum / D: that std is d / sqrt(D)
     """
     mean, std = mean.double(), std.double()
@@ -70,5 +80,5 @@ def gaussian_log_prob(latents: Tensor, mean: Tensor, std: Tensor, form: NoiseFor
 
 
 def noise_prior(mean: Tensor, std: Tensor) -> Tensor:
-    """Mean over dims of mean^2 + (std - 1)^2, both [M, ...] -> [M] float64; 0 at the standard normal law."""
+    """Mean over dims of mean^2 + (std - 1)^2, both [M, ...] -> [M] float64; 0 at the standard normal distribution."""
     return (mean.double().square() + (std.double() - 1).square()).flatten(1).mean(dim=1)

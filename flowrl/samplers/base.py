@@ -205,8 +205,8 @@ class FlowSampler(Sampler):
 
     def velocity_gain(self, step: Step) -> Tensor:
         """dt * (1 + g^2 (1 - sigma) / (2 sigma)), [B]."""
-        g = self.diffusion(step)
-        return (step.sigma_next - step.sigma) * (1 + g.square() * (1 - step.sigma) / (2 * step.sigma))
+        sigma, g = step.sigma, self.diffusion(step)
+        return (step.sigma_next - sigma) * (1 + g.square() * (1 - sigma) / (2 * sigma))
 
 
 def euler_maruyama(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> StepDistribution:

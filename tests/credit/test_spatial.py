@@ -243,11 +243,11 @@ def test_a_dense_advantage_has_the_sign_of_its_sample_and_is_clipped_last():
     """grpo_family 7.6: normalise A, multiply by M, clamp."""
     advantage = torch.tensor([[2.0, -1.0], [-8.0, 0.0]])
     maps = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)) + 0.1
-    found = dense_advantages(advantage, maps)
+    found = dense_advantages(advantage, maps, torch.tensor([5.0, 5.0]))
     assert found.shape == (2, 2, 3, 4, 5)
     assert torch.equal(found.sign(), advantage.sign()[:, :, None, None, None].expand_as(found))
     assert_close(found[1, 0], (-8 * maps[1]).clamp(-5, 5))
-    assert_close(dense_advantages(advantage, maps, clip=None)[1, 0], -8 * maps[1])
+    assert_close(dense_advantages(advantage, maps, None)[1, 0], -8 * maps[1])
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5), (4, 2, 3, 5)])
@@ -260,7 +260,7 @@ def test_a_map_of_ones_has_the_gradient_of_the_plain_loss_on_policy(shape):
         log_prob = StepDistribution(mean, torch.tensor([0.5, 0.9])).log_prob(x_next, "position" if dense else "mean")
         weight = advantage.squeeze(1)
         if dense:
-            weight = dense_advantages(advantage, torch.ones(2, *shape[1:])).squeeze(1)
+            weight = dense_advantages(advantage, torch.ones(2, *shape[1:]), None).squeeze(1)
             assert weight.shape == log_prob.shape
         loss, _ = clipped_ratio_loss(log_prob - log_prob.detach(), weight, (1e-4, 1e-4))
         loss.flatten(1).mean(dim=1).sum().backward() if dense else loss.sum().backward()
@@ -271,10 +271,10 @@ def test_a_map_of_ones_has_the_gradient_of_the_plain_loss_on_policy(shape):
 
 def test_nothing_is_broadcast():
     """grpo_family 7.6: a map of another shape than the dense log-prob raises, as does one for another sample."""
-    dense = dense_advantages(torch.ones(2, 1), torch.ones(2, 3, 1)).squeeze(1)
+    dense = dense_advantages(torch.ones(2, 1), torch.ones(2, 3, 1), None).squeeze(1)
     with pytest.raises(ValueError, match="must agree"):
         clipped_ratio_loss(torch.zeros(2, 3, 5), dense, (1e-4, 1e-4))
     with pytest.raises(ValueError, match=r"must be \[E, R\] for E = 1 maps"):
-        dense_advantages(torch.ones(2, 1), torch.ones(1, 3, 5))
+        dense_advantages(torch.ones(2, 1), torch.ones(1, 3, 5), None)
     with pytest.raises(ValueError, match=r"must be \[E, R\]"):
-        dense_advantages(torch.ones(2), torch.ones(2, 3, 5))
+        dense_advantages(torch.ones(2), torch.ones(2, 3, 5), None)
