@@ -24,7 +24,7 @@ class Rule:
     def __call__(
         self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = (), *, clipped: bool = True
     ) -> Advantages:
-        """Credit of an iteration; its rewards [R, P, G] are remembered, so it is asked for once.
+        """Credit of an iteration, computed once: its rewards [R, P, G] are remembered.
 
         `clipped` False gives it unclipped, with its bound.
         """
@@ -43,9 +43,9 @@ class Rule:
 
 
 def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
-    """Rewards as they are, for a method that takes the expectation of a value network away later.
+    """Rewards as they are, for a method that subtracts the expectation of a value network later.
 
-    Nothing is compared within a group, so none is dead.
+    Nothing is compared within a group, so no group is dead.
     """
     total = aggregate(rewards, weights)
     valid = total.isfinite()
@@ -56,7 +56,7 @@ def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
 def given_signs(rewards: Tensor) -> Advantages:
     """Credit of given images: their rewards 1 and 0, [1, P, G], as signs +1 and -1.
 
-    A slot of which one sample is missing (NaN) is left out whole: half a pair says nothing.
+    A slot of which one sample is missing (NaN) is left out whole.
     """
     reward = rewards[0].float()
     valid = reward.isfinite()

@@ -40,7 +40,7 @@ class LagConfig:
             raise ValueError(f"flat={self.flat} and slope={self.slope} must not be negative")
         for name, value in (("start", self.start), ("limit", self.limit)):
             if not 0 <= value <= 1:
-                raise ValueError(f"{name}={value} must lie in [0, 1]")
+                raise ValueError(f"{name}={value} must be in [0, 1]")
         if self.start > self.limit:
             raise ValueError(f"start={self.start} is above limit={self.limit}")
 
@@ -108,7 +108,7 @@ class DrawnOptions(Options):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete"))
     """Rule of the times that the samples are noised to; see `flowrl/diffusion/training_times.py`."""
     guidance_scale: float | None = None
-    """As of `GivenOptions`."""
+    """Guidance scale of the forwards in training; null: none where guidance is CFG, else the rollout's."""
     passes: int = 1
     """Times that an iteration goes through its samples; noise and times of a sample stay the same."""
     solver: SolverName = "dpm2_midpoint"

@@ -16,7 +16,7 @@ from flowrl.samplers.base import Sampler
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The base of every method's `Config`: checks, and what others ask of options that a method does not have.
+    """The base of every method's `Config`: checks, and the values of options that a method does not have.
 
     A class variable here becomes an option where a method declares a field of its name. Checks raise ValueError that
     names the key, the value and the remedy; they are called before a model is loaded, unless they say otherwise.
@@ -31,11 +31,11 @@ class Options:
     guidance_scale: ClassVar[float | None] = None
     """Guidance scale of the training forward; None: the rollout's."""
     old_log_prob: ClassVar[Literal["rollout", "recompute"]] = "rollout"
-    """Where old log-probs come from."""
+    """Source of the old log-probs."""
     sde_steps: ClassVar[list[int] | None] = None
     """Steps that are stochastic and trained; None: those of the method's plan."""
     spatial: ClassVar[SpatialConfig | None] = None
-    """How advantages are spread over an image; None: a sample has one."""
+    """Map by which advantages count over an image; None: a sample has one advantage."""
     path_weight: ClassVar[float] = 0.0
     """Weight of a leaf's log-prob where a tree's leaves are averaged; 0: all alike."""
     shift: ClassVar[float] = 1.0
@@ -56,7 +56,7 @@ class Options:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Snapshots of the weights that these options ask for."""
+        """Snapshots of the weights that these options need."""
         return ()
 
     @property

@@ -59,7 +59,7 @@ class Config(DrawnOptions):
     def __post_init__(self) -> None:
         DrawnOptions.__post_init__(self)
         if not 0 < self.power <= 1:
-            raise ValueError(f"power={self.power} must lie in (0, 1]")
+            raise ValueError(f"power={self.power} must be in (0, 1]")
         if self.clip_range <= 0 or self.advantage_max <= 0:
             raise ValueError("clip_range and advantage_max must be positive")
         if self.advantages.clip is None:

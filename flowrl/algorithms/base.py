@@ -52,13 +52,13 @@ class Networks:
         return self.policy.transition(batch.latents, batch.start, batch.cond).at(batch.parent)
 
     def frozen(self, role: str, batch: Microbatch) -> StepDistribution:
-        """The same with another role's weights and no gradients."""
+        """The distributions under another role's weights, without gradients."""
         with torch.no_grad(), self.weights.using(role):
             return self.transition(batch)
 
 
 class Lag(Protocol):
-    """How fast a role follows the policy."""
+    """The pace at which a role follows the policy."""
 
     def decay(self, updates: int) -> float:
         """d after so many optimizer steps of the run, in [0, 1]: 0 copies the policy, 1 leaves the role as it is."""
@@ -75,9 +75,9 @@ class Method(Generic[C]):
     """The options of a method whose file defines no `Config`; one that does extends it."""
     level: str = "experimental"
     members: tuple[Member, ...] = ()
-    """Where each sample of a slot comes from; empty: the rollout draws all of them."""
+    """Origin of each sample of a slot; empty: the rollout draws all of them."""
     prefers: bool = False
-    """Whether `preferred` says which of two given images the policy likes better."""
+    """Whether `preferred` tells how far the policy agrees with the data."""
     roles: tuple[str, ...] = ()
     """Snapshots of the weights that the method needs: "reference", "anchor", "old", ..."""
     behaviour: str = "policy"
@@ -91,9 +91,9 @@ class Method(Generic[C]):
     centres: bool = False
     """Whether the loss takes the means of what is `measured`, in a pass of its own before each update."""
     spatial: SpatialConfig | None = None
-    """How advantages are spread over an image; None: a sample has one."""
+    """Map by which advantages count over an image; None: a sample has one advantage."""
     remembers: tuple[str, ...] = ()
-    """Attributes with plain data that belong into the checkpoint."""
+    """Attributes with plain data for the checkpoint."""
 
     def __init__(self, config: C) -> None:
         rule = RuleConfig() if config.advantages is None else config.advantages.rule()
@@ -120,7 +120,7 @@ class Method(Generic[C]):
         raise NotImplementedError
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        """Credit of all samples, by the advantage rule unless the method has its own. Asked for once an iteration.
+        """Credit of all samples, by the advantage rule unless the method has its own; computed once an iteration.
 
         Args:
             rewards: of the iteration, [R, P, G] with NaN for failures; the same on every process.
@@ -141,7 +141,7 @@ class Method(Generic[C]):
         raise NotImplementedError
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
-        """How far each term agrees with the data's +1 and -1, [M] float64: positive where it does."""
+        """Agreement of each term with the data's +1 and -1, [M] float64: positive where it agrees."""
         raise NotImplementedError
 
     def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
@@ -160,7 +160,7 @@ class Method(Generic[C]):
         """Take the state of a checkpoint.
 
         Raises:
-            ValueError: it holds state of another method, or samples of a role that there is not.
+            ValueError: the state is another method's, or names a role that there is not.
         """
         own = self.rule.load_state_dict(state)
         name = name_of(self)
@@ -248,7 +248,7 @@ class SampleMethod(Method[C]):
     keeps_old: bool = False
     """Whether the loss takes `old` of the behaviour policy."""
     compared: tuple[str, ...] = ()
-    """Roles whose outputs the loss takes, beside the policy's."""
+    """Roles whose outputs the loss takes next to the policy's."""
     lags: Mapping[str, Lag] = MappingProxyType({})
     """Roles that follow the policy after every iteration: role <- d role + (1 - d) policy."""
     refresh: tuple[str, int] | None = None
@@ -261,7 +261,7 @@ class SampleMethod(Method[C]):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Those that are compared, that lag, and that draw the samples."""
+        """Roles that are compared, that lag, or that draw the samples."""
         return tuple(dict.fromkeys(r for r in (*self.compared, *self.lags, self.behaviour) if r != "policy"))
 
     @property
@@ -273,7 +273,7 @@ class SampleMethod(Method[C]):
         return solver_plan(schedule, self.config.solver, self.config.solver_noise)
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        """By the advantage rule; of given images the signs of the data."""
+        """Credit by the advantage rule; of given images the signs of the data."""
         return given_signs(rewards) if self.members else super().advantages(rewards, weights, prompts)
 
     def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
@@ -328,9 +328,9 @@ class NoiseMethod(Method[C]):
         return solver_plan(schedule, self.config.solver)
 
     def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
-        """(advantages [P, G] by the laws `numbers` [P] that drew the samples, V's mean squared error)."""
+        """(advantages [P, G], V's mean squared error) for the noise distributions `numbers` [P] that drew."""
         return credit.values.squeeze(2), None
 
     def log_prob(self, latents: Tensor, numbers: Tensor, weights: NoiseWeights) -> Tensor:
-        """Log-prob of latents [M, ...] under the laws `numbers` [M] as they are now, [M] float64."""
+        """Log-prob of latents [M, ...] under the noise distributions `numbers` [M] as they are now, [M] float64."""
         raise NotImplementedError

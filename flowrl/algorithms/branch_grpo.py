@@ -2,7 +2,7 @@
 
     1. one root noise for a tree; every step but the last with the Dance-SDE; at a split step a node has K children,
        whose noises share a part: xi_b = (xi_0 + s eta_b) / sqrt(1 + s^2), each standard normal by itself
-    2. r(n) = mean reward of the leaves behind node n
+    2. r(n) = mean reward of the leaves after node n
     3. A(n) = (r(n) - mean) / (std + 1e-8) over the nodes of the same step of the tree, clipped to +-5; an edge has the
        advantage of its child
     4. leave edges out (pruning), and train the others: loss = max(-A ratio, -A clamp(ratio, 1 - c, 1 + c))
@@ -11,7 +11,7 @@ Variants: `prune` after the last split by parent or to the extreme leaves (width
 for the ODE at all steps but splits and a window. The last step is deterministic, so the decoded latent is its x0_hat,
 as in the released code, which trains that step nevertheless.
 
-Source: arXiv 2509.06040; Fredreic1849/BranchGRPO. Two of the released code's ways are not the paper's: it draws the
+Source: arXiv 2509.06040; Fredreic1849/BranchGRPO. The released code differs from the paper twice: it draws the
 children of a split with a std four times that of their density (`split_inflation` does so with the density to match),
 and its width pruning by branch keeps the earliest half of each suffix (here: the paper's).
 """
@@ -51,21 +51,21 @@ class Config(ClippedOptions):
     advantages: NodeConfig = field(default_factory=NodeConfig)
     """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=Scale)
-    """How nodes are compared (`flowrl/credit/tree_credit.py`)."""
+    """Comparison of the nodes of a step (`flowrl/credit/tree_credit.py`)."""
     splits: list[int] | None = None
-    """Steps at which every node has `children` children; null: where 0, 3, 6, 9 of 20 steps lie on the run's grid."""
+    """Steps at which every node has `children` children; null: 0, 3, 6, 9 of 20 steps, scaled to the run's grid."""
     children: int = 2
     """K; a tree has K to the number of splits leaves."""
     spread: float | None = 4.0
-    """s of the siblings' noises, whose correlation is 1 / (1 + s^2); null: independent."""
+    """s: share of their own in the siblings' noises, whose correlation is 1 / (1 + s^2); null: independent."""
     split_inflation: float = 1.0
     """Compatibility: 4 repeats the released code's wider steps at splits, which leave the model's marginals."""
     prune: Literal["parent_top1", "extremes"] | None = None
-    """Behind the last split: only the way of each parent's best child, or only the best and the worst leaves."""
+    """Edges kept after the last split: of each parent's best child, or of the best and worst leaves; null: all."""
     keep: int = 4
-    """Of `extremes`: as many best and as many worst leaves of a tree."""
+    """Best leaves of a tree that `extremes` keeps, and as many worst ones."""
     depth: DepthWindow | None = None
-    """Steps that are left out for a while (depth pruning)."""
+    """Window of steps that are not trained (depth pruning); null: none."""
     mix: MixWindow | None = None
     """Splits and this window are stochastic and trained, all other steps ODE. The released window never moves:
     {strategy: frozen, size: 4}."""
@@ -93,7 +93,7 @@ class Config(ClippedOptions):
             )
 
     def split_steps(self, num_steps: int) -> list[int]:
-        """Where nodes split.
+        """Steps at which nodes split.
 
         >>> [Config().split_steps(count) for count in (20, 10, 6)]
         [[0, 3, 6, 9], [0, 2, 3, 4], [0, 1, 2, 3]]
@@ -117,7 +117,7 @@ class Config(ClippedOptions):
         last = num_steps - 2 if self.mix is None else self.mix.last(num_steps)
         if self.prune is not None and last <= max(steps):
             raise ValueError(
-                f"prune={self.prune}: behind the last split, step {max(steps)}, no step is trained in any iteration; "
+                f"prune={self.prune}: after the last split, step {max(steps)}, no step is trained in any iteration; "
                 "set it to null, split earlier, or set mix to null"
             )
         return result

@@ -6,7 +6,7 @@
     4. loss = A_max / beta (beta R' - r')^2 + kappa (m + (1 - m) r) mean (v - v_ref)^2, v_ref under CFG
     5. after the iteration `old` and `sampling` follow the policy, each at its own pace
 
-Centred per prompt, as the paper asks; Flow-Factory's port takes one mean over all prompts of a batch, and its two
+Centred per prompt, as in the paper; Flow-Factory's port takes one mean over all prompts of a batch, and its two
 pools test r > 0 where they mean A > 0.
 
 Source: arXiv 2603.14128; X-GenGroup/Flow-Factory:trainers/crd.py.
@@ -58,7 +58,7 @@ class Config(DrawnOptions):
         if self.beta <= 0:
             raise ValueError(f"beta={self.beta} must be positive")
         if not 0 <= self.least_pull <= 1:
-            raise ValueError(f"least_pull={self.least_pull} must lie in [0, 1]")
+            raise ValueError(f"least_pull={self.least_pull} must be in [0, 1]")
         if self.pools is not None and self.pools != 0 and not self.pools >= 0.01:  # exponentials of 1 / pools
             raise ValueError(f"pools={self.pools} must be 0 or at least 0.01, or null for the plain mean")
         if self.advantages.clip is None:

@@ -66,7 +66,7 @@ class Config(ClippedOptions):
 
 def check_share(timestep_fraction: float) -> None:
     if not 0 < timestep_fraction <= 1:
-        raise ValueError(f"timestep_fraction={timestep_fraction} must lie in (0, 1]")
+        raise ValueError(f"timestep_fraction={timestep_fraction} must be in (0, 1]")
 
 
 def check_kept(timestep_fraction: float, trained: int) -> None:

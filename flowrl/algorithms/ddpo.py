@@ -1,4 +1,4 @@
-"""DDPO: every denoising step is an action of a Gaussian policy, rewarded by the finished picture.
+"""DDPO: every denoising step is an action of a Gaussian policy, rewarded by the finished image.
 
     1. roll out by DDIM with eta = 1, every step that leaves noise stochastic and trained
     2. A = (r - mean) / (std + 1e-6), of the prompt's own newest rewards once there are `min_count`, else of the whole
@@ -66,7 +66,7 @@ class Config(ClippedOptions):
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         ClippedOptions.check(self, sampler, num_steps)
-        # The most there can be: whether the last step is among them is known once there is a grid.
+        # An upper bound: whether the last step is trained is known once there is a grid.
         self.check_trained(1, num_steps if self.sde_steps is None else len(self.sde_steps))
 
     def check_trained(self, samples: int, trained: int) -> None:

@@ -48,7 +48,7 @@ class Config(GivenOptions):
         GivenOptions.__post_init__(self)
         require_positive(beta=self.beta)
         if not 0 < self.liked_share < 1:
-            raise ValueError(f"liked_share={self.liked_share} must lie in (0, 1): both classes are drawn")
+            raise ValueError(f"liked_share={self.liked_share} must be in (0, 1): both classes are drawn")
 
 
 class DiffusionKto(SampleMethod[Config]):

@@ -7,7 +7,7 @@
     5. after the iteration: old <- d old + (1 - d) policy; d grows with the optimizer steps
 
 At v = v_old the loss does not depend on r, only its gradient does: a flat loss curve is not a fault.
-`filter` (Edit-R1) leaves out groups without spread or nearly solved, and can retire prompts that are both.
+`filter` (Edit-R1) leaves out groups of small std or nearly solved, and can retire prompts that are both.
 
 Source: arXiv 2509.16117; NVlabs/DiffusionNFT:scripts/train_nft_sd3.py. arXiv 2510.16888; PKU-YuanGroup/UniWorld-V2.
 """
@@ -57,7 +57,7 @@ class FilterConfig:
 class Config(DrawnOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
     mix: float = 1.0
-    """beta: how far the implicit policies lie from `old`, in units of the policy's own distance."""
+    """beta: distance of the implicit policies from `old`, in units of the policy's own distance."""
     adaptive: bool = True
     """Divide each branch by its mean absolute error; false leaves its time weight plain."""
     mode: AdvantageMode = "all"
@@ -68,6 +68,7 @@ class Config(DrawnOptions):
     old: Literal["none", "ramp", "late"] | LagConfig = "ramp"
     """Lag of `old`: none (released type 0), min(0.001 steps, 0.5) (type 1), from step 75 on (type 2)."""
     filter: FilterConfig | None = None
+    """Groups that are trained (Edit-R1); null: all."""
 
     def __post_init__(self) -> None:
         DrawnOptions.__post_init__(self)
@@ -107,7 +108,7 @@ class DiffusionNft(SampleMethod[Config]):
         if rule is None or not rule.retire:
             return super().retired(rewards, weights)
         std, mean = group_moments(rewards, weights)
-        # A group that was scored in part only may owe its small spread to what is missing.
+        # The std of a group that was scored only in part may be small for that reason.
         scored = aggregate(rewards, weights).isfinite().all(dim=1)
         return scored & (std < rule.least_std) & (mean > rule.most_mean)
 

@@ -39,7 +39,7 @@ LEVEL = "experimental"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticConfig(ValueConfig):
     batch_size: int = 256
-    """Transitions of a step."""
+    """Transitions of a critic's step."""
 
     def __post_init__(self) -> None:
         ValueConfig.__post_init__(self)
@@ -80,8 +80,8 @@ class Config(Options):
     reward_weight: float = 100.0
     """w, against the KL."""
     surrogate: Literal["clamp", "ppo"] = "clamp"
-    """`clamp`: -w A clamp(ratio), as released; `ppo`: max of that and -w A ratio, which pulls back what went too far
-    the wrong way."""
+    """`clamp`: -w A clamp(ratio), as released; `ppo`: max of that and -w A ratio, which pulls back a ratio that went
+    too far in the wrong direction."""
     kl: AnchorKL = field(default_factory=AnchorKL)
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Config(Options):
         self.clip(sampler)
 
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
-        """Refuse updates that are counted elsewhere, and a buffer that can hold no iteration."""
+        """Refuse more than one update, and a buffer smaller than an iteration."""
         if updates != 1:
             raise ValueError(
                 f"optim.updates_per_iteration={updates} would share out samples, and every policy step draws its own; "
@@ -133,10 +133,10 @@ class Dpok(EdgeMethod[Config]):
         self.passes = config.policy_steps
         self.transitions: Transitions = Transitions(config.buffer)
         self.critic: ValueNetwork | None = None
-        self.saved: dict[str, Tensor] = {}  # of a checkpoint's critic, until its features are known
+        self.saved: dict[str, Tensor] = {}  # a checkpoint's critic, until its features are known
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        """Rewards as they are: V is taken away when transitions are drawn."""
+        """Rewards as they are: V is subtracted when transitions are drawn."""
         return plain_rewards(rewards, weights)
 
     def make_critic(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
@@ -148,9 +148,9 @@ class Dpok(EdgeMethod[Config]):
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         config, policy, sampler = self.config, networks.policy, networks.policy.sampler
-        belief = policy.predict(batch.latents, batch.start, batch.cond)
-        law = policy.distribution(belief, batch.latents, batch.start).at(batch.parent)
-        log_ratio, bound = self.log_ratio(law, batch, sampler), config.clip(sampler)
+        prediction = policy.predict(batch.latents, batch.start, batch.cond)
+        transition = policy.distribution(prediction, batch.latents, batch.start).at(batch.parent)
+        log_ratio, bound = self.log_ratio(transition, batch, sampler), config.clip(sampler)
         rule = clamped_ratio_loss if config.surrogate == "clamp" else clipped_ratio_loss
         surrogate, clipped = rule(log_ratio, single_advantage(batch), (bound, bound))
         loss = config.reward_weight * surrogate
@@ -159,9 +159,9 @@ class Dpok(EdgeMethod[Config]):
             with torch.no_grad(), networks.weights.using("reference"):
                 anchor = policy.predict(batch.latents, batch.start, batch.cond)
             if config.kl.form == "gaussian":
-                kl = law.kl(policy.distribution(anchor, batch.latents, batch.start).at(batch.parent))
+                kl = transition.kl(policy.distribution(anchor, batch.latents, batch.start).at(batch.parent))
             else:
-                kl = (belief.eps_hat - anchor.eps_hat).square().flatten(1).mean(dim=1)[batch.parent]
+                kl = (prediction.eps_hat - anchor.eps_hat).square().flatten(1).mean(dim=1)[batch.parent]
             loss = loss + config.kl.coef * kl
             metrics["policy/kl_reference"] = kl.detach().sum()
         per_step = {"policy/ratio": log_ratio.detach().exp(), "policy/clip_fraction": clipped.float()}

@@ -1,13 +1,13 @@
 """Dynamic-TreeRPO: a tree over a sliding window of stochastic steps, noisier from layer to layer.
 
-    1. one ODE way to the window; in it every node has `children` children; ODE ways out
+    1. one ODE path to the window; in it every node has `children` children; ODE paths from there
     2. the noise level of layer k of d is eta (1 + growth k / d), in draw and density alike
-    3. A(leaf) = (r - mean of the prompt) / (std + eps); A(edge) = mean of A behind it
+    3. A(leaf) = (r - mean of the prompt) / (std + eps); A(edge) = mean of A after it
     4. loss = max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), low = c (1 - s A), high = c (1 + s A), at least c / 10:
-       s = `clip_sensitivity` gives good ways more room upwards and bad ones downwards
-    5. LayerTuning (`tuning`): + coef w (v(x_t) - V_t)^2 at the window's nodes, V_t the velocity at step t on the way to
-       the tree's best leaf, when it was drawn; w = A(best leaf) / the bound on A where its reward is above the mean of
-       earlier iterations, else 0
+       s = `clip_sensitivity` gives good paths more room upwards and bad ones downwards
+    5. LayerTuning (`tuning`): + coef w (v(x_t) - V_t)^2 at the window's nodes, V_t the velocity at step t on the path
+       to the tree's best leaf, when it was drawn; w = A(best leaf) / the bound on A where its reward is above the
+       mean of earlier iterations, else 0
 
 No code was released, and the paper is known through reviews: the forms of 2 (k from 0), 4 and 5, every default but the
 tree's size, and that 3 has no comparison by depth, are reconstructions. 4 and 5 are off.
@@ -46,12 +46,12 @@ _LEAST = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningConfig:
-    """Regression to the velocities of the best way (LayerTuning)."""
+    """Regression to the velocities of the best path (LayerTuning)."""
 
     coef: float = 0.1
     """Weight of the mean square over latent dims."""
     decay: float = 0.9
-    """Of the running mean of rewards that the best leaf must exceed."""
+    """Decay of the running mean of rewards, which the best leaf must exceed; in [0, 1)."""
 
     def __post_init__(self) -> None:
         if not (self.coef > 0 and 0 <= self.decay < 1):
@@ -61,13 +61,13 @@ class TuningConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedOptions):
     children: int = 2
-    """Of each node in the window; a tree has children^size leaves."""
+    """Children of each node in the window; a tree has children^size leaves."""
     window: MixWindow = field(default_factory=MixWindow)
-    """Where the tree is; its `size` is the depth d, at most all steps but the last two. See
-    `flowrl/diffusion/windows.py`."""
+    """Window of the tree; its `size` is the depth d, at most all steps but the last two
+    (`flowrl/diffusion/windows.py`)."""
     growth: float = 0.5
-    """How much noisier the last layer is than the first, times d / (d - 1); 0: all alike. A sampler whose noise level
-    has a bound must keep it at the last layer."""
+    """Rise of the noise level from the first layer to the last, times d / (d - 1); 0: none. The last layer must be
+    within the sampler's bound."""
     clip_sensitivity: float = 0.0
     """s: how the clip range depends on the advantage; 0: not at all."""
     tuning: TuningConfig | None = None
@@ -106,7 +106,7 @@ class Config(ClippedOptions):
 
     def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
         size, steps = self.depth(num_steps), mix_window(self.window, num_steps, seed, iteration)
-        # At the end of its way the window is shorter; the tree keeps its leaves, and so its last whole place.
+        # At the end of the grid the window is shorter; the tree keeps its size and stays at its last whole place.
         start = min(steps[0], num_steps - 2 - size)
         steps = tuple(range(start, start + size))
         return splits(num_steps, dict.fromkeys(steps, self.children), steps)
@@ -151,7 +151,7 @@ class DynamicTreeRpo(EdgeMethod[Config]):
             self.mean = now if self.mean is None else tuning.decay * self.mean + (1 - tuning.decay) * now
 
     def annotated(self, rollout: Rollout, credit: Advantages) -> Edges:
-        """With what each edge is tuned to: `target` [E, ...] and `worth` [E]."""
+        """Edges with the target of their tuning, `target` [E, ...], and its weight, `worth` [E]."""
         edges, tree = rollout.edges, rollout.plan.tree
         if self.config.tuning is None:
             return edges
@@ -171,17 +171,17 @@ class DynamicTreeRpo(EdgeMethod[Config]):
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         config, policy = self.config, networks.policy
         prediction = policy.predict(batch.latents, batch.start, batch.cond)
-        law = policy.distribution(prediction, batch.latents, batch.start).at(batch.parent)
+        transition = policy.distribution(prediction, batch.latents, batch.start).at(batch.parent)
         clip, advantage = config.clip(policy.sampler), single_advantage(batch)
         lean = config.clip_sensitivity * advantage
         bounds = Bounds(clip * (1 - lean).clamp(min=_LEAST), clip * (1 + lean).clamp(min=_LEAST))
-        terms = clipped_terms(self.log_ratio(law, batch, policy.sampler), [advantage], bounds)
+        terms = clipped_terms(self.log_ratio(transition, batch, policy.sampler), [advantage], bounds)
         if config.tuning is not None:
             error = (prediction.velocity[batch.parent] - batch.columns["target"]).square().flatten(1).mean(dim=1)
             tuned = config.tuning.coef * batch.columns["worth"].to(error) * error
             metrics = {**terms.metrics, "policy/tuning": tuned.detach().sum()}
             terms = replace(terms, loss=terms.loss + tuned, metrics=metrics)
-        return with_reference(terms, law, batch, networks, config.kl)
+        return with_reference(terms, transition, batch, networks, config.kl)
 
 
 def build(config: Config) -> DynamicTreeRpo:

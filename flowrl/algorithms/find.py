@@ -1,13 +1,13 @@
-"""FIND: the law of the initial noise is learned for each prompt; the network stays frozen.
+"""FIND: the distribution of the initial noise is learned for each prompt; the network stays frozen.
 
     1. z ~ N(mu, s^2), per prompt; x0 by a deterministic solver: z decides the image, one decision an episode
     2. A = r - V(mu, s, text), and 5 steps of V towards r; or r less the group's mean
-    3. rho = exp(log p(z; mu, s) - log p_old(z)), the law that drew z
+    3. rho = exp(log p(z; mu, s) - log p_old(z)), p_old the distribution that drew z
     4. loss = max(-k A rho, -k A clamp(rho, 1 - c, 1 + c)) + prior * mean[mu^2 + (s - 1)^2];  s >= 1e-4 after each step
 
 At first mu = 0 and s = 1: the base sampler's own noise. Only the prompts of an update move.
 
-Source: arXiv 2407.19453; vpx-ecnu/FIND:dist_train2.py, with what its loop leaves undone: docs/algorithms/find.md.
+Source: arXiv 2407.19453; vpx-ecnu/FIND:dist_train2.py, corrected as docs/algorithms/find.md says.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ class Config(Options):
     least_std: float = 1e-4
     """s is at least this after each step."""
     keep_moment: bool = False
-    """After each step scale mu and s back to mean(mu^2 + s^2) = 1: z keeps the size that the network knows."""
+    """After each step scale mu and s back to mean(mu^2 + s^2) = 1: z keeps the size that the network was trained on."""
     refresh: int = 1
-    """Iterations for which one law draws; above 1 a copy of it is kept."""
+    """Iterations for which one distribution draws; above 1 a copy of it is kept."""
     passes: int = 1
     """Times that an iteration goes through its samples."""
 
     def __post_init__(self) -> None:
         if SOLVERS[self.solver].stochastic:
             raise ValueError(
-                f"solver={self.solver} adds noise on the way, so z would not decide the picture; use ode or a dpm one"
+                f"solver={self.solver} adds noise, so z would not decide the image; use ode or a dpm solver"
             )
         if self.baseline == "value" and self.advantages != _GROUP:
             raise ValueError("advantages is the rule of baseline=group; set that, or leave advantages out")
         if self.keep_moment and not self.train_std:
             raise ValueError("keep_moment=true needs train_std=true: a mean that grows leaves less for the std")
         if not 0 < self.least_std <= 1:
-            raise ValueError(f"least_std={self.least_std} must lie in (0, 1]: every std begins at 1")
+            raise ValueError(f"least_std={self.least_std} must be in (0, 1]: every std begins at 1")
         require_positive(reward_scale=self.reward_scale, clip_range=self.clip_range)
         require_positive(refresh=self.refresh, passes=self.passes)
         if not self.prior_coef >= 0:

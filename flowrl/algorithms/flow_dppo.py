@@ -1,4 +1,4 @@
-"""Flow-DPPO: instead of a ratio clip, a term is dropped where the step has already moved far, and the right way.
+"""Flow-DPPO: instead of a ratio clip, a term is dropped where the step has already moved far in the right direction.
 
     1. roll out and credit as Flow-GRPO; keep mean_old of every trained step
     2. per edge KL = mean over dims of (mean - mean_old)^2 / (2 std^2), ratio r = exp(log p - log p_old)
@@ -57,7 +57,7 @@ class Config(Options):
 
 
 def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """-A exp(log_ratio), but 0 without gradient where `far` and the ratio has moved the way of A; all [E].
+    """-A exp(log_ratio), but 0 without gradient where `far` and the ratio has moved in the direction of A; all [E].
 
     Returns:
         loss, and a bool tensor: True where the term was dropped.
@@ -69,7 +69,7 @@ def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tupl
     if not log_ratio.shape == advantage.shape == far.shape:
         raise ValueError(f"log_ratio {tuple(log_ratio.shape)} and advantage {tuple(advantage.shape)} must agree")
     dropped = far & (log_ratio.detach() * advantage > 0)
-    # Before the exponential: an infinite ratio behind a mask would still have the gradient inf * 0.
+    # Before the exponential: a masked infinite ratio would still have the gradient inf * 0.
     ratio = torch.where(dropped, torch.zeros_like(log_ratio), log_ratio).exp()
     return torch.where(dropped, torch.zeros_like(ratio), -advantage * ratio), dropped
 

@@ -75,7 +75,7 @@ class KLConfig:
         """Refuse a divisor that is not for the model's process."""
         if self.divisor == "flow_grpo" and isinstance(process, VPProcess):
             raise ValueError(
-                "kl.divisor=flow_grpo multiplies the KL of a step by |dt|, which belongs to the law of a flow's SDE; "
+                "kl.divisor=flow_grpo multiplies the KL of a step by |dt|, which belongs to a flow's SDE; "
                 "on this noise-prediction model (VP) it would weigh the steps a hundredfold unevenly: leave it out, "
                 "which is variance here, or set variance or none"
             )
@@ -103,7 +103,7 @@ class ClippedOptions(Options):
 
     @property
     def ratio(self) -> Ratio:
-        """The kind of ratio."""
+        """Kind of ratio, for its published clip range."""
         return "plain"
 
     @property

@@ -26,7 +26,7 @@ from flowrl.diffusion.windows import random_window
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
-# README of the official code: in a short window larger ranges crash, whatever the law.
+# README of the official code: in a short window larger ranges crash, whatever the sampler.
 _LARGEST_PRESET = 1e-5
 
 
@@ -41,7 +41,7 @@ class Config(ClippedOptions):
     high: int | None = None
     """First step that may not; null: half of the steps, or as many as the window needs."""
     branch: int | None = None
-    """Samples that share the way to the window, a divisor of `rollout.group_size`; null: none do."""
+    """Samples that share the path to the window, a divisor of `rollout.group_size`; null: none do."""
 
     def __post_init__(self) -> None:
         ClippedOptions.__post_init__(self)

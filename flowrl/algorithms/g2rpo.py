@@ -1,4 +1,4 @@
-"""G2RPO (Granular-GRPO): one stochastic step from a shared ODE way, each child judged at several step sizes.
+"""G2RPO (Granular-GRPO): one stochastic step from a shared ODE path, each child scored at several step sizes.
 
     1. ODE to step k; G children leave by one SDE step; each goes on by the ODE once for every stride of `strides`,
        over every so-many-th node of the rest of the grid
@@ -6,7 +6,7 @@
     3. loss as Flow-GRPO on that step: one forward for all children of a step
 
 E-GRPO is the same with `merge` above 1: the stochastic step spans so many grid steps, which joins steps of little
-entropy into one of much. The ODE goes on behind the merged step (the released code goes on one node behind its start,
+entropy into one of much. The ODE goes on after the merged step (the released code goes on one node after its start,
 with too large a sigma).
 
 Source: arXiv 2510.01982, 2601.00423; shengjun-zhang/VisualGRPO.
@@ -36,15 +36,15 @@ class Config(ClippedOptions):
     """Steps that may branch, counted from 0; null: of the first half of the grid those after which the
     strides differ."""
     steps_per_iteration: int | None = None
-    """So many of them are drawn in every iteration; null: all."""
+    """Number of them drawn in every iteration; null: all."""
     merge: int = 1
     """Grid steps that the stochastic step spans (E-GRPO)."""
     strides: list[int] = field(default_factory=lambda: [1, 2, 3])
-    """Lambda: grid steps that one step behind the branch spans; a child has a leaf for each."""
+    """Lambda: grid steps that one step after the branch spans; a child has a leaf for each."""
     advantages: NodeConfig = field(default_factory=NodeConfig)
     """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
-    """How nodes are compared (`flowrl/credit/tree_credit.py`)."""
+    """Comparison of the nodes of a step (`flowrl/credit/tree_credit.py`)."""
 
     def __post_init__(self) -> None:
         ClippedOptions.__post_init__(self)
@@ -53,7 +53,7 @@ class Config(ClippedOptions):
             raise ValueError(f"strides={self.strides}: at least one, each at least 1, none twice")
 
     def every_step(self, num_steps: int) -> list[int]:
-        """Those that may branch."""
+        """Steps that may branch."""
         last = num_steps - self.merge - least_way(self.strides)
         return list(range(min(num_steps // 2, last + 1))) if self.steps is None else self.steps
 

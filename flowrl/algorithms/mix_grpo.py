@@ -32,7 +32,7 @@ class Config(ClippedOptions):
     spatial: SpatialConfig | None = None
     """ViPO: advantages that count where an image has something to see (docs/algorithms/vipo.md); null: everywhere."""
     window: MixWindow = field(default_factory=MixWindow)
-    """Where the window is; see `flowrl/diffusion/windows.py`."""
+    """The window and its moves; see `flowrl/diffusion/windows.py`."""
     advantages: AdvantageConfig = field(
         default_factory=lambda: AdvantageConfig(name="per_reward", std="group", eps=1e-8, ddof=1)
     )

@@ -1,7 +1,7 @@
-"""MixGRPO-Flash: MixGRPO with fewer steps behind the window, taken by a second-order solver.
+"""MixGRPO-Flash: MixGRPO with fewer steps after the window, taken by a second-order solver.
 
     1. window [l, l + w) as MixGRPO, on a grid of S steps; e is its last step
-    2. of the S - e nodes behind it keep n = int((S - e) * ratio), at least 2: DPM-Solver++ steps that begin with
+    2. of the S - e nodes after it keep n = int((S - e) * ratio), at least 2: DPM-Solver++ steps that begin with
        the x0_hat of the window's last step as their history. A rollout takes e + n forwards
     3. advantages and loss as MixGRPO
 
@@ -33,13 +33,13 @@ class Config(ClippedOptions):
     spatial: SpatialConfig | None = None
     """ViPO: advantages that count where an image has something to see (docs/algorithms/vipo.md); null: everywhere."""
     window: MixWindow = field(default_factory=lambda: MixWindow(interval=20))
-    """Where the window is; see `flowrl/diffusion/windows.py`."""
+    """The window and its moves; see `flowrl/diffusion/windows.py`."""
     ratio_kept: float = 0.4
-    """Share of the nodes behind the window that are kept, in (0, 1]."""
+    """Share of the nodes after the window that are kept, in (0, 1]."""
     shift: float = 3.0
     """Resolution shift of the model's own grid (its scheduler's `shift`), for the shortened part."""
     solver: Literal["ode", "dpm1", "dpm2_midpoint", "dpm2_heun"] = "dpm2_midpoint"
-    """How the steps behind the window are taken."""
+    """Solver of the steps after the window."""
     advantages: AdvantageConfig = field(
         default_factory=lambda: AdvantageConfig(name="per_reward", std="group", eps=1e-8, ddof=1)
     )
@@ -47,7 +47,7 @@ class Config(ClippedOptions):
     def __post_init__(self) -> None:
         ClippedOptions.__post_init__(self)
         if not 0 < self.ratio_kept <= 1:
-            raise ValueError(f"ratio_kept={self.ratio_kept} must lie in (0, 1]")
+            raise ValueError(f"ratio_kept={self.ratio_kept} must be in (0, 1]")
         if not self.shift > 0:
             raise ValueError(f"shift={self.shift} must be positive")
 

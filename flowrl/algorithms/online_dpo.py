@@ -88,7 +88,7 @@ class OnlineDpo(SampleMethod[Config]):
         return 2
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        # A clip ties outliers: the best two of a prompt may both lie beyond it.
+        # A clip ties outliers: the best two of a prompt may both be beyond it.
         credit = replace(self.rule(rewards, weights, prompts, clipped=False), bound=None)
         return best_against_worst(credit, aggregate(rewards, weights), self.config.least_gap)
 

@@ -9,7 +9,7 @@ sample has all the weight. `policy/weight` and `policy/weight_square` are means 
 other is the effective sample size (sum w)^2 / sum w^2 as a share of the samples.
 
 A network that imitates its own samples copies their discretisation error, and the next samples err twice: contrast and
-reward fall within tens of iterations, whatever is rewarded. So the samples come from a network that lags behind
+reward fall within tens of iterations, whatever is rewarded. So the samples come from a network that follows later
 (`refresh`), as in yifan123/flow_grpo (`ref_update_step`).
 
 Source: arXiv 2305.13301 (its baselines); yifan123/flow_grpo:scripts/train_sd3_sft.py; arXiv 2502.06061 for exp and KL.

@@ -43,15 +43,15 @@ class TrustConfig:
     """Term to the old policy: the Gaussian KL; `sampled`: mean(log p_old - log p) as in the official code, whose
     gradient on policy is 0 on average; `none`: no such term."""
     old_weight: float = 0.1
-    """Weight of that term beside the anchor's."""
+    """Weight of that term next to the anchor's."""
     coef: float = 1e-7
     """lambda at the start; 0 switches the trust region off."""
     adaptive: bool = True
     """Let lambda follow the target."""
     target: float = 1e-5
-    """Of KL_anchor + old_weight * KL_old."""
+    """Target of KL_anchor + old_weight * KL_old."""
     factor: float = 1.5
-    """By which lambda moves after an update."""
+    """Factor by which lambda moves after an update."""
     min_coef: float = 1e-7
     max_coef: float = 1e-5
 
@@ -65,7 +65,7 @@ class TrustConfig:
                 raise ValueError(f"factor={self.factor} must be above 1")
             if not 0 < self.min_coef <= self.coef <= self.max_coef:
                 raise ValueError(
-                    f"coef={self.coef} must lie between min_coef={self.min_coef} and max_coef={self.max_coef}, "
+                    f"coef={self.coef} must be between min_coef={self.min_coef} and max_coef={self.max_coef}, "
                     "and these above 0; or set adaptive=false"
                 )
 

@@ -1,7 +1,7 @@
 """SePPO: the policy against a random earlier self, with preferred images of the data and no losers.
 
-    1. every `every` optimizer steps the policy is kept as a checkpoint, the newest `keep` of them; a round is what lies
-       between
+    1. every `every` optimizer steps the policy is kept as a checkpoint, the newest `keep` of them; a round is the
+       time between two of them
     2. a round has one of the kept checkpoints, drawn uniformly, as its reference (the newest is the policy itself until
        the round's first update); it also draws x_r for each prompt
     3. slot (c, x_w of the data, x_r); one sigma and one eps for both
@@ -10,7 +10,7 @@
     5. loss = -log sigmoid(-beta / 2 [(l - l_ref)(x_w) - s (l - l_ref)(x_r)])
 
 No training code is released; the paper's -beta T omega is in beta, with Diffusion-DPO's 1/2. Whether its two images
-share their noise is not said; here they do.
+share their noise is not published; here they do.
 
 Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
 """
@@ -71,7 +71,7 @@ class Config(GivenOptions):
             require_positive(beta=self.beta)
         if SOLVERS[self.solver].stochastic:
             raise ValueError(
-                f"solver={self.solver}: the earlier self is to draw without noise; use a deterministic solver"
+                f"solver={self.solver} adds noise, and the earlier self draws without; use a deterministic solver"
             )
 
 
@@ -97,8 +97,7 @@ class Seppo(SampleMethod[Config]):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The checkpoints, and the untouched network for held-out pairs: against an earlier self, which may be the
-        policy as it is, nothing that was learned before would count."""
+        """The checkpoints, and the untouched network for held-out pairs: an earlier self may be the policy as it is."""
         return ("reference", *(_name(place) for place in range(self.config.keep)))
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
@@ -125,11 +124,11 @@ class Seppo(SampleMethod[Config]):
         batch, space = outputs.batch, self.config.space
         better = outputs.error(EARLIER, space) - outputs.error("policy", space).detach()
         slot = batch.sample // len(self.members)
-        # Both samples count in the mean's denominator, and only its sign is asked for.
+        # Both samples count in the mean's denominator, which does not change its sign.
         return anchor_sign(group_mean((batch.advantage > 0) * better, slot), self.config.anchor)
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
-        """By the margin against the untouched network, as of the other methods on pairs."""
+        """Minus the margin against the untouched network, as with the other methods on pairs."""
         return -margin(self.outputs(batch, networks, ("reference",)), "reference", self.config.space).detach()
 
     def after_iteration(self, updates: int, weights: Weights) -> None:

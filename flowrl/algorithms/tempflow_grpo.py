@@ -1,11 +1,11 @@
-"""TempFlow-GRPO: children leave one ODE way at each of its steps, so a reward speaks for a single stochastic step.
+"""TempFlow-GRPO: children leave one ODE path at each of its steps, so a reward credits a single stochastic step.
 
-    1. one ODE way for a tree; at every step i but the last, k children leave it by the SDE and go on by the ODE
+    1. one ODE path for a tree; at every step i but the last, k children leave it by the SDE and go on by the ODE
     2. A(i, j) = (r(i, j) - mean) / (std + 1e-4) over the children of step i, of all trees of the prompt
     3. loss = w_i max(-A ratio, -A clamp(ratio, 1 - c, 1 + c)) + kl.coef KL, w_i = std_i over its mean (`noise_weight`)
-       over all steps that may branch, drawn in this iteration or not: noisy steps move the picture more
+       over all steps that may branch, drawn in this iteration or not: noisy steps move the image more
 
-A tree has k times as many leaves as steps that branch, and costs (T - 1) + k T (T - 1) / 2 evaluations where all do.
+A tree has k leaves for each step that branches, and costs (T - 1) + k T (T - 1) / 2 evaluations where all do.
 
 Source: arXiv 2508.04324; Shredded-Pork/TempFlow-GRPO.
 """
@@ -39,7 +39,7 @@ class Config(ClippedOptions):
     steps: list[int] | None = None
     """Steps that may branch, counted from 0; null: all but the last."""
     steps_per_iteration: int | None = None
-    """So many of them are drawn in every iteration; null: all."""
+    """Number of them drawn in every iteration; null: all."""
     merge: int = 1
     """Grid steps that the stochastic step spans (E-GRPO)."""
     noise_weight: Literal["normalised", "released", "none"] = "normalised"
@@ -47,7 +47,7 @@ class Config(ClippedOptions):
     advantages: NodeConfig = field(default_factory=NodeConfig)
     """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
-    """How nodes are compared (`flowrl/credit/tree_credit.py`)."""
+    """Comparison of the nodes of a step (`flowrl/credit/tree_credit.py`)."""
     kl: KLConfig = field(default_factory=lambda: KLConfig(divisor="variance"))
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Config(ClippedOptions):
         check_children(self.children, self.merge)
 
     def every_step(self, num_steps: int) -> list[int]:
-        """Those that may branch."""
+        """Steps that may branch."""
         return list(range(num_steps - self.merge)) if self.steps is None else self.steps
 
     def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:

@@ -1,7 +1,7 @@
 """TP-GRPO: every stochastic step of a chain is credited with what it added to the reward.
 
-    1. chains of n stochastic steps, ODE elsewhere; from behind each of them the ODE to the end gives a picture and its
-       reward: R_t after t stochastic steps, R_0 of the ODE alone
+    1. chains of n stochastic steps, ODE elsewhere; from the end of each of them the ODE gives an image and its reward:
+       R_t after t stochastic steps, R_0 of the ODE alone
     2. d_t = R_t - R_{t-1}, D = R_n - R_0; a turning point is where the sign of d_t begins to agree with D's
     3. step t's gain is D, plus d_t at a turning point (`gain: whole`, the released configurations); or d_t, and at a
        turning point from which the rewards go on in its direction R_n - R_{t-1} instead (`long_term`, the paper's idea
@@ -10,7 +10,7 @@
 
 A chain is a tree of n + 1 leaves, so a prompt needs several of them.
 
-Source: arXiv 2602.06422; YunzeTong/TurningPoint-GRPO. That columns are compared by prompt is a presumption.
+Source: arXiv 2602.06422; YunzeTong/TurningPoint-GRPO. That columns are compared by prompt is our presumption.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Config(ClippedOptions):
     """n: stochastic steps, the first of the grid. Released: 9 for SD3, 5 or 6 for FLUX; null: all but the last, at most
     9."""
     gain: Gain = "whole"
-    """What a step is credited with: D, and more at turning points; d_t, but at turning points what is still to come
-    too; or d_t alone."""
+    """Credit of a step: `whole` D, and more at turning points; `long_term` d_t, at turning points with what follows;
+    `step` d_t alone."""
     turning: float = 1.0
-    """Of `whole`: weight of d_t at a turning point, beside D."""
+    """Weight of d_t at a turning point next to D, for `whole`."""
     advantages: NodeConfig = field(default_factory=NodeConfig)
     """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
-    """How nodes are compared (`flowrl/credit/tree_credit.py`)."""
+    """Comparison of the nodes of a step (`flowrl/credit/tree_credit.py`)."""
 
     def __post_init__(self) -> None:
         ClippedOptions.__post_init__(self)

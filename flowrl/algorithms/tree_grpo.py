@@ -1,8 +1,8 @@
-"""TreeGRPO: a k-ary tree over a short window of stochastic steps, ODE elsewhere; leaf advantages flow back.
+"""TreeGRPO: a k-ary tree over a short window of noisy steps, ODE elsewhere; leaf advantages flow back to the edges.
 
     1. window of w steps from step i, drawn in every iteration with a chance that falls by `decay` from step to step
-    2. in the window every node has k children, so a tree has k^w leaves; one ODE way leads to it, and ODE ways out
-    3. A(leaf) = (r - mean of the prompt) / (std of the prompt + eps); A(edge) = mean of A behind it
+    2. in the window every node has k children, so a tree has k^w leaves; ODE before and after it
+    3. A(leaf) = (r - mean of the prompt) / (std of the prompt + eps); A(edge) = mean of A after it
     4. loss as Flow-GRPO on the window's edges
 
 Published weights of the mean are softmax(log p_old) of the edges, which is uniform for a mean over latent dims and
@@ -45,7 +45,7 @@ class Config(ClippedOptions):
         if self.children < 2 or self.window < 1:
             raise ValueError(f"children={self.children} must be at least 2 and window={self.window} at least 1")
         if not 0 < self.decay <= 1:
-            raise ValueError(f"decay={self.decay} must lie in (0, 1]")
+            raise ValueError(f"decay={self.decay} must be in (0, 1]")
 
     def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
         starts = num_steps - self.window

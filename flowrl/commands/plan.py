@@ -104,13 +104,12 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
 
     from flowrl.config.checks import check_trained
     from flowrl.core.errors import ConfigError
-    from flowrl.diffusion.flash import flow_timestep
     from flowrl.diffusion.schedules import Schedule, shift_sigmas
 
     steps, training = resolved.run.rollout.num_inference_steps, resolved.training
     end = 0.03 if getattr(resolved.model.config, "final_alpha", "model") == "first" else 0.0
     sigmas = shift_sigmas(torch.linspace(1, end, steps + 1), resolved.method.config.shift)
-    schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, flow_timestep(sigmas[:-1]))
+    schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, 1000 * sigmas[:-1])
     try:
         plan = resolved.method.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
         if adapter is not None:

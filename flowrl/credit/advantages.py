@@ -45,14 +45,14 @@ class RuleConfig:
     clip: float | None = 5.0
     """Bound on the absolute advantage; null for none."""
     ddof: Literal[0, 1] = 0
-    """Of the std: 0 divides by n (Flow-GRPO), 1 by n - 1 (DanceGRPO, MixGRPO, GDPO)."""
+    """Delta degrees of freedom of the std: 0 divides by n (Flow-GRPO), 1 by n - 1 (DanceGRPO, MixGRPO, GDPO)."""
     trimmed_ratio: float = 0.0
-    """Mean and std leave out this share of a group's samples, the lowest."""
+    """Share of a group's samples, the lowest, that mean and std leave out."""
     min_deviation: float = 0.1
-    """Of `median`: the deviation is at least this fraction of the group's std."""
+    """Least deviation of the rule `median`, as a fraction of the group's std."""
     history: HistoryConfig | None = None
-    """Of `batch`: mean and std of the prompt's own rewards, of this and earlier iterations, once there are enough;
-    null: always of the batch."""
+    """Mean and std of the rule `batch` from the prompt's own rewards, of this and earlier iterations, once there are
+    enough; null: always from the batch."""
 
     def __post_init__(self) -> None:
         if not self.eps >= 0:
@@ -60,7 +60,7 @@ class RuleConfig:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be positive, or null for none")
         if not 0 <= self.trimmed_ratio < 1:
-            raise ValueError(f"trimmed_ratio={self.trimmed_ratio} must lie in [0, 1)")
+            raise ValueError(f"trimmed_ratio={self.trimmed_ratio} must be in [0, 1)")
         if self.name == "gdpo" and self.std != "group":
             raise ValueError(f"std={self.std!r}: gdpo normalises every reward within its group; set std to group")
         if self.name == "median":
@@ -75,14 +75,10 @@ class RuleConfig:
     def _check_batch(self) -> None:
         if self.name != "batch":
             if self.history is not None:
-                raise ValueError(
-                    f"history: the rule {self.name!r} compares within a group; use name=batch, or leave it out"
-                )
+                raise ValueError(f"history: the rule {self.name!r} compares within a group; use name=batch or null")
             return
         if self.std == "group":
-            raise ValueError(
-                "std='group': the rule 'batch' divides by the std of what it compares with (global), or by none"
-            )
+            raise ValueError("std='group': the rule 'batch' divides by the std of all rewards it compares; use global")
         if self.trimmed_ratio:
             raise ValueError(f"trimmed_ratio={self.trimmed_ratio}: the rule 'batch' leaves no reward out; set it to 0")
 
@@ -124,7 +120,7 @@ class AdvantageConfig(RuleConfig):
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What every sample of an iteration is credited with."""
+    """Credit of every sample of an iteration."""
 
     values: Tensor
     """[P, G, R'] float32, 0 where masked or dead. R' is 1; the rule `separate` has one column per reward whose
@@ -132,17 +128,16 @@ class Advantages:
     valid: Tensor
     """[P, G] bool, False where a reward that counts has failed."""
     dead: Tensor
-    """[P] bool: what the group is compared with has no spread in any reward that counts."""
+    """[P] bool: the group is compared with equal rewards only, in each reward that counts."""
     kept: Tensor
-    """[P, G] bool: takes part in the update. All valid samples of live groups, less those that a rule or a
-    selection leaves out; what these have in `values` stays as it was."""
+    """[P, G] bool, samples that take part in the update: all valid ones of live groups, less those that a rule or a
+    selection leaves out, whose `values` stay."""
     bound: Tensor | None = None
-    """[R'] float32 where the clip still has to follow (`unclipped`): the bound of each column; else None."""
+    """[R'] float32, the bound of each column, where the clip is still to follow (`unclipped`); else None."""
     steps: Tensor | None = None
-    """[P, G, K] float32 where a tree credits every step of a sample's path, instead of `values`; NaN where it has no
-    credit for one. Else None."""
+    """[P, G, K] float32, credit of every step of a sample's path in a tree, instead of `values`; NaN: none."""
     pruned: Tensor | None = None
-    """With `steps`, [P, G, K] bool: those that are not trained, instead of `kept`."""
+    """[P, G, K] bool with `steps`: steps that are not trained, instead of `kept`."""
 
 
 def advantages(
@@ -167,7 +162,7 @@ def unclipped(
 ) -> Advantages:
     """The same credit for a method that multiplies before it clips: values without the clip, and `bound`.
 
-    Who takes part is decided by the clipped values, as without the multiplication.
+    The samples that take part are chosen by the clipped values, as without the multiplication.
     """
     result = _compared(rewards, weights, config, past)
     bound = None
@@ -178,7 +173,7 @@ def unclipped(
 
 
 def _compared(rewards: Tensor, weights: Tensor, config: RuleConfig, past: Sequence[Tensor | None] | None) -> Compared:
-    """By the rule; see `advantages`."""
+    """Rewards compared by the rule, before the clip; see `advantages`."""
     if rewards.ndim != 3:
         raise ValueError(f"rewards must be [R, P, G], got {tuple(rewards.shape)}")
     config.check_group(rewards.shape[2])
@@ -186,16 +181,16 @@ def _compared(rewards: Tensor, weights: Tensor, config: RuleConfig, past: Sequen
     return RULES[config.name](rewards, weights, config) if past is None else batch(rewards, weights, config, past)
 
 
-def _clipped(found: Compared, config: RuleConfig) -> Advantages:
+def _clipped(compared: Compared, config: RuleConfig) -> Advantages:
     """The credit within the configured clip, of the samples that are selected."""
-    values, kept = found.within(config.clip), found.valid & ~found.dead[:, None]
-    if found.left_out is not None:
-        kept = kept & ~found.left_out
+    values, kept = compared.within(config.clip), compared.valid & ~compared.dead[:, None]
+    if compared.left_out is not None:
+        kept = kept & ~compared.left_out
     selection = config.selection()
     if selection is not None:
         # Columns hold their reward's weight, so their sum ranks a sample as its loss does.
         kept = select(values.sum(dim=2), kept, selection)
-    return Advantages(values=values, valid=found.valid, dead=found.dead, kept=kept)
+    return Advantages(values=values, valid=compared.valid, dead=compared.dead, kept=kept)
 
 
 # ---- from many rewards to one

@@ -54,10 +54,10 @@ class ValueNetwork:
 
     Args:
         inputs: number of features of a row.
-        seed: that of the initial weights.
-        learning_rate: that of AdamW.
-        device: its own.
-        num_steps: denoising steps that it tells apart; None: none.
+        seed: of the initial weights.
+        learning_rate: of AdamW.
+        device: of network and optimizer.
+        num_steps: denoising steps that have gains of their own; None: no step has.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ValueNetwork:
         self.adam: torch.optim.Optimizer = torch.optim.AdamW(self.network.parameters(), lr=learning_rate)
 
     def __call__(self, features: Tensor, step: Tensor | None = None) -> Tensor:
-        """Expected rewards of features [M, F], at steps [M] where it tells them apart; [M]."""
+        """Expected rewards of features [M, F], at steps [M] where steps have gains; [M]."""
         return self.network(features, step)
 
     def descend(self, error: Tensor) -> None:

@@ -22,15 +22,15 @@ class HistoryConfig:
     buffer_size: int = 16
     """Newest rewards of a prompt that are kept."""
     min_count: int = 16
-    """With fewer of them a prompt is compared with the batch."""
+    """Least number of them; with fewer a prompt is compared with the batch."""
 
     def __post_init__(self) -> None:
         if self.min_count < 2:
             raise ValueError(f"min_count={self.min_count} must be at least 2: one reward has no spread")
         if self.min_count > self.buffer_size:
             raise ValueError(
-                f"min_count={self.min_count} is more than buffer_size={self.buffer_size} holds: every prompt would be "
-                "compared with the batch for ever; lower it, or set history to null"
+                f"min_count={self.min_count} is more than buffer_size={self.buffer_size} holds: every prompt would "
+                "always be compared with the batch; lower it, or set history to null"
             )
 
 

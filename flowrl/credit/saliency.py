@@ -1,11 +1,11 @@
-"""Where in a picture an advantage counts: saliency maps M >= 0 on the latent grid, for A(p) = M(p) A.
+"""The positions of an image at which an advantage counts: saliency maps M >= 0 on the latent grid, for A(p) = M(p) A.
 
     1. patch tokens of a frozen backbone, [N, d], less their mean
     2. projections on the top 3 right singular vectors, each mapped to [0, 1]; their mean weighted by sigma_j^2
     3. as a grid: Gaussian of sigma 1, stretched to [0, 1], resized to the latents, stretched again
 
 The sign of a singular vector is arbitrary, and with it which end of a component is bright: here the end that the
-border of the picture has less of. (The official code takes (max - c) / (max - min) of whatever sign comes out.)
+border of the image has less of. (The official code takes (max - c) / (max - min) of whatever sign comes out.)
 
 A method that takes the option `spatial` has them made from every rollout's images (rollout/saliency_maps.py), and its
 advantages multiplied by them (`apply_map`).
@@ -28,7 +28,7 @@ _COMPONENTS = 3
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpatialConfig:
     backbone: str = "fixed"
-    """What looks at the pictures: `fixed`, which needs no weights, or a DINOv2 by folder or hub id."""
+    """Network that the maps come from: `fixed`, which needs no weights, or a DINOv2 by folder or hub id."""
     ratio: Literal["position", "sample"] = "position"
     """`position`: ratio, clip and advantage of every latent position, from its log-prob (mean over channels); `sample`:
     the method's own ratio, with the mean over positions of the clipped advantages."""
@@ -62,13 +62,13 @@ def saliency(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     left, sigma, _ = torch.svd(centred)
     top = sigma[:, :_COMPONENTS]
     components = _stretched(left[:, :, :_COMPONENTS] * top[:, None], (1,), otherwise=0.5)
-    # Sign-free: a flipped component has 1 - border. The corner decides for one that the border cannot tell.
+    # Sign-free: a flipped component has 1 - border. The corner decides where the border is even.
     border = components[:, _border(h, w, tokens.device)].mean(dim=1, keepdim=True) - 0.5
     components = torch.where(border + 1e-4 * (components[:, :1] - 0.5) > 0, 1 - components, components)
     energy = top.square()
     weights = energy / energy.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     maps = _smoothed((components * weights[:, None]).sum(dim=2).reshape(-1, h, w))
-    # Rounding alone leaves some 1e-7 of the tokens' size as their spread.
+    # Rounding alone leaves singular values of some 1e-7 of the tokens' size.
     alike = sigma[:, 0] <= 1e-5 * tokens.flatten(1).square().sum(dim=1).sqrt()
     return torch.where(alike[:, None, None], 1.0, _stretched(maps, (1, 2)))
 
@@ -77,7 +77,7 @@ def to_latent_grid(maps: Tensor, shape: tuple[int, ...], *, keep_mean: bool = Fa
     """Maps on the grid of the latents, float32.
 
     Args:
-        maps: [B, h, w] of pictures, or [B, F, h, w] of clips.
+        maps: [B, h, w] of images, or [B, F, h, w] of videos.
         shape: (H, W) of the latents, or (T, H, W); frames go to T by linear interpolation.
         keep_mean: divide by the mean, so that the mean update keeps its size (the official code does not).
 

@@ -1,4 +1,4 @@
-"""Which samples of a group take part in the update: pure functions on scores [P, G]."""
+"""Selection of the samples of a group that take part in the update: pure functions on scores [P, G]."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SelectConfig:
 
 
 def select(scores: Tensor, candidates: Tensor, config: SelectConfig) -> Tensor:
-    """The samples of every group that the configured rule keeps, [P, G] bool; never one that is no candidate."""
+    """The samples of every group that the configured rule keeps, [P, G] bool; all of them candidates."""
     rule = best_and_worst if config.name == "best_worst" else most_varied
     return rule(scores, candidates, config.keep)
 

@@ -1,11 +1,11 @@
-"""MixGRPO-Flash: a grid that is shortened behind the window of stochastic steps.
+"""MixGRPO-Flash: a grid that is shortened after the window of stochastic steps.
 
 Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO:fastvideo/utils/sampling_utils.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,14 +16,7 @@ from flowrl.diffusion.schedules import Schedule, shift_sigmas
 from flowrl.diffusion.solvers import SolverName
 
 
-def flow_timestep(sigma: Tensor) -> Tensor:
-    """What most flow networks are fed."""
-    return 1000 * sigma
-
-
-def flash_schedule(
-    schedule: Schedule, last: int, ratio: float, shift: float, timestep: Callable[[Tensor], Tensor] = flow_timestep
-) -> Schedule:
+def flash_schedule(schedule: Schedule, last: int, ratio: float, shift: float) -> Schedule:
     """A full flow grid up to step `last` (e), then n nodes from sigma_{e+1} to 0 instead of S - e: e + n steps.
 
     The nodes are even before the shift, as in `shifted_linspace`; n = int((S - e) * ratio), at least 2. The
@@ -32,12 +25,12 @@ def flash_schedule(
     Args:
         schedule: S steps that end at sigma 0.
         last: last step that keeps its place, the window's end.
-        ratio: share of the nodes behind it that are kept, in (0, 1].
+        ratio: share of the nodes after it that are kept, in (0, 1].
         shift: resolution shift of the grid.
-        timestep: what the network is fed at sigmas [n]; it must repeat the schedule's own timesteps.
 
     Raises:
-        ValueError: `last` leaves no step behind it, the grid does not end at 0, or has another `timestep` or `shift`.
+        ValueError: no step is left after `last`, the grid does not end at 0, has another shift, or timesteps other than
+            1000 sigma.
     """
     num_steps, sigmas = len(schedule), schedule.sigmas
     if not 0 <= last <= num_steps - 2:
@@ -46,15 +39,13 @@ def flash_schedule(
         raise ValueError(f"the share of kept steps is {ratio:g}; it must be in (0, 1]")
     if schedule.table is not None:
         raise ValueError(
-            "only a flow grid can be shortened behind the window, and this model predicts noise (VP); use mix_grpo, "
+            "only a flow grid can be shortened after the window, and this model predicts noise (VP); use mix_grpo, "
             "which keeps the whole grid"
         )
     if float(sigmas[-1]) != 0 or float(sigmas[0]) > 1:
         raise ValueError(f"only a flow grid in [0, 1] can be shortened; this one ends at sigma {float(sigmas[-1]):g}")
-    if not torch.allclose(timestep(sigmas[:-1]), schedule.timesteps, rtol=1e-4):
-        raise ValueError(
-            "the schedule's timesteps are not those of its sigmas: pass what the network is fed, timestep="
-        )
+    if not torch.allclose(1000 * sigmas[:-1], schedule.timesteps, rtol=1e-4):
+        raise ValueError("this model's timesteps are not 1000 sigma, so its grid cannot be shortened; use mix_grpo")
     _require_shift(sigmas[:-1].double(), shift)
     nodes = max(int((num_steps - last) * ratio), 2)
     even = torch.linspace(float(shift_sigmas(sigmas[last + 1].double(), 1 / shift)), 0, nodes, dtype=torch.float64)
@@ -62,12 +53,12 @@ def flash_schedule(
     tail = shift_sigmas(even, shift).float()[1:]
     return Schedule(
         sigmas=torch.cat([sigmas[: last + 2], tail]),
-        timesteps=torch.cat([schedule.timesteps[: last + 2], timestep(tail[:-1])]),
+        timesteps=torch.cat([schedule.timesteps[: last + 2], 1000 * tail[:-1]]),
     )
 
 
 def _require_shift(sigmas: Tensor, shift: float) -> None:
-    """Raise unless the nodes [S] of a grid are even before that shift: behind the window it would go on as another."""
+    """Raise unless the nodes [S] of a grid are even before that shift: after the window it would go on as another."""
     if len(sigmas) < 3:
         return
 
@@ -89,12 +80,11 @@ def flash(
     ratio: float,
     shift: float,
     solver: SolverName = "dpm2_midpoint",
-    timestep: Callable[[Tensor], Tensor] = flow_timestep,
 ) -> StepPlan:
-    """`window` on a grid shortened behind it by `flash_schedule`, where `solver` takes the steps."""
+    """`window` on a grid shortened after it by `flash_schedule`, where `solver` takes the steps."""
     full = window(schedule, noise_level, steps)
     last = max(full.train)
-    short = flash_schedule(schedule, last, ratio, shift, timestep)
+    short = flash_schedule(schedule, last, ratio, shift)
     return replace(
         full,
         schedule=short,

@@ -1,4 +1,4 @@
-"""The step plan: which steps are stochastic, how noisy, which are trained. The loop obeys it.
+"""The step plan: the steps that are stochastic, their noise levels, the steps that are trained. The loop follows it.
 
 The plan alone decides the edge cases: the bound at sigma = 1 and the deterministic final step.
 """
@@ -27,14 +27,13 @@ class StepPlan:
     noise_level: tuple[float, ...]
     train: tuple[int, ...]
     solver: tuple[SolverName, ...] = ()
-    """How each step without a law is taken; empty: `ode` everywhere. A stochastic solver has its own use of the noise
-    level."""
+    """Solver of each step that is not a transition; empty: `ode` everywhere. A stochastic one uses the noise level."""
     tree: Branching | None = None
-    """Where rollouts of a prompt part after a common start; None: each goes its own way from its own noise."""
+    """Tree of the rollouts of a prompt; None: each is a chain from its own noise."""
     sibling_noise: float | None = None
-    """Of a tree: siblings share a noise, each adds s times its own; None is without end: they share nothing."""
+    """s of a tree: siblings share a noise, and each adds s times its own; None: they share nothing."""
     inflation: float = 1.0
-    """Of a tree: factor on the std where it splits, in draw and density alike; other than 1, another law."""
+    """Factor on the std where a tree splits, in draw and density alike; other than 1 it changes the marginals."""
 
     def __post_init__(self) -> None:
         num_steps = len(self.schedule)
@@ -52,18 +51,18 @@ class StepPlan:
             if solver != "ode" and not SOLVERS[solver].stochastic and self.noise_level[k] > 0:
                 raise ValueError(
                     f"the plan gives step {k} a noise level ({self.noise_level[k]:g}) and the solver {solver!r}: "
-                    "a stochastic step takes its law from the sampler"
+                    "a stochastic step is a transition of the sampler"
                 )
 
     def _check_tree(self, tree: Branching) -> None:
         if tree.num_steps != len(self.schedule):
             raise ValueError(f"the tree has {tree.num_steps} steps, the plan {len(self.schedule)}")
         if set(self.solver) != {"ode"}:
-            raise ValueError(f"a tree takes its steps without a law by `ode`, not by {sorted(set(self.solver))}")
+            raise ValueError(f"a tree takes its deterministic steps by `ode`, not by {sorted(set(self.solver))}")
         for k, (planned, taken) in enumerate(zip(self.stochastic, tree.stochastic, strict=True)):
             if planned != taken:
                 raise ValueError(
-                    f"the tree takes step {k} {'by the law' if taken else 'without a law'}, and its noise level is "
+                    f"the tree takes step {k} {'with noise' if taken else 'without noise'}, and its noise level is "
                     f"{self.noise_level[k]:g}"
                 )
         if self.sibling_noise is not None and not (math.isfinite(self.sibling_noise) and self.sibling_noise >= 0):
@@ -83,8 +82,8 @@ class StepPlan:
                 )
             if self.end(k) == num_steps and float(self.schedule.sigmas[-1]) == 0:
                 raise ValueError(
-                    f"the plan trains the last step ({k}), which ends at clean data (sigma 0): a law has std 0 there "
-                    f"or leaves noise in the picture; train steps 0..{k - 1} or, of a noise-prediction model, "
+                    f"the plan trains the last step ({k}), which ends at clean data (sigma 0): a transition has std 0 "
+                    f"there or leaves noise in the image; train steps 0..{k - 1} or, of a noise-prediction model, "
                     "keep noise in the last one: model.final_alpha=first, or a scheduler with set_alpha_to_one=false"
                 )
 
@@ -93,7 +92,7 @@ class StepPlan:
 
     @property
     def stochastic(self) -> tuple[bool, ...]:
-        """Steps that draw from the sampler's law, which has a density."""
+        """Steps that are transitions of the sampler, which have a density."""
         pairs = zip(self.noise_level, self.solver, strict=True)
         return tuple(level > 0 and not SOLVERS[how].stochastic for level, how in pairs)
 
@@ -107,7 +106,7 @@ class StepPlan:
         return self.leaves * max(1, batch_size // self.leaves)
 
     def end(self, k: int) -> int:
-        """Where the stochastic step from place k of the grid ends."""
+        """The place of the grid at which the stochastic step from place k ends."""
         return k + 1 if self.tree is None else self.tree.end(k)
 
     def steps(
@@ -119,7 +118,7 @@ class StepPlan:
             ends = torch.tensor([self.end(k) for k in range(len(self))])[index]
         sigmas = self.schedule.sigmas
         alphas = process.alpha(sigmas) if self.schedule.alphas is None else self.schedule.alphas
-        # Some laws diverge at the noisiest sigma; official code bounds it by the grid's second value.
+        # Some samplers diverge at the noisiest sigma; official code bounds it by the grid's second value.
         ceiling = sigmas[1 if len(sigmas) > 2 else 0].expand(len(index))
         columns = {
             "alpha": alphas[index],
@@ -136,7 +135,7 @@ class StepPlan:
 
 
 def solver_plan(schedule: Schedule, solver: SolverName = "ode", noise_level: float = 0.0) -> StepPlan:
-    """No step has a law: evaluation, sampling, and rollouts of methods without log-probs.
+    """A plan without transitions: evaluation, sampling, and rollouts of methods without log-probs.
 
     Args:
         schedule: of the model; some solvers walk another grid.
@@ -168,8 +167,8 @@ def window(schedule: Schedule, noise_level: float, steps: Sequence[int] | None =
 
 
 def noisy_steps(schedule: Schedule) -> tuple[int, ...]:
-    """Steps that do not end at clean data, where a law may leave noise: all of a noise-prediction model whose last step
-    ends at its least noise level, all but the last of a flow.
+    """Steps that do not end at clean data: all of a noise-prediction model whose last step ends at its least noise
+    level, all but the last of a flow.
 
     >>> noisy_steps(Schedule(torch.tensor([0.9, 0.4, 0.03]), torch.tensor([900.0, 400.0])))
     (0, 1)

@@ -1,4 +1,4 @@
-"""Noise processes x = alpha * x0 + sigma * eps and what a network's output means on them.
+"""Noise processes x = alpha * x0 + sigma * eps and the meaning of a network's output on them.
 
 `FlowProcess` has alpha = 1 - sigma; `VPProcess` has alpha^2 + sigma^2 = 1. Every kernel and loss is
 written against these two coefficients, never against a model. Computation is in float32.
@@ -47,7 +47,7 @@ class Process(ABC):
         return expand(self.alpha(sigma), x0) * x0.float() + expand(sigma, x0) * eps.float()
 
     def target(self, x0: Tensor, eps: Tensor, sigma: Tensor, prediction_type: PredictionType) -> Tensor:
-        """What a network of `prediction_type` should output for (x0, eps) at sigma [B], [B, ...]."""
+        """The exact output of a network of `prediction_type` for (x0, eps) at sigma [B], [B, ...]."""
         if prediction_type == "eps":
             return eps.float()
         if prediction_type == "x0":
@@ -60,8 +60,8 @@ class Process(ABC):
     ) -> Prediction:
         """Network output `raw` [B, ...] at latents x [B, ...] and sigma [B] as (x0_hat, eps_hat, velocity).
 
-        alpha [B] is the signal coefficient where it is known better than sigma tells: near sigma = 1 a float32 sigma
-        leaves VP's alpha = sqrt(1 - sigma^2) few digits.
+        alpha [B] is the signal coefficient where it is known more exactly than from sigma: near sigma = 1 a float32
+        sigma leaves VP's alpha = sqrt(1 - sigma^2) few digits.
         """
 
 
@@ -87,8 +87,8 @@ class FlowProcess(Process):
 class VPProcess(Process):
     """Variance preserving: alpha = sqrt(alphas_cumprod), sigma = sqrt(1 - alphas_cumprod).
 
-    `v` is alpha * eps - sigma * x0 (arXiv 2202.00512). At alpha = 0 (terminal SNR 0) `eps` says nothing of x0:
-    schedules that start there are refused for such networks.
+    `v` is alpha * eps - sigma * x0 (arXiv 2202.00512). At alpha = 0 (terminal SNR 0) `eps` does not determine
+    x0: schedules that start there are refused for such networks.
     """
 
     def alpha(self, sigma: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from flowrl.core.tensors import floats
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A grid and what the network is fed at each of its steps.
+    """A grid, and the network's input (timestep) at each of its steps.
 
     sigmas [K + 1] strictly decreasing to the last value (0 for flow models), timesteps [K] in the
-    network's units, both float32. VP grids also have alphas [K + 1], which a float32 sigma near 1 does not tell
+    network's units, both float32. VP grids also have alphas [K + 1], which a float32 sigma near 1 does not determine
     (sqrt(1 - sigma^2) is off by 3e-5 where it is 1e-3), and their model's table of alphas_cumprod, float64.
     """
 
@@ -41,7 +41,7 @@ class Schedule:
         return len(self.timesteps)
 
     def timestep_at(self, sigma: Tensor) -> Tensor:
-        """What the network is fed at any sigma, same shape, float32.
+        """The network's input (timestep) at any sigma, same shape, float32.
 
         Timesteps of a flow are proportional to sigma. Those of a VP table are its indices, and the log-SNR is linear
         between two of them; beyond its ends the nearest.

@@ -1,7 +1,7 @@
-"""The interface of a solver: how the steps are taken that draw nothing from a sampler's law.
+"""The interface of a solver: the steps that are no transitions of a sampler.
 
-A solver keeps no memory of its own. What it may need of the node before comes to its step, and the node that the step
-has left is returned beside the next latents: `x, before = solver.step(prediction, here, before, last=False)`, where
+A solver keeps no memory of its own. Its step is given the node before, and the node that the step
+has left is returned with the next latents: `x, before = solver.step(prediction, here, before, last=False)`, where
 `before` is None at the first step.
 """
 
@@ -18,7 +18,7 @@ from flowrl.diffusion.schedules import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the path that a step starts from, by the sampler's law or by a solver: the state of a solver."""
+    """A node of the path at which a step starts, a transition or a solver's: the state of a solver."""
 
     x: Tensor
     """Latents, [B, ...]."""
@@ -27,7 +27,7 @@ class Node:
     step: Step
     """The step that starts there."""
     noise: Tensor | None = None
-    """Standard normal noise of a stochastic solver's step, [B, ...]; None of other steps."""
+    """Standard normal noise of a stochastic solver's step, [B, ...]; None for other steps."""
     first: bool = False
     """Whether a stochastic solver began here: its step was of order 1 and stays as it is."""
 

@@ -1,4 +1,4 @@
-"""Training times of methods that re-noise clean samples: where on the path each of a sample's T terms lies.
+"""Training times of methods that re-noise clean samples: the place on the path of each of a sample's T terms.
 
 Every rule states its axis. Rules on the *grid* draw nodes of the rollout's own schedule, 0 the noisiest, so what the
 network is fed there is exact. Rules on *sigma* draw sigma in (0, 1] and shift it there, s > 1 towards noise. (Some code
@@ -62,7 +62,7 @@ class TimesConfig:
     low: float = 0.2
     """Least u of `uniform`, before the shift."""
     power: float = 1.0
-    """Of `power`."""
+    """Exponent of `power`, above -1."""
 
     def __post_init__(self) -> None:
         if self.count is None and self.name != "permutation":
@@ -70,11 +70,11 @@ class TimesConfig:
         if self.count is not None and self.count < 1:
             raise ValueError(f"count={self.count} must be at least 1")
         if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction={self.fraction} must lie in (0, 1]")
+            raise ValueError(f"fraction={self.fraction} must be in (0, 1]")
         if not self.shift > 0:
             raise ValueError(f"shift={self.shift} must be positive")
         if not 0 <= self.low < 1:
-            raise ValueError(f"low={self.low} must lie in [0, 1)")
+            raise ValueError(f"low={self.low} must be in [0, 1)")
         if self.power <= -1:
             raise ValueError(f"power={self.power} must be above -1, or the density has no mass")
 
@@ -98,17 +98,17 @@ class TimesConfig:
         return need
 
     def nodes(self, num_steps: int) -> int:
-        """Of a grid of so many steps, those that can be drawn."""
+        """Nodes that can be drawn on a grid of so many steps."""
         return int(num_steps * self.fraction)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of B samples, [B, T] float32 each."""
+    """Training times of B samples, [B, T] float32 each."""
 
     sigma: Tensor
     timestep: Tensor
-    """What the network is fed there."""
+    """The network's input there."""
 
 
 def strata(name: str, nodes: int, count: int) -> list[range]:
@@ -165,7 +165,7 @@ def draw(
 
 
 def of_process(schedule: Schedule, count: int) -> TimesConfig:
-    """The rule of methods on given pictures where none is named: what the network's own training draws, or nearly."""
+    """The rule of methods on given images where none is named: nearly that of the network's own training."""
     return TimesConfig(name="logit_normal" if schedule.table is None else "timesteps", count=count)
 
 

@@ -1,11 +1,11 @@
-"""The shape of a tree of rollouts: where the paths of its leaves part, and which step each of them takes.
+"""The shape of a tree of rollouts: the places at which the paths of its leaves part, and their steps.
 
 A grid of K steps has places 0..K. A node is where some leaves are at a place, named by the first of them; a step leads
-from a node to its children, by the sampler's law (noisy) or by the solver. What all trees here are made of:
+from a node to its children, by a transition of the sampler (noisy) or by the solver. The trees:
 
     splits       K-ary: every node of a split step has several noisy children            BranchGRPO, TreeGRPO
     offshoots    a deterministic trunk that noisy children leave at some of its steps      TempFlow, G2RPO, E-GRPO
-    completions  a noisy trunk, and from each of its nodes the deterministic way to the end            TP-GRPO
+    completions  a noisy trunk, and from each of its nodes the deterministic path to the end           TP-GRPO
 
 Leaves are counted so that those of a node are neighbours.
 """
@@ -30,7 +30,7 @@ class Branching:
     ends: Tensor
     """Place where each leaf's step from a place ends, [K, L] int64; -1 where it passes by."""
     noisy: Tensor
-    """Whether that step is taken by the law, [K, L] bool."""
+    """Whether that step is a transition of the sampler, [K, L] bool."""
 
     def __post_init__(self) -> None:
         places, leaves = self.node.shape
@@ -42,7 +42,7 @@ class Branching:
             self._check_step(k)
 
     def _check_step(self, k: int) -> None:
-        """What leaves one node for the same place without noise would be the same twice."""
+        """Refuse noisy steps of several lengths, and two deterministic steps from one node to one place."""
         here = (self.node[k] >= 0).nonzero().squeeze(1)
         ends, noisy = self.ends[k, here], self.noisy[k, here]
         if len(distinct(ends[noisy])) > 1:
@@ -50,8 +50,8 @@ class Branching:
         child = self.node[ends, here]
         # (node, end) and (node, end, child), each as one number: all are below K + L.
         size = self.node.numel()
-        way = (self.node[k, here] * size + ends)[~noisy]
-        if len(distinct(way * size + child[~noisy])) > len(distinct(way)):
+        step = (self.node[k, here] * size + ends)[~noisy]
+        if len(distinct(step * size + child[~noisy])) > len(distinct(step)):
             raise ValueError(
                 f"the tree splits at step {k}, which is deterministic: its children would be the same; "
                 "split where a step is stochastic"
@@ -75,7 +75,7 @@ class Branching:
         return distinct(self.node[self.ends[k, here], here])
 
     def noisy_children(self, k: int) -> Tensor:
-        """Those of them that are reached by the law, [M] ascending."""
+        """Those of them that noisy steps lead to, [M] ascending."""
         result = self.children(k)
         return result[self.noisy[k, result]]
 
@@ -85,7 +85,7 @@ class Branching:
         return torch.where(ends >= 0, self.node[ends.clamp(min=0), torch.arange(self.leaves)], -1)
 
     def end(self, k: int) -> int:
-        """Where the noisy steps from a place end; the next place where there are none."""
+        """The place at which the noisy steps from a place end; the next place where there are none."""
         result = self.ends[k][self.noisy[k]]
         return int(result[0]) if len(result) else k + 1
 
@@ -99,7 +99,7 @@ class Branching:
 
     @property
     def stochastic(self) -> tuple[bool, ...]:
-        """Steps that some leaf takes by the law."""
+        """Steps that are noisy for some leaf."""
         return tuple(bool(row.any()) for row in self.noisy)
 
     @property
@@ -114,7 +114,7 @@ class Branching:
 
     @property
     def chain_forwards(self) -> int:
-        """Those of its leaves if each went its way alone.
+        """Network evaluations of its leaves if each had a path of its own.
 
         >>> splits(20, {0: 2}, range(20)).chain_forwards, offshoots(8, [1], 1, strides=(1, 3), merge=2).chain_forwards
         (40, 11)
@@ -128,7 +128,7 @@ class Branching:
 
 
 def splits(num_steps: int, factors: Mapping[int, int], noisy: Iterable[int]) -> Branching:
-    """Every node of step k has `factors[k]` children (1 where it is not named); the steps `noisy` are by the law.
+    """Every node of step k has `factors[k]` children (1 where it is not named); the steps `noisy` are transitions.
 
     Raises:
         ValueError: a step that is not there, a factor below 1, or a split without noise.
@@ -158,7 +158,7 @@ def offshoots(
     so many places; the last of them ends with the grid. Leaves are counted by (step, child, stride).
 
     Raises:
-        ValueError: steps that do not fit the grid, or two strides that would take the same way.
+        ValueError: steps that do not fit the grid, or two strides that would take the same steps.
     """
     steps = sorted(set(steps))
     if not steps or steps[0] < 0 or steps[-1] + merge > num_steps or min(children, merge, *strides) < 1:
@@ -168,8 +168,8 @@ def offshoots(
         )
     if num_steps - steps[-1] - merge < least_way(strides):
         raise ValueError(
-            f"behind step {steps[-1]} a child has {num_steps - steps[-1] - merge} steps to go, so some of the strides "
-            f"{list(strides)} would take the same way; leave the trunk earlier, or use fewer strides"
+            f"after step {steps[-1]} a child has {num_steps - steps[-1] - merge} steps to go, so some of the strides "
+            f"{list(strides)} would take the same steps; leave the trunk earlier, or use fewer strides"
         )
     size, count = children * len(strides), len(steps) * children * len(strides)
     node, ends = torch.full((num_steps + 1, count), -1), torch.full((num_steps, count), -1)
@@ -188,7 +188,7 @@ def offshoots(
 
 
 def least_way(strides: Sequence[int]) -> int:
-    """Steps that must be left so that strides differ: of those that reach the end at once, only one may be there.
+    """Steps that must be left so that strides differ: at most one of them may reach the end in one step.
 
     >>> least_way((1,)), least_way((1, 2, 3))
     (0, 3)
@@ -197,7 +197,7 @@ def least_way(strides: Sequence[int]) -> int:
 
 
 def completions(num_steps: int, steps: Sequence[int]) -> Branching:
-    """A trunk that is noisy at neighbouring `steps`, and behind t of them the deterministic way to the end: leaf t.
+    """A trunk that is noisy at neighbouring `steps`, and after t of them the deterministic path to the end: leaf t.
 
     Raises:
         ValueError: steps that are not neighbours of the grid.

@@ -31,7 +31,7 @@ Spacing = Literal["leading", "trailing", "linspace", "lcm"]
 
 
 def betas(kind: Betas, start: float, end: float, count: int = 1000) -> Tensor:
-    """Noise added at each training step, [N] float64; `start` and `end` are not asked for by squaredcos_cap_v2."""
+    """Noise added at each training step, [N] float64; squaredcos_cap_v2 takes no `start` and `end`."""
     if kind == "linear":
         return torch.linspace(start, end, count, dtype=torch.float64)
     if kind == "scaled_linear":
@@ -117,7 +117,7 @@ def last_end(table: Tensor, timesteps: Tensor, own: float | None) -> float:
 
 
 def vp_schedule(table: Tensor, timesteps: Tensor, end: float) -> Schedule:
-    """The grid of a VP model: timesteps [K] are whole numbers, falling; `end` is alphas_cumprod behind the last.
+    """The grid of a VP model: timesteps [K] are whole numbers, falling; `end` is alphas_cumprod after the last.
 
     Raises:
         ValueError: the last step would not move.

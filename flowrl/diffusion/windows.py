@@ -59,7 +59,7 @@ def subset(
 
 
 def step_subsets(ids: Sequence[SampleId], trained: Sequence[int], fraction: float, seed: int, iteration: int) -> Tensor:
-    """Which of K trained steps each of B samples keeps: bool [B, K], int(K * fraction) per sample (DanceGRPO).
+    """Steps that each of B samples keeps of K trained ones: bool [B, K], int(K * fraction) per sample (DanceGRPO).
 
     Keyed by identity, so a sample keeps the same steps whichever rank trains it. Flattened, the mask is in
     the order of a rollout's edges.
@@ -93,9 +93,9 @@ class MixWindow:
     interval: int = 25
     """Iterations at one place (tau)."""
     overlap: bool = True
-    """False moves it by `size`."""
+    """Move by `shift`; false moves by `size`, so windows do not overlap."""
     roll_back: bool = False
-    """Past the last trained step: back to the first, instead of staying there."""
+    """Return to the first step after the last trained one; false stays there."""
     longest: int = 10
     """`decay`: iterations at the noisiest place."""
     shortest: int = 1

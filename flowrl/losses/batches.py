@@ -1,4 +1,4 @@
-"""One training forward of each kind, and what a loss returns. Shapes in the letters of `flowrl.core.types`."""
+"""One training forward of each kind, and the output of a loss. Shapes in the letters of `flowrl.core.types`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class Microbatch:
     """One training forward: N latents, and the E edges that start from them."""
 
     latents: Tensor
-    """Where the edges start, each place once, [N, ...]."""
+    """Latents at which the edges start, each once, [N, ...]."""
     start: Step
-    """The step from each of them, [N]."""
+    """Step from each of the latents, [N]."""
     cond: Condition
-    """Of each of them, N rows."""
+    """Condition of each of the latents, N rows."""
     parent: Tensor
-    """Row of `latents` each edge starts from, [E] int64."""
+    """Row of `latents` at which each edge starts, [E] int64."""
     next_latents: Tensor
-    """Where each edge went, [E, ...]."""
+    """Latents at which each edge ends, [E, ...]."""
     step: Step
-    """Of each edge, [E]."""
+    """Step of each edge, [E]."""
     old_log_prob: Tensor
     """[E, *pos]."""
     advantage: Tensor
     """[E, R, *pos]; R = 1 unless an algorithm keeps rewards apart."""
     place: Tensor
-    """Where each edge stands in the order that was asked for, [E] int64, on the CPU."""
+    """Position of each edge in the requested order, [E] int64, on the CPU."""
     plan: StepPlan
-    """The rollout's, for losses that weigh its steps against each other."""
+    """The rollout's plan, for losses that weigh its steps against each other."""
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class NoisedBatch:
     sigma: Tensor
     """[M] float32."""
     timestep: Tensor
-    """What the network is fed there, [M] float32."""
+    """The network's input at sigma, [M] float32."""
     cond: Condition
     """M rows."""
     advantage: Tensor
@@ -71,9 +71,9 @@ class NoisedBatch:
     group: Tensor
     """Number of its prompt and time: terms that are compared with each other, [M] int64."""
     old: Tensor | None = None
-    """What the method kept of the behaviour policy, [M] float64."""
+    """Value under the behaviour policy that the loss compares with, [M] float64; None: the method keeps none."""
     centre: Tensor | None = None
-    """Means of what the method measures, over all terms of the update and all processes, [K] float64."""
+    """Means of the method's `measured`, over all terms of the update and all processes, [K] float64."""
 
     def __len__(self) -> int:
         return len(self.sigma)
@@ -81,19 +81,19 @@ class NoisedBatch:
 
 @dataclass(frozen=True, slots=True)
 class InitialBatch:
-    """Samples of a method on the initial noise: M of them, by what they started from."""
+    """One training forward of a method on the initial noise: M samples and the noise that they started from."""
 
     steps: ClassVar[None] = None
     """Its rows are of no step of the plan."""
 
     latents: Tensor
-    """Where each sample started, [M, ...] float32."""
+    """Initial latents of each sample, [M, ...] float32."""
     numbers: Tensor
-    """Number of the law that drew it, [M] int64."""
+    """Number of the noise distribution that drew them, [M] int64."""
     advantage: Tensor
     """[M]."""
     old_log_prob: Tensor
-    """Under the law as it was then, [M] float64."""
+    """Log-prob under that distribution as it was then, [M] float64."""
 
     def __len__(self) -> int:
         return len(self.advantage)

@@ -38,7 +38,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise_level <= 1:
-            raise ValueError(f"noise_level={self.noise_level} must lie in [0, 1]")
+            raise ValueError(f"noise_level={self.noise_level} must be in [0, 1]")
 
 
 def direction(step: Step) -> Tensor:

@@ -36,7 +36,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 <= self.eta <= 1:
-            raise ValueError(f"eta={self.eta} must lie in [0, 1]")
+            raise ValueError(f"eta={self.eta} must be in [0, 1]")
 
 
 def noise_ratio(step: Step) -> Tensor:
@@ -59,7 +59,7 @@ def any_path_std(step: Step) -> Tensor:
 
 
 def vp_std(step: Step) -> Tensor:
-    """The same on VP as published, where alpha^2 + sigma^2 = 1 removes one sigma from the root, [B]."""
+    """std on VP as published, where alpha^2 + sigma^2 = 1 removes one sigma from the root, [B]."""
     ratio = (1 - (step.alpha / step.alpha_next).square()).clamp(min=0).sqrt()
     return step.noise_level * step.sigma_next / step.sigma * ratio
 

@@ -12,7 +12,7 @@ than Flow-SDE's on coarse grids. A step that ends above about sigma_max has w <=
 sigma' = 0, w is positive and finite. Log-prob form: mean over dims.
 
 Source: arXiv 2603.21872; Tencent-Hunyuan/SAGE-GRPO:hyvideo/schedulers/scheduling_flow_match_discrete.py
-(there the eps_hat term is behind the flag `sde_solver`; without it the marginals are not kept).
+(there the eps_hat term is switched by the flag `sde_solver`; without it the marginals are not kept).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Config:
         if self.eta < 0:
             raise ValueError(f"eta={self.eta} must not be negative")
         if not 0 < self.sigma_max < 1:
-            raise ValueError(f"sigma_max={self.sigma_max} must lie between 0 and 1; the paper's is 0.997")
+            raise ValueError(f"sigma_max={self.sigma_max} must be between 0 and 1; the paper's is 0.997")
 
 
 def unit_variance(sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> Tensor:

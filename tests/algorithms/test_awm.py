@@ -1,4 +1,4 @@
-"""AWM: ratio, gradient, stabilisers (forward_process 1.2, 1.8), and what the rule of its advantages is."""
+"""AWM: ratio, gradient, stabilisers, and what the rule of its advantages is."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_without_advantage_and_pulls_there_is_no_gradient():
 
 
 def test_equal_advantages_at_the_reference_are_supervised_training_times_the_advantage():
-    """1.8.5: the pulls have no gradient where all networks agree."""
+    """The pulls have no gradient where all networks agree."""
     v = draw(3).requires_grad_(True)
     roles = dict.fromkeys(("reference", "anchor"), v.detach())
     scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": torch.full((M,), 0.7)}
@@ -85,7 +85,7 @@ def test_equal_advantages_at_the_reference_are_supervised_training_times_the_adv
 
 
 def test_the_pulls_are_added_with_their_coefficients_and_weights():
-    """1.2.7 and 1.2.8: the reference is 0.1 away, the average 0.2."""
+    """The reference is 0.1 away, the average 0.2."""
     base = found(plain())[0]
     both = found(awm.Config(kl=AnchorConfig(coef=2.0), ema_kl=AnchorConfig(coef=3.0)))[0]
     assert both - base == pytest.approx(M * (2 * 0.01 + 3 * 0.04), rel=1e-6)
@@ -94,7 +94,7 @@ def test_the_pulls_are_added_with_their_coefficients_and_weights():
 
 
 def test_advantages_are_rescaled_to_their_bound_not_clipped_at_it():
-    """1.2.2: clip to 5, over 5, times advantage_max."""
+    """Clip to 5, over 5, times advantage_max."""
     rewards = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))
     own = awm.build(awm.Config(advantage_max=2.0)).advantages(rewards, torch.ones(1))
     plain_rule = advantages(rewards, torch.ones(1), AdvantageConfig())
@@ -114,7 +114,7 @@ def test_awm_with_advantages_that_are_not_negative_is_weighted_imitation():
 
 
 def test_the_average_follows_as_published():
-    """1.2.10: min(0.3, 0.001 steps)."""
+    """min(0.3, 0.001 steps)."""
     lag = awm.Config().ema
     assert [lag.decay(step) for step in (0, 100, 300, 5000)] == pytest.approx([0.0, 0.1, 0.3, 0.3])
 
@@ -130,7 +130,7 @@ def test_roles_are_those_that_are_used():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"power": 0.0}, "power=0.0 must lie in"),
+        ({"power": 0.0}, "power=0.0 must be in"),
         ({"clip_range": 0.0}, "must be positive"),
         ({"advantages": AdvantageConfig(clip=None)}, "advantages.clip=null"),
         ({"passes": 0}, "passes=0"),
@@ -146,7 +146,7 @@ def test_options_without_a_meaning_are_refused(options, words):
     ("options", "words"),
     [
         ({"start": 0.6}, "start=0.6 is above limit=0.5"),
-        ({"limit": 1.5}, "limit=1.5 must lie in"),
+        ({"limit": 1.5}, "limit=1.5 must be in"),
         ({"slope": -1.0}, "must not be negative"),
     ],
 )

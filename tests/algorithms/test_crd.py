@@ -1,4 +1,4 @@
-"""CRD: centring within a prompt, pools, the pull by reward (forward_process 6.2)."""
+"""CRD: centring within a prompt, pools, the pull by reward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def found(config: Config, v: Tensor = V, old: Tensor = OLD, rows: slice = slice(
 
 @pytest.mark.parametrize("options", [{}, {"pools": 0.0}, {"pools": 0.3}, {"fit": "bce"}, {"adaptive": False}])
 def test_prompts_are_never_mixed(options):
-    """The deviation that the sheet warns of: two prompts together are the two alone."""
+    """Two prompts together are the two alone."""
     config = Config(kl=OFF, **options)
     whole, gradient = found(config)
     parts = [found(config, rows=rows) for rows in (slice(0, 3), slice(3, 6))]
@@ -77,7 +77,7 @@ def test_cross_entropy_is_least_where_both_rewards_agree():
 
 
 def test_two_pools_are_the_good_and_the_bad_by_their_advantage():
-    """The sheet's second defect: A, not r, decides; an empty pool is the whole group."""
+    """A, not r, decides; an empty pool is the whole group."""
     given = optimality(ADVANTAGE, 5.0).double()
     good, bad = pool_weights(given, ADVANTAGE, GROUP, 0.0)
     assert good.tolist() == [1.0, 0.0, 0.0, 0.5, 0.5, 0.0]
@@ -97,7 +97,7 @@ def test_softmax_pools_lean_to_the_best_and_to_the_worst():
 
 
 def test_the_pull_is_kappa_times_m_without_reward_and_kappa_with_all_of_it():
-    """6.2.5: 1e-4 at r = 0, 0.1 at r = 1; rows 3 (A = 5) and 5 (A = -5)."""
+    """1e-4 at r = 0, 0.1 at r = 1; rows 3 (A = 5) and 5 (A = -5)."""
     config = Config()
     share = config.kl.coef * (config.least_pull + (1 - config.least_pull) * optimality(ADVANTAGE, 5.0).double())
     assert float(share[5]) == pytest.approx(1e-4)

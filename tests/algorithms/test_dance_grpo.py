@@ -22,13 +22,13 @@ DANCE = dance_sde.build(dance_sde.Config())
 
 
 def test_one_reward_and_all_steps_are_flow_grpo_on_the_same_law_bitwise():
-    """grpo_family 4.5.2: the same code path."""
+    """The same code path."""
     expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=0.02)), DANCE)
     assert bitwise(off_policy(build(Config(clip_range=0.02, timestep_fraction=1.0)), DANCE), expected)
 
 
 def test_its_kernel_is_the_flow_sde_kernel_with_eta_for_g():
-    """grpo_family 4.5.2: at every noise level at which the Flow-SDE's g is eta."""
+    """At every noise level at which the Flow-SDE's g is eta."""
     session = roll_out(ToyAdapter(), algorithm=build(Config()), sampler=DANCE)
     x, cond = session.edges.nodes[session.edges.parent], session.cond.index(session.rows[session.edges.sample])
     step = session.plan.steps(session.edges.step, session.adapter.process)
@@ -44,13 +44,11 @@ def test_its_kernel_is_the_flow_sde_kernel_with_eta_for_g():
 
 
 def test_the_image_is_the_x0_hat_of_the_last_step_so_no_noise_reaches_it():
-    """grpo_family 4.5.3."""
     plan = build(Config()).plan(flow_schedule(6), DANCE, 1, 0)
     assert plan.stochastic == (True,) * 5 + (False,)
 
 
 def test_members_of_a_group_start_from_one_noise_and_groups_do_not():
-    """grpo_family 4.5.4."""
     session = roll_out(ToyAdapter(), algorithm=build(Config()), sampler=DANCE, shared_start=True, batch_size=6)
     first = session.edges.nodes[session.edges.parent[session.edges.step == 0]].reshape(2, 3, -1)
     assert torch.equal(first, first[:, :1].expand_as(first))
@@ -58,7 +56,6 @@ def test_members_of_a_group_start_from_one_noise_and_groups_do_not():
 
 
 def test_best_of_n_keeps_the_best_and_the_worst_with_their_advantages():
-    """grpo_family 4.5.5."""
     rewards = torch.tensor([[[0.1, 0.9, 0.4, 0.7, 0.2, 0.5]]])
     rule = AdvantageConfig(name="separate", std="group", eps=1e-8, ddof=1)
     selected = dataclasses.replace(rule, select=SelectConfig(name="best_worst", keep=4))
@@ -68,7 +65,6 @@ def test_best_of_n_keeps_the_best_and_the_worst_with_their_advantages():
 
 
 def test_two_rewards_with_weights_one_and_zero_are_the_loss_of_one():
-    """grpo_family 4.5.6."""
     rewards = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0))
     algorithm = build(Config())
     one = algorithm.advantages(rewards[:1], torch.ones(1))
@@ -77,7 +73,7 @@ def test_two_rewards_with_weights_one_and_zero_are_the_loss_of_one():
 
 
 def test_two_rewards_with_weights_one_and_zero_train_the_weights_of_one_bitwise():
-    """grpo_family 4.5.6, through two optimizer steps; a second weight that counts does not."""
+    """Through two optimizer steps; a second weight that counts does not."""
     rewards, trained = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0)), []
     for part, weights in ((rewards[:1], [1.0]), (rewards, [1.0, 0.0]), (rewards, [1.0, 0.5])):
         session = roll_out(ToyAdapter(), algorithm=build(Config(clip_range=0.02)), sampler=DANCE)
@@ -89,7 +85,7 @@ def test_two_rewards_with_weights_one_and_zero_train_the_weights_of_one_bitwise(
 
 
 def test_the_loss_is_the_sum_of_one_clipped_loss_per_reward():
-    """grpo_family 0.5: where a clip is active it is not the loss of the summed advantages."""
+    """Where a clip is active it is not the loss of the summed advantages."""
     session = roll_out(ToyAdapter(), algorithm=build(Config(clip_range=0.02)), sampler=DANCE)
     nudge(session.adapter.network, 0.1)
     first, second = draw_advantages(len(session.edges)), draw_advantages(len(session.edges)).flip(0)
@@ -106,7 +102,7 @@ def test_the_loss_is_the_sum_of_one_clipped_loss_per_reward():
 
 
 def test_an_update_trains_its_share_of_every_samples_steps():
-    """grpo_family 4.1.5: int(K * fraction) steps per sample, drawn per sample and iteration."""
+    """int(K * fraction) steps per sample, drawn per sample and iteration."""
     session = roll_out(ToyAdapter(), algorithm=build(Config()), sampler=DANCE)
     rewards, sums = torch.arange(6.0).reshape(1, 2, 3), Sums()
     credit = session.algorithm.advantages(rewards, torch.ones(1))

@@ -44,7 +44,7 @@ def session(config: Config | None = None, *, vp: bool = True, guidance_scale: fl
 
 
 def log_prob(run: Session, network: torch.nn.Module, form: str = "mean") -> Tensor:
-    """Of every edge of a VP rollout, with grad: the published step and a plain CFG, written by hand (sheet 1.2)."""
+    """Of every edge of a VP rollout, with grad: the published step and a plain CFG, written by hand."""
     edges, sigmas = run.edges, run.plan.schedule.sigmas.double()
     s, s2 = (sigmas[k][:, None, None, None] for k in (edges.step, edges.step + 1))
     a, a2 = (1 - s**2).sqrt(), (1 - s2**2).sqrt()
@@ -62,7 +62,7 @@ def log_prob(run: Session, network: torch.nn.Module, form: str = "mean") -> Tens
 
 
 def test_every_step_of_a_noise_prediction_model_is_trained_the_last_too():
-    """ddpo sheet 1.2: the last step ends at the first training step's noise, std 0.0206 with 50 steps."""
+    """The last step ends at the first training step's noise, std 0.0206 with 50 steps."""
     plan = build(Config()).plan(vp_schedule(50), DDIM, 1, 0)
     assert plan.train == tuple(range(50))
     assert plan.stochastic == (True,) * 50
@@ -109,7 +109,7 @@ def test_a_sample_keeps_its_share_of_the_steps_whoever_trains_it():
 
 @pytest.mark.parametrize("vp", [True, False], ids=["vp", "flow"])
 def test_the_ratio_is_bitwise_one_before_the_first_update_at_every_step(vp):
-    """ddpo sheet 1.8.2 and 6.4.1: at the rollout's batches, under guidance."""
+    """At the rollout's batches, under guidance."""
     run = session(vp=vp, key_per_step=True)
     seen = set()
     for batch in run.batches(draw_advantages(len(run.edges))):
@@ -120,7 +120,7 @@ def test_the_ratio_is_bitwise_one_before_the_first_update_at_every_step(vp):
 
 
 def test_recomputed_by_hand_the_first_log_ratio_is_within_float32():
-    """ddpo sheet 1.8.2, in float64 behind the network. An untrained network under CFG 5 takes the latents to 10, where
+    """In float64 behind the network. An untrained network under CFG 5 takes the latents to 10, where
     float32 is spaced by 1e-6; over a last std of 0.02 and 32 values that is 1e-5 in the mean."""
     run = session()
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_recomputed_by_hand_the_first_log_ratio_is_within_float32():
 @pytest.mark.parametrize("estimator", ["importance", "score"])
 @pytest.mark.parametrize("batch_size", [1, 7, 36])
 def test_the_first_gradient_is_reinforce_averaged_over_samples_and_steps(estimator, batch_size):
-    """ddpo sheet 1.1 and 1.8.5: both forms, in any microbatches, against one backward pass written by hand."""
+    """Both forms, in any microbatches, against one backward pass written by hand."""
     run = session(Config(estimator=estimator))
     advantage, network = draw_advantages(len(run.edges)), run.adapter.network
     assert len(run.edges) == 6 * 6
@@ -142,7 +142,7 @@ def test_the_first_gradient_is_reinforce_averaged_over_samples_and_steps(estimat
 
 
 def test_off_policy_the_gradient_is_that_of_the_clipped_ratio():
-    """ddpo sheet 1.3.4, after an update."""
+    """After an update."""
     run = session(Config(clip_range=0.02))
     advantage, network = draw_advantages(len(run.edges)), run.adapter.network
     nudge(network, 2e-3)
@@ -205,7 +205,7 @@ def test_left_out_the_divisor_is_the_gaussian_kls_on_vp_and_flow_grpos_on_a_flow
 
 
 def test_the_density_ratio_has_mean_one_and_the_mean_log_ratio_drifts_below_zero():
-    """ddpo sheet 6.4.2: E[rho] = 1; E[log rho / D] = -m / (2 D), std sqrt(m) / D, with m = |delta|^2."""
+    """E[rho] = 1; E[log rho / D] = -m / (2 D), std sqrt(m) / D, with m = |delta|^2."""
     dims, count, shift = 64, 40_000, 0.05
     old = StepDistribution(torch.zeros(count, dims), torch.full((count,), 0.3))
     new = StepDistribution(torch.full((count, dims), shift * 0.3), old.std)
@@ -244,7 +244,6 @@ def test_the_score_form_takes_one_update_per_rollout_and_refuses_else():
 
 
 def test_defaults_are_those_of_the_official_code():
-    """ddpo sheet 1.4."""
     config = Config()
     assert config.clip(DDIM) == 1e-4
     rule = config.advantages

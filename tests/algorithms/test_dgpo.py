@@ -1,4 +1,4 @@
-"""DGPO: the group's weight, the mask, its networks (forward_process 6.1)."""
+"""DGPO: the group's weight, the mask, its networks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_at_the_reference_every_group_weighs_one_half():
 
 
 def test_the_mask_holds_what_has_left_the_range_to_the_side_it_wants():
-    """6.1.6: A = 0 falls into the second branch."""
+    """A = 0 falls into the second branch."""
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
     log_ratio = torch.tensor([0.02, -0.02, 0.02, -0.02, -0.02])
     held = overshot(torch.zeros(5), log_ratio, advantage, 0.01)

@@ -138,7 +138,7 @@ def test_moments_are_of_the_weighted_rewards_of_scored_samples():
 
 
 def test_two_steps_of_its_solver_are_ddim_twice():
-    """2.7.5: the first and the last step are of order 1."""
+    """The first and the last step are of order 1."""
     found = [
         roll_out(ToyAdapter(), algorithm=build(Config(solver=solver)), num_steps=2).samples.x0
         for solver in ("dpm2_midpoint", "dpm1", "ode")

@@ -202,7 +202,7 @@ def hand(ratio: Tensor, advantage: Tensor, surrogate: str) -> Tensor:
 @pytest.mark.parametrize("advantage", [-2.0, 2.0])
 @pytest.mark.parametrize("log_ratio", [-0.5, 0.5])
 def test_outside_the_band_the_clamped_ratio_has_no_gradient_whatever_the_sign(advantage, log_ratio):
-    """ddpo sheet 2: PPO's own form keeps it where the ratio went against the advantage."""
+    """PPO's own form keeps it where the ratio went against the advantage."""
     value = torch.tensor([log_ratio], requires_grad=True)
     loss, clipped = clamped_ratio_loss(value, torch.tensor([advantage]), (0.1, 0.1))
     (gradient,) = torch.autograd.grad(loss.sum(), value)
@@ -239,7 +239,7 @@ def test_the_loss_of_a_batch_is_the_one_written_by_hand(surrogate):
 @pytest.mark.parametrize("form", ["gaussian", "eps_mse"])
 @pytest.mark.parametrize("vp", [True, False], ids=["vp", "flow"])
 def test_the_kl_is_the_step_gaussians_or_the_plain_square_of_the_noise(form, vp):
-    """ddpo sheet 2: they differ by (d mean / d eps)^2 / (2 std^2), step by step."""
+    """They differ by (d mean / d eps)^2 / (2 std^2), step by step."""
     run = session(vp, kl=AnchorKL(coef=1.0, form=form))
     reference = copy.deepcopy(run.adapter.network)
     nudge(run.adapter.network)
@@ -363,7 +363,7 @@ def test_its_buffer_is_counted_again_once_the_last_step_is_known_to_be_trained()
 
 
 def test_defaults_are_those_of_the_released_code():
-    """ddpo sheet 2; the KL's form is the paper's."""
+    """The KL's form is the paper's."""
     config = Config()
     assert (config.buffer, config.batch, config.policy_steps, config.reward_weight) == (1000, 24, 5, 100.0)
     assert (config.value.learning_rate, config.value.steps, config.value.batch_size) == (1e-4, 5, 256)

@@ -96,7 +96,7 @@ def test_the_rollouts_noise_is_that_of_its_plan():
 
 
 def test_one_layer_with_all_children_is_g2rpo_with_one_stride():
-    """Sheet 2: growth 0 and depth 1; the same picture, the same edges, the same gradient."""
+    """Growth 0 and depth 1; the same picture, the same edges, the same gradient."""
     tree = session_of(children=4, window=window(1), growth=0.0)
     flat = g2rpo(G2rpoConfig(children=4, strides=[1], steps=[0], clip_range=1e-3))
     other = roll_out(ToyAdapter(), algorithm=flat, sampler=LAW, prompts=2, group=4)

@@ -132,7 +132,6 @@ def test_the_log_density_is_the_gaussians_but_for_its_constant_and_divisor(form)
 
 
 def test_the_gradient_by_the_mean_is_z_less_mean_over_the_variance_and_the_dims():
-    """Sheet 7, test 3."""
     torch.manual_seed(0)
     z, std = torch.randn(2, *SHAPE, dtype=torch.float64), torch.rand(2, *SHAPE, dtype=torch.float64) + 0.2
     mean = torch.randn(2, *SHAPE, dtype=torch.float64, requires_grad=True)
@@ -149,7 +148,6 @@ def test_under_the_root_form_the_spread_of_the_log_ratio_is_the_move_in_stds_wha
 
 
 def test_the_prior_is_zero_with_zero_gradient_at_the_start_and_the_mean_square_behind_it():
-    """Sheet 7, test 4."""
     mean, std = torch.zeros(1, *SHAPE, requires_grad=True), torch.ones(1, *SHAPE, requires_grad=True)
     prior = noise_prior(mean, std)
     assert prior.tolist() == [0.0]
@@ -158,7 +156,6 @@ def test_the_prior_is_zero_with_zero_gradient_at_the_start_and_the_mean_square_b
 
 
 def test_at_the_start_a_rollout_has_bitwise_the_noise_of_the_base():
-    """Sheet 7, test 1."""
     ids = [SampleId(slot, k) for slot in range(3) for k in range(2)]
     plain = Noise(3, "rollout", 5, SHAPE)
     laws = weights_of().network.drawn_from(torch.tensor([2, 0, 2]))
@@ -184,7 +181,6 @@ def test_a_learned_noise_is_mean_plus_std_times_the_keyed_one_whatever_the_batch
 
 
 def test_the_ratio_is_one_at_the_start_for_laws_that_have_moved():
-    """Sheet 7, test 2."""
     run = Run(group(), weights_of(), optim())
     for parameter in run.weights.parameters.values():
         parameter.data += 0.1 * torch.rand(SHAPE)
@@ -228,7 +224,6 @@ def test_the_clip_ends_a_gain_and_not_the_correction_of_a_loss():
 
 @pytest.mark.parametrize("config", [group(), Config()], ids=["group", "value"])
 def test_on_a_quadratic_reward_every_mean_goes_to_its_own_target(config):
-    """Sheet 7, test 5."""
     torch.manual_seed(0)
     targets = torch.randn(2, DIMS)
 

@@ -12,7 +12,7 @@ from tests.toys import ToyAdapter, bitwise, draw_advantages, nudge, off_policy, 
 
 
 def test_on_policy_its_gradient_is_flow_grpos_and_nothing_is_dropped():
-    """grpo_family 7.7, even at threshold 0."""
+    """Even at threshold 0."""
     found, expected = (
         off_policy(algorithm, size=0.0)
         for algorithm in (build(Config(threshold=0.0)), flow_grpo.build(flow_grpo.Config()))
@@ -21,7 +21,7 @@ def test_on_policy_its_gradient_is_flow_grpos_and_nothing_is_dropped():
 
 
 def test_at_threshold_zero_exactly_the_aligned_terms_are_dropped():
-    """grpo_family 7.7: r > 1 and A > 0, or r < 1 and A < 0."""
+    """r > 1 and A > 0, or r < 1 and A < 0."""
     session = roll_out(ToyAdapter(), algorithm=build(Config(threshold=0.0)))
     nudge(session.adapter.network)
     advantage = draw_advantages(len(session.edges))
@@ -38,7 +38,7 @@ def test_at_threshold_zero_exactly_the_aligned_terms_are_dropped():
 
 @pytest.mark.parametrize("divisor", ["variance", "none"])
 def test_between_the_extremes_the_far_and_aligned_terms_are_dropped(divisor):
-    """grpo_family 7.7: KL = mean((mean - mean_old)^2 / (2 w)) per edge, or the plain square, against the threshold."""
+    """KL = mean((mean - mean_old)^2 / (2 w)) per edge, or the plain square, against the threshold."""
     session = roll_out(ToyAdapter(), algorithm=build(Config(divisor=divisor)))
     nudge(session.adapter.network)
     (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
@@ -60,7 +60,7 @@ def test_between_the_extremes_the_far_and_aligned_terms_are_dropped(divisor):
 
 
 def test_at_an_infinite_threshold_it_is_the_unclipped_surrogate():
-    """grpo_family 7.7: that of a clip range so wide that it never acts."""
+    """That of a clip range so wide that it never acts."""
     found = off_policy(build(Config(threshold=float("inf"))))
     expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=100.0)))
     for a, b in zip(found, expected, strict=True):
@@ -68,7 +68,7 @@ def test_at_an_infinite_threshold_it_is_the_unclipped_surrogate():
 
 
 def test_an_infinite_ratio_behind_the_mask_leaves_no_nan():
-    """grpo_family 7.7: no inf * 0."""
+    """No inf * 0."""
     log_ratio = torch.tensor([200.0, 0.1], requires_grad=True)
     loss, dropped = masked_ratio_loss(log_ratio, torch.ones(2), torch.tensor([True, False]))
     loss.sum().backward()

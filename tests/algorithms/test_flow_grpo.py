@@ -61,7 +61,7 @@ def assert_gradients_close(found: dict[str, Tensor], expected: dict[str, Tensor]
 
 
 def test_edges_that_share_a_start_have_the_gradient_of_edges_forwarded_one_by_one():
-    """One forward per place, log-probs per edge: trees sheet section 0."""
+    """One forward per place, log-probs per edge."""
     session = roll_out(ToyAdapter(), Config(sde_steps=[0]), batch_size=6, shared_start=True)
     nudge(session.adapter.network)
     advantage, network = draw_advantages(len(session.edges)), session.adapter.network
@@ -78,7 +78,7 @@ def test_edges_that_share_a_start_have_the_gradient_of_edges_forwarded_one_by_on
 @pytest.mark.parametrize("guidance_scale", GUIDANCE)
 @pytest.mark.parametrize("batch_size", [1, 3, 6])
 def test_the_ratio_is_bitwise_one_before_the_first_update_at_every_trained_step(batch_size, guidance_scale):
-    """grpo_family 1.5.2: at the rollout's batch composition, through the real microbatches and loss."""
+    """At the rollout's batch composition, through the real microbatches and loss."""
     session = roll_out(ToyAdapter(key_per_step=True), batch_size=batch_size, guidance_scale=guidance_scale)
     seen = []
     for batch in session.batches(draw_advantages(len(session.edges))):
@@ -92,7 +92,7 @@ def test_the_ratio_is_bitwise_one_before_the_first_update_at_every_trained_step(
 
 
 def test_in_another_batch_composition_the_ratio_is_one_within_the_gate():
-    """DESIGN section 7: a tenth of the clip range, at most 1e-5 in float32."""
+    """a tenth of the clip range, at most 1e-5 in float32."""
     session = roll_out(ToyAdapter(), batch_size=6)
     tolerance = session.algorithm.parity_tolerance(session.policy.sampler, torch.float32)
     for batch in session.batches(draw_advantages(len(session.edges)), batch_size=7):
@@ -109,7 +109,6 @@ def test_after_an_update_the_ratio_moves_away_from_one():
 
 @pytest.mark.parametrize(("clip", "single", "half"), [(1e-4, 1e-5, 1e-5), (1e-2, 1e-5, 1e-3), (0.5, 1e-5, 2e-3)])
 def test_the_parity_tolerance_is_a_tenth_of_the_clip_range_and_capped(clip, single, half):
-    """DESIGN section 7."""
     algorithm, sampler = build(Config(clip_range=clip)), flow_sde.build(flow_sde.Config())
     assert algorithm.parity_tolerance(sampler, torch.float32) == pytest.approx(single)
     assert algorithm.parity_tolerance(sampler, torch.bfloat16) == pytest.approx(half)
@@ -121,7 +120,7 @@ def test_the_parity_tolerance_is_a_tenth_of_the_clip_range_and_capped(clip, sing
 @pytest.mark.parametrize("batch_size", [1, 7, 30])
 @pytest.mark.parametrize("guidance_scale", GUIDANCE)
 def test_the_first_gradient_is_minus_the_mean_of_advantage_times_grad_log_prob(guidance_scale, batch_size):
-    """grpo_family 1.5.2, against the log-prob written by hand; both CFG branches carry gradient."""
+    """Against the log-prob written by hand; both CFG branches carry gradient."""
     session = roll_out(ToyAdapter(), guidance_scale=guidance_scale)
     advantage, network = draw_advantages(len(session.edges)), session.adapter.network
     found = session.gradient(advantage, batch_size=batch_size)
@@ -132,7 +131,7 @@ def test_the_first_gradient_is_minus_the_mean_of_advantage_times_grad_log_prob(g
 @pytest.mark.parametrize("key_per_step", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_the_gradient_of_an_update_does_not_depend_on_the_batch_split(batch_size, key_per_step):
-    """DESIGN section 4: to rtol 1e-5, here after an update, where ratios differ from 1."""
+    """To rtol 1e-5, here after an update, where ratios differ from 1."""
     found = []
     for size, apart in ((30, False), (batch_size, key_per_step)):
         session = roll_out(ToyAdapter(key_per_step=apart), Config(clip_range=0.5, kl=KLConfig(coef=0.1)))
@@ -142,7 +141,7 @@ def test_the_gradient_of_an_update_does_not_depend_on_the_batch_split(batch_size
 
 
 def test_off_policy_the_gradient_is_that_of_the_clipped_ratio_written_by_hand():
-    """grpo_family 0.2: per sample max(-A r, -A clamp(r, 1 - c, 1 + c))."""
+    """Per sample max(-A r, -A clamp(r, 1 - c, 1 + c))."""
     session = roll_out(ToyAdapter(), Config(clip_range=0.02))
     advantage, network = draw_advantages(len(session.edges)), session.adapter.network
     nudge(network, 0.05)
@@ -201,7 +200,7 @@ def test_at_the_reference_the_kl_and_its_gradient_are_zero(divisor):
 
 @pytest.mark.parametrize("divisor", ["flow_grpo", "variance", "none"])
 def test_the_kl_gradient_is_that_of_the_squared_mean_difference(divisor):
-    """grpo_family 1.1.6; the reference is the network as it was, without gradient."""
+    """The reference is the network as it was, without gradient."""
     session = roll_out(ToyAdapter(), Config(kl=KLConfig(coef=0.5, divisor=divisor)))
     network, reference = session.adapter.network, copy.deepcopy(session.adapter.network)
     nudge(network)
@@ -215,7 +214,7 @@ def test_the_kl_gradient_is_that_of_the_squared_mean_difference(divisor):
 
 
 def test_the_official_kl_is_the_gaussian_one_times_the_step_length():
-    """grpo_family 1.1.6: it lacks the factor 1 / |dt|."""
+    """It lacks the factor 1 / |dt|."""
     values = {}
     for divisor in ("flow_grpo", "variance"):
         session = roll_out(ToyAdapter(key_per_step=True), Config(kl=KLConfig(coef=1.0, divisor=divisor)), batch_size=6)
@@ -272,7 +271,7 @@ OTHER_METHODS = {
 
 @pytest.mark.parametrize("name", OTHER_METHODS)
 def test_what_the_reductions_compare_tells_every_switch_from_flow_grpo(name):
-    """grpo_family 2.4.1, 5.6.1, 6.6.5, 7.7 and trees 3.2, 3.3: their bitwise comparison is not empty."""
+    """Their bitwise comparison is not empty."""
     config = OTHER_METHODS[name]
     module = importlib.import_module(type(config).__module__)
     assert not bitwise(off_policy(module.build(config)), off_policy(build(Config(clip_range=0.02))))
@@ -282,7 +281,7 @@ def test_what_the_reductions_compare_tells_every_switch_from_flow_grpo(name):
 
 
 def test_the_plan_trains_all_steps_but_the_last_at_the_samplers_level():
-    """grpo_family 1.1.5: T_train = int(T * 0.99)."""
+    """T_train = int(T * 0.99)."""
     plan = build(Config()).plan(flow_schedule(10), flow_sde.build(flow_sde.Config(noise_level=0.9)), 1, 0)
     assert plan.train == tuple(range(9))
     assert plan.noise_level == (0.9,) * 9 + (0.0,)
@@ -306,7 +305,7 @@ def test_a_grid_of_one_step_gives_no_plan():
 
 
 def test_rewards_are_merged_raw_and_then_normalised():
-    """grpo_family 0.5: weighted sum of raw rewards, one group normalisation with the configured rule."""
+    """Weighted sum of raw rewards, one group normalisation with the configured rule."""
     rewards = torch.tensor([[[0.0, 1.0], [0.0, 3.0]], [[0.0, 10.0], [0.0, 0.0]]])
     algorithm = build(Config(advantages=AdvantageConfig(std="none", clip=2.0)))
     found = algorithm.advantages(rewards, torch.tensor([1.0, 0.1]))

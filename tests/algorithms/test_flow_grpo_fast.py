@@ -34,19 +34,16 @@ def windows(config: Config, count: int, seed: int = 0, steps: int = 10) -> list[
 
 
 def test_a_window_of_size_zero_is_flow_grpo_bitwise():
-    """grpo_family 2.4.1."""
     expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=0.02)))
     assert bitwise(off_policy(build(Config(window_size=0, clip_range=0.02))), expected)
 
 
 def test_a_full_window_is_flow_grpo_bitwise():
-    """grpo_family 2.4.1."""
     expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=0.02)))
     assert bitwise(off_policy(build(Config(window_size=5, high=5, clip_range=0.02))), expected)
 
 
 def test_the_latents_at_the_window_are_an_ode_run_from_the_same_noise():
-    """grpo_family 2.4.2."""
     session = roll_out(ToyAdapter(), algorithm=build(Config(window_size=2, low=2, high=4)))
     assert session.plan.train == (2, 3)
     x, cond = session.noise.initial(session.ids), session.cond.index(session.rows)
@@ -59,7 +56,7 @@ def test_the_latents_at_the_window_are_an_ode_run_from_the_same_noise():
 
 
 def test_the_start_is_uniform_and_differs_between_iterations_and_seeds():
-    """grpo_family 2.4.3: hi - lo - w + 1 = 4 places; 2000 draws, 5 standard deviations are 97."""
+    """hi - lo - w + 1 = 4 places; 2000 draws, 5 standard deviations are 97."""
     found = windows(Config(window_size=2, high=5), 2000)
     counts = Counter(window[0] for window in found)
     assert sorted(counts) == [0, 1, 2, 3]
@@ -69,7 +66,6 @@ def test_the_start_is_uniform_and_differs_between_iterations_and_seeds():
 
 
 def test_members_of_a_bundle_with_one_start_are_bitwise_equal_at_the_window():
-    """grpo_family 2.4.4."""
     session = roll_out(
         ToyAdapter(), algorithm=build(Config(window_size=2, low=2, high=4)), shared_start=True, batch_size=6
     )
@@ -78,7 +74,6 @@ def test_members_of_a_bundle_with_one_start_are_bitwise_equal_at_the_window():
 
 
 def test_an_update_costs_as_many_forwards_as_the_window_has_steps():
-    """grpo_family 2.4.5."""
     adapter = ToyAdapter()
     counter = Evaluations(adapter.network)
     session = roll_out(adapter, algorithm=build(Config(window_size=2)))
@@ -99,7 +94,6 @@ def test_by_default_the_window_lies_in_the_noisier_half():
     [(SDE, 1e-4, 1e-5), (CPS, 1e-5, 1e-5), (wan_sde.build(wan_sde.Config()), 1e-3, 1e-5)],
 )
 def test_the_default_clip_range_is_the_published_one_of_law_form_and_ratio(sampler, plain, fast):
-    """grpo_family 8.1."""
     assert flow_grpo.Config().clip(sampler) == plain
     assert Config().clip(sampler) == fast
 
@@ -127,7 +121,7 @@ def test_a_sampler_by_path_is_named_by_its_file(tmp_path):
 
 
 def test_with_cps_the_stored_log_probs_and_the_ratio_are_unscaled():
-    """grpo_family 3: log p = -mean (x' - mean)^2, in rollout and loss alike."""
+    """Log p = -mean (x' - mean)^2, in rollout and loss alike."""
     session = roll_out(ToyAdapter(key_per_step=True), algorithm=build(Config()), sampler=CPS)
     for batch in session.batches(draw_advantages(len(session.edges))):
         mean = session.networks.transition(batch).mean
@@ -138,7 +132,7 @@ def test_with_cps_the_stored_log_probs_and_the_ratio_are_unscaled():
 
 
 def test_with_cps_the_gradient_is_that_of_the_unscaled_log_prob():
-    """grpo_family 3, property 4, through the loss."""
+    """Through the loss."""
     session = roll_out(ToyAdapter(), algorithm=build(Config()), sampler=CPS)
     advantage = draw_advantages(len(session.edges))
     found = session.gradient(advantage)
@@ -168,7 +162,7 @@ def test_options_out_of_range_are_refused(options, message):
 
 
 def test_a_window_that_could_hold_the_last_step_is_refused_before_a_model_is_loaded():
-    """grpo_family 2.1: hi = T trains the sharp last step."""
+    """hi = T trains the sharp last step."""
     with pytest.raises(ValueError, match="last of 10 steps"):
         Config(high=10).check(SDE, 10)
 

@@ -1,4 +1,4 @@
-"""FPO: ratios of stored pairs (forward_process 3)."""
+"""FPO: ratios of stored pairs."""
 
 from __future__ import annotations
 

@@ -28,13 +28,12 @@ def steps(sampler, num_steps: int = 8):
 
 
 def test_with_both_switches_off_it_is_flow_grpo_bitwise():
-    """grpo_family 6.6.5."""
     expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=0.02)))
     assert bitwise(off_policy(build(Config(clip_range=0.02, ratio_norm=False, reweight="none"))), expected)
 
 
 def test_the_normalised_log_ratio_is_the_plain_one_freed_of_bias_and_scale():
-    """grpo_family 6.6.1: s (l + mean(dmu^2) / (2 s^2)) = mean(z dmu), to 1e-6 in float64."""
+    """s (l + mean(dmu^2) / (2 s^2)) = mean(z dmu), to 1e-6 in float64."""
     draw = torch.Generator().manual_seed(0)
     old, change, z = torch.randn(3, 5, 64, generator=draw, dtype=torch.float64).unbind(0)
     std = torch.linspace(0.1, 0.9, 5, dtype=torch.float64)
@@ -48,7 +47,7 @@ def test_the_normalised_log_ratio_is_the_plain_one_freed_of_bias_and_scale():
 
 
 def test_over_the_noise_its_mean_is_zero_and_its_variance_free_of_the_step():
-    """grpo_family 6.6.3: variance mean(dmu^2) / D at any std; 20000 draws."""
+    """Variance mean(dmu^2) / D at any std; 20000 draws."""
     draw = torch.Generator().manual_seed(1)
     change, dims = 0.05 * torch.randn(16, generator=draw), 16
     for std in (0.05, 0.5):
@@ -82,7 +81,7 @@ def velocity_gradients(sampler, form: str, *, normalised: bool = True) -> torch.
     ("sampler", "form", "scale"), [(SDE, "exact", 1.0), (DANCE, "exact", 1.0), (SDE, "flow_grpo", 1 + 0.7**2 / 2)]
 )
 def test_on_policy_the_gradient_by_the_velocity_has_one_norm_at_all_steps(sampler, form, scale):
-    """grpo_family 6.6.4, by autograd through the kernel, the ratio and the clipped loss: |z| / D, times beta."""
+    """By autograd through the kernel, the ratio and the clipped loss: |z| / D, times beta."""
     *found, expected = velocity_gradients(sampler, form)
     # z is recovered from x' - mean.
     assert_close(torch.stack(found), (scale * expected).expand(6), rtol=1e-4, atol=0)
@@ -90,7 +89,7 @@ def test_on_policy_the_gradient_by_the_velocity_has_one_norm_at_all_steps(sample
 
 @pytest.mark.parametrize("sampler", [SDE, DANCE])
 def test_without_the_weights_the_norms_are_far_apart(sampler):
-    """grpo_family 6.1: baseline beta h z / s, RatioNorm alone beta h z; 6.6.4 is not true of anything."""
+    """Baseline beta h z / s, RatioNorm alone beta h z."""
     step = steps(sampler)
     gain, std = sampler.velocity_gain(step).abs(), sampler.default_noise_level() * torch.ones(6)
     length = (step.sigma_next - step.sigma).abs()
@@ -104,14 +103,14 @@ def test_without_the_weights_the_norms_are_far_apart(sampler):
 
 @pytest.mark.parametrize(("sigma", "ratio"), [(1.0, 1.0), (1 / 6, 1.5)])
 def test_the_published_dance_weight_is_beta_squared_times_the_exact_one(sigma, ratio):
-    """grpo_family 6.1: eta 0.3, 1.0 at sigma 1 and 1.5 at sigma 1/6."""
+    """Eta 0.3, 1.0 at sigma 1 and 1.5 at sigma 1/6."""
     step = make_step(FlowProcess(), sigma, 0.9 * sigma, 0.3)
     found = step_weight("dance_grpo", DANCE, step) / step_weight("exact", DANCE, step)
     assert float(found) == pytest.approx(ratio, abs=1e-3)
 
 
 def test_the_published_dance_weight_multiplies_by_beta_where_the_exact_one_divides():
-    """grpo_family 6.1: they differ by beta^2 times the step's length being equal."""
+    """They differ by beta^2 times the step's length being equal."""
     step = steps(DANCE)
     length = (step.sigma_next - step.sigma).abs()
     beta = 1 + 0.09 * (1 - step.sigma) / (2 * step.sigma)
@@ -121,7 +120,7 @@ def test_the_published_dance_weight_multiplies_by_beta_where_the_exact_one_divid
 
 
 def test_a_sample_does_not_change_the_ratio_of_another():
-    """grpo_family 6.6.6; it fails for the official code, whose bias is averaged over the batch."""
+    """It fails for the official code, whose bias is averaged over the batch."""
     session = roll_out(ToyAdapter(), algorithm=build(Config()))
     nudge(session.adapter.network, 0.05)
     (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
@@ -134,13 +133,12 @@ def test_a_sample_does_not_change_the_ratio_of_another():
 
 
 def test_the_published_clip_range_belongs_to_the_normalised_ratio():
-    """grpo_family 6.3 and 8.1."""
     assert Config().clip(SDE) == Config().clip(DANCE) == 2e-6
     assert Config(ratio_norm=False).clip(SDE) == 1e-4
 
 
 def test_a_normalised_ratio_of_the_unscaled_form_is_refused():
-    """grpo_family 6.5: not defined for CPS."""
+    """Not defined for CPS."""
     with pytest.raises(ValueError, match="ratio_norm=true"):
         Config(clip_range=1e-5).check(cps.build(cps.Config()), 10)
     Config(ratio_norm=False).check(cps.build(cps.Config()), 10)

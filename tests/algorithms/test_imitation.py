@@ -1,4 +1,4 @@
-"""RWR, RAFT and RAM: weights that are never negative, and regression to a moved reference (forward_process 6.3, 8)."""
+"""RWR, RAFT and RAM: weights that are never negative, and regression to a moved reference."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ SDE = flow_sde.build(flow_sde.Config())
 
 
 def test_a_full_window_is_flow_grpo_bitwise():
-    """grpo_family 5.6.1; the last two steps are never in a window, so Flow-GRPO is given the same steps."""
+    """The last two steps are never in a window, so Flow-GRPO is given the same steps."""
     expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=0.02, sde_steps=[0, 1, 2, 3])))
     config = mix_grpo.Config(clip_range=0.02, window=MixWindow(strategy="frozen", size=4))
     assert bitwise(off_policy(mix_grpo.build(config)), expected)
 
 
 def test_the_window_of_the_plan_slides_stays_and_is_never_empty():
-    """grpo_family 5.6.2: tau 2, s 1, w 2 on 6 steps, whose last start is 3."""
+    """Tau 2, s 1, w 2 on 6 steps, whose last start is 3."""
     algorithm = mix_grpo.build(mix_grpo.Config(window=MixWindow(size=2, interval=2)))
     plans = [algorithm.plan(flow_schedule(6), SDE, iteration, 0) for iteration in range(1, 11)]
     expected = [(0, 1)] * 2 + [(1, 2)] * 2 + [(2, 3)] * 2 + [(3,)] * 4
@@ -32,7 +32,7 @@ def test_the_window_of_the_plan_slides_stays_and_is_never_empty():
 
 
 def test_the_random_window_is_a_function_of_seed_and_iteration_alone():
-    """grpo_family 5.6.3: whoever asks gets the same."""
+    """Whoever asks gets the same."""
     config = mix_grpo.Config(window=MixWindow(strategy="random", size=2))
 
     def draw(seed: int) -> list[tuple[int, ...]]:
@@ -44,7 +44,7 @@ def test_the_random_window_is_a_function_of_seed_and_iteration_alone():
 
 
 def test_rewards_are_normalised_each_and_merged_with_weights_that_sum_to_one():
-    """grpo_family 0.5: MixGRPO's advantage_aggr."""
+    """MixGRPO's advantage_aggr."""
     rewards = torch.tensor([[[0.0, 1.0, 2.0]], [[0.0, 0.0, 30.0]]])
     algorithm = mix_grpo.build(mix_grpo.Config())
     found = algorithm.advantages(rewards, torch.tensor([1.0, 3.0])).values[0, :, 0]
@@ -53,7 +53,7 @@ def test_rewards_are_normalised_each_and_merged_with_weights_that_sum_to_one():
 
 
 def test_flash_takes_fewer_steps_behind_the_window_by_its_solver():
-    """grpo_family 5.3 and 5.6.6: e + n forwards; the grid is the full one up to sigma_{e+1} and ends at 0."""
+    """e + n forwards; the grid is the full one up to sigma_{e+1} and ends at 0."""
     config = mix_grpo_flash.Config(window=MixWindow(size=2), ratio_kept=0.5, shift=3.0)
     full, plan = flow_schedule(10), mix_grpo_flash.build(config).plan(flow_schedule(10), SDE, 1, 0)
     assert plan.train == (0, 1)

@@ -33,14 +33,14 @@ def metrics_of(session) -> dict[str, float]:
 
 
 def test_with_the_switches_off_it_is_flow_grpo_bitwise():
-    """With the Flow-SDE; trees_and_exploration 3.2 and 3.3 are what is left out."""
+    """With the Flow-SDE, without equaliser and trust region."""
     expected = off_policy(flow_grpo.build(flow_grpo.Config(clip_range=0.02)))
     assert bitwise(off_policy(build(Config(clip_range=0.02, equalise=False, trust=OFF))), expected)
 
 
 @pytest.mark.parametrize("sampler", [SAGE, flow_sde.build(flow_sde.Config())])
 def test_the_weights_equalise_the_gradient_norms_and_are_one_at_the_median(sampler):
-    """trees_and_exploration 3.7.4; 4 trained steps, so the lower median is one of them."""
+    """4 trained steps, so the lower median is one of them."""
     plan = window(flow_schedule(8), sampler.default_noise_level(), (0, 2, 3, 5))
     norms, scale = gradient_norms(plan, sampler, FlowProcess()), equaliser(plan, sampler, FlowProcess())
     trained = scale[list(plan.train)]
@@ -49,8 +49,8 @@ def test_the_weights_equalise_the_gradient_norms_and_are_one_at_the_median(sampl
     assert scale[[1, 4, 6, 7]].tolist() == [1.0] * 4
 
 
-def test_the_norms_and_weights_are_those_of_the_sheet():
-    """trees_and_exploration 3.2 and 3.7.4, in numpy: T = 20, shift 5, eta 0.5, N from 0.0188 to 2.77, S from 8.15 to
+def test_the_norms_and_weights_are_the_published_ones():
+    """In numpy: T = 20, shift 5, eta 0.5, N from 0.0188 to 2.77, S from 8.15 to
     0.055; here the last step is not trained, so the median is that of 19."""
     t = np.linspace(1, 0, 21)
     sigmas = 5 * t / (1 + 4 * t)
@@ -67,7 +67,7 @@ def test_the_norms_and_weights_are_those_of_the_sheet():
 
 
 def test_the_weight_of_a_step_multiplies_the_clipped_loss_and_not_the_ratio():
-    """trees_and_exploration 3.2: S_i * max(-A r, -A clamp(r)), off policy, edge by edge, some of them clipped."""
+    """S_i * max(-A r, -A clamp(r)), off policy, edge by edge, some of them clipped."""
     session = roll_out(ToyAdapter(), algorithm=build(Config(clip_range=0.02, trust=OFF)), sampler=SAGE)
     plain = build(Config(clip_range=0.02, equalise=False, trust=OFF))
     scale = equaliser(session.plan, SAGE, FlowProcess())
@@ -84,7 +84,7 @@ def test_the_weight_of_a_step_multiplies_the_clipped_loss_and_not_the_ratio():
 
 
 def test_the_loss_is_the_plain_one_plus_lambda_times_both_terms():
-    """trees_and_exploration 3.3: L = PPO + lambda (KL_pos + 0.1 KL_vel), each mean((mean - m)^2) / (2 std^2)."""
+    """L = PPO + lambda (KL_pos + 0.1 KL_vel), each mean((mean - m)^2) / (2 std^2)."""
     session = roll_out(ToyAdapter(), algorithm=build(trusted()))
     nudge(session.adapter.network)
     (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
@@ -101,7 +101,6 @@ def test_the_loss_is_the_plain_one_plus_lambda_times_both_terms():
 
 
 def test_by_default_the_anchor_is_renewed_after_updates_ten_and_twenty():
-    """trees_and_exploration 3.7.5."""
     algorithm, renewed = build(Config()), []
     for k in range(1, 26):
         weights = SimpleNamespace(snapshot=lambda role, k=k: renewed.append((k, role)))
@@ -110,7 +109,6 @@ def test_by_default_the_anchor_is_renewed_after_updates_ten_and_twenty():
 
 
 def test_right_after_a_renewal_the_anchor_term_is_zero():
-    """trees_and_exploration 3.7.5."""
     session = roll_out(ToyAdapter(), algorithm=build(trusted()))
     nudge(session.adapter.network)
     assert metrics_of(session)["policy/kl_anchor"] > 0
@@ -120,7 +118,7 @@ def test_right_after_a_renewal_the_anchor_term_is_zero():
 
 
 def test_the_anchor_is_renewed_after_updates_ten_twenty_and_so_on_only():
-    """trees_and_exploration 3.7.5; every 2 here, through the learner."""
+    """Every 2 here, through the learner."""
     session = roll_out(ToyAdapter(), algorithm=build(trusted(every=2)))
     learner, rewards = learner_of(session, updates=3, batch_size=30), torch.arange(6.0).reshape(1, 2, 3)
     credit, seen = session.algorithm.advantages(rewards, torch.ones(1)), []
@@ -137,7 +135,7 @@ def test_the_anchor_is_renewed_after_updates_ten_twenty_and_so_on_only():
 
 
 def test_on_policy_the_gaussian_term_pulls_nowhere_and_off_policy_it_does():
-    """trees_and_exploration 3.3: closed form, where the sampled term is noise."""
+    """Closed form, where the sampled term is noise."""
     session = roll_out(ToyAdapter(), algorithm=build(trusted(anchor="none")))
     assert metrics_of(session)["policy/kl_old"] == pytest.approx(0.0, abs=1e-10)
     zeros = torch.zeros(len(session.edges))
@@ -147,7 +145,7 @@ def test_on_policy_the_gaussian_term_pulls_nowhere_and_off_policy_it_does():
 
 
 def test_the_sampled_term_is_the_mean_of_minus_the_log_ratio():
-    """trees_and_exploration 3.3: KL_vel as coded."""
+    """KL_vel as coded."""
     session = roll_out(ToyAdapter(), algorithm=build(trusted(anchor="none", old="sampled")))
     nudge(session.adapter.network)
     (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)

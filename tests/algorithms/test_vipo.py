@@ -1,4 +1,4 @@
-"""ViPO: advantages by position, from the option to the weights (grpo_family 7.6)."""
+"""ViPO: advantages by position, from the option to the weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_it_is_no_option_of_a_method_without_a_plain_clipped_ratio(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_ratio_by_position_has_no_published_clip_range(name):
-    """grpo_family 7.6 and 8.1: presets belong to (law, form, ratio)."""
+    """Presets belong to (law, form, ratio)."""
     config, law = registry.load("algorithms", name).Config, flow_sde.build(flow_sde.Config())
     with pytest.raises(ValueError, match=r"clip_range=null: .* spatial\.ratio=position"):
         config(spatial=BY_POSITION).check(law, 8)
@@ -148,7 +148,7 @@ def rewards() -> Tensor:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_maps_of_ones_give_the_plain_credit_bitwise_under_every_rule(rule):
-    """grpo_family 7.6; in a `separate` column the weight follows the clip."""
+    """In a `separate` column the weight follows the clip."""
     plain, open_ = (f(rewards(), WEIGHTS, RULES[rule]) for f in (advantages, unclipped))
     assert all(torch.equal(getattr(open_, n), getattr(plain, n)) for n in ("valid", "dead", "kept"))
     values = open_.values.flatten(0, 1)
@@ -161,7 +161,7 @@ def test_maps_of_ones_give_the_plain_credit_bitwise_under_every_rule(rule):
 
 
 def test_an_advantage_is_normalised_then_multiplied_then_clipped():
-    """grpo_family 7.6: a map may bring an advantage back inside the clip."""
+    """a map may bring an advantage back inside the clip."""
     credit = unclipped(torch.tensor([[[0.0, 0.0, 0.0, 4.0]]]), torch.ones(1), AdvantageConfig(std="none", clip=1.0))
     maps = torch.tensor([0.2, 0.5, 1.5])[None].expand(4, 3)
     found = apply_map(credit.values.flatten(0, 1), maps, "position", credit.bound)
@@ -170,7 +170,7 @@ def test_an_advantage_is_normalised_then_multiplied_then_clipped():
 
 
 def test_a_dense_advantage_has_the_sign_of_its_sample():
-    """grpo_family 7.6: sign(A^p) = sign(A)."""
+    """sign(A^p) = sign(A)."""
     credit = advantages(rewards(), WEIGHTS, RULES["group"]).values.flatten(0, 1)
     maps = mapper(SpatialConfig(keep_mean=True), (4, 4, 6))(pictures(len(credit)))
     found = apply_map(credit, maps, "position", torch.tensor([5.0]))
@@ -198,7 +198,7 @@ def test_bounds_belong_to_columns():
 
 
 def test_on_policy_maps_of_ones_have_the_gradient_of_grpo():
-    """grpo_family 7.6: mean over channels and positions, unclipped; through the rollout, the buffer and the loss."""
+    """Mean over channels and positions, unclipped; through the rollout, the buffer and the loss."""
     dense, plain = session(BY_POSITION), session(None)
     assert dense.edges.old_log_prob.shape == (len(dense.edges), 4, 4)
     assert_close(dense.edges.old_log_prob.flatten(1).mean(dim=1), plain.edges.old_log_prob)
@@ -222,7 +222,7 @@ def by_hand(run: Session, batch, columns: list[Tensor]) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("name", METHODS)
 def test_off_policy_the_loss_is_the_mean_over_positions_of_clipped_ratios_written_by_hand(name):
-    """grpo_family 7.6: ratio, clip and max per position; DanceGRPO's one loss per reward too."""
+    """ratio, clip and max per position; DanceGRPO's one loss per reward too."""
     run = session(BY_POSITION, name, adapter=WideToy())
     nudge(run.adapter.network, 0.05)
     columns = 2 if name == "dance_grpo" else 1
@@ -255,7 +255,7 @@ def test_the_kl_is_added_per_edge_behind_the_mean_over_positions():
 
 
 def test_an_advantage_of_another_shape_than_the_log_prob_raises():
-    """grpo_family 7.6: no broadcasting."""
+    """No broadcasting."""
     run, plain = session(BY_POSITION), session(None)
     edges = len(run.edges)
     for wrong in (torch.ones(edges), torch.ones(edges, 4, 1), torch.ones(edges, 1, 4), torch.ones(edges, 4, 5)):
@@ -267,7 +267,7 @@ def test_an_advantage_of_another_shape_than_the_log_prob_raises():
 
 @pytest.mark.parametrize("frames", [1, 5, 9])
 def test_clips_have_a_loss_on_their_own_latent_grid(frames):
-    """grpo_family 7.6: T_lat = (F - 1) / 4 + 1."""
+    """T_lat = (F - 1) / 4 + 1."""
     clips, latents = torch.stack([pictures(frames), pictures(frames).flip(0, 3)]), (4, (frames - 1) // 4 + 1, 4, 6)
     maps = mapper(SpatialConfig(), latents)(clips)
     assert maps.shape == (2, *latents[1:])
@@ -296,7 +296,7 @@ def learn(run: Session, maps: Tensor | None, **options) -> tuple[Sums, Advantage
 
 @pytest.mark.parametrize("name", METHODS)
 def test_maps_of_ones_and_one_ratio_for_all_are_the_plain_method_bitwise(name):
-    """grpo_family 7.6: two optimizer steps through the real learner."""
+    """Two optimizer steps through the real learner."""
     trained = []
     for spatial, maps in ((None, None), (BY_SAMPLE, torch.ones(6, 4, 4))):
         run = session(spatial, name, clip_range=1e-3)

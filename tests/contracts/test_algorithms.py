@@ -129,7 +129,7 @@ def test_the_whole_loss_of_flow_grpo_stands_in_its_file():
 @pytest.mark.parametrize("name", EDGES)
 @pytest.mark.parametrize(("num_steps", "shift"), [(4, 1.0), (6, 3.0), (10, 3.0), (25, 5.0)])
 def test_the_plan_is_valid_on_any_grid_repeatable_and_trains_no_last_step(name, num_steps, shift):
-    """DESIGN section 4; StepPlan itself refuses a trained step without noise and an empty one cannot be made."""
+    """StepPlan itself refuses a trained step without noise and an empty one cannot be made."""
     sampler, grid = flow_sde.build(flow_sde.Config()), flow_schedule(num_steps, shift)
     # MixGRPO-Flash makes nodes of its own, on the curve of the grid.
     module = registry.load("algorithms", name)
@@ -250,7 +250,7 @@ def test_a_step_against_the_gradient_fits_the_better_samples_better_than_the_wor
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_gaussian_of_one_dimension_moves_towards_the_reward(name):
-    """forward_process 1.8.6, for every method: data N(m, 1/4) as a network, reward x0; only m is trained."""
+    """For every method: data N(m, 1/4) as a network, reward x0; only m is trained."""
     # Errors of one dimension are of order 1, where those of an image differ by 1e-3: so is the margin's temperature.
     scaled = name in ("dgpo", "online_dpo", "diffusion_dpo", "diffusion_kto", "seppo")
     algorithm = build(name, **({"beta": 1.0} if scaled else {}))
@@ -350,7 +350,7 @@ def test_the_page_of_a_method_on_the_noise_tells_every_option_and_the_glossary_e
 
 @pytest.mark.parametrize("name", EDGES)
 def test_before_the_first_update_the_log_ratio_is_bitwise_zero_at_the_rollouts_batches(name):
-    """grpo_family 1.5.2 and 6.6.2, in the log ratio that the method itself uses."""
+    """In the log ratio that the method itself uses."""
     session = roll_out(ToyAdapter(key_per_step=True), algorithm=build(name))
     sampler = session.policy.sampler
     for batch in session.batches(draw_advantages(len(session.edges))):

@@ -1,4 +1,4 @@
-"""What every advantage rule must do, and the rules for several rewards and around the median against their sheet."""
+"""What every advantage rule must do, and the rules for several rewards and around the median against their formulas."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_rule_gives_the_learner_what_it_needs(config):
 
 
 def test_a_dead_group_is_exactly_zero_under_every_rule(config):
-    """grpo_family 1.5.5: also where the batch is normalised afterwards."""
+    """Also where the batch is normalised afterwards."""
     found = advantages(draw(), WEIGHTS, config)
     assert found.dead.tolist() == [False, False, False, True]
     assert found.values[3].abs().max() == 0
@@ -87,7 +87,6 @@ def test_a_group_that_failed_as_a_whole_disturbs_no_other(config):
 
 
 def test_order_does_not_matter_under_any_rule(config):
-    """grpo_family 1.5.5."""
     rows, columns = torch.tensor([2, 0, 3, 1]), torch.tensor([4, 2, 0, 1, 3])
     r = draw()
     before, after = advantages(r, WEIGHTS, config), advantages(r[:, rows][:, :, columns], WEIGHTS, config)
@@ -99,21 +98,20 @@ def test_order_does_not_matter_under_any_rule(config):
 
 @pytest.mark.parametrize("name", ["group", "per_reward", "per_reward_global", "gdpo", "separate"])
 def test_advantages_sum_to_zero_in_every_group_under_the_rules_with_a_mean(name):
-    """grpo_family 1.5.5."""
     found = advantages(draw(), WEIGHTS, CONFIGS[name])
     assert_close(found.values.sum(dim=1), torch.zeros(4, found.values.shape[2]), rtol=0, atol=1e-5)
 
 
-# ---- several rewards (grpo_family 0.5, 4.5, 7.3)
+# ---- several rewards
 
 
 def centred_over_std(r: torch.Tensor, ddof: int) -> torch.Tensor:
-    """Straight from the sheet, [P, G] without constant groups."""
+    """By its formula, [P, G] without constant groups."""
     return (r - r.mean(dim=1, keepdim=True)) / (r.std(dim=1, keepdim=True, correction=ddof) + 1e-4)
 
 
 def test_per_reward_is_the_mix_grpo_sum_with_weights_rescaled():
-    """grpo_family 0.5, advantage_aggr: sum of (w_k / sum w) A_k, one clip."""
+    """advantage_aggr: sum of (w_k / sum w) A_k, one clip."""
     r = draw()[:2, :3]
     merged = (2 * centred_over_std(r[0], 1) + 6 * centred_over_std(r[1], 1)) / 8
     found = rules.by("per_reward", r, torch.tensor([2.0, 6.0]), ddof=1, clip=1.0)
@@ -131,7 +129,7 @@ def test_a_negative_weight_turns_its_reward_round_and_no_other():
 
 @pytest.mark.parametrize("rule", ["per_reward", "gdpo", "separate"])
 def test_one_reward_alone_is_plain_grpo(rule):
-    """grpo_family 7.3, 'R=1 => GRPO', and 4.5.6: coefficients (1, 0) are the single-reward loss."""
+    """Coefficients (1, 0) are the single-reward loss."""
     r = draw()
     single = rules.alone("group", r[0])
     assert torch.equal(rules.by(rule, r[:1], torch.ones(1)).values, single.values)
@@ -144,7 +142,7 @@ def per_column_loss(log_ratio: torch.Tensor, values: torch.Tensor) -> torch.Tens
 
 
 def test_separate_columns_carry_their_weight_into_the_loss():
-    """grpo_family 0.5, DanceGRPO: final loss = sum of coef_k times the clipped loss of clip(A_k)."""
+    """DanceGRPO: final loss = sum of coef_k times the clipped loss of clip(A_k)."""
     r, weights = draw()[:2, :3], torch.tensor([0.7, 1.4])
     log_ratio = torch.linspace(-0.3, 0.3, 15)
     found = rules.by("separate", r, weights, ddof=1, eps=1e-8, clip=1.0)
@@ -157,7 +155,6 @@ def test_separate_columns_carry_their_weight_into_the_loss():
 
 @pytest.mark.parametrize(("size", "same"), [(0.09, True), (0.3, False)])
 def test_separate_losses_equal_one_of_the_summed_advantages_only_without_a_clip(size, same):
-    """grpo_family 0.5, last line."""
     values = torch.tensor([[1.0, -0.5], [-1.0, 2.0], [0.3, 0.2]])
     log_ratio = torch.log1p(torch.tensor([size, -size, size]))
     summed = clipped_ratio_loss(log_ratio, values.sum(1), (0.1, 0.1))[0]
@@ -165,7 +162,7 @@ def test_separate_losses_equal_one_of_the_summed_advantages_only_without_a_clip(
 
 
 def test_gdpo_tells_apart_what_a_sum_of_rewards_makes_equal():
-    """grpo_family 7.3: groups {(0,0),(1,1)} and {(0,0),(1,0)}; +-.707 both in a sum, +-1.414 and +-.707 in GDPO."""
+    """Groups {(0,0),(1,1)} and {(0,0),(1,0)}; +-.707 both in a sum, +-1.414 and +-.707 in GDPO."""
     r = torch.tensor([[[0.0, 1.0], [0.0, 1.0]], [[0.0, 1.0], [0.0, 0.0]]])
     ones = torch.ones(2)
     summed = rules.alone("group", aggregate(r, ones), ddof=1, eps=0.0).values.squeeze(2)
@@ -178,7 +175,7 @@ def test_gdpo_tells_apart_what_a_sum_of_rewards_makes_equal():
 
 
 def test_gdpo_is_the_official_code():
-    """grpo_family 7.3: eps 1e-4 and ddof 1 both times, weights on normalised advantages."""
+    """Eps 1e-4 and ddof 1 both times, weights on normalised advantages."""
     r, weights = draw()[:2, :3], torch.tensor([2.0, 0.5], dtype=torch.float64)
     summed = 2 * centred_over_std(r[0], 1) + 0.5 * centred_over_std(r[1], 1)
     official = (summed - summed.mean()) / (summed.std() + 1e-4)
@@ -186,7 +183,7 @@ def test_gdpo_is_the_official_code():
 
 
 def test_gdpo_leaves_a_batch_of_mean_0_and_std_1():
-    """grpo_family 7.3; the dead group's zeros belong to the batch."""
+    """The dead group's zeros belong to the batch."""
     values = rules.by("gdpo", draw(), WEIGHTS, ddof=1).values.double()
     assert float(values.mean()) == pytest.approx(0, abs=1e-7)
     # eps 1e-4 against a std near 1.
@@ -196,7 +193,7 @@ def test_gdpo_leaves_a_batch_of_mean_0_and_std_1():
 @settings(max_examples=30, deadline=None)
 @given(scale=st.floats(0.1, 100), shift=st.floats(-5, 5), which=st.integers(0, 1))
 def test_gdpo_ignores_the_scale_of_any_single_reward(scale, shift, which):
-    """grpo_family 7.3: up to eps; exactly without."""
+    """Up to eps; exactly without."""
     r = draw()
     changed = r.clone()
     changed[which] = scale * changed[which] + shift
@@ -207,11 +204,11 @@ def test_gdpo_ignores_the_scale_of_any_single_reward(scale, shift, which):
     assert_close(after, before, rtol=1e-2, atol=1e-2)
 
 
-# ---- the median rule (grpo_family 7.4)
+# ---- the median rule
 
 
 def test_median_golden_value():
-    """grpo_family 7.4: m .35, MAD .15, eps 1e-3."""
+    """m .35, MAD .15, eps 1e-3."""
     found = rules.alone("median", torch.tensor([[0.1, 0.3, 0.35, 0.5, 0.9]]), eps=1e-3)
     assert_close(found.values[0, :, 0], torch.tensor([-1.656, -0.331, 0, 0.993, 3.642]), rtol=0, atol=5e-4)
     exact = torch.tensor([-0.25, -0.05, 0.0, 0.15, 0.55]) / (0.15 + 1e-3)
@@ -221,7 +218,7 @@ def test_median_golden_value():
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 5, 8, 9])
 def test_exactly_one_sample_per_group_is_zero_and_it_is_not_trained(samples):
-    """grpo_family 7.4; of an even number the lower median, as torch.median."""
+    """Of an even number the lower median, as torch.median."""
     total = torch.rand(6, samples, generator=torch.Generator().manual_seed(1))
     found = rules.alone("median", total)
     zero = found.values.squeeze(2) == 0
@@ -231,7 +228,6 @@ def test_exactly_one_sample_per_group_is_zero_and_it_is_not_trained(samples):
 
 
 def test_the_median_ignores_an_outlier():
-    """grpo_family 7.4."""
     calm, wild = torch.tensor([[0.1, 0.3, 0.35, 0.5, 0.9]]), torch.tensor([[0.1, 0.3, 0.35, 0.5, 1.5]])
     before, after = rules.alone("median", calm).values, rules.alone("median", wild).values
     assert_close(after[:, :4], before[:, :4])
@@ -239,7 +235,7 @@ def test_the_median_ignores_an_outlier():
 
 
 def test_a_deviation_of_zero_is_floored_by_the_std_of_the_group():
-    """grpo_family 7.4, pitfall: {0, 1, 1} gives -1000 in the official code."""
+    """pitfall: {0, 1, 1} gives -1000 in the official code."""
     total = torch.tensor([[0.0, 1.0, 1.0]])
     std = (2 / 9) ** 0.5
     found = rules.alone("median", total, clip=9.0, min_deviation=0.5, eps=1e-3)

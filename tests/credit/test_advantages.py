@@ -32,7 +32,7 @@ def group(total: torch.Tensor, **options) -> Advantages:
 
 
 def expected(total: torch.Tensor, std: str, eps: float = 1e-4) -> np.ndarray:
-    """stat_tracking.py of the official code: numpy, ddof 0, std + 1e-4 (grpo_family 0.4)."""
+    """stat_tracking.py of the official code: numpy, ddof 0, std + 1e-4."""
     r = total.double().numpy()
     centred = r - r.mean(axis=1, keepdims=True)
     scale = {"global": r.std(), "group": r.std(axis=1, keepdims=True), "none": 1 - eps}[std]
@@ -43,7 +43,6 @@ def expected(total: torch.Tensor, std: str, eps: float = 1e-4) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 @given(total=tables)
 def test_advantages_are_those_of_the_official_code(std, total):
-    """grpo_family 0.4, first row, and 7.1, 7.2."""
     found = group(total, std=std, clip=None).values
     # float64 inside; only the result is rounded to float32.
     assert_close(found.double(), torch.from_numpy(expected(total, std)), rtol=1e-6, atol=1e-6)
@@ -53,7 +52,7 @@ def test_advantages_are_those_of_the_official_code(std, total):
 @settings(max_examples=60, deadline=None)
 @given(total=tables)
 def test_advantages_sum_to_zero_in_every_group(std, total):
-    """grpo_family 1.5.5, also with a global std."""
+    """Also with a global std."""
     found = group(total, std=std, clip=None).values
     # G float32 roundings of values up to |A| <= 20 / 1e-4 where a global std is tiny.
     bound = 1e-6 * found.abs().sum(dim=1) + 1e-6
@@ -64,7 +63,7 @@ def test_advantages_sum_to_zero_in_every_group(std, total):
 @settings(max_examples=60, deadline=None)
 @given(total=tables, scale=st.floats(0.1, 10), shift=st.floats(-5, 5))
 def test_advantages_ignore_affine_reward_changes(std, total, scale, shift):
-    """grpo_family 1.5.5; exact where eps is 0."""
+    """Exact where eps is 0."""
     before = group(total, std=std, eps=0.0, clip=None)
     after = group(scale * total + shift, std=std, eps=0.0, clip=None)
     # scale * r + shift rounds at 2^-53 * 105 (float64) against a spread of at least 1/64: 1e-11 relative.
@@ -84,7 +83,7 @@ def test_advantages_with_the_default_eps_nearly_ignore_affine_changes(scale, shi
 @settings(max_examples=60, deadline=None)
 @given(total=tables, seed=st.integers(0, 1000))
 def test_permuting_prompts_and_samples_permutes_the_advantages(std, total, seed):
-    """grpo_family 1.5.5: which rank or row a sample has does not matter."""
+    """Which rank or row a sample has does not matter."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(total.shape[0], generator=generator)
     columns = torch.randperm(total.shape[1], generator=generator)
@@ -96,7 +95,7 @@ def test_permuting_prompts_and_samples_permutes_the_advantages(std, total, seed)
 @pytest.mark.parametrize("std", RULES)
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.3e5, 1e-30])
 def test_a_constant_group_gets_exactly_zero_and_is_dead(std, value):
-    """grpo_family 1.5.5, also with a global std: 0.1 thirteen times has a mean that is not 0.1."""
+    """Also with a global std: 0.1 thirteen times has a mean that is not 0.1."""
     total = torch.full((2, 13), value, dtype=torch.float64)
     total[1] += torch.arange(13)
     found = group(total, std=std, eps=0.0)
@@ -113,7 +112,6 @@ def test_an_iteration_of_constant_groups_is_all_zero_and_not_nan(std):
 
 
 def test_a_global_std_is_that_of_all_samples_and_not_the_mean_of_the_groups():
-    """grpo_family 0.4 and 7.1."""
     total = torch.tensor([[0.0, 1.0], [10.0, 11.0]])
     found = group(total, std="global", eps=0.0, clip=None)
     assert_close(found.values, torch.tensor([[-0.5, 0.5], [-0.5, 0.5]]) / float(np.std([0, 1, 10, 11])))
@@ -146,7 +144,7 @@ def test_an_infinite_reward_is_masked_like_a_failed_one():
 
 
 def test_advantages_are_clipped_after_scaling():
-    """grpo_family 0.2 and 7: the clip comes last."""
+    """The clip comes last."""
     total = torch.cat([torch.zeros(1, 99), torch.ones(1, 1)], dim=1)  # the one stands 9.9 std away
     assert float(group(total, clip=None).values.max()) == pytest.approx(9.94, abs=0.01)
     assert float(group(total, clip=5.0).values.max()) == 5.0
@@ -154,13 +152,13 @@ def test_advantages_are_clipped_after_scaling():
 
 
 def test_without_a_std_the_advantage_is_the_centred_reward():
-    """grpo_family 7.2, Dr. GRPO."""
+    """Dr. GRPO."""
     found = group(torch.tensor([[1.0, 2.0, 6.0]]), std="none")
     assert_close(found.values, torch.tensor([[-2.0, -1.0, 3.0]]))
 
 
 def test_rewards_that_differ_by_float_noise_get_next_to_no_advantage():
-    """grpo_family 0.4: an additive eps keeps them small, where max(std, eps) alone would not below 1e-6."""
+    """An additive eps keeps them small, where max(std, eps) alone would not below 1e-6."""
     total = 0.5 + torch.tensor([[0.0, 6e-8, -6e-8, 0.0]], dtype=torch.float64)
     assert float(group(total).values.abs().max()) < 1e-3
 
@@ -177,7 +175,7 @@ def test_an_unknown_rule_is_refused():
 
 
 def test_rewards_add_up_raw_with_their_weights():
-    """grpo_family 0.5, Flow-GRPO: weights are not rescaled."""
+    """Flow-GRPO: weights are not rescaled."""
     rewards = torch.tensor([[[1.0, 2.0]], [[10.0, 20.0]]])
     assert aggregate(rewards, torch.tensor([2.0, 0.5])).tolist() == [[7.0, 14.0]]
 
@@ -193,20 +191,19 @@ def test_rewards_that_all_have_weight_zero_are_refused():
         aggregate(torch.zeros(2, 1, 2), torch.zeros(2))
 
 
-# ---- options of the std (grpo_family 0.4, 5.2, 7.1, 7.2)
+# ---- options of the std
 
 
 @settings(max_examples=40, deadline=None)
 @given(total=tables)
 def test_with_ddof_1_advantages_are_those_of_dance_grpo(total):
-    """grpo_family 0.4: torch std + 1e-8 per prompt, then the clip at 5."""
+    """Torch std + 1e-8 per prompt, then the clip at 5."""
     found = group(total, ddof=1, eps=1e-8)
     official = (total - total.mean(dim=1, keepdim=True)) / (total.std(dim=1, keepdim=True) + 1e-8)
     assert_close(found.values.double(), official.clamp(-5, 5), rtol=1e-6, atol=1e-6)
 
 
 def test_a_global_std_gives_small_updates_to_prompts_of_low_variance():
-    """grpo_family 7.1."""
     total = torch.tensor([[0.0, 0.1], [0.0, 1.0], [3.0, 3.0]])
     found = group(total, std="global").values
     assert_close(found[1, 1] / found[0, 1], torch.tensor(10.0))
@@ -214,7 +211,6 @@ def test_a_global_std_gives_small_updates_to_prompts_of_low_variance():
 
 
 def test_without_a_std_the_reward_scale_acts_as_learning_rate():
-    """grpo_family 7.2."""
     total = torch.tensor([[1.0, 2.0, 6.0]])
     assert_close(group(10 * total, std="none", clip=None).values, 10 * group(total, std="none").values)
 
@@ -222,7 +218,7 @@ def test_without_a_std_the_reward_scale_acts_as_learning_rate():
 @pytest.mark.parametrize("std", ["global", "group"])
 @pytest.mark.parametrize(("ratio", "dropped"), [(0.0, 0), (0.1, 0), (0.25, 1), (0.5, 2), (0.74, 3)])
 def test_trimmed_statistics_leave_out_the_lowest_rewards(std, ratio, dropped):
-    """grpo_family 5.2: mean and std after dropping the lowest int(G q); every sample keeps an advantage."""
+    """Mean and std after dropping the lowest int(G q); every sample keeps an advantage."""
     total = torch.rand(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     kept = total.sort(dim=1).values[:, dropped:]
     scale = kept.std(dim=1, keepdim=True) if std == "group" else kept.std()
@@ -261,7 +257,7 @@ def test_the_defaults_are_those_of_flow_grpo():
         ({"ddof": 2}, "advantages.ddof = 2"),
         ({"eps": -1e-4}, "eps=-0.0001"),
         ({"clip": 0.0}, "clip=0.0 must be positive"),
-        ({"trimmed_ratio": 1.0}, r"trimmed_ratio=1.0 must lie in \[0, 1\)"),
+        ({"trimmed_ratio": 1.0}, r"trimmed_ratio=1.0 must be in \[0, 1\)"),
         ({"name": "gdpo"}, "std='global': gdpo normalises every reward within its group"),
         ({"name": "median", "clip": None}, "clip=null"),
         ({"name": "median", "min_deviation": 0.0}, "min_deviation=0.0 must be positive"),

@@ -32,7 +32,7 @@ def credit(by: Rule, prompts: list, *rows: list[float]) -> np.ndarray:
 
 
 class Official:
-    """The statistics written by hand: sheet 1.3 step 2, on flat lists of prompts and rewards."""
+    """The statistics written by hand, on flat lists of prompts and rewards."""
 
     def __init__(self, buffer_size: int, min_count: int) -> None:
         self.size, self.least, self.past = buffer_size, min_count, {}
@@ -51,7 +51,7 @@ class Official:
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), least=st.integers(2, 12), extra=st.integers(0, 10))
 def test_advantages_are_those_of_the_official_statistics_over_many_iterations(seed, least, extra):
-    """ddpo sheet 1.8.4: appended first, few rewards compared with the batch, the oldest forgotten; prompts repeat."""
+    """Appended first, few rewards compared with the batch, the oldest forgotten; prompts repeat."""
     rng = np.random.default_rng(seed)
     own, official = rule(least + extra, least), Official(least + extra, least)
     for _ in range(12):
@@ -63,7 +63,7 @@ def test_advantages_are_those_of_the_official_statistics_over_many_iterations(se
 
 
 def test_before_there_are_enough_a_prompt_is_compared_with_the_batch_and_then_with_itself():
-    """ddpo sheet 1.8.4, with numbers."""
+    """With numbers."""
     by = rule(4, 4)
     assert_close(
         credit(by, [CAT, DOG], [0.0, 2.0], [4.0, 6.0])[0], np.array([-1.3416, -0.4472], "f4"), atol=1e-4, rtol=0
@@ -85,7 +85,6 @@ def test_slots_of_one_prompt_share_its_rewards_in_whatever_order():
 
 
 def test_adding_a_constant_to_a_prompts_rewards_changes_nothing_once_its_memory_holds_shifted_ones_only():
-    """ddpo sheet 1.8.6."""
     drawn = np.random.default_rng(0).normal(size=(6, 2, 4)).round(2)
     plain, shifted = rule(8, 8), rule(8, 8)
     apart = []
@@ -99,7 +98,7 @@ def test_adding_a_constant_to_a_prompts_rewards_changes_nothing_once_its_memory_
 
 
 def test_without_a_history_it_is_the_batch_normalised():
-    """ddpo sheet 1.3, tracker off: (R - mean) / (std + 1e-8) over the gathered batch."""
+    """Tracker off: (R - mean) / (std + 1e-8) over the gathered batch."""
     rewards = torch.randn(1, 5, 2, generator=torch.Generator().manual_seed(0))
     found = advantages(rewards, ONE, AdvantageConfig(name="batch", eps=1e-8, clip=None)).values.squeeze(2)
     flat = rewards[0].double().numpy()

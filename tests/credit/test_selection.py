@@ -1,4 +1,4 @@
-"""Which samples of a group are trained (grpo_family 4.1, 4.5.5), and that the learner obeys."""
+"""Which samples of a group are trained, and that the learner obeys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def everyone(scores: torch.Tensor) -> torch.Tensor:
 
 
 def test_best_of_n_keeps_the_best_and_the_worst_half_and_no_advantage_changes():
-    """grpo_family 4.5.5."""
     r = torch.rand(1, 6, 12, generator=torch.Generator().manual_seed(0))
     plain = advantages(r, ONE, AdvantageConfig(std="group"))
     found = advantages(r, ONE, AdvantageConfig(std="group", select=SelectConfig(keep=4)))
@@ -33,7 +32,7 @@ def test_best_of_n_keeps_the_best_and_the_worst_half_and_no_advantage_changes():
 
 
 def test_with_separate_rewards_the_weighted_sum_of_advantages_ranks():
-    """grpo_family 4.1: score = vq_coef A_vq + mq_coef A_mq, both normalised over all samples."""
+    """Score = vq_coef A_vq + mq_coef A_mq, both normalised over all samples."""
     r = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0))
     weights = torch.tensor([0.5, 2.0])
     config = AdvantageConfig(name="separate", std="group", select=SelectConfig(keep=2))

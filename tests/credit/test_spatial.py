@@ -1,4 +1,4 @@
-"""Saliency maps on the latent grid (grpo_family 7.6)."""
+"""Saliency maps on the latent grid."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def pictures(count: int = 2, height: int = 32, width: int = 48) -> torch.Tensor:
 # ---- the map
 
 
-def test_the_map_is_the_sheets_formula():
-    """grpo_family 7.6, in numpy and scipy: top 3, weights sigma_j^2, Gaussian of sigma 1, min-max."""
+def test_the_map_is_its_formula():
+    """In numpy and scipy: top 3, weights sigma_j^2, Gaussian of sigma 1, min-max."""
     h, w = 6, 9
     tokens = scene_tokens(h, w)
     x = tokens[0].double().numpy()
@@ -68,7 +68,7 @@ def sign(request, monkeypatch) -> int:
 
 
 def test_what_the_border_lacks_is_bright_whatever_sign_the_svd_gives(sign):
-    """grpo_family 7.6: the official polarity is arbitrary."""
+    """The official polarity is arbitrary."""
     found = saliency(scene_tokens(), (6, 9))
     assert float(found[0, 2:4, 3:6].min()) > 0.5 > float(found[0, [0, -1]].max())
 
@@ -100,7 +100,7 @@ def test_each_frame_has_its_own_map_from_0_to_1():
 
 @pytest.mark.parametrize("shift", [0.0, 0.1, 1e4])
 def test_tokens_that_are_all_alike_give_ones(shift):
-    """grpo_family 7.6: constant map or failure gives all ones, never zeros."""
+    """Constant map or failure gives all ones, never zeros."""
     tokens = torch.full((2, 12, 5), shift)
     tokens[1] = draw(12, 5)
     found = saliency(tokens, (3, 4))
@@ -120,7 +120,7 @@ def test_tokens_that_do_not_fill_the_grid_are_refused():
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 11), (40, 60)])
 def test_a_picture_map_has_the_shape_of_the_latents(shape):
-    """grpo_family 7.6, non-square too."""
+    """non-square too."""
     found = to_latent_grid(saliency(scene_tokens(), (6, 9)), shape)
     assert found.shape == (1, *shape)
     assert (float(found.min()), float(found.max())) == (0.0, 1.0)
@@ -128,7 +128,7 @@ def test_a_picture_map_has_the_shape_of_the_latents(shape):
 
 @pytest.mark.parametrize("frames", [1, 5, 33])
 def test_a_clip_map_has_the_shape_of_the_latents(frames):
-    """grpo_family 7.6: T_lat = (F - 1) / 4 + 1."""
+    """T_lat = (F - 1) / 4 + 1."""
     shape = ((frames - 1) // 4 + 1, 4, 7)
     maps = torch.rand(2, frames, 6, 9, generator=torch.Generator().manual_seed(0))
     found = to_latent_grid(maps, shape)
@@ -193,7 +193,6 @@ def test_a_backbone_gives_a_map_on_the_latent_grid(backbone):
 
 
 def test_a_picture_of_one_colour_gives_ones(backbone):
-    """grpo_family 7.6."""
     flat = torch.tensor([0.2, 0.9, 0.5])[None, :, None, None].expand(1, 3, 32, 48)
     assert_close(importance(flat, backbone, (4, 6)), torch.ones(1, 4, 6))
     assert_close(importance(flat.expand(5, -1, -1, -1)[None], backbone, (2, 4, 6)), torch.ones(1, 2, 4, 6))
@@ -216,7 +215,7 @@ def test_the_fixed_backbone_finds_the_objects_of_the_shapes_world():
 
 @pytest.mark.parametrize("registers", [0, 3])
 def test_dinov2_gives_patch_tokens_of_the_whole_frame(tmp_path, registers):
-    """grpo_family 7.6: without CLS, at the frame's size, without a crop."""
+    """Without CLS, at the frame's size, without a crop."""
     from transformers import AutoModel
 
     folder = tiny_dinov2(tmp_path, registers)
@@ -240,7 +239,7 @@ def test_weights_that_cannot_be_found_are_named(tmp_path):
 
 
 def test_a_dense_advantage_has_the_sign_of_its_sample_and_is_clipped_last():
-    """grpo_family 7.6: normalise A, multiply by M, clamp."""
+    """Normalise A, multiply by M, clamp."""
     advantage = torch.tensor([[2.0, -1.0], [-8.0, 0.0]])
     maps = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)) + 0.1
     found = dense_advantages(advantage, maps, torch.tensor([5.0, 5.0]))
@@ -252,7 +251,7 @@ def test_a_dense_advantage_has_the_sign_of_its_sample_and_is_clipped_last():
 
 @pytest.mark.parametrize("shape", [(4, 3, 5), (4, 2, 3, 5)])
 def test_a_map_of_ones_has_the_gradient_of_the_plain_loss_on_policy(shape):
-    """grpo_family 7.6: channel and space mean, unclipped; the dense log-prob has the dense advantage's shape."""
+    """Channel and space mean, unclipped; the dense log-prob has the dense advantage's shape."""
     advantage, x_next = torch.tensor([[1.5], [-0.5]]), draw(2, *shape, seed=1)
 
     def gradient(dense: bool) -> torch.Tensor:
@@ -270,7 +269,7 @@ def test_a_map_of_ones_has_the_gradient_of_the_plain_loss_on_policy(shape):
 
 
 def test_nothing_is_broadcast():
-    """grpo_family 7.6: a map of another shape than the dense log-prob raises, as does one for another sample."""
+    """a map of another shape than the dense log-prob raises, as does one for another sample."""
     dense = dense_advantages(torch.ones(2, 1), torch.ones(2, 3, 1), None).squeeze(1)
     with pytest.raises(ValueError, match="must agree"):
         clipped_ratio_loss(torch.zeros(2, 3, 5), dense, (1e-4, 1e-4))

@@ -143,7 +143,7 @@ def test_trees_of_a_prompt_are_compared_apart_or_together():
 
 
 def test_all_splits_at_step_0_with_the_whole_group_is_plain_grpo():
-    """Sheet 1.6: every edge has the ordinary group advantage with the unbiased std."""
+    """Every edge has the ordinary group advantage with the unbiased std."""
     flat = splits(5, {0: 8}, range(4))
     total = torch.rand(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     plain = rules.alone("group", total, eps=1e-8, ddof=1, clip=None).values.squeeze(2)

@@ -111,7 +111,7 @@ def test_completions_by_hand():
         (lambda: splits(5, {5: 2}, range(5)), "splits at step 5"),
         (lambda: splits(5, {1: 0}, range(5)), "at least one child"),
         (lambda: offshoots(5, [4], 2, merge=2), "cannot leave at steps"),
-        (lambda: offshoots(5, [3], 2, strides=(1, 2)), "would take the same way"),
+        (lambda: offshoots(5, [3], 2, strides=(1, 2)), "would take the same steps"),
         (lambda: completions(5, [1, 3]), "neighbouring steps"),
         (
             lambda: Branching(torch.zeros(3, 2).long(), torch.ones(2, 2).long(), torch.ones(2, 2).bool()),
@@ -128,7 +128,7 @@ def test_impossible_trees_are_refused(make, words):
     ("change", "words"),
     [
         ({"tree": splits(5, {0: 2}, range(5))}, "the tree has 5 steps, the plan 6"),
-        ({"tree": splits(6, {0: 2}, range(3))}, "step 3 without a law"),
+        ({"tree": splits(6, {0: 2}, range(3))}, "step 3 without noise"),
         ({"tree": splits(6, {0: 2}, range(5)), "solver": ("dpm1",) * 6}, "by `ode`"),
         ({"tree": splits(6, {0: 2}, range(5)), "sibling_noise": -1.0}, "sibling_noise=-1.0"),
         ({"tree": splits(6, {0: 2}, range(5)), "inflation": 0.0}, "inflation=0.0"),
@@ -331,7 +331,7 @@ def test_grouped_and_single_edges_have_the_same_gradient(name):
 
 
 def test_the_gradient_of_a_node_is_one_vector_jacobian_product():
-    """At the old policy: -sum_i A_i xi_i / (std D) . d mean / d theta (sheet 7.4)."""
+    """At the old policy: -sum_i A_i xi_i / (std D) . d mean / d theta."""
     session = roll_out(
         ToyAdapter(),
         algorithm=tempflow_grpo.build(tempflow_grpo.Config(children=4, steps=[1], noise_weight="none", **SCALE)),
@@ -424,9 +424,9 @@ def test_edges_outside_the_window_get_no_credit_and_no_gradient():
         ),
         (
             "branch_grpo, splits: [0, 2], prune: parent_top1, mix: {strategy: frozen, size: 3}",
-            "prune=parent_top1: behind the last split, step 2, no step is trained in any iteration",
+            "prune=parent_top1: after the last split, step 2, no step is trained in any iteration",
         ),
-        ("branch_grpo, splits: [0, 4], prune: extremes, keep: 1", "behind the last split, step 4"),
+        ("branch_grpo, splits: [0, 4], prune: extremes, keep: 1", "after the last split, step 4"),
         ("tempflow_grpo, steps: [0], path_weight: 1", "path_weight=1: .* no stochastic step follows"),
         ("g2rpo, steps: [0], strides: [1, 2], path_weight: 1", "path_weight=1: .* no stochastic step follows"),
         ("tp_grpo, turning: .inf", "turning=inf"),
@@ -434,7 +434,7 @@ def test_edges_outside_the_window_get_no_credit_and_no_gradient():
         ("tree_grpo, decay: 0", "decay=0"),
         ("tempflow_grpo, steps: [5]", "can branch whose stochastic step ends"),
         ("g2rpo, strides: [1, 1]", "none twice"),
-        ("g2rpo, steps: [4], strides: [1, 2]", "would take the same way"),
+        ("g2rpo, steps: [4], strides: [1, 2]", "would take the same steps"),
         ("tp_grpo, window: 6", "window=6 of 6 steps"),
         ("flow_grpo_fast, branch: 5", "multiple of 5"),
         ("flow_grpo_fast, branch: 1", "at least 2"),

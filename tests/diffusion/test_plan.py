@@ -45,7 +45,7 @@ def test_a_deterministic_plan_has_no_noise_and_trains_nothing():
     ],
 )
 def test_a_window_refuses_what_cannot_be_trained(steps, level, message):
-    """grpo_family 8.2: no trained step with std 0, never the last step, never empty."""
+    """No trained step with std 0, never the last step, never empty."""
     with pytest.raises(ValueError, match=message):
         window(flow_schedule(5), level, steps)
 
@@ -61,7 +61,7 @@ def test_a_plan_needs_a_noise_level_for_every_step():
 
 
 def test_the_last_step_of_a_vp_grid_may_be_trained_because_it_ends_above_zero():
-    """ddpo sheet 1.2: with the clamp the last step's variance is positive."""
+    """With the clamp the last step's variance is positive."""
     plan = window(vp_schedule(5), 1.0, range(5))
     assert plan.train == (0, 1, 2, 3, 4)
 
@@ -88,7 +88,7 @@ def test_steps_hand_out_the_grid_by_index_in_any_order(process, schedule: Schedu
 
 
 def test_the_bound_at_sigma_one_is_the_second_sigma_of_the_grid():
-    """grpo_family 0.1: the official code's bound."""
+    """The official code's bound."""
     schedule = flow_schedule(4)
     step = window(schedule, 0.7).steps(torch.tensor([0, 1, 2]), FlowProcess())
     assert torch.equal(step.sigma_ceiling, schedule.sigmas[1].expand(3))

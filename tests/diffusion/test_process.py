@@ -49,7 +49,7 @@ def test_whatever_the_network_says_its_two_estimates_make_up_x(process, kind, si
 @settings(max_examples=50, deadline=None)
 @given(sigma=sigmas, seed=seeds)
 def test_vp_predictions_of_every_kind_agree(sigma, seed):
-    """ddpo sheet 1.8.3, for the conversions: eps, v and x0 wrappers of one network mean the same."""
+    """For the conversions: eps, v and x0 wrappers of one network mean the same."""
     process = VPProcess()
     eps, x = draw(seed)
     told = process.predict(eps, x, sigma, "eps")

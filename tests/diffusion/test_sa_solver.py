@@ -1,4 +1,4 @@
-"""The SA-Solver: its formulas, its grid, and exact marginals on Gaussian data (forward_process 1.4)."""
+"""The SA-Solver: its formulas, its grid, and exact marginals on Gaussian data."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_grid_that_it_cannot_walk_is_refused(grid, words):
 
 
 def test_without_noise_an_order_1_step_is_ddim():
-    """forward_process 1.8.6: the first step is of order 1."""
+    """The first step is of order 1."""
     plan = solver_plan(flow_schedule(10), "sa", 0.0)
     step = plan.steps(torch.tensor([0, 0]), FLOW)
     x, v = draw(2, 3), draw(2, 3, seed=1)
@@ -99,7 +99,7 @@ def test_without_noise_an_order_1_step_is_ddim():
 
 
 def by_hand(noise_level: float) -> tuple[list[float], list[float]]:
-    """Three steps with plain floats after forward_process 1.4, coefficients by numerical integration.
+    """Three steps with plain floats, coefficients by numerical integration.
 
     Returns what the solver gives after each step, and the beliefs that it is fed.
     """
@@ -142,7 +142,7 @@ def by_hand(noise_level: float) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("noise_level", [0.0, 0.4, 1.0])
-def test_predictor_and_corrector_are_those_of_the_sheet_with_one_noise(noise_level):
+def test_predictor_and_corrector_are_those_of_the_paper_with_one_noise(noise_level):
     expected, beliefs = by_hand(noise_level)
     plan = StepPlan(
         Schedule(torch.tensor([0.9, 0.7, 0.5, 0.3, 0.0]), torch.zeros(4)), (noise_level,) * 4, (), ("sa",) * 4

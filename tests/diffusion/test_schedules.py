@@ -1,4 +1,4 @@
-"""Sigma grids against the sheet's numbers and against diffusers' own scheduler."""
+"""Sigma grids against published numbers and against diffusers' own scheduler."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FLUX_512_6_STEPS = [1, 0.90374, 0.7897, 0.65249, 0.48422, 0.273, 0]
 
 
 def test_sd35_grid_of_ten_steps_is_the_published_one():
-    """grpo_family 0.3; the sheet prints five decimals."""
+    """Known to five decimals."""
     assert_close(flow_match_euler(10, 3.0), torch.tensor(SD35_10_STEPS), rtol=0, atol=5.1e-6)
 
 
 def test_flow_sde_stds_on_the_sd35_grid_are_the_published_ones():
-    """grpo_family 0.3, a = 0.7; the sheet prints three decimals, four for the last."""
+    """a = 0.7; known to three decimals, four for the last."""
     from flowrl.diffusion.plan import StepPlan
 
     steps = StepPlan(flow_schedule(10), (0.7,) * 10, ()).steps(torch.arange(10), FlowProcess())
@@ -49,7 +49,7 @@ def test_static_grids_are_those_of_diffusers(num_steps, shift):
 
 
 def test_flux_grid_at_512_pixels_is_the_published_one_and_that_of_diffusers():
-    """grpo_family 0.3: 1024 tokens, mu 0.63, six steps from linspace(1, 1/6, 6)."""
+    """1024 tokens, mu 0.63, six steps from linspace(1, 1/6, 6)."""
     import numpy as np
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -86,7 +86,7 @@ def test_grids_run_from_noise_to_exactly_clean_without_standing_still(grid, shif
 
 
 def test_dance_grid_is_the_shifted_line():
-    """grpo_family 0.3: t = linspace(1, 0, S + 1), sigma = shift t / (1 + (shift - 1) t)."""
+    """t = linspace(1, 0, S + 1), sigma = shift t / (1 + (shift - 1) t)."""
     expected = [3 * t / (1 + 2 * t) for t in (1, 0.75, 0.5, 0.25, 0)]
     assert_close(shifted_linspace(4, 3.0), torch.tensor(expected), rtol=0, atol=1e-7)
 

@@ -1,4 +1,4 @@
-"""Deterministic steps: against the sheet's formulas, diffusers' own DPM-Solver++, and exact solutions."""
+"""Deterministic steps: against their formulas, diffusers' own DPM-Solver++, and exact solutions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_name_has_its_solver():
 
 
 def test_order_1_takes_the_golden_euler_step():
-    """grpo_family 0.1: x 1, v 0.5, sigma 0.8 -> 0.6 gives 0.9."""
+    """x 1, v 0.5, sigma 0.8 -> 0.6 gives 0.9."""
     x, step = torch.ones(1, 3), step_between(FLOW, 0.8, 0.6)
     prediction = FLOW.predict(torch.full((1, 3), 0.5), x, step.sigma, "velocity")
     assert_close(solve("dpm1", prediction, x, step, None), torch.full((1, 3), 0.9), rtol=0, atol=1e-6)
@@ -80,7 +80,7 @@ def test_order_1_takes_the_golden_euler_step():
     ids=["sd3", "mixgrpo", "vp"],
 )
 def test_order_1_is_the_ode_step_on_every_step_of_a_grid(process, schedule):
-    """grpo_family 5.6.4: identical maps; on VP the ODE step is DDIM."""
+    """Identical maps; on VP the ODE step is DDIM."""
     step = solver_plan(schedule).steps(torch.arange(len(schedule)), process)
     x = draw(len(schedule), 5)
     prediction = belief(process, x, draw(len(schedule), 5, seed=1), step)
@@ -90,7 +90,7 @@ def test_order_1_is_the_ode_step_on_every_step_of_a_grid(process, schedule):
 
 
 def test_order_2_adds_half_of_d1_or_the_heun_weight_of_it():
-    """grpo_family 5.3, written with plain floats: sigma 0.9 -> 0.7 -> 0.4."""
+    """Written with plain floats: sigma 0.9 -> 0.7 -> 0.4."""
     lam = {s: math.log(1 - s) - math.log(s) for s in (0.9, 0.7, 0.4)}
     h, h_prev, x, m0, m1 = lam[0.4] - lam[0.7], lam[0.7] - lam[0.9], 0.3, 0.8, 0.5
     d1, gone = (m0 - m1) * h / h_prev, math.exp(-h) - 1
@@ -126,7 +126,7 @@ def test_heun_is_exact_where_the_belief_is_linear_in_lambda(process):
 @pytest.mark.parametrize("process", [FLOW, VP], ids=["flow", "vp"])
 @pytest.mark.parametrize("remembers", [False, True])
 def test_a_step_to_sigma_0_is_exactly_the_belief(solver, process, remembers):
-    """grpo_family 5.3: at sigma' = 0 x' = x0_hat; also with a history, where D1 would be infinite."""
+    """At sigma' = 0 x' = x0_hat; also with a history, where D1 would be infinite."""
     before, step = step_between(process, 0.5, 0.2, rows=2), step_between(process, 0.2, 0.0, rows=2)
     x, x0_hat = draw(2, 3), draw(2, 3, seed=1)
     history = node(belief(process, x, draw(2, 3, seed=2), before), before) if remembers else None
@@ -136,7 +136,7 @@ def test_a_step_to_sigma_0_is_exactly_the_belief(solver, process, remembers):
 @pytest.mark.parametrize("solver", ORDER_2)
 @pytest.mark.parametrize("process", [FLOW, VP], ids=["flow", "vp"])
 def test_order_2_after_a_node_at_sigma_1_is_order_1(solver, process):
-    """grpo_family 5.3: lambda is -inf there, so D1 = 0; without any node before it is order 1 too."""
+    """Lambda is -inf there, so D1 = 0; without any node before it is order 1 too."""
     before, step = step_between(process, 1.0, 0.8), step_between(process, 0.8, 0.6)
     x = draw(1, 3)
     prediction = belief(process, x, draw(1, 3, seed=1), step)
@@ -201,7 +201,7 @@ def gaussian_flow(solver: SolverName, sigmas: Tensor, std: float = 0.5) -> float
     ("ends", "counts"), [((0.95, 0.05), (16, 64)), ((1.0, 0.0), (64, 256))], ids=["inside", "noise to data"]
 )
 def test_the_error_on_a_gaussian_falls_with_the_order_of_the_solver(solver, order, ends, counts):
-    """grpo_family 5.6.5; from noise to data, through both fall-backs, the step in lambda is large at the ends."""
+    """From noise to data, through both fall-backs, the step in lambda is large at the ends."""
     errors = [gaussian_flow(solver, torch.linspace(*ends, count + 1, dtype=torch.float64)) for count in counts]
     measured = math.log(errors[0] / errors[1], 4)
     assert measured == pytest.approx(order, abs=0.35)
@@ -222,7 +222,7 @@ VP_OPTIONS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled
     [(False, 8, "zero"), (False, 20, "zero"), (True, 8, "zero"), (True, 20, "zero"), (True, 8, "sigma_min")],
 )
 def test_a_rollout_is_that_of_diffusers(solver, vp, num_steps, final):
-    """grpo_family 5.3: below and above the 15 steps of its rule, ending at sigma 0 or, on VP, above it."""
+    """Below and above the 15 steps of its rule, ending at sigma 0 or, on VP, above it."""
     from diffusers import DPMSolverMultistepScheduler
 
     options = VP_OPTIONS if vp else FLOW_OPTIONS

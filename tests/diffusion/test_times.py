@@ -1,4 +1,4 @@
-"""Training times: strata, axes, and that a draw belongs to its sample (forward_process 1.3, 1.8.4, 9.3)."""
+"""Training times: strata, axes, and that a draw belongs to its sample."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def nodes_of(times: Times, num_steps: int) -> torch.Tensor:
     ],
 )
 def test_the_strata_of_14_steps_with_fraction_0_9_and_6_terms_are_the_published_ones(name, table):
-    """forward_process 1.3, 1.8.4; with_init: floor(linspace(1, 12, 6)) = 1, 3, 5, 7, 9, 12."""
+    """with_init: floor(linspace(1, 12, 6)) = 1, 3, 5, 7, 9, 12."""
     config = TimesConfig(name=name)
     assert (config.nodes(14), config.terms(14)) == (12, 6)
     assert [list(stratum) for stratum in strata(name, 12, 6)] == table
@@ -76,7 +76,7 @@ def test_without_the_initial_node_it_is_never_drawn_and_with_it_always(count, st
 
 
 def test_the_permutation_takes_all_but_a_few_of_all_nodes_in_an_order_of_each_sample():
-    """forward_process 2.2.4: N = 10 gives 9 terms, and sigma = 1 is among the nodes."""
+    """N = 10 gives 9 terms, and sigma = 1 is among the nodes."""
     config = TimesConfig(name="permutation", count=None, fraction=0.99)
     found = nodes_of(draw(config, flow_schedule(10), MANY[:300], (0, 1)), 10)
     assert found.shape == (300, 9)
@@ -87,7 +87,6 @@ def test_the_permutation_takes_all_but_a_few_of_all_nodes_in_an_order_of_each_sa
 
 
 def test_the_subset_stays_in_its_share_of_the_grid_without_repeats():
-    """forward_process 6.1.3."""
     config = TimesConfig(name="subset", count=4, fraction=0.7)
     found = nodes_of(draw(config, flow_schedule(10), MANY[:300], (0, 1)), 10)
     assert all(len(set(row)) == 4 for row in found.tolist())
@@ -126,7 +125,7 @@ def test_as_many_terms_as_nodes_are_accepted():
 
 
 def test_a_shift_above_1_moves_times_towards_noise():
-    """forward_process 9.3: the axis is sigma, so shift 3 has a mean above one half; the median is shift(1/2) = 3/4."""
+    """The axis is sigma, so shift 3 has a mean above one half; the median is shift(1/2) = 3/4."""
     grid = flow_schedule(10)
     plain, shifted = (
         draw(TimesConfig(name="logit_normal", shift=shift), grid, MANY, (0, 1)).sigma for shift in (1.0, 3.0)
@@ -150,7 +149,7 @@ def test_the_power_law_has_the_mean_of_its_density(power):
 
 
 def test_uniform_times_are_stratified_from_their_least():
-    """forward_process 1.3: one in each sixth of [0.2, 1], in an order of each sample."""
+    """One in each sixth of [0.2, 1], in an order of each sample."""
     config = TimesConfig(name="uniform", shift=1.0)
     found = draw(config, flow_schedule(10), MANY[:300], (0, 1)).sigma.double()
     ranks = ((found.sort(dim=1).values - 0.2) / 0.8 * 6).sub(1e-9).floor()
@@ -241,10 +240,10 @@ def test_another_seed_or_iteration_draws_other_times(key):
     [
         ({"count": None}, "count=null: the rule 'discrete' needs a number"),
         ({"count": 0}, "count=0 must be at least 1"),
-        ({"fraction": 0.0}, "fraction=0.0 must lie in"),
-        ({"fraction": 1.1}, "fraction=1.1 must lie in"),
+        ({"fraction": 0.0}, "fraction=0.0 must be in"),
+        ({"fraction": 1.1}, "fraction=1.1 must be in"),
         ({"shift": 0.0}, "shift=0.0 must be positive"),
-        ({"low": 1.0}, "low=1.0 must lie in"),
+        ({"low": 1.0}, "low=1.0 must be in"),
         ({"power": -1.0}, "power=-1.0 must be above -1"),
         ({"shift": math.nan}, "shift=nan must be positive"),
     ],

@@ -1,4 +1,4 @@
-"""Noise-prediction grids: against diffusers' own schedulers, the sheet's numbers, and between the nodes."""
+"""Noise-prediction grids: against diffusers' own schedulers, published numbers, and between the nodes."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_tables_are_those_of_diffusers(kind, zero_snr):
     assert bool((own.diff() < 0).all())
 
 
-def test_the_first_and_last_values_are_those_of_the_sheet():
-    """ddpo sheet 1.2, SD1.x."""
+def test_the_first_and_last_values_are_the_published_ones():
+    """SD1.x."""
     found = [float(table()[t]) for t in (0, 1, 981, 999)]
     assert found == pytest.approx([0.99915, 0.998296, 0.005776, 0.004660], abs=1e-6)
 
@@ -100,8 +100,8 @@ def test_a_grid_that_cannot_be_is_refused(num_steps, spacing, words):
 # ---- the step
 
 
-def test_ddpos_stds_are_those_of_the_sheet():
-    """ddpo sheet 1.2 and 5.5.3: T = 50, eta 1, the last step ending at the first training step."""
+def test_ddpos_stds_are_the_published_ones():
+    """T = 50, eta 1, the last step ending at the first training step."""
     grid = grid_of(table(), spaced(50, "leading", steps_offset=1), None)
     std = dict(
         zip(grid.timesteps.int().tolist(), step_std(ddim.build(ddim.Config()), VP, steps_of(grid, 1.0)), strict=True)
@@ -124,7 +124,7 @@ def test_ddpos_stds_are_those_of_the_sheet():
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_is_that_of_diffusers(kind, eta, spacing, num_steps, zero_snr, prediction, to_one):
-    """ddpo sheet 1.8.1: x', with the same noise. At terminal SNR 0 a float32 sigma alone would be off by up to 1e-4."""
+    """x', with the same noise. At terminal SNR 0 a float32 sigma alone would be off by up to 1e-4."""
     options = {"timestep_spacing": spacing, "steps_offset": int(spacing == "leading"), "set_alpha_to_one": to_one}
     other = scheduler(kind, rescale_betas_zero_snr=zero_snr, prediction_type=prediction, **options)
     other.set_timesteps(num_steps)

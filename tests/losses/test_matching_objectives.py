@@ -1,4 +1,4 @@
-"""Losses on matching errors: the identities that tie the methods together (forward_process 0, I1 to I6), in float64.
+"""Losses on matching errors: the identities that tie the methods together, in float64.
 
 The outputs v of a network are free tensors here: what holds for the gradient on v holds for the weights behind it.
 """
@@ -100,7 +100,7 @@ def scene() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_nft_at_the_old_policy_is_advantage_weighted_matching_for_every_beta(beta):
-    """I1, 2.7.1: the gradient is A_c grad(sigma^2 l / w) with w = sigma mean |v_old - v*|."""
+    """The gradient is A_c grad(sigma^2 l / w) with w = sigma mean |v_old - v*|."""
     clean, x, target, old = scene()
     advantage = ADVANTAGE * 2  # 3 * 2 is clipped to 5
     weight = SIGMA * mean_distance(old, target)
@@ -144,7 +144,7 @@ def test_at_the_old_policy_both_branches_are_equal_and_the_value_knows_no_reward
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 @pytest.mark.parametrize(("advantage", "sign"), [(5.0, 1.0), (-5.0, -1.0)])
 def test_a_sure_sample_pulls_the_policy_to_the_data_or_to_its_mirror_image(beta, advantage, sign):
-    """2.7.2: r = 1 is least at v_old + (v* - v_old) / beta, r = 0 at v_old - (v* - v_old) / beta."""
+    """r = 1 is least at v_old + (v* - v_old) / beta, r = 0 at v_old - (v* - v_old) / beta."""
     clean, x, target, old = scene()
     best = old + sign * (target - old) / beta
     loss = nft(beta, SIGMA, x, old, clean, torch.full((M,), advantage), adaptive=False)
@@ -154,7 +154,7 @@ def test_a_sure_sample_pulls_the_policy_to_the_data_or_to_its_mirror_image(beta,
 
 
 def test_an_average_sample_does_not_move_the_old_policy():
-    """2.7.2: r = 1/2."""
+    """r = 1/2."""
     clean, x, _, old = scene()
     found = gradient(nft(0.1, SIGMA, x, old, clean, torch.zeros(M)), old)
     assert float(found.abs().max()) < 1e-12
@@ -203,7 +203,7 @@ def test_a_weighted_log_prob_has_the_gradient_of_minus_its_weight_times_the_erro
 
 
 def test_the_generalised_huber_meets_its_two_special_cases():
-    """1.8.3: p = 1 is `sigma`, p = 1/2 twice `huber`."""
+    """p = 1 is `sigma`, p = 1/2 twice `huber`."""
     error = draw(0, M).square()
     ghuber = {p: matching_log_prob(error, SIGMA, "ghuber", p) for p in (0.5, 1.0)}
     assert_close(ghuber[1.0], matching_log_prob(error, SIGMA, "sigma"), rtol=1e-12, atol=1e-14)
@@ -220,8 +220,8 @@ def test_no_error_is_a_log_prob_of_0_with_a_finite_gradient(weighting):
     assert bool(slope.isfinite().all())
 
 
-def test_the_elbo_weight_is_that_of_the_sheet():
-    """1.2.7: 1 / (2 s^2), s = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))); finite at sigma 1."""
+def test_the_elbo_weight_is_the_published_one():
+    """1 / (2 s^2), s = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))); finite at sigma 1."""
     s = 0.7 * (SIGMA / (1 - SIGMA.clamp(max=0.99))).sqrt()
     assert_close(elbo_weight(SIGMA), 1 / (2 * s.square()))
 

@@ -54,7 +54,7 @@ def test_a_step_in_the_wrong_direction_is_never_clipped(ratio, advantage):
 
 
 def test_at_ratio_one_the_gradient_is_the_policy_gradient():
-    """grpo_family 1.5.2: -A d log p, for both signs in one batch."""
+    """-A d log p, for both signs in one batch."""
     log_ratio = torch.zeros(3, requires_grad=True)
     advantages = torch.tensor([1.5, -0.5, 0.0])
     loss, _ = clipped_ratio_loss(log_ratio, advantages, (1e-4, 1e-4))

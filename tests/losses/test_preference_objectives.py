@@ -1,4 +1,4 @@
-"""Losses on pairs and labels: what forward_process 4.6 and 5 ask of them, in float64 on free outputs."""
+"""Losses on pairs and labels: their limits and gradients, in float64 on free outputs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ def reference(d: StepDistribution) -> Normal:
 
 @pytest.mark.parametrize("shape", [(3, 8), (3, 2, 4, 4), (3, 2, 3, 4, 4)])
 def test_log_prob_forms_are_those_of_the_true_gaussian(shape):
-    """grpo_family 0.1, 3, 7.6 and 8.1."""
     d, x = gaussian(shape=shape)
     density = reference(d).log_prob(x)
     total = Independent(reference(d), len(shape) - 1).log_prob(x)
@@ -43,7 +42,6 @@ def test_an_unknown_log_prob_form_is_refused():
 
 
 def test_log_prob_of_half_precision_latents_is_float32():
-    """grpo_family 0.2."""
     d, x = gaussian()
     half = x.bfloat16()
     assert d.log_prob(half).dtype == torch.float32
@@ -51,7 +49,6 @@ def test_log_prob_of_half_precision_latents_is_float32():
 
 
 def test_tiling_the_latents_leaves_the_mean_form_and_scales_the_sum_form():
-    """ddpo sheet 6.4.3."""
     d, x = gaussian()
     tiled = StepDistribution(mean=d.mean.repeat(1, 1, 2, 2), std=d.std)
     assert_close(tiled.log_prob(x.repeat(1, 1, 2, 2), "mean"), d.log_prob(x, "mean"))
@@ -60,7 +57,7 @@ def test_tiling_the_latents_leaves_the_mean_form_and_scales_the_sum_form():
 
 @pytest.mark.parametrize("form", ["mean", "sum", "unscaled", "position"])
 def test_a_step_without_noise_has_no_log_prob_in_any_form(form):
-    """DESIGN section 4: std == 0 raises, it never yields NaN; one such row in the batch is enough."""
+    """Std == 0 raises, it never yields NaN; one such row in the batch is enough."""
     d, x = gaussian()
     with pytest.raises(ValueError, match="std 0"):
         StepDistribution(d.mean, d.std * torch.tensor([1.0, 0.0, 1.0])).log_prob(x, form)
@@ -75,14 +72,13 @@ def test_a_step_without_noise_has_no_kl(divisor):
 
 
 def test_kl_by_variance_is_the_gaussian_kl_per_dim():
-    """grpo_family 8.4, `true`."""
+    """`true`."""
     d, x = gaussian()
     other = StepDistribution(mean=x, std=d.std)
     assert_close(d.kl(other), kl_divergence(reference(d), reference(other)).flatten(1).mean(1))
 
 
 def test_kl_of_flow_grpo_lacks_the_factor_one_over_dt_and_none_is_the_plain_square():
-    """grpo_family 1.1.6."""
     d, x = gaussian()
     other, dt = StepDistribution(mean=x, std=d.std), -torch.tensor([0.1, 0.2, 0.3])
     assert_close(d.kl(other, divisor="flow_grpo", dt=dt), d.kl(other) * dt.abs())
@@ -96,7 +92,7 @@ def test_kl_of_flow_grpo_asks_for_dt():
 
 
 def test_kl_is_minus_the_expected_log_ratio():
-    """ddpo sheet 6.4.5: Monte Carlo over 200 000 draws of one dim."""
+    """Monte Carlo over 200 000 draws of one dim."""
     count = 200_000
     old = StepDistribution(torch.zeros(count, 1), torch.full((count,), 0.5))
     new = StepDistribution(torch.full((count, 1), 0.3), old.std)

@@ -95,7 +95,7 @@ def test_one_step_worked_out_by_hand(name, level, mean, std):
     ],
 )
 def test_stds_on_the_sd35_grid(name, level, stds):
-    """grpo_family 0.3: shift 3, 10 steps."""
+    """Shift 3, 10 steps."""
     step = grid_steps(flow_schedule(10), level)
     found = transition(build(name), *noise_pair(10, 2), step).std
     assert_close(found, column(*stds), rtol=0, atol=5.1e-4)
@@ -142,7 +142,7 @@ def test_ddim_needs_no_bound_at_sigma_one(eta):
 
 
 def test_where_the_grid_ends_the_ddim_form_has_no_noise_and_the_sdes_keep_theirs():
-    """grpo_family 3: at sigma' = 0, CPS gives x0_hat and std 0; an SDE's last noise is g sqrt(sigma)."""
+    """At sigma' = 0, CPS gives x0_hat and std 0; an SDE's last noise is g sqrt(sigma)."""
     x, v = noise_pair(1, 4)
     for name, level in (("cps", 0.8), ("ddim", 1.0), ("ode", 0.0)):
         found = transition(build(name), x, v, make_step(0.25, 0.0, level))
@@ -150,7 +150,7 @@ def test_where_the_grid_ends_the_ddim_form_has_no_noise_and_the_sdes_keep_theirs
         assert_close(found.mean, x - 0.25 * v)
         with pytest.raises(ValueError, match="std 0"):
             found.log_prob(x, build(name).log_prob_form)
-    # ddpo sheet 5.4, item 3: a sigma_L / sqrt(1 - sigma_L) = 0.202.
+    # a sigma_L / sqrt(1 - sigma_L) = 0.202.
     found = transition(build("flow_sde"), x, v, make_step(0.25, 0.0, 0.7))
     assert_close(found.std, column(0.7 * 0.25 / math.sqrt(0.75)), rtol=1e-6, atol=0)
     found = transition(build("sage"), x, v, make_step(0.25, 0.0, 0.7))
@@ -158,7 +158,7 @@ def test_where_the_grid_ends_the_ddim_form_has_no_noise_and_the_sdes_keep_theirs
 
 
 def test_wan_sde_has_no_strength_but_on_and_off():
-    """grpo_family 0.1: no noise-level knob."""
+    """No noise-level knob."""
     with pytest.raises(ValueError, match=r"noise_level=0\.5 must be 1 \(on\) or 0 \(off\)"):
         transition(build("wan_sde"), *noise_pair(1, 2), make_step(0.8, 0.6, 0.5))
 
@@ -187,8 +187,7 @@ def test_an_option_outside_its_range_is_refused_by_name(name, key, value):
     ("name", "level"),
     [("dance_sde", 0.3), ("wan_sde", 1.0), ("memoryless", 1.0), ("sage", 0.5), ("cps", 0.8), ("ddim", 1.0)],
 )
-def test_defaults_are_the_sheets(name, level):
-    """grpo_family 3 and 4.2, trees 3.4."""
+def test_defaults_are_the_published_ones(name, level):
     assert build(name).default_noise_level() == level
     assert build(name).log_prob_form == ("unscaled" if name == "cps" else "mean")
 
@@ -255,7 +254,7 @@ def test_the_kernel_is_the_published_expression(name, level):
     ],
 )
 def test_velocity_gain_over_dt_is_the_kernel_factor_of_each_law(name, level, beta):
-    """grpo_family 1.5.4 and the table of 0.1: the whole grid, sigma = 1 included."""
+    """The table of 0.1: the whole grid, sigma = 1 included."""
     step = grid_steps(flow_schedule(10), level)
     found = build(name).velocity_gain(step) / (step.sigma_next - step.sigma)
     # The gain of ode cancels: its error is 6e-8 over |dt| > 8e-3.
@@ -264,7 +263,7 @@ def test_velocity_gain_over_dt_is_the_kernel_factor_of_each_law(name, level, bet
 
 @pytest.mark.parametrize("sigma", [0.2, 0.5, 0.9])
 def test_ddim_on_a_flow_is_flow_sde_to_first_order(sigma):
-    """ddpo sheet 5.2 and 5.3: a = sqrt(2) eta; the stds agree to O(h), the means to O(h^2)."""
+    """a = sqrt(2) eta; the stds agree to O(h), the means to O(h^2)."""
     x, v, eta = torch.full((1, 1), 0.7), torch.full((1, 1), -0.4), 0.5
     stds, means = [], []
     for h in (0.02, 0.01):
@@ -340,8 +339,8 @@ UNIFORM = [
 
 
 @pytest.mark.parametrize(("name", "level", "errors"), UNIFORM)
-def test_moments_on_a_uniform_grid_are_the_sheets(name, level, errors):
-    """ddpo sheet 5.4, first table: relative error of the final std, three decimals; the mean has none."""
+def test_moments_on_a_uniform_grid_are_the_computed_ones(name, level, errors):
+    """First table: relative error of the final std, three decimals; the mean has none."""
     found = [propagate(build(name), linspace_schedule(count), level) for count in COUNTS]
     assert [m.std / 0.5 - 1 for m in found] == pytest.approx(errors, abs=6e-4)
     assert [m.mean for m in found] == pytest.approx([1.0] * len(COUNTS), abs=1e-5)
@@ -362,8 +361,8 @@ SHARP = [
 
 
 @pytest.mark.parametrize(("name", "level", "still_last", "errors"), SHARP)
-def test_moments_of_sharp_data_on_a_shifted_grid_are_the_sheets(name, level, still_last, errors):
-    """ddpo sheet 5.4, second table: N(1, 0.1^2), shift 3, last step noisy or not; two or three decimals."""
+def test_moments_of_sharp_data_on_a_shifted_grid_are_the_computed_ones(name, level, still_last, errors):
+    """Second table: N(1, 0.1^2), shift 3, last step noisy or not; two or three decimals."""
     counts = (*COUNTS[:6], 1280)
     options = {"data": (1.0, 0.1), "still_last": still_last}
     found = [propagate(build(name), linspace_schedule(count, 3.0), level, **options).std for count in counts]
@@ -371,7 +370,7 @@ def test_moments_of_sharp_data_on_a_shifted_grid_are_the_sheets(name, level, sti
 
 
 def test_ddim_on_a_flow_converges_at_first_order():
-    """ddpo sheet 5.5.4: below 1 % at 640 steps with eta 0.495, halving when the steps double."""
+    """Below 1 % at 640 steps with eta 0.495, halving when the steps double."""
     coarse, fine = (propagate(build("ddim"), linspace_schedule(n), 0.495).std / 0.5 - 1 for n in (320, 640))
     assert abs(fine) < 0.01
     assert coarse / fine == pytest.approx(2.0, rel=0.02)
@@ -379,7 +378,7 @@ def test_ddim_on_a_flow_converges_at_first_order():
 
 @pytest.mark.parametrize("level", [0.5, 0.7, 0.9, 1.0])
 def test_cps_tends_to_the_wrong_std(level):
-    """ddpo sheet 5.4, reading 2, and 5.5.4: the limit is cos(a pi / 4) of the true std; first order, 1280 steps."""
+    """The limit is cos(a pi / 4) of the true std; first order, 1280 steps."""
     found = propagate(build("cps"), linspace_schedule(1280), level).std / 0.5
     assert found == pytest.approx(math.cos(level * math.pi / 4), rel=6e-3)
 
@@ -388,7 +387,7 @@ def test_cps_tends_to_the_wrong_std(level):
     ("name", "level"), [("flow_sde", 0.7), ("dance_sde", 0.3), ("wan_sde", 1.0), ("memoryless", 1.0), ("ddim", 1.0)]
 )
 def test_every_sde_keeps_the_marginal_as_the_grid_is_refined(name, level):
-    """grpo_family 1.5.3 and 0.1, fact (iii): N(0, 0.5^2), shift 3, on the diffusers grid."""
+    """N(0, 0.5^2), shift 3, on the diffusers grid."""
     coarse, fine = (propagate(build(name), flow_schedule(n), level, data=(0.0, 0.5)).std for n in (500, 5000))
     assert abs(fine - 0.5) < min(1e-3, abs(coarse - 0.5) / 3)
 
@@ -413,15 +412,15 @@ CORRELATIONS = [
 
 
 @pytest.mark.parametrize(("name", "level", "expected", "tolerance"), CORRELATIONS)
-def test_correlations_of_start_and_end_are_the_sheets(name, level, expected, tolerance):
-    """ddpo sheet 5.4: uniform grids of 10, 40, 160 and 2000 steps, deterministic last step; ranges by their middle."""
+def test_correlations_of_start_and_end_are_the_computed_ones(name, level, expected, tolerance):
+    """Uniform grids of 10, 40, 160 and 2000 steps, deterministic last step; ranges by their middle."""
     found = [propagate(build(name), linspace_schedule(n), level, still_last=True) for n in (10, 40, 160, 2000)]
     assert [m.correlation for m in found] == pytest.approx(expected, abs=tolerance)
 
 
 @pytest.mark.parametrize(("level", "excess"), [(0.7, 0.06), (0.9, 0.164), (math.sqrt(2), 1.0)])
 def test_the_first_step_at_sigma_one_raises_the_variance_by_a_fourth_of_a_to_the_four(level, excess):
-    """ddpo sheet 5.4, reading 4: 1 + a^4 / 4 for every schedule; here next to no step beyond it, 5000 of them."""
+    """1 + a^4 / 4 for every schedule; here next to no step beyond it, 5000 of them."""
     for shift in (1.0, 3.0):
         found = propagate(build("flow_sde"), linspace_schedule(5000, shift), level).inflation[0]
         assert found - 1 == pytest.approx(level**4 / 4, abs=2e-3)
@@ -439,7 +438,7 @@ def test_the_first_step_at_sigma_one_raises_the_variance_by_a_fourth_of_a_to_the
     ],
 )
 def test_the_bound_at_sigma_one_shows_in_the_marginals_on_the_way(name, level, worst, tolerance):
-    """ddpo sheet 5.4, reading 4: the largest error of std along 2000 steps; laws without a bound have none."""
+    """The largest error of std along 2000 steps; laws without a bound have none."""
     inflation = propagate(build(name), linspace_schedule(2000), level).inflation
     assert max(abs(math.sqrt(ratio) - 1) for ratio in inflation) == pytest.approx(worst, abs=tolerance)
 
@@ -454,7 +453,7 @@ def test_the_bound_at_sigma_one_shows_in_the_marginals_on_the_way(name, level, w
     ],
 )
 def test_marginals_of_unit_gaussian_data(name, level, ratio, peak):
-    """trees 3.7.3: c = 1, 200 steps, shift 1: final std ratio and peak variance inflation."""
+    """c = 1, 200 steps, shift 1: final std ratio and peak variance inflation."""
     found = propagate(build(name), linspace_schedule(200), level, data=(0.0, 1.0))
     assert found.std == pytest.approx(ratio, abs=6e-4)
     assert max(found.inflation) == pytest.approx(peak, abs=6e-4)
@@ -465,7 +464,7 @@ def test_marginals_of_unit_gaussian_data(name, level, ratio, peak):
 
 @pytest.mark.parametrize("level", [0.0, 0.3, 0.8, 1.0])
 def test_cps_keeps_the_noise_of_a_point_mass_at_sigma(level):
-    """grpo_family 3.2: x0 constant and exact v give Var(x') = sigma'^2 after every step, for any a."""
+    """x0 constant and exact v give Var(x') = sigma'^2 after every step, for any a."""
     found = propagate(build("cps"), flow_schedule(10), level, data=(0.3, 0.0))
     assert found.inflation == pytest.approx([1.0] * 9, abs=1e-4)
 
@@ -473,7 +472,7 @@ def test_cps_keeps_the_noise_of_a_point_mass_at_sigma(level):
 @settings(max_examples=100, deadline=None)
 @given(level=st.floats(0, 1), sigma=st.floats(0.01, 1), share=st.floats(0, 0.99))
 def test_cps_splits_the_noise_without_loss(level, sigma, share):
-    """grpo_family 3.3: nothing under a root can turn negative; std^2 + direction^2 = sigma'^2."""
+    """Nothing under a root can turn negative; std^2 + direction^2 = sigma'^2."""
     step = make_step(sigma, sigma * share, level)
     found = transition(build("cps"), torch.ones(1, 2), torch.ones(1, 2), step)
     weight = cps.direction(step)
@@ -483,7 +482,7 @@ def test_cps_splits_the_noise_without_loss(level, sigma, share):
 
 
 def test_cps_at_strength_one_redraws_all_noise():
-    """grpo_family 3: x' = (1 - sigma') x0_hat + sigma' z, the consistency step of ddpo sheet 5.3."""
+    """x' = (1 - sigma') x0_hat + sigma' z, the consistency step of"""
     x, v = noise_pair(1, 4)
     found = transition(build("cps"), x, v, make_step(0.8, 0.6, 1.0))
     assert cps.direction(make_step(0.8, 0.6, 1.0)).tolist() == [0.0]
@@ -493,7 +492,7 @@ def test_cps_at_strength_one_redraws_all_noise():
 
 @pytest.mark.parametrize("name", ["cps", *SDE, "ddim"])
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_noise_times_the_gain(name):
-    """grpo_family 1.5.2 and 3.4: d log p / d v = z * d mean / d v over D std, for CPS 2 s z d mean / d v over D."""
+    """d log p / d v = z * d mean / d v over D std, for CPS 2 s z d mean / d v over D."""
     sampler, shape = build(name), (9, 2, 3)
     step = grid_steps(flow_schedule(10), sampler.default_noise_level())
     step = step.at(torch.arange(9))
@@ -522,7 +521,7 @@ def flow_variance(sigma: Tensor, sigma_next: Tensor) -> Tensor:
 @settings(max_examples=60, deadline=None)
 @given(sigma=st.floats(0.02, 0.996), share=st.floats(0, 0.99))
 def test_sage_variance_is_the_integral_and_less_than_that_of_flow_sde(sigma, share):
-    """trees 3.7.2: quadrature of s / (1 - s) on [sigma', sigma] below the clamp."""
+    """Quadrature of s / (1 - s) on [sigma', sigma] below the clamp."""
     start, end = torch.tensor([sigma], dtype=torch.float64), torch.tensor([sigma * share], dtype=torch.float64)
     w = float(unit_variance(start, end, 0.997))
     assert w == pytest.approx(quad(lambda s: s / (1 - s), sigma * share, sigma, epsabs=0, epsrel=1e-10)[0], rel=1e-6)
@@ -531,15 +530,15 @@ def test_sage_variance_is_the_integral_and_less_than_that_of_flow_sde(sigma, sha
 
 @pytest.mark.parametrize("sigma", [0.1, 0.5, 0.9, 0.99])
 def test_sage_tends_to_flow_sde_as_the_step_shrinks(sigma):
-    """trees 3.7.2: the ratio of the variances goes to 1, at first order in h."""
+    """The ratio of the variances goes to 1, at first order in h."""
     start, h = torch.full((3,), sigma, dtype=torch.float64), 1e-3 * torch.tensor([1.0, 0.1, 0.01]).double()
     gap = 1 - unit_variance(start, start - h, 0.997) / flow_variance(start, start - h)
     # d log(s / (1 - s)) / ds = 1 / (s (1 - s)), and half of it is the mean over the step.
     assert_close(gap, h / (2 * sigma * (1 - sigma)), rtol=0.2, atol=0)
 
 
-def test_sage_variances_of_the_sheet():
-    """trees 3.1: shift 5, 20 steps; at the first step the clamp makes SAGE noisier than Flow-SDE."""
+def test_sage_variances_on_a_shifted_grid():
+    """Shift 5, 20 steps; at the first step the clamp makes SAGE noisier than Flow-SDE."""
     step = grid_steps(linspace_schedule(20, 5.0), 1.0)
     found = {name: transition(build(name), *noise_pair(20, 2), step).std[:5].square() for name in ("sage", "flow_sde")}
     assert_close(found["sage"], column(1.234, 0.724, 0.438, 0.321, 0.257), rtol=0, atol=6e-4)
@@ -550,7 +549,7 @@ def test_sage_variances_of_the_sheet():
 
 @pytest.mark.parametrize(("shift", "most"), [(5.0, 67), (3.0, 111), (1.0, 332)])
 def test_sage_refuses_a_grid_that_ends_its_first_step_above_the_clamp(shift, most):
-    """trees 3.1 and 3.7.6: it raises, and the longest grid that it takes is the sheet's."""
+    """It raises, and the longest grid that it takes is known."""
     sampler = build("sage")
     assert bool(sampler.velocity_gain(grid_steps(linspace_schedule(most, shift), 0.5)).isfinite().all())
     step = grid_steps(linspace_schedule(most + 1, shift), 0.5)
@@ -562,7 +561,7 @@ def test_sage_refuses_a_grid_that_ends_its_first_step_above_the_clamp(shift, mos
 
 
 def test_the_remedies_that_sage_names_work():
-    """trees 3.1: raise sigma_max, or take the ODE at that step."""
+    """Raise sigma_max, or take the ODE at that step."""
     x, v = noise_pair(1, 4)
     wider = transition(build("sage", sigma_max=0.9995), x, v, make_step(1.0, 0.998, 0.5))
     assert bool(((wider.std > 0) & wider.std.isfinite()).all())
@@ -574,7 +573,7 @@ def test_the_remedies_that_sage_names_work():
 @settings(max_examples=100, deadline=None)
 @given(after=st.floats(0.99, 0.9999), sigma_max=st.floats(0.99, 0.9999))
 def test_sage_is_positive_or_refused_next_to_one(after, sigma_max):
-    """trees 3.7.6: never NaN."""
+    """Never NaN."""
     sampler, step = build("sage", sigma_max=sigma_max), make_step(1.0, after, 0.5)
     try:
         std = transition(sampler, torch.ones(1, 2), torch.ones(1, 2), step).std
@@ -594,7 +593,7 @@ def ddim_on_sd15(eta: float, x: Tensor, eps: Tensor) -> tuple[StepDistribution, 
 
 
 def test_ddim_std_at_eta_one_is_the_published_one():
-    """ddpo sheet 1.2 and 1.8.1: SD1.x, 50 steps; the sheet prints four decimals."""
+    """SD1.x, 50 steps; known to four decimals."""
     found, step = ddim_on_sd15(1.0, *noise_pair(50, 3))
     published = {981: 0.4545, 481: 0.2877, 181: 0.1771, 41: 0.0999, 21: 0.0395, 1: 0.0206}
     table = dict(zip(step.timestep.int().tolist(), found.std.tolist(), strict=True))
@@ -603,7 +602,7 @@ def test_ddim_std_at_eta_one_is_the_published_one():
 
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 def test_ddim_is_the_step_of_diffusers_on_the_whole_grid(eta):
-    """ddpo sheet 1.8.1: eta 0 is deterministic DDIM."""
+    """Eta 0 is deterministic DDIM."""
     from diffusers import DDIMScheduler
 
     scheduler = DDIMScheduler(
@@ -629,7 +628,7 @@ def test_ddim_is_the_step_of_diffusers_on_the_whole_grid(eta):
 
 
 def test_ddim_at_eta_one_is_the_ddpm_posterior():
-    """ddpo sheet 1.8.1: q(x' | x, x0_hat) from Bayes' rule on the chain x' -> x."""
+    """q(x' | x, x0_hat) from Bayes' rule on the chain x' -> x."""
     x, eps = noise_pair(50, 3)
     found, step = ddim_on_sd15(1.0, x, eps)
     grid = torch.cat([step.timestep.long(), torch.zeros(1, dtype=torch.int64)])
@@ -643,7 +642,6 @@ def test_ddim_at_eta_one_is_the_ddpm_posterior():
 
 
 def test_ddim_means_agree_for_eps_and_v_networks():
-    """ddpo sheet 1.8.3."""
     x, eps = noise_pair(50, 3)
     step = grid_steps(vp_schedule(50), 1.0, process=VP)
     told = VP.predict(eps, x, step.sigma, "eps")
@@ -656,14 +654,14 @@ def test_ddim_means_agree_for_eps_and_v_networks():
 
 @pytest.mark.parametrize("eta", [0.3, 1.0])
 def test_the_general_ddim_std_is_the_published_one_on_vp(eta):
-    """ddpo sheet 5.5.3 and 1.2: SD1.x at 50 steps; the published form cancels to 2e-5 at the last steps."""
+    """SD1.x at 50 steps; the published form cancels to 2e-5 at the last steps."""
     step = grid_steps(vp_schedule(50), eta, process=VP)
     assert_close(ddim.any_path_std(step), ddim.vp_std(step), rtol=3e-5, atol=0)
 
 
 @pytest.mark.parametrize(("name", "level"), [("ode", 0.0), ("ddim", 0.5), ("ddim", 1.0), ("cps", 0.8)])
 def test_a_vp_model_told_as_a_flow_takes_the_same_step(name, level):
-    """ddpo sheet 5.5.2: sigma -> s / (alpha + s), x -> x / (alpha + s), v = eps_hat - x0_hat."""
+    """Sigma -> s / (alpha + s), x -> x / (alpha + s), v = eps_hat - x0_hat."""
     x, eps = noise_pair(50, 4)
     step = grid_steps(vp_schedule(50), level, process=VP)
     prediction = VP.predict(eps, x, step.sigma, "eps")
@@ -682,7 +680,7 @@ def test_a_vp_model_told_as_a_flow_takes_the_same_step(name, level):
 @pytest.mark.parametrize("name", ["ddim", "cps"])
 @pytest.mark.parametrize("shift", [1.0, 3.0, 7.0])
 def test_the_ddim_form_never_draws_more_noise_than_it_has(name, shift):
-    """ddpo sheet 5.5.6: std^2 <= sigma'^2 on both families of flow grids and on VP, at every strength."""
+    """std^2 <= sigma'^2 on both families of flow grids and on VP, at every strength."""
     for level in (0.1, 0.5, 1.0):
         for count in (2, 10, 60):
             for schedule in (flow_schedule(count, shift), linspace_schedule(count, shift)):
