@@ -239,6 +239,6 @@ def test_its_steps_have_no_law_though_they_have_noise():
 
 
 def test_another_solver_takes_no_noise_level():
-    with pytest.raises(ValueError, match="takes its law from the sampler"):
+    with pytest.raises(ValueError, match="is a transition of the sampler"):
         StepPlan(flow_schedule(3), (0.4, 0.0, 0.0), (), ("dpm1",) * 3)
     assert solver_plan(flow_schedule(3), "dpm1").solver == ("dpm1",) * 3
