@@ -1,4 +1,4 @@
-"""What spans several components of a configuration, refused before a model is loaded."""
+"""Checks over several components of a configuration, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flowrl.training.base import checking
 
 
 def check(resolved: Resolved) -> None:
-    """Refuse combinations that no single component can judge.
+    """Refuse combinations that no single component can check.
 
     Raises:
-        ConfigError: naming the key, the value and the remedy.
+        ConfigError: with the key, the value and the remedy.
     """
     _check_source(resolved)
     _check_rewards(resolved)
@@ -24,11 +24,14 @@ def check(resolved: Resolved) -> None:
 
 
 def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
-    """What should be known of a checkpoint distilled to few steps; nothing of others. `adapter` None: not known yet.
+    """Check the options against a model's adapter; None: it is not known yet.
+
+    Returns:
+        Notes about a checkpoint distilled to few steps; none about others.
 
     Raises:
-        ConfigError: the KL's divisor is not for its process, a guidance scale changes nothing, or a distilled
-            checkpoint does not take it.
+        ConfigError: a KL divisor that does not fit the process, a guidance scale without an effect, or one that a
+            distilled checkpoint does not take.
     """
     if adapter is None:
         return []
@@ -60,7 +63,7 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
 
 
 def _check_below(scales: list[tuple[str, float | None]], none: float, kind: str) -> None:
-    """Refuse guidance below the scale `none`, from which on a pipeline of class `kind` guides."""
+    """Refuse guidance scales below `none`, at which a pipeline of class `kind` does not guide."""
     for key, scale in scales:
         if scale is not None and scale < none:
             raise ConfigError(
@@ -70,17 +73,17 @@ def _check_below(scales: list[tuple[str, float | None]], none: float, kind: str)
 
 
 def check_trained(resolved: Resolved, plan: StepPlan) -> None:
-    """What the number of trained steps does not allow, known once the model's grid is.
+    """Check the number of trained steps, which the model's grid decides.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: with the key that does not fit it.
     """
     with checking(resolved.algorithm.name):
         resolved.algorithm.config.check_trained(resolved.run.samples_per_iteration, len(plan.train))
 
 
 def _check_source(resolved: Resolved) -> None:
-    """Where the samples come from, and what has no meaning then."""
+    """Refuse options that have no meaning for the source of the samples: prompts or given pairs."""
     run, name = resolved.run, resolved.algorithm.name
     if not resolved.members:
         if run.data.pairs is not None:
@@ -95,7 +98,7 @@ def _check_source(resolved: Resolved) -> None:
         return
     if run.data.pairs is None:
         raise ConfigError(
-            f"data.pairs.path is required: {name} learns from given pictures; give a preference set in place of "
+            f"data.pairs.path is required: {name} learns from given images; give a preference set in place of "
             "data.prompts (docs/preferences.md)"
         )
     if run.rewards:
@@ -105,13 +108,13 @@ def _check_source(resolved: Resolved) -> None:
     if run.eval.best_guidance and not run.eval.rewards:
         raise ConfigError("eval.best_guidance: there is no reward to compare by; give eval.rewards, or leave it out")
     if run.eval.rewards and run.data.eval_prompts is None:
-        raise ConfigError("eval.rewards: there are no prompts to draw pictures for; give data.eval_prompts")
+        raise ConfigError("eval.rewards: there are no prompts to sample images for; give data.eval_prompts")
     if run.data.pairs.eval is not None and not resolved.method.prefers:
-        raise ConfigError(f"data.pairs.eval: {name} prefers no picture to another; leave it out")
+        raise ConfigError(f"data.pairs.eval: {name} compares no images; leave it out")
 
 
 def _check_rewards(resolved: Resolved) -> None:
-    """Several entries may share a component, but one that says the same twice is a slip."""
+    """Refuse an entry that repeats another; several entries may share a component."""
     plans = [(f"rewards.{i}", plan) for i, plan in enumerate(resolved.rewards)]
     plans += [(f"eval.rewards.{i}", plan) for i, plan in enumerate(resolved.eval_rewards)]
     for place, (key, plan) in enumerate(plans):
@@ -123,7 +126,7 @@ def _check_rewards(resolved: Resolved) -> None:
 
 
 def _check_credit(resolved: Resolved) -> None:
-    """The method's way to compare samples against the size of a group."""
+    """Check the method's advantage rule against the group size."""
     try:
         resolved.algorithm.config.check_group(resolved.group_size)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Components by name with their validated options: models, samplers, algorithms, and the entries of `rewards`."""
+"""Components by name with validated options: models, samplers and algorithms."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Component:
     module: ModuleType
     config: Any
     path: str | None = None
-    """The user's file, where the configuration names one."""
+    """The user's file, if the configuration names one."""
 
     @property
     def reference(self) -> Options:
-        """The part of its options that names it: {"name": ...} or {"path": ...}."""
+        """The option that names it: {"name": ...} or {"path": ...}."""
         return {"name": self.name} if self.path is None else {"path": self.path}
 
     def build(self) -> Any:
         """The component.
 
         Raises:
-            ConfigError: a user's file that cannot build it.
+            ConfigError: a user's file that fails.
         """
         if self.path is None:
             return self.module.build(self.config)
@@ -47,18 +47,18 @@ class Component:
             return self.module.build(self.config)
         except Fault:
             raise
-        except Exception as error:  # somebody's code may raise anything
+        except Exception as error:  # a user's code may raise anything
             log.debug("%s cannot be built", self.path, exc_info=error)
             raise ConfigError(f"{self.path} cannot be built: {described(error)}") from error
 
 
 def component(kind: str, options: Options, where: str, default: str | None = None) -> Component:
-    """The component that `options` name (else `default`), with its other keys validated by its own Config.
+    """The component that `options` name, else `default`; its Config validates the other keys.
 
-    `path` names a file of a sampler or a method; of a model it is an option.
+    `path` is the file of a sampler or a method, and an option of a model.
 
     Raises:
-        ConfigError: there is none, its file cannot be used, or a bad option.
+        ConfigError: an unknown name, a file that cannot be used, or a bad option.
     """
     rest, own = dict(options), kind in registry.BASES
     name, path = rest.pop("name", None), rest.pop("path", None) if own else None
@@ -79,7 +79,7 @@ def component(kind: str, options: Options, where: str, default: str | None = Non
 
 
 def _require_kind(kind: str, made: Component, where: str) -> None:
-    """Refuse somebody's component that is not of its kind, or whose options are not."""
+    """Refuse a user's component that is not of its kind, or whose Config is not."""
     place, name = registry.BASES[kind]
     base = vars(importlib.import_module(place))[name]
     if kind == "algorithms" and not isinstance(made.config, base.Config):
@@ -89,15 +89,15 @@ def _require_kind(kind: str, made: Component, where: str) -> None:
 
 
 def model_component(options: Options, *, offline: bool = False) -> Component:
-    """The adapter that `model.name` names; where it is left out, that of the pipeline's class.
+    """The adapter that `model.name` names, else that of the pipeline's class.
 
     Args:
-        options: of the model.
-        offline: ask the hub for nothing; what is in its cache here is read.
+        options: the options of `model`.
+        offline: read the hub's cache on this machine alone.
 
     Raises:
-        ConfigError: a bad option, or one of an adapter that was not chosen.
-        ModelError: there is no such model, or its class cannot be known.
+        ConfigError: a bad option, or one of another adapter.
+        ModelError: there is no such model, or its class is not known.
     """
     if options.get("name") is not None:
         return component("models", options, "model")

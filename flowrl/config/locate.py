@@ -1,7 +1,6 @@
-"""What the paths in a configuration are relative to: the file that holds them.
+"""Absolute paths in configurations: a path is relative to the file that holds it.
 
-What stands on the command line is relative to the working directory, and so is `output`. Every other option that names
-a file or folder is made absolute here, once, where the configuration is read; names that are no files stay as they are.
+A path of the command line is relative to the working directory, and so is `output`. Names that are not files stay.
 """
 
 from __future__ import annotations
@@ -28,27 +27,26 @@ _STARTS = ("./", "../", "/", "~")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the values of a configuration stand."""
+    """Where the values of a configuration come from."""
 
     folder: Path
-    """Of the file."""
+    """Folder of the file."""
     overridden: tuple[str, ...] = ()
-    """Keys that the command line set, such as `rewards.0.path`."""
+    """Keys of the command line, such as `rewards.0.path`."""
 
     def base(self, key: str) -> Path:
         """The folder that a path under this key is relative to."""
-        told = any(key == place or key.startswith(f"{place}.") for place in self.overridden)
-        return Path.cwd() if told else self.folder
+        given = any(key == place or key.startswith(f"{place}.") for place in self.overridden)
+        return Path.cwd() if given else self.folder
 
 
 def located(cls: type, tree: Options, origin: Origin, where: str = "") -> Options:
-    """A copy of the plain data of a dataclass whose marked options are absolute paths.
+    """A copy of the plain data of a dataclass with absolute paths in its marked options.
 
-    Values that the dataclass would refuse are left as they are, for it to refuse.
+    Values of a wrong type stay, for the dataclass to refuse.
 
     Raises:
-        ConfigError: a variable that is not set, or a path that leads nowhere from the file and somewhere from the
-            working directory.
+        ConfigError: an environment variable that is not set, or a path that exists from the working directory alone.
     """
     hints, result = typing.get_type_hints(cls, include_extras=True), dict(tree)
     for key in tree.keys() & {item.name for item in fields(cls)}:
@@ -67,12 +65,12 @@ def located(cls: type, tree: Options, origin: Origin, where: str = "") -> Option
 
 
 def _dataclass_in(hint: Any) -> type | None:
-    """The dataclass that a type is, or may be."""
+    """The dataclass of a type or of its union; None if there is none."""
     return next((one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and is_dataclass(one)), None)
 
 
 def _component(kind: str, options: Any, origin: Origin, where: str) -> Any:
-    """The options of a component."""
+    """The options of a component with absolute paths."""
     if not isinstance(options, dict):
         return options
     result = dict(options)
@@ -89,8 +87,7 @@ def _component(kind: str, options: Any, origin: Origin, where: str) -> Any:
         from flowrl.models.base import ModelConfig
 
         return located(ModelConfig, result, origin, where)
-    # Of a component that is not built in nothing is known before it is run: its options say by themselves whether
-    # they are paths.
+    # The options of a component that is not built in are not known before its code runs, so their values decide.
     shared = {item.name for item in fields(RewardEntry)} if kind == "rewards" else {"name"}
     shared |= {"path"} if kind in registry.BASES else set()
     own = {key: value for key, value in result.items() if key not in shared}
@@ -98,7 +95,7 @@ def _component(kind: str, options: Any, origin: Origin, where: str) -> Any:
 
 
 def _plainly(value: Any, key: str, origin: Origin) -> Any:
-    """Strings that begin like a path are paths."""
+    """Plain data in which strings that begin like a path are made absolute."""
     if isinstance(value, str) and value.startswith(_STARTS):
         return _located(value, PATH, key, origin.base(key))
     if isinstance(value, dict):
@@ -109,15 +106,15 @@ def _plainly(value: Any, key: str, origin: Origin) -> Any:
 
 
 def _located(value: str, mark: Place, key: str, base: Path) -> str:
-    """One value."""
+    """One value of a marked option."""
     text = expanded(value, key)
     kind = mark.kind
     if not text or mark == OUTPUT or (kind == "cache" and text == "memory"):
         return text
     if kind in ("prompts", "pairs") and text.startswith("hf:"):
         path, split = split_of(text.removeprefix("hf:"))
-        told = _located(path, Place("name"), key, base)
-        return f"hf:{told}:{split}" if split else f"hf:{told}"
+        path = _located(path, Place("name"), key, base)
+        return f"hf:{path}:{split}" if split else f"hf:{path}"
     if "://" in text or (kind == "prompts" and text.startswith("shapes:")):
         return text
     path = relative_to_folder(base, text)
@@ -141,29 +138,26 @@ def _is_asset(name: str) -> bool:
 
 
 def _refuse_elsewhere(value: str, text: str, path: str, key: str, base: Path) -> None:
-    """Refuse what is not there from the file and would be from the working directory: which one is meant is not known.
+    """Refuse a path that exists from the working directory alone, since either place may be meant.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: with both places.
     """
     if base.absolute() == Path.cwd() or glob.glob(path) or not (os.path.exists(text) or glob.glob(text)):
         return
     there = os.path.relpath(text, base)
     raise ConfigError(
-        f"{key}={value!r}: there is no {path}. What a configuration names is relative to its own folder, "
-        f"{base.absolute()}, and only the working directory has a {text!r}: write {there!r} in the file, or give "
+        f"{key}={value!r}: there is no {path}. Paths in a configuration are relative to its folder, "
+        f"{base.absolute()}, and only the working directory has {text!r}: write {there!r} in the file, or give "
         f"{key}={text} on the command line"
     )
 
 
 def origin_of(file: Path, overrides: Sequence[str] | None) -> Origin:
-    """Of a configuration that was read from `file` with overriding words.
+    """Origin of a configuration read from `file` with overrides.
 
     Older run folders, which have no inputs.json, hold paths relative to the working directory.
     """
-    old = file.name == "config.yaml" and _is_file(file, "provenance.json") and not _is_file(file, "inputs.json")
+    made, recorded = ((file.parent / name).is_file() for name in ("provenance.json", "inputs.json"))
+    old = file.name == "config.yaml" and made and not recorded
     return Origin(Path.cwd() if old else file.parent, tuple(word.partition("=")[0] for word in overrides or ()))
-
-
-def _is_file(file: Path, neighbour: str) -> bool:
-    return (file.parent / neighbour).is_file()

@@ -1,4 +1,4 @@
-"""Where an option belongs: a key that is unknown in its mapping is looked for in the whole configuration."""
+"""Places of an unknown key: a message names the options of that name in the whole configuration."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _Made = TypeVar("_Made")
 
 
 def placed(root: type, tree: Options, make: Callable[[], _Made]) -> _Made:
-    """What `make` gives; an unknown key in it is told with the places where one of its name is.
+    """The result of `make`; its error about an unknown key names the places of options of that name.
 
     Args:
         root: dataclass of a whole configuration.
-        tree: the configuration as it is written, for the components that it names.
-        make: validates it, or a component of it.
+        tree: plain data of the configuration, for the names of its components.
+        make: validates the configuration or a component of it.
 
     Raises:
         UnknownKey: with those places.
@@ -32,7 +32,7 @@ def placed(root: type, tree: Options, make: Callable[[], _Made]) -> _Made:
 
 
 def _meant(error: UnknownKey, places: list[str]) -> tuple[str, ...]:
-    """Names that may have been meant, the likeliest first; () where the key's own mapping has the only one."""
+    """Options that may be meant, the likeliest first; () if only the key's own mapping has one."""
     last = {place: place.rpartition(".")[2] for place in places}
     local = registry.close_to(error.key, error.valid)
     elsewhere = [place for place, name in last.items() if name == error.key]
@@ -43,7 +43,7 @@ def _meant(error: UnknownKey, places: list[str]) -> tuple[str, ...]:
 
 
 def _places(root: type, tree: Options) -> Iterator[str]:
-    """Every option of a configuration and of its components, as words of an override."""
+    """Dotted paths of all options of a configuration and of its components."""
     yield from dotted(root)
     model, method = _config("models", tree.get("model")), _config("algorithms", tree.get("algorithm"), "flow_grpo")
     yield from dotted(model or ModelConfig, "model.")
@@ -58,7 +58,7 @@ def _places(root: type, tree: Options) -> Iterator[str]:
 
 
 def _config(kind: str, options: Any, default: str | None = None) -> type | None:
-    """Config of the built-in component that is named, or None; another's code is not run for a message."""
+    """Config of the named built-in component; None for others, whose code is not run for a message."""
     given = options if isinstance(options, dict) else {}
     name = "" if kind in registry.BASES and given.get("path") else given.get("name") or default
     return registry.load(kind, name).Config if name in registry.names(kind) else None

@@ -1,4 +1,4 @@
-"""A run with its components found and their options validated."""
+"""A run with its components and their validated options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowrl.training.kinds import training_of
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run with every component found and its options validated; nothing is loaded yet."""
+    """A run with its components and their validated options; no model is loaded."""
 
     run: RunConfig
     model: Component
@@ -28,7 +28,7 @@ class Resolved:
 
     @cached_property
     def method(self) -> Any:
-        """The method to ask for what it is; a run that trains builds its own, which remembers."""
+        """An instance of the method, for its properties; a training builds another one, which has state."""
         return self.algorithm.build()
 
     @cached_property
@@ -38,7 +38,7 @@ class Resolved:
 
     @property
     def setting(self) -> Setting:
-        """The options that the training data depend on."""
+        """The options on which the training data depend."""
         run = self.run
         return Setting(
             name=self.algorithm.name,
@@ -53,27 +53,27 @@ class Resolved:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Where each sample of a slot comes from; empty: the rollout draws all of them."""
+        """Origin of each sample of a slot; empty: the rollout draws all of them."""
         return self.method.members
 
     @property
     def slots(self) -> int:
-        """Prompts of an iteration."""
+        """Number of prompts, or pairs, of an iteration."""
         pairs = self.run.data.pairs
         return self.run.rollout.prompts_per_iteration if pairs is None else pairs.per_iteration
 
     @property
     def group_size(self) -> int:
-        """Samples of a prompt."""
+        """Number of samples of a prompt."""
         return len(self.members) or self.run.rollout.group_size
 
     @property
     def drawn(self) -> int:
-        """Those of them that the rollout draws."""
+        """Number of samples of a prompt that the rollout draws."""
         return self.members.count("drawn") if self.members else self.run.rollout.group_size
 
     def tree(self) -> Options:
-        """The configuration with every component's defaults written out."""
+        """Plain data of the configuration with all defaults of its components."""
         tree = to_tree(self.run)
         for place, part in (("model", self.model), ("algorithm", self.algorithm)):
             tree[place] = part.reference | to_tree(part.config)

@@ -1,9 +1,9 @@
 """Options of earlier versions, in the configuration that a run folder keeps.
 
-A run folder's config.yaml holds every option with its value, as the version that started the run knew them. When it is
-read, an option that was renamed has its value under the new name, one that came later has the value that the run was
-made with, and one that is gone is dropped if it had its default, for then it changed nothing. A user's own
-configuration is not translated: an old name in it is refused with the new one.
+A run folder's config.yaml holds every option of the version that started the run. When it is read, a renamed option
+has its value under the new name, a later option has the value that the run was made with, and a removed option is
+dropped if it had its default, which changed nothing. A user's own configuration is not translated: an old name in it
+is refused with the new one.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Kind = Literal["run", "models", "samplers", "algorithms", "rewards"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An option of the run, or of one component (`*`: of all of its kind)."""
+    """An option of the run, or of a component."""
 
     kind: Kind
     name: str
-    """Component; of a run `*`."""
+    """Name of the component; `*`: the run, or all components of the kind."""
     key: str
-    """Dotted, inside the component."""
+    """Dotted path inside the component."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """An option with another name."""
+    """An option with a new name."""
 
     old: Place
     new: str
-    """Dotted, inside the component. Where its mapping is null, what it belongs to is not used: the value is dropped."""
+    """Dotted path inside the component. The value is dropped if the mapping of the new name is null."""
 
     @property
     def nests(self) -> bool:
@@ -48,23 +48,23 @@ class Renamed:
         return self.new.startswith(f"{self.old.key}.")
 
     def is_in(self, mapping: Options, key: str) -> bool:
-        """Whether `mapping`, where the old key would be, has it by its old meaning."""
+        """Whether `mapping` has `key` in its old meaning."""
         return key in mapping and not (self.nests and (mapping[key] is None or isinstance(mapping[key], dict)))
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """An option that is gone."""
+    """A removed option."""
 
     old: Place
     default: Any
     remedy: str = ""
-    """What to set instead; empty: a configuration that has it is told the valid keys."""
+    """The option to set instead, for the message; empty: the message lists the valid keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """An option that came later and whose default is not what runs were made with before."""
+    """A later option whose default differs from the behaviour of earlier runs."""
 
     new: Place
     value: Any
@@ -81,7 +81,7 @@ FLAT_PAIRS = {
     "posterior": "posterior",
     "flip": "flip",
 }
-"""Keys beside `data.pairs` until 0.1.0 -> inside it."""
+"""Keys next to `data.pairs` until 0.1.0 -> keys inside it."""
 RENAMED: tuple[Renamed, ...] = tuple(
     Renamed(Place("run", "*", f"data.{old}"), f"data.pairs.{new}") for old, new in FLAT_PAIRS.items()
 )
@@ -95,7 +95,7 @@ _TREES = (*_BY_NODES, "tree_grpo", "dynamic_tree_rpo")
 
 
 def _gone(methods: Sequence[str], defaults: dict[str, Any], remedy: str = "") -> list[Retired]:
-    """Options that several methods had only to refuse them, by their old defaults."""
+    """Options that several methods had in order to refuse them, with their old defaults."""
     return [
         Retired(Place("algorithms", name, key), value, remedy) for name in methods for key, value in defaults.items()
     ]
@@ -145,7 +145,7 @@ def as_it_was(tree: Options, source: Path) -> Options:
         source: file, for messages.
 
     Raises:
-        ConfigError: an option that is gone had another value than its default.
+        ConfigError: a removed option had another value than its default.
     """
     tree = copy.deepcopy(tree)
     for one in RENAMED:
@@ -176,10 +176,10 @@ def as_it_was(tree: Options, source: Path) -> Options:
 
 
 def refuse_old_names(tree: Options) -> None:
-    """Refuse options of earlier versions that have another name now, or something in their place.
+    """Refuse options of earlier versions that have a new name or a substitute.
 
     Raises:
-        ConfigError: naming the option and what to set instead.
+        ConfigError: with the option and what to set instead.
     """
     lines = []
     for one in RENAMED:
@@ -197,7 +197,7 @@ def refuse_old_names(tree: Options) -> None:
 
 
 def run_tree(folder: Path, *places: str) -> Options:
-    """Plain data of the configuration that a run folder keeps, with `model.path` and what else is at `places`.
+    """Plain data of a run folder's configuration, which has `model.path` and the keys `places`.
 
     Raises:
         ConfigError: it is not a run folder, the file is damaged, or this version cannot read it.
@@ -214,7 +214,7 @@ def run_tree(folder: Path, *places: str) -> Options:
 
 
 def _parts(tree: Options, place: Place) -> Iterator[tuple[str, Options]]:
-    """(prefix of its keys, mapping) of the run, or of each component that a place may be in."""
+    """(prefix of its keys, mapping) of the run, or of each component that a place may mean."""
     listed = [(f"{key}.", _at(tree, key)) for key in ("rewards", "eval.rewards")]
     entries: dict[Kind, list[tuple[str, Any]]] = {
         "run": [("", tree)],
@@ -229,14 +229,14 @@ def _parts(tree: Options, place: Place) -> Iterator[tuple[str, Options]]:
 
 
 def _reached(part: Options, dotted: str) -> tuple[Options | None, str]:
-    """(mapping that holds a key, its last name); None: a part of the way there is no mapping."""
+    """(mapping that may hold a dotted key, last part of the key); None: there is no such mapping."""
     way, _, last = dotted.rpartition(".")
     result = _at(part, way) if way else part
     return (result if isinstance(result, dict) else None), last
 
 
 def _at(part: Any, dotted: str) -> Any:
-    """The value at a dotted key; None: there is none."""
+    """The value at a dotted key; None if there is none."""
     for key in dotted.split("."):
         part = part.get(key) if isinstance(part, dict) else None
     return part

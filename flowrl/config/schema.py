@@ -1,7 +1,7 @@
-"""YAML to a typed, frozen, strict configuration.
+"""The typed, frozen configuration of a run.
 
-An unknown key, a wrong type or a value out of range stops with the key, the value, the reason and the
-nearest valid name, before any model is loaded. No value is ever changed silently.
+An unknown key, a wrong type or a value out of range is refused with the key, the value, the reason and the nearest
+valid name before a model is loaded. No value is changed silently.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-
 from flowrl.core.paths import OUTPUT, ComponentOf
 from flowrl.core.strict import Options, require_positive
 from flowrl.data.options import DataConfig
@@ -24,23 +22,26 @@ from flowrl.training.optim import OptimConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
+    """Evaluation with fixed seeds before, during and after training."""
+
     every: int = 0
-    """Iterations between evaluations on the way; 0: only before and after training."""
+    """Iterations between evaluations during training; 0: only before and after it."""
     num_inference_steps: int | None = None
-    """Null takes rollout's."""
+    """Denoising steps of an evaluation; null: those of `rollout`."""
     guidance_scale: float | None = None
-    """Null takes rollout's."""
+    """Guidance scale of an evaluation; null: that of `rollout`."""
     samples_per_prompt: int = 1
-    """Fixed seeds per prompt."""
+    """Samples of each prompt, at seeds 0, 1, ...; more of them narrow the intervals."""
     batch_size: int = 32
+    """Samples per forward; changes memory and speed alone."""
     best_guidance: list[float] = field(default_factory=list)
-    """CFG scales tried on the base; the best one is reported beside base and tuned. Empty: not searched."""
+    """Guidance scales tried on the base model, whose best result is reported next to base and tuned; empty: none."""
     periodic_prompts: int | None = None
-    """Prompts of the evaluations on the way; null: all."""
+    """Number of prompts, the first ones, in evaluations during training; null: all."""
     rewards: Annotated[list[Options], ComponentOf("rewards")] = field(default_factory=list)
-    """Further rewards, only looked at; training rewards are always evaluated."""
+    """Rewards that are evaluated and not trained on; those of training are always evaluated."""
     save_images: int | None = 64
-    """Prompts whose pictures are kept; null keeps all (the report then shows the worst regressions)."""
+    """Number of prompts whose images are saved; null: all, and the report can show the worst regressions."""
 
     def __post_init__(self) -> None:
         require_positive(
@@ -55,10 +56,12 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
+    """Checkpoints of a run."""
+
     every: int = 20
     """Iterations between checkpoints; the last iteration is always saved."""
     keep: int = 3
-    """Newest checkpoints kept."""
+    """Number of checkpoints that are kept, the newest ones."""
 
     def __post_init__(self) -> None:
         require_positive(every=self.every, keep=self.keep)
@@ -66,24 +69,34 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """A whole run. `model`, `algorithm`, `rollout.sampler` and `rewards` are the components' own options."""
+    """A whole run. `model`, `algorithm`, `rollout.sampler` and each of `rewards` hold a component's own options."""
 
     name: str
-    """Run folder: <output>/<name>."""
+    """Name of the run folder, <output>/<name>: letters, digits, ".", "_" and "-"."""
     model: Annotated[Options, ComponentOf("models")]
+    """Model to train: `path`, and perhaps `name`, the adapter (default: by the pipeline's class)."""
     data: DataConfig
+    """Training and evaluation data."""
     iterations: int
+    """Number of iterations, each a rollout with its updates; 0: only the evaluations."""
     rewards: Annotated[list[Options], ComponentOf("rewards")] = field(default_factory=list)
-    """What samples are credited by; none for a method that learns from pairs."""
+    """Rewards of the samples, with their weights; empty for a method that learns from pairs."""
     output: Annotated[str, OUTPUT] = "runs"
+    """Folder of run folders, relative to the working directory."""
     seed: int = 0
+    """Seed of all noise, orders and splits of data."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling of an iteration: prompts, samples, steps, sampler."""
     algorithm: Annotated[Options, ComponentOf("algorithms")] = field(default_factory=lambda: {"name": "flow_grpo"})
+    """Training method: `name`, or `path` of a .py file, and its options."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and updates."""
     eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluations."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
     deterministic: bool = True
-    """Deterministic kernels, so that a resume is bitwise equal; slower on a GPU."""
+    """Deterministic kernels, which make a resumed run bitwise equal; false: faster on a GPU."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.name) or self.name in (".", ".."):
@@ -98,12 +111,12 @@ class RunConfig:
 
     @property
     def samples_per_iteration(self) -> int:
-        """Samples that are drawn, for a method that draws all of them."""
+        """Samples of an iteration, for a method that draws all of them."""
         return self.rollout.prompts_per_iteration * self.rollout.group_size
 
 
 def geometry(config: RunConfig) -> None:
-    """Refuse numbers that do not divide, with the nearest that do: samples into updates, or pairs."""
+    """Refuse a number of updates that does not divide the samples, or pairs, of an iteration; names the nearest."""
     rollout, total, what = config.rollout, config.samples_per_iteration, "samples of an iteration"
     made_of = f"prompts_per_iteration={rollout.prompts_per_iteration} x group_size={rollout.group_size}"
     if config.data.pairs is not None:
@@ -120,10 +133,5 @@ def geometry(config: RunConfig) -> None:
 
 
 def to_tree(config: Any) -> Options:
-    """Plain data of a configuration, every default written out."""
+    """Plain data of a configuration with all defaults."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def dump(config: RunConfig) -> str:
-    """YAML of the resolved configuration."""
-    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)

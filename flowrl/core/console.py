@@ -12,18 +12,15 @@ from pathlib import Path
 from flowrl.core.files import writing
 
 log = logging.getLogger("flowrl")
-
-
 journal = logging.getLogger("flowrl.journal")
-"""For train.log alone: what the screen is told otherwise."""
-
+"""Messages for train.log alone; the screen shows the same in another way."""
 
 DEBUG = "FLOWRL_DEBUG"
-"""Set in the environment, the screen shows tracebacks too; `flowrl --debug` sets it."""
+"""Environment variable that makes the screen show tracebacks too; set by `flowrl --debug`."""
 
 
 class Progress:
-    """A bar with rate and remaining time on a terminal; quiet elsewhere, and on all processes but the first."""
+    """Progress bar with rate and remaining time on a terminal; silent elsewhere, and if `show` is false."""
 
     def __init__(self, total: int, text: str, *, show: bool) -> None:
         self.total, self.text, self.done, self.started = total, text, 0, time.monotonic()
@@ -50,7 +47,7 @@ class Progress:
 
 
 class LogFile(logging.FileHandler):
-    """train.log; where it cannot be written the error stream says so once, in place of a traceback for each line."""
+    """train.log; if it cannot be written, one line on the error stream instead of a traceback for every message."""
 
     lost = False
 
@@ -63,12 +60,12 @@ class LogFile(logging.FileHandler):
             print(f"{self.baseFilename} cannot be written ({error.strerror}): lines are missing there", file=sys.stderr)
 
     def close(self) -> None:
-        with suppress(OSError):  # the lines that are still held back; it was told when they came
+        with suppress(OSError):  # unwritten lines; handleError has reported them
             super().close()
 
 
 class _Stamped(logging.Formatter):
-    """Time and level on every line, those of a traceback among them."""
+    """Time and level on every line, also on those of a traceback."""
 
     def __init__(self, process: str) -> None:
         super().__init__("%(message)s")
@@ -80,9 +77,9 @@ class _Stamped(logging.Formatter):
 
 
 def set_up_logging(file: Path | None, *, main: bool, rank: int = 0) -> None:
-    """Messages of the first process to the screen, warnings of the others too; to `file` all, tracebacks included.
+    """Messages of the first process and warnings of the others to the screen; all with tracebacks to `file`.
 
-    What every process says (INFO) stands in the file once, the first process's.
+    INFO messages, equal on all processes, are in the file once.
     """
     for handler in list(log.handlers):
         log.removeHandler(handler)
@@ -95,7 +92,7 @@ def set_up_logging(file: Path | None, *, main: bool, rank: int = 0) -> None:
     screen.addFilter(lambda record: record.name != journal.name)
     log.addHandler(screen)
     if file is not None:
-        # Lines of several processes go to the end of one file, each line as a whole.
+        # Several processes append to one file, a whole line at a time.
         with writing(file):
             stream = LogFile(file, encoding="utf-8", delay=not main)
         stream.setFormatter(_Stamped("" if main else f"process {rank}: "))

@@ -1,6 +1,6 @@
-"""What a run folder says of the user's files, and how they differ from what there is now or in another run.
+"""Records of the user's files in run folders, and how two records differ.
 
-Read from text files alone. `flowrl/run/inputs.py` makes and keeps the record.
+Only text files are read. `flowrl/run/inputs.py` writes the record.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.core.assets import embedded_prompts
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import damaged, read_object
+from flowrl.core.files import damaged, is_list, read_object
 
 log = logging.getLogger("flowrl")
 
@@ -32,19 +32,20 @@ Kind = Literal["code", "prompts", "text", "set"]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One file, or one set of several."""
+    """An input of a run: one file, or a set of several."""
 
     key: str
-    """Of the configuration."""
+    """Key of the configuration that names it."""
     kind: Kind
     path: str
     sha256: str
-    """Of its bytes; of a set, of what its scan found."""
+    """SHA-256 of a file's bytes, or of the result of a set's scan."""
     bytes: int
+    """Size of a file; 0 for a set."""
     copy: str | None = None
-    """Relative to the run folder."""
+    """Copy in the run folder, relative to it; null: not copied."""
     about: str = ""
-    """Of a set: what it holds, in words."""
+    """Contents of a set in words."""
 
     @property
     def name(self) -> str:
@@ -52,48 +53,48 @@ class Input:
 
     @property
     def place(self) -> tuple[str, str]:
-        """By which it is found again: an imported file has the key of the one that imports it."""
+        """Identity in a record: (key, name); an imported file has the key of the file that imports it."""
         return self.key, self.name if self.kind == "code" else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a run folder says of its inputs."""
+    """Inputs of a run."""
 
     inputs: tuple[Input, ...]
-    changes: tuple[dict[str, Any], ...] = field(default=())
-    """Accepted ones: after which iteration, and in words what."""
+    changes: tuple[dict[str, Any], ...] = ()
+    """Accepted changes: {"iteration": after which one, "what": sentences}."""
 
     def by_place(self) -> dict[tuple[str, str], Input]:
         return {one.place: one for one in self.inputs}
 
 
-def say(text: str, *values: Any) -> None:
-    """A warning of the first process alone, also before it has joined the others."""
+def say(text: str, *values: object) -> None:
+    """Log a warning on the first process alone, also before the processes have joined."""
     if os.environ.get("RANK", "0") == "0":
         log.warning(text, *values)
 
 
 def read(run: Path) -> Record | None:
-    """What a run folder says; None of an older one, which says nothing.
+    """The record of a run folder; None if it has none, as an older one.
 
     Raises:
-        ConfigError: the file cannot be understood.
+        ConfigError: the file is damaged.
     """
     file = run / FILE
     if not file.is_file():
         return None
-    remedy = "delete it: the run then goes on as one of which nothing was recorded"
-    told = read_object(file, remedy)
+    remedy = "delete it: the run then goes on as one without a record"
+    record = read_object(file, remedy)
     try:
-        inputs = tuple(Input(**one | {"key": _RENAMED.get(one["key"], one["key"])}) for one in told["inputs"])
-        return Record(inputs, tuple(told["changes"]))
+        inputs = tuple(Input(**one | {"key": _RENAMED.get(one["key"], one["key"])}) for one in record["inputs"])
+        return Record(inputs, tuple(record["changes"]))
     except (KeyError, TypeError) as error:
         raise damaged(file, error, remedy) from error
 
 
 def changes(run: Path, record: Record, now: Sequence[Input]) -> dict[tuple[str, str], str]:
-    """What differs of each input that both have, in words."""
+    """Differences of the inputs that both have: place -> sentence."""
     old = record.by_place()
     pairs = [(old[one.place], one) for one in now if one.place in old]
     return {
@@ -104,18 +105,18 @@ def changes(run: Path, record: Record, now: Sequence[Input]) -> dict[tuple[str, 
 
 
 def file_of(one: Input) -> Path:
-    """Where it lies now."""
+    """Present file of an input."""
     return embedded_prompts(one.path) or Path(one.path)
 
 
 def require_comparable(runs: Sequence[Path], *, accept: bool) -> list[str]:
-    """Which files had other contents in one run than in another, if that is accepted.
+    """Sentences about files whose contents differ between runs.
 
     Raises:
-        ConfigError: there are such, and they are not accepted.
+        ConfigError: there are such files, and `accept` is false.
     """
     records = [(run, record) for run in runs if (record := read(run)) is not None]
-    result = []
+    result: list[str] = []
     for (first, one), (second, other) in itertools.combinations(records, 2):
         known = one.by_place()
         for now in other.inputs:
@@ -125,36 +126,36 @@ def require_comparable(runs: Sequence[Path], *, accept: bool) -> list[str]:
                 result.append(f"{first} (then) and {second} (now): {_describe_difference(then, now, *files)}")
     if result and not accept:
         raise ConfigError(
-            f"these runs were made with other contents of a file: {'; '.join(result)}. Compare runs of one reward and "
-            f"one list of prompts, or add {ACCEPT}: they are then shown side by side, on no common chart"
+            f"these runs were made with different contents of a file: {'; '.join(result)}. Compare runs of one reward "
+            f"and one list of prompts, or add {ACCEPT}: they are then shown side by side without a common chart"
         )
     return result
 
 
 def require_same(run: Path, record: Record, now: Sequence[Input], *, accept: bool) -> list[str]:
-    """What differs, if that is accepted.
+    """Sentences about the inputs that have changed.
 
     Raises:
-        ConfigError: something differs and is not accepted.
+        ConfigError: one has changed, and `accept` is false.
     """
     result = list(changes(run, record, now).values())
     if result and not accept:
         raise ConfigError(
-            f"{run} was made with other contents: {'; '.join(result)}. Bring back what it was, start a run of another "
-            f"name, or add {ACCEPT}: then what is there now counts, and nothing is compared with earlier scores"
+            f"{run} was made with other contents: {'; '.join(result)}. Restore them, start a run of another name, or "
+            f"add {ACCEPT}: then the present contents count, and nothing is compared with earlier scores"
         )
     return result
 
 
 def require_unedited(run: Path, now: Sequence[Input], *, accept: bool) -> None:
-    """Refuse files that were edited since the run; others that a command names instead are left alone.
+    """Refuse files that were edited since the run; files that a command names in their place are not compared.
 
     Raises:
-        ConfigError: one was edited, and that is not accepted.
+        ConfigError: one was edited, and `accept` is false.
     """
     record = read(run)
     if record is None:
-        say("%s has no %s: whether your files are what they were is not known", run, FILE)
+        say("%s has no %s: it is not known whether your files have changed", run, FILE)
         return
     old = record.by_place()
     same = [one for one in now if one.place in old and old[one.place].path == one.path]
@@ -163,10 +164,10 @@ def require_unedited(run: Path, now: Sequence[Input], *, accept: bool) -> None:
 
 
 def _describe_difference(then: Input, now: Input, before_file: Path, after_file: Path) -> str:
-    """What differs between two contents of a file: lines, and the first that is another one."""
+    """Difference of two contents of a file: numbers of lines, and the first line that differs."""
     what = f"{now.key}: {now.path}"
     if now.kind == "set":
-        return f"{what} held {then.about} then, and {now.about} now, or their files have other names or sizes"
+        return f"{what} held {then.about} then and {now.about} now, or its files have other names or sizes"
     before, after = _lines(before_file), _lines(after_file)
     if before is None or after is None:
         return f"{what} had {then.bytes} bytes then, {now.bytes} now, with another SHA-256"
@@ -174,13 +175,13 @@ def _describe_difference(then: Input, now: Input, before_file: Path, after_file:
     pairs = enumerate(itertools.zip_longest(before, after), 1)
     number, (old, new) = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (0, (None, None)))
     if not number:
-        return f"{what} ends with a line break in one and without in the other ({kept})"
+        return f"{what} differs in the line break at its end ({kept})"
     place = f"line {number} {_short(old, 'was')} then and {_short(new, 'is')} now"
     return f"{what} had {len(before)} lines then, {len(after)} now; {place} ({kept})"
 
 
 def _lines(file: Path) -> list[str] | None:
-    """None of what is no text, or gone."""
+    """Lines of a file; None if it is missing or not text."""
     try:
         text = file.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -190,30 +191,30 @@ def _lines(file: Path) -> list[str] | None:
 
 def _short(line: str | None, verb: str) -> str:
     if line is None:
-        return f"{verb} not there"
+        return f"{verb} missing"
     return f"{verb} {line if len(line) <= 60 else line[:57] + '...'!r}"
 
 
 def stand_ins(run: Path, tree: dict[str, Any]) -> None:
-    """In a run's configuration, the copies of the files that are gone; says so."""
+    """Replace missing files in a run's configuration by their copies in its folder, with a warning."""
     record = read(run)
     for one in () if record is None else record.inputs:
         *path, last = one.key.split(".")
         node: Any = tree
         for key in path:
-            node = node[int(key)] if isinstance(node, list) else node.get(key, {})
+            node = node[int(key)] if is_list(node) else node.get(key, {})
         if one.copy is None or node.get(last) != one.path or embedded_prompts(one.path) or Path(one.path).exists():
             continue
         if (run / one.copy).is_file():
             node[last] = str((run / one.copy).absolute())
-            say("%s: %s is gone; its copy %s is used instead", one.key, one.path, run / one.copy)
+            say("%s: %s is missing; its copy %s is used instead", one.key, one.path, run / one.copy)
 
 
-def fingerprint(values: Any) -> str:
-    """SHA-256 of plain data, 16 digits."""
+def fingerprint(values: object) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def set_of(key: str, path: str, about: str, values: Mapping[str, Any]) -> Input:
-    """An input that is known by what its scan found."""
+    """The input of a set; `values` are the result of its scan."""
     return Input(key, "set", path, fingerprint(values), 0, None, about)

@@ -1,26 +1,26 @@
 """Failures that end a command with a message instead of a traceback, each with its exit code.
 
-2: the user can mend the input (configuration, files, weights); 1: a failure while running.
+2: a fault in the input (configuration, files, weights) that the user can mend; 1: a failure while running.
 """
 
 from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 _OURS = Path(__file__).resolve().parents[1]
-_REWARDS = _OURS.parent / "rewards"  # of a checkout; elsewhere they lie in flowrl/ like the other components
+_REWARDS = _OURS.parent / "rewards"  # in a checkout; an installed flowrl has them in flowrl/
 _LIBRARIES = (_OURS, _REWARDS, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")))
 _COMPONENTS = (_REWARDS, *(_OURS / name for name in ("rewards", "algorithms", "samplers", "models")))
 
 
 def described(error: BaseException) -> str:
-    """An exception of somebody's code in a line: kind, text, and the file and line that can be mended.
+    """One line about an exception of any code: class, text, and the file and line to mend.
 
-    Of the frames that it came through this is the last in a user's file, else in a component of ours, else the last.
+    That is the last frame in a user's file, else in a component of flowrl, else the last frame.
     """
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -36,13 +36,13 @@ def _inside(file: Path, folders: tuple[Path, ...]) -> bool:
 
 
 class Fault(Exception):
-    """Its text tells the user what, where, which value, and the remedy."""
+    """A failure whose text is for the user: what, where, which value, and the remedy."""
 
     exit_code = 1
     status = "failed"
-    """What summary.json says of a run that it ends."""
+    """Status in summary.json of a run that it ends."""
     of_one_process = False
-    """Whether one process of several may meet it alone, and so has to tell it itself."""
+    """Whether one process of several may meet it alone, and so prints it itself."""
 
 
 class ConfigError(Fault, ValueError):
@@ -52,7 +52,7 @@ class ConfigError(Fault, ValueError):
 
 
 class UnknownName(Fault, ValueError):
-    """No component of that name; the message lists what there is."""
+    """There is no component of that name; the message lists the names."""
 
     exit_code = 2
 
@@ -82,7 +82,13 @@ class WriteError(Fault, OSError):
 
 
 class OutOfMemory(Fault, RuntimeError):
-    """The device or the host had no memory left; `planning/out_of_memory.py` adds the plan and remedies."""
+    """The device or the host ran out of memory; `planning/out_of_memory.py` adds the plan and remedies.
+
+    Args:
+        words: the library's message.
+        phases: phases of the run that the error left, the innermost first.
+        advice: remedies.
+    """
 
     of_one_process = True
 
@@ -91,7 +97,7 @@ class OutOfMemory(Fault, RuntimeError):
         self.words, self.phases, self.advice = words, phases, advice
 
     def __str__(self) -> str:
-        # The whole of an iteration, and what a run does besides, say nothing beside the phase in it.
+        # Of the outer phases only an evaluation adds something to the inner one.
         inner, *outer = self.phases
         where = f"{inner} ({outer[0]})" if outer and outer[0] == "evaluation" else inner
         return f"out of memory in the phase {where}: {self.words}{self.advice}"
@@ -104,13 +110,13 @@ class RewardError(Fault, RuntimeError):
 
 
 class RewardFailure(RewardError):
-    """A reward that failed while the run was under way: its code, its server, or too many of its samples."""
+    """A reward failed while the run was under way: its code, its server, or too many of its samples."""
 
     exit_code = 1
 
 
 class Diverged(Fault, RuntimeError):
-    """The model makes numbers that are not finite; the message says since when and which option to lower."""
+    """The model makes numbers that are not finite; the message says since when, and which option to lower."""
 
     status = "diverged"
 
@@ -124,7 +130,7 @@ class LaunchError(Fault, RuntimeError):
 
 
 class Elsewhere(Fault, RuntimeError):
-    """Another process failed in what all of them did together; message, exit code and status are its own."""
+    """Another process failed in a common operation; message, exit code and status are that process's."""
 
     def __init__(self, text: str, exit_code: int = 1, status: str = "failed") -> None:
         super().__init__(text)
@@ -140,20 +146,20 @@ class Exited(Fault, RuntimeError):
 
 
 def exited(error: SystemExit) -> Exited:
-    """What a `sys.exit` in the code of a run is: a failure, whatever its number."""
+    """The failure that a `sys.exit` in the code of a run is, whatever its number."""
     where = described(error).rpartition(" (")[2].removesuffix(")")
     return Exited(
-        f"the code of this run called sys.exit({'' if error.code is None else repr(error.code)}) in {where}; a reward "
-        "or another component raises an exception where it cannot go on"
+        f"the code of this run called sys.exit({'' if error.code is None else repr(error.code)}) in {where}; let a "
+        "reward or another component raise an exception if it cannot go on"
     )
 
 
 @contextmanager
-def no_exit() -> Iterator[None]:
-    """A `sys.exit` inside the block is a failure.
+def no_exit() -> Generator[None]:
+    """Turn a `sys.exit` inside the block into a failure.
 
     Raises:
-        Exited: instead of SystemExit.
+        Exited: in place of SystemExit.
     """
     try:
         yield
@@ -162,14 +168,14 @@ def no_exit() -> Iterator[None]:
 
 
 class Abandoned(BaseException):
-    """Work was left off because a signal came; what it had made is lost.
+    """Work was interrupted by a signal; its results are lost.
 
-    No `Exception`: code of a user that bears with all of those is not to swallow it.
+    Not an `Exception`, so that a user's code that catches all of those does not swallow it.
     """
 
 
 class Stopped(Exception):
-    """A signal was honoured and the state saved; `number` is the signal."""
+    """The run was ended by a signal and its state saved; `number` is the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by signal {number}")

@@ -1,4 +1,4 @@
-"""Files that commands write and read back: where results go, a disk that fails, a file that is damaged."""
+"""Files of runs and commands: folders for results, failing disks, damaged files, plain data of JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from safetensors import SafetensorError
 
@@ -17,15 +17,15 @@ from flowrl.core.errors import ConfigError, WriteError
 
 
 @contextmanager
-def writing(what: str | Path, safe: str = "what was written before it is safe") -> Iterator[None]:
-    """Turn what a full disk or a read-only folder raises inside the block into one message.
+def writing(what: str | Path, safe: str = "what was written before it is safe") -> Generator[None]:
+    """Turn errors of a full disk or a read-only folder inside the block into one message.
 
     Args:
         what: file or folder.
-        safe: what is not lost.
+        safe: sentence about what is not lost.
 
     Raises:
-        WriteError: naming it, why, and how to go on.
+        WriteError: with the name, the reason, and how to go on.
     """
     try:
         yield
@@ -40,15 +40,15 @@ def writing(what: str | Path, safe: str = "what was written before it is safe") 
 
 
 def out_folder(path: Path, file: str = "", option: str = "--out") -> Path:
-    """The folder that a command writes to, made where it is not there yet.
+    """The folder that a command writes to; it is made if it is missing.
 
     Args:
-        path: as the user gave it.
-        file: name of what the command writes there, if that is one file.
-        option: that names the folder.
+        path: folder as the user gave it.
+        file: name of the file that the command writes there, if it is one.
+        option: option that names the folder, for messages.
 
     Raises:
-        ConfigError: it is a file, is named like one, or nothing can be written there.
+        ConfigError: it is a file, is named like one, or cannot be written.
     """
     holds = f", in which it writes {file}" if file else ""
     if path.exists() and not path.is_dir():
@@ -70,51 +70,66 @@ def read_object(file: Path, remedy: str) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ConfigError: it is damaged; `remedy` says what is safe to do.
+        ConfigError: the file is damaged; `remedy` says what is safe to do.
     """
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # bytes that are no text, text that is no JSON
+    except (OSError, ValueError) as error:  # not text, or not JSON
         raise damaged(file, error, remedy) from error
-    if not isinstance(result, dict):
+    if not is_mapping(result):
         raise damaged(file, TypeError(f"it holds a {type(result).__name__}"), remedy)
     return result
 
 
+def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether plain data are a mapping, an object in JSON."""
+    return isinstance(value, dict)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether plain data are a list."""
+    return isinstance(value, list)
+
+
+def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether plain data are a list or a tuple."""
+    return isinstance(value, list | tuple)
+
+
 def json_ready(value: Any) -> Any:
-    """A copy of plain data for JSON, which knows neither NaN nor infinity: null stands for them.
+    """A copy of plain data with null for NaN and infinity, which JSON does not have.
 
     >>> json_ready({"a": [0.5, float("nan")], "b": float("inf")})
     {'a': [0.5, None], 'b': None}
     """
-    if isinstance(value, dict):
+    if is_mapping(value):
         return {k: json_ready(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_ready(v) for v in value]
+    if is_sequence(value):
+        return [json_ready(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def damaged(file: Path, error: Exception, remedy: str) -> ConfigError:
-    """The refusal of a file that cannot be understood."""
+    """The error about a damaged file."""
     reason = (str(error).splitlines() or [""])[0]
     return ConfigError(f"{file} is damaged ({type(error).__name__}: {reason}); {remedy}")
 
 
-def of_evaluation(file: Path) -> str:
-    """What is safe to do about a damaged `eval/<tag>.json` of a run."""
+def evaluation_remedy(file: Path) -> str:
+    """Remedy for a damaged `eval/<tag>.json` of a run."""
     if file.name.startswith("base"):
         return (
-            "restore it from a copy; without one delete it: a run without a checkpoint makes it again, and behind a "
+            "restore it from a copy; without one delete it: a run without a checkpoint makes it again, and after a "
             "checkpoint the untouched weights are gone, so a comparison with them needs a new run under another name"
         )
-    return "delete it: a resumed run makes again what follows its checkpoint, and the report does without the rest"
+    return "delete it: a resumed run makes again what follows its checkpoint, and the report leaves out the rest"
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The rows of `metrics.jsonl`, and whether its last line is torn, as a killed run leaves it, and left out.
+    """(rows of `metrics.jsonl`, whether a last line that a killed run left incomplete was skipped).
 
     Raises:
-        ConfigError: another line is no JSON object with an iteration.
+        ConfigError: another line is not a JSON object with an iteration.
     """
     if not file.is_file():
         return [], False
@@ -130,8 +145,8 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
             if number == len(lines):
                 return rows, True
             raise ConfigError(
-                f"{file}:{number} is no JSON object with an iteration; delete the line: checkpoints do not depend on "
-                "it, and the curves lose one point"
+                f"{file}:{number} is not a JSON object with an iteration; delete the line: checkpoints do not depend "
+                "on it, and the curves lose one point"
             ) from None
     return rows, False
 
@@ -146,16 +161,16 @@ def fsync(path: Path) -> None:
 
 
 def fsync_all(folder: Path) -> None:
-    """The same for every file below a folder, and the folders."""
+    """Wait until a folder with everything in it is on the disk."""
     for path in (*folder.rglob("*"), folder, folder.parent):
         fsync(path)
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """A small text file that is either the old one or the new one, never half of it, also after a power cut.
+    """Write a small text file; even after a power cut it is the old or the new one, never a part.
 
     Raises:
-        WriteError: the disk is full or not writable; the old one is there still.
+        WriteError: the disk is full or not writable; the old file remains.
     """
     temporary = file.with_name(f".{file.name}.tmp")
     with writing(file):

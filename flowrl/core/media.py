@@ -1,36 +1,41 @@
-"""Pictures and clips as files: a picture is a PNG, a clip an animated WebP, which every browser plays."""
+"""Images and videos as files: an image is a PNG, a video an animated WebP, which every browser plays."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from flowrl.core.files import writing
+from flowrl.core.files import is_mapping, writing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
 SUFFIXES = (".png", ".webp")
-"""Of what `write` makes."""
+"""Suffixes of the files that `write` makes."""
 SMALL_PX = 128
-"""Below this side pictures and clips are kept to the last bit wherever they are shown or saved."""
+"""Longest side, in pixels, from which on videos are saved with loss, and embedded images too."""
 FRAME_MS = 62
-"""How long a frame is shown: 16 a second, Wan's rate. Only the player sees it."""
+"""Time of a frame in the player, in ms: 16 a second, Wan's rate."""
 _QUALITY = 90
-_TOLD = "flowrl"
+_NOTE = "flowrl"
+"""Key of the note in a PNG's text."""
 
 
-def write(sample: Tensor, stem: Path, told: Mapping[str, Any] | None = None) -> Path:
-    """Save a picture [3, H, W] or a clip [F, 3, H, W] in [0, 1], rounded to 8 bits, beside the name `stem`.
+def write(sample: Tensor, stem: Path, note: Mapping[str, Any] | None = None) -> Path:
+    """Save a sample as `<stem>.png` or `<stem>.webp`, and return the file.
 
-    Scoring the file repeats the logged score: for pictures and small clips. Clips of `SMALL_PX` and more are saved with
-    loss, a tenth as large. What is `told` of it, plain data, goes into the PNG's text under `flowrl`, or beside the
-    WebP into `<stem>.json`. Returns the file.
+    Scoring the file repeats the logged score for images and small videos. Videos of `SMALL_PX` and more are saved with
+    loss, a tenth as large.
+
+    Args:
+        sample: image [3, H, W] or video [F, 3, H, W] in [0, 1]; rounded to 8 bits.
+        stem: path without suffix.
+        note: plain data about the sample, for the PNG's text or for `<stem>.json` next to a WebP.
 
     Raises:
         WriteError: the disk is full or not writable.
@@ -46,53 +51,53 @@ def write(sample: Tensor, stem: Path, told: Mapping[str, Any] | None = None) -> 
         stem.parent.mkdir(parents=True, exist_ok=True)
         if len(images) == 1:
             info = PngInfo()
-            if told is not None:
-                info.add_text(_TOLD, json.dumps(told))
+            if note is not None:
+                info.add_text(_NOTE, json.dumps(note))
             images[0].save(file, pnginfo=info)
         else:
             write_video(images, file, quality=_QUALITY)
-            if told is not None:
-                _note_file(file).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+            if note is not None:
+                _note_file(file).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
     return file
 
 
 def read_note(file: Path) -> dict[str, Any]:
-    """What `write` was told of a picture or a clip; empty where nothing is known, as of anyone else's file."""
+    """The note of a file that `write` made; {} if there is none, as for files of other programs."""
     from PIL import Image as Pillow
 
     try:
         if file.suffix == ".png":
             with Pillow.open(file) as opened:
-                result = json.loads(opened.info.get(_TOLD, "{}"))
+                text = opened.info.get(_NOTE, "{}")
         else:
-            result = json.loads(_note_file(file).read_text(encoding="utf-8")) if _note_file(file).is_file() else {}
-    # No picture, or text of another program: whoever reads the pixels says what is wrong with them.
+            text = _note_file(file).read_text(encoding="utf-8") if _note_file(file).is_file() else "{}"
+        result = json.loads(text)
+    # Not an image, or text of another program: whoever reads the pixels reports what is wrong with them.
     except (OSError, SyntaxError, ValueError, TypeError, Pillow.DecompressionBombError):
         return {}
-    return result if isinstance(result, dict) else {}
+    return result if is_mapping(result) else {}
 
 
 def _note_file(video: Path) -> Path:
     return video.with_suffix(".json")
 
 
-def write_video(images: Sequence[Image], file: object, *, quality: int, frame_ms: int = FRAME_MS) -> None:
-    """Frames of one size as an animated WebP, to a path or a binary file; small ones without loss."""
+def write_video(images: Sequence[Image], file: Path | IO[bytes], *, quality: int, frame_ms: int = FRAME_MS) -> None:
+    """Write frames of one size as an animated WebP, without loss if they are small."""
     settings = {"lossless": True} if max(images[0].size) < SMALL_PX else {"quality": quality}
-    options = {"save_all": True, "append_images": images[1:], "duration": frame_ms, "loop": 0}
-    images[0].save(file, "WEBP", **options, **settings)
+    images[0].save(file, "WEBP", save_all=True, append_images=images[1:], duration=frame_ms, loop=0, **settings)
 
 
 def contact_sheet(samples: Tensor, columns: int, limit_px: int) -> tuple[Tensor, tuple[int, int]]:
-    """Samples row by row in one picture, or one clip of clips; what is left of the last row is black.
+    """Samples row by row in one image or video; the rest of the last row is black.
 
     Args:
-        samples: pictures [B, 3, H, W] or clips [B, F, 3, H, W] in [0, 1].
-        columns: in a row.
-        limit_px: longest side of each; larger ones are averaged down to it.
+        samples: images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1].
+        columns: samples in a row.
+        limit_px: longest side of a sample in pixels; larger ones are averaged down to it.
 
     Returns:
-        The sheet, [3, H', W'] or [F, 3, H', W'], and the (height, width) of a sample there.
+        (sheet [3, H', W'] or [F, 3, H', W'], (height, width) of a sample in it).
     """
     import torch
     from torch.nn.functional import adaptive_avg_pool2d, pad
@@ -100,26 +105,30 @@ def contact_sheet(samples: Tensor, columns: int, limit_px: int) -> tuple[Tensor,
     height, width = samples.shape[-2:]
     scale = min(1.0, limit_px / max(height, width))
     height, width = max(1, round(height * scale)), max(1, round(width * scale))
-    small = adaptive_avg_pool2d(samples.flatten(0, -4), (height, width)).unflatten(0, samples.shape[:-3])
-    missing = -len(small) % columns
-    rows = pad(small.movedim(0, -1), (0, missing)).movedim(-1, 0).unflatten(0, (-1, columns)).unbind(0)
+    pooled: Tensor = adaptive_avg_pool2d(samples.flatten(0, -4), (height, width))
+    small = pooled.reshape(*samples.shape[:-3], *pooled.shape[1:])
+    padded: Tensor = pad(small.movedim(0, -1), (0, -len(small) % columns))
+    filled = padded.movedim(-1, 0)
+    rows = filled.reshape(-1, columns, *filled.shape[1:]).unbind(0)
     return torch.cat([torch.cat(row.unbind(0), dim=-1) for row in rows], dim=-2), (height, width)
 
 
 def find(stem: Path) -> Path | None:
-    """The file that `write` made for that name."""
+    """The file that `write` made of a stem; None if there is none."""
     return next((f for suffix in SUFFIXES if (f := stem.with_name(stem.name + suffix)).is_file()), None)
 
 
 def read_frames(file: Path) -> list[Image]:
-    """RGB frames (`images.plain`), one for a picture. WebP joins equal neighbours: those of `write` are taken apart
-    again, but where all are equal it keeps one.
+    """RGB frames (`plain`) of a file, one of an image.
+
+    WebP joins equal neighbouring frames; those of `write` are split again, except where all frames are equal.
 
     Raises:
-        UNREADABLE (`images.opened`): no picture, or one of too many pixels.
+        UNREADABLE (`opened`): not an image, or too many pixels.
         ValueError: grey of an unknown range.
     """
-    frames, times = [], []
+    frames: list[Image] = []
+    times: list[int] = []
     with opened(file) as image:
         for number in range(getattr(image, "n_frames", 1)):
             image.seek(number)
@@ -131,11 +140,7 @@ def read_frames(file: Path) -> list[Image]:
 
 
 def read(file: Path) -> Tensor:
-    """A picture [3, H, W] or a clip [F, 3, H, W], float32 in [0, 1].
-
-    Raises:
-        See `read_frames`.
-    """
+    """The image [3, H, W] or video [F, 3, H, W] of a file, float32 in [0, 1]; raises as `read_frames` does."""
     import torch
 
     frames = [pixels(frame) for frame in read_frames(file)]
@@ -143,22 +148,22 @@ def read(file: Path) -> Tensor:
 
 
 def pixels(image: Image) -> Tensor:
-    """An RGB picture as [3, H, W], float32 in [0, 1]."""
+    """An RGB image as a tensor [3, H, W], float32 in [0, 1]."""
     import numpy as np
     import torch
 
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+    return torch.as_tensor(np.array(image)).permute(2, 0, 1).float() / 255
 
 
 def fitted(image: Image, height: int, width: int, place: tuple[float, float] = (0.5, 0.5), *, mirror: bool) -> Image:
-    """A picture of that size: made as small as covers it (bilinear), a part cut out, mirrored perhaps.
+    """The image at a size: scaled (bilinear) to the smallest one that covers it, cropped, and mirrored if asked.
 
     Args:
-        image: any size.
+        image: of any size.
         height: in pixels.
         width: in pixels.
-        place: of the part, (down, across) in [0, 1]; (0.5, 0.5) is the middle.
-        mirror: left to right, after the cut.
+        place: position of the crop, (down, across) in [0, 1]; (0.5, 0.5) is the middle.
+        mirror: flip left to right after the crop.
 
     Source: SalesforceAIResearch/DiffusionDPO:train.py (torchvision's Resize and CenterCrop, for squares).
     """
@@ -174,17 +179,17 @@ def fitted(image: Image, height: int, width: int, place: tuple[float, float] = (
 
 
 UNREADABLE = (OSError, SyntaxError, ValueError)
-"""What `opened` raises of a file that is no readable picture."""
+"""Errors of `opened` about a file that is not a readable image."""
 
 
 @contextmanager
-def opened(path: str | Path | IO[bytes]) -> Iterator[Image]:
-    """The picture of a file, decoded inside the block.
+def opened(path: str | Path | IO[bytes]) -> Generator[Image]:
+    """The image of a file, decoded inside the block.
 
     Raises:
-        ValueError: a broken header, or more pixels than a picture may have (a decompression bomb).
+        ValueError: a broken header, or more pixels than an image may have (a decompression bomb).
         SyntaxError: a broken PNG.
-        OSError: there is no file, it is no picture, it is cut off.
+        OSError: there is no file, it is not an image, or it is cut off.
     """
     from PIL import Image
 
@@ -192,28 +197,23 @@ def opened(path: str | Path | IO[bytes]) -> Iterator[Image]:
         with Image.open(path) as image:
             yield image
     except Image.DecompressionBombError as error:
-        raise ValueError(f"it has more pixels than a picture is taken to have ({error}); make it smaller") from None
-    # What decoders let through of broken bytes; of the block's own code these would be faults, so it only decodes.
+        raise ValueError(f"it has more pixels than an image may have ({error}); make it smaller") from None
+    # Errors of decoders about broken bytes; the block only decodes, so none of them is a fault of its own code.
     except (EOFError, struct.error, IndexError, KeyError, TypeError, OverflowError) as error:
         raise OSError(f"its bytes are broken ({type(error).__name__}: {error})") from error
 
 
 def open_image(path: str | Path | IO[bytes]) -> Image:
-    """See `plain`.
-
-    Raises:
-        ValueError: grey of 32 bits or of floats.
-        UNREADABLE: see `opened`.
-    """
+    """The image of a file, as `plain` makes it; raises as `opened` and `plain` do."""
     with opened(path) as image:
         return plain(image)
 
 
 def plain(image: Image) -> Image:
-    """RGB of 8 bits, turned upright, on white where it is transparent; of several frames that it was sought to.
+    """The present frame in RGB of 8 bits, upright, on white where it is transparent.
 
     Raises:
-        ValueError: grey of 32 bits or of floats, which does not say what its white is.
+        ValueError: grey of 32 bits or of floats, whose white is not known.
     """
     import numpy as np
     from PIL import Image, ImageOps
@@ -224,9 +224,9 @@ def plain(image: Image) -> Image:
         kind = "32-bit grey" if image.mode == "I" else "grey of floats"
         raise ValueError(f"it is {kind}, whose range is not known; save it with 8 or 16 bits")
     upright = ImageOps.exif_transpose(image)
-    if wide:  # convert() would cut it off at 255
+    if wide:  # convert() would clip it at 255
         return Image.fromarray(((np.asarray(upright).astype(np.uint32) + 128) // 257).astype(np.uint8)).convert("RGB")
     if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
-        # The colour under a transparent place is whatever the program left there.
+        # The colour of a transparent pixel is arbitrary.
         return Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA")).convert("RGB")
     return upright.convert("RGB")

@@ -1,8 +1,8 @@
-"""Options that name a file or a folder: an option says so beside its type.
+"""Marks of options that name a file or a folder, in the option's type:
 
     head: Annotated[str | None, NAME_OR_PATH] = None
 
-What a relative one means is read in `flowrl/config/locate.py`, where a configuration comes from its file.
+`flowrl/config/locate.py` makes marked options absolute when a configuration is read.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ Kind = Literal["path", "secret", "name", "prompts", "pairs", "cache", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Marks an option as a place on the disk."""
+    """Mark of an option that is a path, or may be one."""
 
     kind: Kind
 
 
 PATH = Place("path")
-"""Always a file or folder."""
+"""A file or folder."""
 SECRET = Place("secret")
 """A file that is neither copied nor hashed."""
 NAME_OR_PATH = Place("name")
-"""Also a name: of the hub, of a package, of an embedded asset. A path where it is there, or looks like one."""
+"""A path if it exists or looks like one, else a name: of the hub, a package, an embedded asset."""
 PROMPTS = Place("prompts")
 """A file of prompts, the name of an embedded one, `shapes:...`, or `hf:` before a hub id or folder."""
 PAIRS = Place("pairs")
 """A file, folder or pattern of files, or `hf:` before a hub id or folder."""
 CACHE = Place("cache")
-"""A folder that is made where there is none, or `memory`."""
+"""A folder that is made if it is missing, or `memory`."""
 OUTPUT = Place("output")
-"""A folder that is written to: relative to the working directory, wherever the option stands."""
+"""A folder for results: relative to the working directory, also in a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentOf:
-    """Marks an option as the name and options of a component (or a list of such) of this kind."""
+    """Mark of an option that is the name and options of a component of this kind, or a list of such."""
 
     kind: str
 
 
 def expanded(value: str, key: str) -> str:
-    """`value` with a leading `~` and every `${NAME}` filled in.
+    """`value` with a leading `~` and every `${NAME}` replaced.
 
     Raises:
-        ConfigError: there is no such variable.
+        ConfigError: an environment variable that is not set.
     """
 
-    def fill(found: re.Match) -> str:
-        if found[1] not in os.environ:
+    def fill(match: re.Match[str]) -> str:
+        if match[1] not in os.environ:
             raise ConfigError(
-                f"{key}={value!r}: the environment variable {found[1]!r} is not set; set it, or write the path"
+                f"{key}={value!r}: the environment variable {match[1]!r} is not set; set it, or write the path"
             )
-        return os.environ[found[1]]
+        return os.environ[match[1]]
 
     return os.path.expanduser(re.sub(r"\$\{([^{}]*)\}", fill, value))
 
 
 def relative_to_folder(folder: Path, value: str) -> str:
-    """The absolute path of `value` in `folder`; links in it stay as they are."""
-    told = os.path.join(folder.absolute(), value)
-    plain = os.path.normpath(told)
-    # A link before ".." leads elsewhere than the text says.
-    differs = os.path.exists(told) and not (os.path.exists(plain) and os.path.samefile(told, plain))
-    return told if differs else plain
+    """The absolute path of `value` in `folder`, with its symbolic links unresolved."""
+    joined = os.path.join(folder.absolute(), value)
+    plain = os.path.normpath(joined)
+    # Removing "link/.." from a path changes its meaning.
+    differs = os.path.exists(joined) and not (os.path.exists(plain) and os.path.samefile(joined, plain))
+    return joined if differs else plain

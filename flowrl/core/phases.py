@@ -1,22 +1,25 @@
-"""Where in a run the memory ran out: every phase that a failure leaves puts its name on it."""
+"""Phases of a run, for messages about memory: each phase that a lack of memory leaves adds its name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
 
 from flowrl.core.errors import OutOfMemory
 
-# What else than torch's own class says so: CUDA's and cuBLAS's failures at an allocation, the allocator of the host.
+# Texts of errors without a class of their own: failed allocations of CUDA, cuBLAS and the host.
 _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 @contextmanager
-def phase(name: str, advice: str = "") -> Iterator[None]:
-    """A part of a run; lack of memory inside it is raised as `OutOfMemory` with the phases that it left, innermost
-    first, and with `advice` where a command has its own."""
+def phase(name: str, advice: str = "") -> Generator[None]:
+    """A part of a run.
+
+    Raises:
+        OutOfMemory: for lack of memory inside it, with its phases, the innermost first, and `advice`.
+    """
     try:
         yield
     except OutOfMemory as error:
@@ -29,9 +32,9 @@ def phase(name: str, advice: str = "") -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a failure is lack of memory, on the device or on the host, in this process.
+    """Whether an error is a lack of memory of this process, on the device or the host.
 
-    An error of a class of its own is none: a reward may hand on the words of a server that has run out of it.
+    Errors of other classes are not, whatever their text: a reward may repeat that of its server.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -39,7 +42,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def lacking(error: BaseException, name: str, advice: str = "") -> OutOfMemory:
-    """A lack of memory with the phase that it was in; `name` may be a reward's."""
-    # torch goes on with advice about its allocator, and on a GPU with a C++ trace.
+    """The error about a lack of memory in a phase or reward `name`."""
+    # Without torch's advice about its allocator and its C++ trace.
     words = ". ".join(str(error).split("\n", 1)[0].split(". ")[:3]).rstrip(". ")
     return OutOfMemory(words or type(error).__name__, [name], advice)

@@ -1,4 +1,4 @@
-"""Components by folder: the name of a component is that of its file, or of its package.
+"""Components by folder: a component is named after its file or package.
 
 A third party names a dotted module path ("my_package.my_reward") or a file ("path/my_reward.py"). An installed package
 may bring rewards of its own by name: an entry point of the group `flowrl.rewards` that names a module.
@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
-from flowrl.core.errors import UnknownName as UnknownName
+from flowrl.core.errors import UnknownName
 
 PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS: dict[str, str] = {
@@ -26,21 +26,21 @@ FOLDERS: dict[str, str] = {
     "rewards": "flowrl.rewards",
 }
 BASES = {"samplers": ("flowrl.samplers.base", "Sampler"), "algorithms": ("flowrl.algorithms.base", "Method")}
-"""(module, class) that every component of a kind extends."""
+"""Kind -> (module, class) that its components extend."""
 PLUGINS = {"rewards": "flowrl.rewards"}
-"""Entry-point groups of the kinds that packages may add to."""
+"""Kind -> entry-point group by which packages add to it."""
 _HELPERS = {"base", "classes", "guidance", "paths", "savings", "weights"}
-"""Modules in the folders that are no components."""
+"""Modules in the folders that are not components."""
 
 
 def close_to(name: str, valid: Sequence[str], cutoff: float = 0.5) -> str | None:
-    """The valid name that is most like this one, or whose words it abbreviates; None where none is.
+    """The valid name most like this one, or whose words it abbreviates; None if there is none.
 
     >>> close_to("lr", ["betas", "learning_rate"]), close_to("widht", ["width"]), close_to("x", ["y"])
     ('learning_rate', 'width', None)
     """
     initials = {known for known in valid if "_" in known and name == "".join(word[:1] for word in known.split("_"))}
-    # Two of the same initials would be a guess.
+    # Of two names with these initials neither is taken.
     result = initials if len(initials) == 1 else difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
     return next(iter(result), None)
 
@@ -53,7 +53,7 @@ def suggest(name: str, valid: Sequence[str]) -> str:
 
 def names(kind: str) -> list[str]:
     """Names of the built-in components of a kind ("models", "samplers", "algorithms", "rewards")."""
-    # The package says where its files lie: in a checkout those of rewards are not inside flowrl/.
+    # By the package's path: in a checkout the files of rewards are outside flowrl/.
     folders = [Path(folder) for folder in importlib.import_module(FOLDERS[kind]).__path__]
     result = {file.stem for folder in folders for file in folder.glob("*.py")}
     result |= {file.parent.name for folder in folders for file in folder.glob("*/__init__.py")}
@@ -68,7 +68,7 @@ def name_of(component: object) -> str:
 
 
 def plugins(kind: str) -> dict[str, list[EntryPoint]]:
-    """Name -> the entry points that installed packages give it; more than one, or a built-in's name, is a collision."""
+    """Name -> its entry points in installed packages; several, or the name of a built-in, are a collision."""
     result: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=PLUGINS[kind]) if kind in PLUGINS else ():
         result.setdefault(entry.name, []).append(entry)
@@ -76,19 +76,19 @@ def plugins(kind: str) -> dict[str, list[EntryPoint]]:
 
 
 def collision(kind: str, name: str) -> str | None:
-    """What is wrong with a plug-in's name, or None."""
+    """Sentence about a plug-in whose name is taken; None if it is not."""
     entries = plugins(kind).get(name, [])
     owners = [f"{entry.value} of {entry.dist.name if entry.dist else 'an unnamed package'}" for entry in entries]
     if entries and name in names(kind):
-        return f"the name {name!r} of {' and '.join(owners)} is that of a built-in one, which it means"
+        return f"the name {name!r} of {' and '.join(owners)} is that of a built-in one, which is used"
     return f"the name {name!r} is given twice: {' and '.join(owners)}" if len(entries) > 1 else None
 
 
 def load(kind: str, name: str) -> ModuleType:
-    """The module of a component: a built-in name, one that an installed package brings, a dotted path, a `.py` file.
+    """The module of a component by a built-in name, that of an installed package, a dotted path or a `.py` file.
 
     Raises:
-        UnknownName: nothing there goes by that name, or two packages use it.
+        UnknownName: there is no such component, or two packages use the name.
     """
     if name in names(kind):
         return importlib.import_module(f"{FOLDERS[kind]}.{name}")
@@ -144,12 +144,12 @@ def _load_file(path: Path, kind: str) -> ModuleType:
 
 
 def completed(module: ModuleType, kind: str, name: str) -> ModuleType:
-    """A module of somebody else with `Config` and `build`, from its one class where it defines no `build`.
+    """A user's module with `Config` and `build`; one without `build` gets them from its only class.
 
-    Config is that of the file of the class, else of the nearest class that it extends.
+    Config is that of the class's file, else of the nearest class that it extends.
 
     Raises:
-        UnknownName: several classes, or none.
+        UnknownName: no class, or several.
     """
     defined = vars(module)
     if kind not in BASES or "build" in defined:
@@ -158,17 +158,17 @@ def completed(module: ModuleType, kind: str, name: str) -> ModuleType:
     own = [each for each in defined.values() if isinstance(each, type) and each.__module__ == module.__name__]
     own = [one for one in own if any((part.__module__, part.__name__) == (place, base) for part in one.__mro__)]
     public = [one for one in own if not one.__name__.startswith("_")]
-    # Those that no other in the file extends.
+    # Without those that another class of the file extends.
     last = [one for one in public if not any(other is not one and issubclass(other, one) for other in own)]
     if len(last) != 1:
         names = f": {', '.join(one.__name__ for one in last)}" if last else ""
         raise UnknownName(
-            f"{name} is no component: it must define one class that extends flowrl.{base} (it has {len(last)}{names}), "
-            "or Config and build(config)"
+            f"{name} is not a component: it must define one class that extends flowrl.{base} (it has {len(last)}"
+            f"{names}), or Config and build(config)"
         )
     for part in last[0].__mro__:
         config = vars(sys.modules[part.__module__]).get("Config", vars(part).get("Config"))
         if config is not None:
-            module.Config, module.build = config, last[0]  # type: ignore[attr-defined]
+            defined |= {"Config": config, "build": last[0]}
             break
     return module

@@ -1,4 +1,4 @@
-"""Randomness keyed by identity: the same draw whichever rank, batch or order asks for it.
+"""Randomness keyed by identity: a draw is the same on any rank, in any batch and order.
 
 Keys are (seed, purpose, ...): iteration, slot, sample, step, branch as the purpose needs them. Rank
 and batch position never enter, so noise does not depend on the layout of a run.
@@ -19,7 +19,7 @@ def _digest(seed: int, purpose: str, key: Sequence[int]) -> bytes:
 
 
 def derive(seed: int, purpose: str, *key: int) -> int:
-    """A 63-bit seed for a library that wants a number.
+    """A 63-bit seed for a library that takes a number.
 
     >>> derive(0, "noise", 1, 2) == derive(0, "noise", 1, 2)
     True
@@ -30,9 +30,9 @@ def derive(seed: int, purpose: str, *key: int) -> int:
 
 
 def stream(seed: int, purpose: str, *key: int) -> np.random.Generator:
-    """The random numbers of one draw: Philox with a 128-bit key, drawn on the CPU, so every device sees the same.
+    """Random numbers of one draw: Philox with a 128-bit key, on the CPU, so they are equal for every device.
 
-    Not torch's CPU generator: it keeps 32 bits of its seed, and a long run would meet the same noise twice.
+    Not torch's CPU generator: it keeps 32 bits of its seed, so noise would repeat in a long run.
     """
     return np.random.Generator(np.random.Philox(key=int.from_bytes(_digest(seed, purpose, key)[:16], "big")))
 
@@ -42,9 +42,9 @@ def normal(shape: Sequence[int], seed: int, purpose: str, keys: Sequence[Sequenc
     out = np.empty((len(keys), *shape), dtype=np.float32)
     for row, key in zip(out, keys, strict=True):
         stream(seed, purpose, *key).standard_normal(out=row, dtype=np.float32)
-    return torch.from_numpy(out)
+    return torch.as_tensor(out)
 
 
 def permutation(count: int, seed: int, purpose: str, *key: int) -> Tensor:
     """A random order of range(count), [count] int64."""
-    return torch.from_numpy(stream(seed, purpose, *key).permutation(count))
+    return torch.as_tensor(stream(seed, purpose, *key).permutation(count))

@@ -1,4 +1,4 @@
-"""What a run folder says of its run: whether it goes on, and if not, how it ended."""
+"""Status of a run in its folder: running, or how it ended."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import os
 from pathlib import Path
 from typing import Any
 
+from flowrl.core.files import is_mapping
+
 LOCK = ".lock"
 SUMMARY = "summary.json"
 DIED = "died"
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process is writing to a run folder: it holds the lock until it has ended, however it ends."""
+    """Whether a process writes to a run folder: it holds the lock until it ends, in whatever way."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
-    except FileNotFoundError:  # a copy, perhaps of a folder that is in use elsewhere
+    except FileNotFoundError:  # a copy of a run folder
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks, where nothing is known
+    except OSError:  # held, or a file system without locks
         return True
     finally:
         os.close(descriptor)
@@ -29,19 +31,19 @@ def is_locked(folder: Path) -> bool:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """`summary.json`, with the status that holds now; {} where there is none, or none that can be read."""
+    """`summary.json` with its present status; {} if it is missing or unreadable."""
     try:
         result = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return now(result, folder) if isinstance(result, dict) else {}
+    return now(result, folder) if is_mapping(result) else {}
 
 
 def now(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A summary as it holds now: a run of which nobody holds the folder has died, and one that goes on again runs."""
+    """A summary with its present status: "running" without a lock is a run that died, a lock one that runs again."""
     status = summary.get("status")
     if status == "running" and not is_locked(folder):
-        reason = "it was killed, or its machine went down: it says that it runs, and no process holds its folder"
+        reason = "it was killed, or its machine went down: its status is running, and no process holds its folder"
         return summary | {"status": DIED, "reason": reason}
     if status not in (None, "finished", "running") and is_locked(folder):
         return {k: v for k, v in summary.items() if k != "reason"} | {"status": "running"}
@@ -49,7 +51,7 @@ def now(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """In a sentence how a run ended that has not finished, and how it goes on; empty where it runs or has finished."""
+    """Sentence about how a run ended before its end, and how it goes on; "" if it runs or has finished."""
     status, reason, command = (summary.get(name) for name in ("status", "reason", "command"))
     if status in (None, "finished", "running"):
         return ""

@@ -1,4 +1,4 @@
-"""Reading plain data strictly: YAML, `a.b=c` overrides, and dataclasses that refuse unknown keys.
+"""Strict reading of plain data: YAML, `a.b=c` overrides, and dataclasses that refuse unknown keys.
 
 No value is ever changed silently; every message names the key, the value and the nearest valid name.
 """
@@ -20,66 +20,67 @@ from pydantic import TypeAdapter, ValidationError
 
 from flowrl.core import assets, registry
 from flowrl.core.errors import ConfigError
+from flowrl.core.files import is_list, is_mapping
 
 Options = dict[str, Any]
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats and no dates: plain YAML 1.1 reads 1e-4 as a string, and a name like 2025-01-31 as a date."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(\.\d[\d_]*|\d[\d_]*(\.[\d_]*)?)[eE][-+]?\d+$|^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)$"
-        r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN)$"
-    ),
-    list("-+0123456789."),
+_TAG = "tag:yaml.org,2002:"
+_FLOAT = re.compile(
+    r"^[-+]?(\.\d[\d_]*|\d[\d_]*(\.[\d_]*)?)[eE][-+]?\d+$|^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)$"
+    r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN)$"
 )
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
-    for first, known in _Loader.yaml_implicit_resolvers.items()
-}
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+"""First character of a plain value -> (tag, pattern) in the order of trial."""
+
+
+def _resolvers(known: _Resolvers) -> _Resolvers:
+    """PyYAML's resolvers without dates, and with the floats of YAML 1.2."""
+    result = {first: [pair for pair in pairs if pair[0] != _TAG + "timestamp"] for first, pairs in known.items()}
+    for first in "-+0123456789.":
+        result.setdefault(first, []).append((_TAG + "float", _FLOAT))
+    return result
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats and no dates: YAML 1.1 reads 1e-4 as a string, and a name like 2025-01-31 as a date."""
+
+    yaml_implicit_resolvers = _resolvers(yaml.SafeLoader.yaml_implicit_resolvers)
 
 
 def parse_yaml(text: str, source: str) -> Any:
     """The plain data of a YAML text; `source` is for messages.
 
     Raises:
-        ConfigError: no YAML, or a key that stands twice in a mapping: of two values one would be lost in silence.
+        ConfigError: not YAML, or a key twice in a mapping, of which one value would be lost in silence.
     """
     try:
-        loader = _Loader(text)  # a SafeLoader; refuses NUL and other control characters at once
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
+        node = _Loader(text).get_single_node()  # refuses NUL and other control characters too
+        if node is not None:
             _refuse_doubled(node, source, (), {})
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
+        return yaml.load(text, _Loader)
     except ConfigError:
         raise
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{source}: not valid YAML: it is nested too deeply") from None
-    # What PyYAML's own constructors let through: a number or a tag that its value does not fit.
+    # Errors of PyYAML's constructors: a value that does not fit its tag.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{source}: not valid YAML: a value does not fit its tag ({error})") from None
 
 
 def _refuse_doubled(node: yaml.Node, source: str, place: tuple[str, ...], seen: dict[int, bool]) -> None:
-    """Refuse a mapping with a key twice, and a node that holds itself. What `<<` merges may be overridden.
+    """Refuse a mapping with a key twice, and a node that contains itself. Keys merged by `<<` may be overridden.
 
     Args:
-        node: to look at.
-        source: for messages.
-        place: of the node, the keys that lead to it.
-        seen: id of a node that was looked at -> whether this one lies in it.
+        node: node to check.
+        source: name of the text, for messages.
+        place: keys that lead to the node.
+        seen: id of each checked node -> whether this one is inside it.
     """
     if seen.get(id(node)):
-        raise ConfigError(f"{source}, line {node.start_mark.line + 1}: {'.'.join(place)} holds itself (*alias)")
+        raise ConfigError(f"{source}, line {node.start_mark.line + 1}: {'.'.join(place)} contains itself (*alias)")
     if id(node) in seen:
         return
     seen[id(node)] = True
@@ -90,7 +91,7 @@ def _refuse_doubled(node: yaml.Node, source: str, place: tuple[str, ...], seen: 
         first: dict[tuple[str, str], int] = {}
         for key, value in node.value:
             inner, line = place, key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode):  # no other can be a key of a mapping of Python
+            if isinstance(key, yaml.ScalarNode):  # others cannot be keys in Python
                 inner, known = (*place, key.value), first.get((key.tag, key.value))
                 if known is not None:
                     raise ConfigError(
@@ -103,28 +104,27 @@ def _refuse_doubled(node: yaml.Node, source: str, place: tuple[str, ...], seen: 
 
 
 def apply_override(tree: Options, word: str) -> None:
-    """Set `a.b.0.c=value` in a tree; the value is YAML. Lists are indexed, missing mappings are made."""
+    """Set `a.b.0.c=value` in a tree; the value is YAML. Lists are indexed, and missing mappings are made."""
     path, equals, text = word.partition("=")
     if not equals or not path:
         raise ConfigError(f"override {word!r} is not of the form key=value, such as optim.learning_rate=1e-4")
     value, keys = parse_yaml(text, f"override {word!r}"), path.split(".")
     node: Any = tree
     for position, key in enumerate(keys):
-        last = position == len(keys) - 1
-        if isinstance(node, list):
+        step: Any = key
+        if is_list(node):
             if not key.isdigit() or int(key) >= len(node):
                 raise ConfigError(
                     f"override {word!r}: {'.'.join(keys[:position])} is a list of {len(node)}, no item {key!r}"
                 )
-            key = int(key)
-        elif not isinstance(node, dict):
+            step = int(key)
+        elif not is_mapping(node):
             raise ConfigError(f"override {word!r}: {'.'.join(keys[:position])} is a plain value, it has no {key!r}")
-        if last:
-            node[key] = value
-        else:
-            if isinstance(node, dict) and node.get(key) is None:
-                node[key] = {}
-            node = node[key]
+        elif node.get(key) is None:
+            node[key] = {}
+        if position == len(keys) - 1:
+            node[step] = value
+        node = node[step]
 
 
 def overridden(tree: Options, words: Iterable[str]) -> Options:
@@ -135,16 +135,16 @@ def overridden(tree: Options, words: Iterable[str]) -> Options:
 
 
 class UnknownKey(ConfigError):
-    """A mapping has a key that nobody asks for."""
+    """A mapping has a key that is not an option."""
 
     def __init__(self, place: str, value: Any, valid: Sequence[str], meant: Sequence[str] = (), note: str = "") -> None:
         """
         Args:
-            place: dotted, of the key.
-            value: what it was given.
-            valid: keys of that mapping.
-            meant: dotted places where such a key is, if any; none looks for one among the valid.
-            note: to say behind the message.
+            place: dotted path of the key.
+            value: its value.
+            valid: keys that the mapping may have.
+            meant: dotted paths of options with such a key; empty: the most similar valid one is named.
+            note: end of the message.
         """
         self.place, self.value, self.valid, self.note = place, value, list(valid), note
         self.key = place.rpartition(".")[2]
@@ -154,35 +154,39 @@ class UnknownKey(ConfigError):
         super().__init__(f"{place}: unknown key (value {value!r}); {close}{known}{note}")
 
     def explained(self, *, meant: Sequence[str] = (), note: str = "") -> UnknownKey:
-        """The same with more to say."""
+        """The same error with more text."""
         return UnknownKey(self.place, self.value, self.valid, meant, self.note + note)
 
 
 def require_positive(**values: float | None) -> None:
-    """Refuse an option that is not above 0, NaN too; null is let through.
+    """Refuse options that are not above 0, NaN included; null is allowed.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: with the option's name.
     """
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name}={value} must be positive")
 
 
-_ADAPTERS: dict[type, TypeAdapter] = {}
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
 def validate(cls: type, value: Any, where: str) -> Any:
-    """An instance of the dataclass `cls` from plain data, or ConfigError naming the key."""
-    if not isinstance(value, dict):
+    """An instance of the dataclass `cls` from plain data.
+
+    Raises:
+        ConfigError: with the key, the value and the reason.
+    """
+    if not is_mapping(value):
         raise ConfigError(f"{where or 'the configuration'} must be a mapping of keys to values, got {value!r}")
     if cls not in _ADAPTERS:
         _ADAPTERS[cls] = TypeAdapter(cls)
     _refuse_unknown(cls, value, where)
-    # What another's Config takes, it judges itself.
+    # A Config that is not flowrl's checks infinities itself.
     _refuse_no_number(value, where, cls, infinite=cls.__module__.partition(".")[0] != "flowrl")
     try:
-        # Through JSON: strict, and still taking a list where a tuple is asked for.
+        # Through JSON, which is strict and still takes a list for a tuple.
         return _ADAPTERS[cls].validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         raise ConfigError(_explain(cls, error, where)) from None
@@ -191,11 +195,17 @@ def validate(cls: type, value: Any, where: str) -> Any:
 
 
 def config_class(module: ModuleType, where: str, name: str) -> type:
-    if not (hasattr(module, "Config") and hasattr(module, "build")):
-        raise ConfigError(f"{where}: {name} is no component: it must define Config and build(config)")
-    if not dataclasses.is_dataclass(module.Config):
+    """`Config` of a component's module.
+
+    Raises:
+        ConfigError: it lacks Config or build, or Config is not a dataclass.
+    """
+    config = vars(module).get("Config")
+    if config is None or "build" not in vars(module):
+        raise ConfigError(f"{where}: {name} is not a component: it must define Config and build(config)")
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
         raise ConfigError(f"{where}: Config of {name} must be a dataclass, whose fields are its options")
-    return module.Config
+    return config
 
 
 def _refuse_unknown(cls: type, value: Options, where: str) -> None:
@@ -205,7 +215,7 @@ def _refuse_unknown(cls: type, value: Options, where: str) -> None:
         if key not in hints:
             raise UnknownKey(place, inner, list(hints))
         nested = hints[key]
-        if nested is not None and isinstance(inner, dict):
+        if nested is not None and is_mapping(inner):
             _refuse_unknown(nested, inner, place)
 
 
@@ -216,30 +226,34 @@ _LIMITS = frozenset(
         *("spread", "turning"),  # refused by their own checks, with what to set instead
     )
 )
-"""Options where infinity has a meaning: no limit."""
+"""Options for which infinity means no limit."""
 
 
 def _refuse_no_number(value: Any, where: str, cls: type | None, *, infinite: bool) -> None:
-    """No option means anything as NaN, and every check of a range lets it pass; few do as infinity.
+    """Refuse NaN, which passes every check of a range, and infinity except as a limit.
 
     Args:
-        value: to look at.
-        where: its place.
-        cls: the dataclass that it is of, if it is one. Any other mapping is judged by whose it is.
-        infinite: whether infinity is taken.
+        value: plain data to check.
+        where: dotted path of the value.
+        cls: dataclass of the value; None: it has none, as a component's options.
+        infinite: whether infinity is allowed.
     """
     fields = {} if cls is None else _field_types(cls)
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if is_mapping(value):
+        items = value.items()
+    elif is_list(value):
+        items = enumerate(value)
     for key, inner in items:
         place = f"{where}.{key}" if where else str(key)
         takes, nested = infinite or key in _LIMITS, fields.get(str(key))
         if isinstance(inner, float) and (math.isnan(inner) or (math.isinf(inner) and not takes)):
             raise ConfigError(f"{place} = {inner}: must be a {'' if math.isnan(inner) else 'finite '}number")
-        _refuse_no_number(inner, place, nested, infinite=takes or (nested is None and isinstance(inner, dict)))
+        _refuse_no_number(inner, place, nested, infinite=takes or (nested is None and is_mapping(inner)))
 
 
 def _field_types(cls: type) -> dict[str, type | None]:
-    """Field name -> the dataclass inside it, or None."""
+    """Field name -> the dataclass of its type, or None."""
     result: dict[str, type | None] = {}
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
@@ -249,7 +263,7 @@ def _field_types(cls: type) -> dict[str, type | None]:
 
 
 def dotted(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every option of a dataclass and of those inside it, as the words of an override: `optim.ema.decay`."""
+    """Dotted paths of all options of a dataclass and those inside it, such as `optim.ema.decay`."""
     for name, nested in _field_types(cls).items():
         yield f"{prefix}{name}"
         if nested is not None:
@@ -257,7 +271,7 @@ def dotted(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def _names(cls: type, place: Sequence[str | int]) -> tuple[Any, ...]:
-    """Values that the field at `place` may have, where they are names; () where they are not, or there is none."""
+    """Values of a field whose type is a Literal; () for another type or an unknown place."""
     inner: type | None = cls
     for part in place[:-1]:
         inner = None if inner is None else _field_types(inner).get(str(part))
@@ -267,7 +281,8 @@ def _names(cls: type, place: Sequence[str | int]) -> tuple[Any, ...]:
 
 
 def _explain(cls: type, error: ValidationError, where: str) -> str:
-    lines = []
+    """The errors of pydantic as lines: key, value, reason."""
+    lines: list[str] = []
     for problem in error.errors():
         place = ".".join(str(part) for part in ((where,) if where else ()) + problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
@@ -283,10 +298,10 @@ def _explain(cls: type, error: ValidationError, where: str) -> str:
 
 
 def find_config(path: str | Path) -> Path:
-    """The YAML file that the argument CONFIG of a command means: a file, the one in a run folder, a shipped recipe.
+    """The YAML file of a command's argument CONFIG: that file, the one in a run folder, or a recipe's.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is none.
     """
     file = Path(path)
     if file.is_dir() and (file / "config.yaml").is_file():
@@ -321,11 +336,10 @@ def read_text(file: Path, where: str) -> str:
 
 
 def load_tree(path: str | Path) -> Options:
-    """The plain data of a YAML file; of a run folder, which may have been moved, `name` and `output` are what they are
-    now."""
+    """The plain data of a YAML file; for a run folder with the present `name` and `output`, as it may have moved."""
     file = find_config(path)
     tree = parse_yaml(read_text(file, str(file)), str(file))
-    if not isinstance(tree, dict):
+    if not is_mapping(tree):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
     if Path(path).is_dir():
         folder = Path(path).resolve()

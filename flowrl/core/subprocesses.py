@@ -1,4 +1,4 @@
-"""A worker whose launcher is gone ends itself. Imports next to nothing: the watch begins before torch is loaded."""
+"""Watch of a worker over its launcher. It imports little, since it begins before torch is loaded."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 import time
 
 PARENT = "FLOWRL_PARENT"
-"""Process id of the launcher, in a worker's environment."""
+"""Environment variable of a worker: process id of its launcher."""
 
 
 def watch_parent(parent: int, interval_s: float = 0.2) -> None:
-    """End this process when its launcher is gone, even by kill -9, and even before this is called."""
+    """End this process when its launcher has ended, even by kill -9 or before this call."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -22,6 +22,6 @@ def watch_parent(parent: int, interval_s: float = 0.2) -> None:
 
 
 def watch_launcher() -> None:
-    """The same where a launcher has started this process."""
+    """Watch the launcher if one has started this process."""
     if PARENT in os.environ:
         watch_parent(int(os.environ[PARENT]))

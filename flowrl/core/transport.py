@@ -1,4 +1,4 @@
-"""Pictures as tensors and as they travel to a reward server. A helper, not a reward."""
+"""Images and videos between tensors and the messages of reward servers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _DTYPES = {"uint8": "u1", "float32": "<f4"}
 
 
 def pack(sample: Tensor, kind: str) -> WireImage:
-    """A picture [3, H, W] or a clip [F, 3, H, W] in [0, 1], in 8 bits ("png", "uint8") or exactly ("float32").
+    """An image [3, H, W] or a video [F, 3, H, W] in [0, 1], in 8 bits ("png", "uint8") or exact ("float32").
 
-    NaN and inf have no place in 8 bits: such a sample goes as "float32", for the reward to judge.
+    NaN and infinity do not exist in 8 bits: a sample with them is sent as "float32".
     """
     values, shape = sample.detach().float().cpu(), tuple(sample.shape)
     if values.ndim not in (3, 4) or shape[-3] != 3:
-        raise ValueError(f"a sample must be a picture [3, H, W] or a clip [F, 3, H, W], got {list(shape)}")
+        raise ValueError(f"a sample must be an image [3, H, W] or a video [F, 3, H, W], got {list(shape)}")
     if kind == "float32" or not values.isfinite().all():
         return WireImage("float32", shape, values.contiguous().numpy().astype("<f4", copy=False).tobytes())
     pixels = (values * 255).round().clamp(0, 255).byte()
@@ -32,7 +32,7 @@ def pack(sample: Tensor, kind: str) -> WireImage:
 
 
 def png(image: Image.Image) -> bytes:
-    """RGB; the size hardly matters beside the time, so at the quickest level."""
+    """An RGB image as a PNG at the fastest level, since time matters more than size."""
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return file.getvalue()
@@ -42,11 +42,11 @@ def unpack(image: WireImage) -> Tensor:
     """float32 [3, H, W] or [F, 3, H, W] in [0, 1].
 
     Raises:
-        OSError, ValueError, SyntaxError: no picture after all; PIL raises any of them.
+        OSError, ValueError, SyntaxError: the bytes are not an image.
     """
     if image.format in _DTYPES:
         values = np.frombuffer(image.data, _DTYPES[image.format]).reshape(image.shape)
-        tensor = torch.from_numpy(values.astype(np.float32))
+        tensor = torch.as_tensor(values.astype(np.float32))
         return tensor if image.format == "float32" else tensor / 255
     with Image.open(io.BytesIO(image.data), formats=["PNG"]) as opened:
         opened.load()
@@ -54,5 +54,5 @@ def unpack(image: WireImage) -> Tensor:
     *frames, _, height, width = image.shape
     if rows.shape != (int(np.prod(frames, dtype=int)) * height, width, 3):
         raise ValueError(f"the PNG holds {list(rows.shape)}, not the shape {list(image.shape)}")
-    tensor = torch.from_numpy(rows.astype(np.float32)).reshape(*frames, height, width, 3)
+    tensor = torch.as_tensor(rows.astype(np.float32)).reshape(*frames, height, width, 3)
     return tensor.movedim(-1, -3).contiguous() / 255

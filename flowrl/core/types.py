@@ -1,4 +1,4 @@
-"""The values that all rooms share, and the letters that shapes are written in.
+"""Values that all rooms share, and the letters of their shapes.
 
 B samples in a batch, P prompts, G samples per prompt (group), K denoising steps, N nodes or parents,
 E edges, R rewards, F frames, C/H/W channels and pixels (latents: [B, C, h, w] or [B, C, F, h, w]).
@@ -15,30 +15,33 @@ import torch
 from torch import Tensor
 
 Member = Literal["chosen", "rejected", "labelled", "drawn"]
-"""Where a sample of a slot comes from: a picture of the data, or the network."""
+"""Origin of a sample in a slot: an image of the data, or the network ("drawn")."""
 Unit = Literal["term", "sample", "group", "prompt"]
-"""What a forward must hold whole: a term, all terms of a sample, a prompt's samples at one time, or all its terms."""
+"""Rows that a forward must not split: one term, the terms of a sample, of a prompt at one time, or of a prompt."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One transition per sample: where it starts, where it ends, what the network is fed.
-
-    All are [B]: alpha, sigma and their `_next` float32 (x = alpha * x0 + sigma * eps), `timestep` in the
-    network's own units, `index` the step's number in the plan, `noise_level` the sampler's own knob
-    (0 is deterministic), `sigma_ceiling` the bound some noise laws need on sigma at the first step. `std_scale`
-    multiplies the law's std, without its mean; None is 1.
-    """
+    """One transition for each of B samples, from x = alpha x0 + sigma eps; every field is [B]."""
 
     alpha: Tensor
+    """float32, at the start of the step."""
     sigma: Tensor
+    """float32, at the start of the step."""
     alpha_next: Tensor
+    """float32, at its end."""
     sigma_next: Tensor
+    """float32, at its end."""
     timestep: Tensor
+    """Time in the network's own units."""
     index: Tensor
+    """Number of the step in the plan."""
     noise_level: Tensor
+    """The sampler's own noise parameter; 0 is deterministic."""
     sigma_ceiling: Tensor
+    """Bound of sigma in the std of some samplers, which diverges at sigma = 1."""
     std_scale: Tensor | None = None
+    """Factor of the transition's std, not of its mean; None is 1."""
 
     def at(self, rows: Tensor) -> Step:
         """The steps of `rows` [n]."""
@@ -47,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The network's belief at x, all [B, ...] float32: x = alpha * x0_hat + sigma * eps_hat."""
+    """The network's prediction at x = alpha x0_hat + sigma eps_hat, all [B, ...] float32."""
 
     x0_hat: Tensor
     eps_hat: Tensor
@@ -55,10 +58,9 @@ class Prediction:
 
 
 class Condition:
-    """Network inputs that come from the prompt: named entries with one row per prompt.
+    """Network inputs from the prompt: named entries with one row per prompt.
 
-    An entry is a tensor whose first dimension is the prompt, or a list of tensors, one per prompt, where
-    lengths differ from prompt to prompt.
+    An entry is a tensor [P, ...], or a list of P tensors if their lengths differ.
 
     Example: Condition({"prompt_embeds": [P, L, D], "pooled": [P, D]}).
     """
@@ -77,16 +79,15 @@ class Condition:
 
     @property
     def device(self) -> torch.device:
-        """Where the entries lie."""
+        """Device of the entries."""
         first = next(iter(self.tensors.values()))
         return first[0].device if isinstance(first, list) else first.device
 
     def index(self, rows: Tensor) -> Condition:
         """The conditions of `rows` [B]."""
-        chosen = rows.tolist() if any(isinstance(v, list) for v in self.tensors.values()) else []
         return Condition(
             {
-                name: [value[row] for row in chosen] if isinstance(value, list) else value[rows.to(value.device)]
+                name: [value[int(row)] for row in rows] if isinstance(value, list) else value[rows.to(value.device)]
                 for name, value in self.tensors.items()
             }
         )
@@ -101,7 +102,7 @@ class Condition:
 
     @staticmethod
     def collate(items: Sequence[Condition]) -> Condition:
-        """One Condition of all rows. Entries that are tensors must agree in their other dimensions."""
+        """One Condition of all rows; tensor entries must agree in their other dimensions."""
         joined: dict[str, Tensor | list[Tensor]] = {}
         for name, first in items[0].tensors.items():
             if isinstance(first, list):
@@ -113,19 +114,19 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """Who a sample is, whichever rank draws it: `slot` in the iteration's prompt list, `sample` in its group."""
+    """Identity of a sample on any rank: `slot` in the iteration's prompt list, number `sample` in its group."""
 
     slot: int
     sample: int
 
 
 Identity = tuple[str, tuple[str, ...]]
-"""Who a prompt is: its whole text, and its pictures. Prompts that are alike share what is learned of one."""
+"""Identity of a prompt: its whole text and its images' paths. Prompts that share it are one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Finished generations of this rank."""
+    """Finished samples of this rank."""
 
     x0: Tensor
     """Clean latents, [B, ...] float32."""
@@ -135,10 +136,10 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Stochastic transitions worth training on. Latents are stored once, as nodes; a chain is a tree of branch 1."""
+    """Stochastic transitions to train on. Latents are stored once, as nodes; a chain is a tree of branch 1."""
 
     nodes: Tensor
-    """Latents, [N, ...], in the dtype in which they were scored."""
+    """Latents, [N, ...], in the dtype of their log-probs."""
     parent: Tensor
     """Row of `nodes` each edge starts from, [E] int64."""
     child: Tensor
@@ -148,9 +149,9 @@ class Edges:
     sample: Tensor
     """Row of `Samples` the edge leads to, [E] int64."""
     old_log_prob: Tensor
-    """[E, *pos] float32, under the policy that drew the edge."""
+    """Log-prob under the policy that drew the edge, [E, *pos] float32."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """Named extras per edge that an algorithm asked for, such as `mean_old` [E, ...]."""
+    """Named values per edge that the method wants, such as `mean_old` [E, ...]."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -169,7 +170,7 @@ class Edges:
 
 
 def no_edges(samples: Samples) -> Edges:
-    """The edges of samples that no trained step led to."""
+    """Zero edges, for samples without trained steps."""
     none = torch.zeros(0, dtype=torch.int64)
     return Edges(samples.x0[:0], parent=none, child=none, step=none, sample=none, old_log_prob=torch.zeros(0))
 
@@ -184,9 +185,9 @@ class Gaussians:
     """[P, ...] float32, positive."""
 
     def at(self, rows: Tensor) -> Gaussians:
-        """Those of `rows` [M]."""
+        """The Gaussians of `rows` [M]."""
         return Gaussians(self.mean[rows], self.std[rows])
 
     def sample(self, eps: Tensor) -> Tensor:
-        """mean + std eps, one draw of each, [P, ...]; eps itself, bitwise, where mean is 0 and std 1."""
+        """mean + std eps, one draw of each, [P, ...]; bitwise eps if mean is 0 and std 1."""
         return self.mean + self.std * eps

@@ -1,10 +1,10 @@
-"""Sizes and amounts of work as people read them."""
+"""Sizes in bytes and amounts of work as text."""
 
 from __future__ import annotations
 
 
 def size(count: float | None) -> str:
-    """Bytes for people.
+    """A number of bytes as text.
 
     >>> size(3 * 2**29), size(1_683_456), size(10_752)
     ('1.50 GiB', '1.6 MiB', '10.5 KiB')
@@ -17,7 +17,7 @@ def size(count: float | None) -> str:
 
 
 def operations(count: float | None) -> str:
-    """Floating-point operations for people.
+    """A number of floating-point operations as text.
 
     >>> operations(5.18e16), operations(9.1e10)
     ('51.8 PFLOP', '0.091 TFLOP')

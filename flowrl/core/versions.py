@@ -1,4 +1,4 @@
-"""Versions of Python, flowrl and the libraries that decide its numbers."""
+"""Versions of Python, flowrl and the libraries that affect its numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 def versions() -> dict[str, str]:
-    """Of everything that can change a number."""
+    """Name -> version, or "not installed"."""
     names = ("flowrl", "torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "numpy")
     result = {"python": platform.python_version()}
     for name in names:

@@ -1,8 +1,7 @@
-"""Given pictures: which of them an iteration draws, and how their latents come to stand in its slots.
+"""Given images: the draw of an iteration, and their latents in its slots.
 
-A pair is a prompt slot of two samples, the chosen picture with reward 1 and the rejected one with reward 0. A winner,
-or a single picture with a label, is a slot of one. What a run's `Rollout` holds is then the same whether its samples
-were drawn or given, and everything behind it knows no difference.
+A pair is a slot of two samples, the chosen image with reward 1 and the rejected one with reward 0. A winner, or a
+single image with a label, is a slot of one sample. So a `Rollout` is the same for drawn and for given samples.
 """
 
 from __future__ import annotations
@@ -29,68 +28,68 @@ from flowrl.models.base import ModelAdapter
 
 PAIR: tuple[Member, ...] = ("chosen", "rejected")
 HELD_OUT = 500
-"""Held-out pairs that are looked at unless `data.pairs.max_eval` says otherwise."""
+"""Default of `data.pairs.max_eval`."""
 
 
 class TooManyLost(ConfigError):
-    """Training meets more unreadable pictures than allowed: raised on all processes alike, between two updates."""
+    """More images are unreadable than allowed; raised on all processes between two updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What stands in a slot."""
+    """Caption, images and rewards of a slot."""
 
     text: str
     images: tuple[StoredImage | None, ...]
-    """None: the network draws it, or the record cannot be read."""
+    """Image of each sample; None: the network draws it, or the record cannot be read."""
     rewards: tuple[float, ...]
-    """1 or 0 of each sample; NaN where the record cannot be read."""
+    """Reward of each sample, 1 or 0; NaN: the record cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """Of B samples in the slots of an iteration."""
+    """Latents of B samples in the slots of an iteration."""
 
     x0: Tensor
-    """[B, ...] float32 on the CPU; zeros where the network is to draw, or a picture cannot be read."""
+    """[B, ...] float32 on the CPU; zeros if the network draws the sample, or the image cannot be read."""
     rewards: Tensor
-    """[B] float32, NaN where a picture cannot be read."""
+    """[B] float32; NaN if the image cannot be read."""
     texts: dict[int, str]
-    """Caption of each of their slots."""
+    """Slot -> caption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How the pictures of an iteration are looked at; both of a pair alike, so that equal pictures stay equal."""
+    """Augmentation of the images of an iteration, the same for both of a pair, so that equal images stay equal."""
 
     options: PairsConfig
     seed: int
     iteration: int
 
     def place(self, slot: int) -> tuple[tuple[float, float], bool]:
-        """(place of the part that is taken, whether it is mirrored)."""
+        """((down, across) position of the crop in [0, 1], whether it is mirrored)."""
         across, down, coin = stream(self.seed, "look", self.iteration, slot).random(3).tolist()
         return ((down, across) if self.options.crop == "random" else (0.5, 0.5)), self.options.flip and coin < 0.5
 
     def caption(self, slot: int, text: str) -> str:
-        """The caption, or the empty one where it is dropped."""
+        """The caption of a slot, "" if it is dropped."""
         dropped = stream(self.seed, "caption_dropout", self.iteration, slot).random() < self.options.caption_dropout
         return "" if dropped else text
 
     def posterior(self, shape: Sequence[int], slots: Sequence[int]) -> Tensor | None:
-        """Noise of the VAE's draw for one picture of each slot, [len(slots), *shape]; None takes the mean."""
+        """Noise of the VAE's posterior for one image of each slot, [len(slots), *shape]; None: its mean is taken."""
         if self.options.posterior == "mean":
             return None
         return normal(shape, self.seed, "posterior", [(self.iteration, slot) for slot in slots])
 
 
 class Given:
-    """The pictures that a run learns from, and those that are held out.
+    """The images that a run learns from, and the held-out pairs.
 
     Args:
-        options: name the sets.
-        algorithm: says who stands in a slot, and of single pictures how they are drawn.
-        seed: of the order.
+        options: names of the sets.
+        algorithm: the method: its members of a slot, and its options for single images.
+        seed: seed of the order.
 
     Raises:
         ConfigError: a set that cannot be used.
@@ -109,32 +108,32 @@ class Given:
         else:
             self.source = PreferenceSource(self.pairs, options.per_iteration, seed)
         self.asked = self.lost = 0
-        """Slots of this call of the program so far, and those of them with a picture that cannot be read."""
+        """Slots that this process of the program has drawn, and those of them with an unreadable image."""
         self.held_out: PreferenceSet | None = None
         if options.eval is not None:
             self.held_out = load_preferences(options.eval, "data.pairs.eval", options.records)
 
     @property
     def held_out_numbers(self) -> list[int]:
-        """Held-out pairs that are looked at: a random part of them, in the set's order, since sets are often sorted."""
+        """Numbers of the held-out pairs to evaluate, ascending: a random subset, since sets are often sorted."""
         count = 0 if self.held_out is None else len(self.held_out)
         most = HELD_OUT if self.options.max_eval is None else self.options.max_eval
         return sorted(permutation(count, self.seed, "held_out").tolist()[:most])
 
     def captions(self) -> list[str]:
-        """Every text that conditions a forward, the empty one among them, for a cache of their embeddings."""
+        """All texts of forwards, with the empty one, for a cache of embeddings."""
         own = list(self.pairs.captions())
         return ["", *own, *(() if self.held_out is None else self.held_out.captions())]
 
     def facts(self) -> dict[str, Any]:
-        """What the sets hold and what was left out of them, for provenance.json."""
+        """Contents of the sets and the reasons of skipped records, for provenance.json."""
         result = {"pairs": self.pairs.report.facts()}
         if isinstance(self.records, LabelledSet):
             result["pairs"]["pictures"] = self.records.counts
         return result if self.held_out is None else result | {"eval_pairs": self.held_out.report.facts()}
 
     def contents(self) -> list[Input]:
-        """What the sets hold: what their scans found, with names and sizes of their files; no picture is read."""
+        """Contents of the sets by their scans, with names and sizes of their files; no image is read."""
         result = []
         for key, source, pairs in (
             ("data.pairs.path", self.options.path, self.pairs),
@@ -146,29 +145,29 @@ class Given:
         return result
 
     def require_readable(self, lost: int, count: int) -> None:
-        """Count an iteration's slots, `lost` of `count` without a readable picture, and judge all so far.
+        """Add an iteration's slots, `lost` of `count` with an unreadable image, and check all so far.
 
-        With p = max_broken they stop the run where, of all n slots that this call of the program has drawn,
+        With p = max_broken the run stops if, of all n slots that this process of the program has drawn,
 
             lost > p n + 4 sqrt(p (1 - p) n) + 1
 
-        A sample of a set at its limit exceeds p n every other time, and this about once in 30,000.
+        Draws from a set at its limit exceed p n every other time, and this bound about once in 30,000 times.
 
         Raises:
-            TooManyLost: too many have a picture that cannot be read.
+            TooManyLost: the bound is exceeded.
         """
         self.lost, self.asked = self.lost + lost, self.asked + count
         share = self.options.records.max_broken
         if self.lost > share * self.asked + 4 * math.sqrt(share * (1 - share) * self.asked) + 1:
             raise TooManyLost(
-                f"data.pairs.path={self.options.path!r}: {self.lost} of {self.asked} pairs drawn so far have a picture "
-                f"that cannot be read, more than data.pairs.records.max_broken={share} explains; mend the pictures "
+                f"data.pairs.path={self.options.path!r}: {self.lost} of {self.asked} pairs drawn so far have an image "
+                f"that cannot be read, more than data.pairs.records.max_broken={share} explains; mend the images "
                 "(the warnings name them), or raise it, and go on with --resume"
             )
 
 
 def slot_of(records: PreferenceSet | LabelledSet, number: int, members: Sequence[Member]) -> Slot:
-    """A record as what stands in a slot."""
+    """The slot of a record; without images and with NaN rewards if it cannot be read."""
     try:
         record = records.read(number)
     except Unreadable as error:
@@ -196,18 +195,18 @@ def latents_of(
     look: Look | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Latents:
-    """Open the pictures of B samples, bring them to the model's size, and encode them, some at a time.
+    """Latents of the images of B samples: opened, brought to the model's size, and encoded in batches.
 
     Args:
-        read: number of a slot -> what stands there.
-        ids: B identities; those of a slot lie together.
+        read: number of a slot -> slot.
+        ids: B identities; those of a slot are adjacent.
         adapter: the model.
-        batch_size: pictures opened and encoded at once; no others are in memory.
-        look: crop, mirror and the VAE's draw; None: the middle, as it is, at the posterior's mean.
-        stop: asked before every batch whether to leave off.
+        batch_size: images opened and encoded at once; no others are in memory.
+        look: crop, mirror and the VAE's draw; None: the middle, not mirrored, at the posterior's mean.
+        stop: whether to stop, called before every batch.
 
     Raises:
-        Abandoned: `stop` said so.
+        Abandoned: `stop` returned true.
     """
     x0, rewards = torch.zeros(len(ids), *adapter.latent_shape()), torch.full((len(ids),), torch.nan)
     texts: dict[int, str] = {}
@@ -244,10 +243,10 @@ def latents_of(
 
 
 def require_encoder(adapter: ModelAdapter) -> None:
-    """Try the model on a grey picture.
+    """Encode a grey image as a test.
 
     Raises:
-        ModelError: it makes no latents of pictures.
+        ModelError: the model cannot encode images.
     """
     sides = adapter.height, adapter.width
     adapter.encode_images(torch.full((1, 3, *sides), 0.5))

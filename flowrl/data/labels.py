@@ -1,58 +1,55 @@
-"""Single pictures with a label, from pairs: what Diffusion-KTO trains on (arXiv 2404.04465)."""
+"""Single labelled images made of pairs, for Diffusion-KTO (arXiv 2404.04465)."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from flowrl.core.console import log
 from flowrl.core.errors import ConfigError
 from flowrl.data.preference_records import StoredImage
-from flowrl.data.preferences import PreferenceSet, require_same
+from flowrl.data.preferences import PreferenceSet, PreferenceSource
 from flowrl.data.prompts import Prompt
 
 Mixed = Literal["positive", "negative", "drop"]
-"""What a picture counts as that won one pair and lost another."""
+"""Label of an image that won one pair and lost another; "drop": it is left out."""
 POSITIVE_SHARE = 0.8
-"""Of the draws, as released: jacklishufan/diffusion-kto:train_kto_sd_v1.5.py."""
+"""Share of positive images in the draws of the released code: jacklishufan/diffusion-kto:train_kto_sd_v1.5.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A picture and whether it is one to draw."""
+    """An image with its label."""
 
     prompt: Prompt
     image: StoredImage
     label: int
-    """+1 or -1."""
+    """+1: an image to make more likely, -1: less likely."""
     key: str
-    """Of the record that it is read from, and its side there."""
+    """Key of its record, and its side there."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledSet:
-    """Every picture of a preference set once for each of its captions, numbered 0 .. M-1."""
+    """Every image of a preference set once for each of its captions, numbered 0 .. M-1."""
 
     pairs: PreferenceSet
     entries: np.ndarray
-    """Twice the index of the first pair it stands in, plus 1 if it lost there, rising, [M] int64."""
+    """Twice the index of an image's first pair, plus 1 if it lost there, ascending, [M] int64."""
     labels: np.ndarray
     """+1 or -1, [M] int8."""
     counts: dict[str, int]
-    """Pictures that only won, only lost, and did both."""
+    """Numbers of images that only won, only lost, and did both."""
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def read(self, number: int) -> Labelled:
-        """
-        Raises:
-            Unreadable: the row holds no picture, or the source has changed since it was scanned.
-        """
+        """An image, not opened; raises as `PreferenceSet.read` does."""
         index, lost = divmod(int(self.entries[number]), 2)
         pair = self.pairs.read(index)
         image = pair.rejected if lost else pair.chosen
@@ -62,14 +59,14 @@ class LabelledSet:
 
 
 def labelled(pairs: PreferenceSet, mixed: Mixed = "positive") -> LabelledSet:
-    """The pictures of a set by what became of them under one caption.
+    """The images of a set, labelled by the outcomes of their pairs under one caption.
 
-    A picture is known by the name that the set gives it (Pick-a-Pic's `image_0_uid`), by its path, or by the hash of
-    its bytes; the last means reading the whole set once. About 250 bytes of memory a picture, in this pass only.
+    An image is identified by its name in the set (Pick-a-Pic's `image_0_uid`), its path, or the hash of its bytes,
+    for which the whole set is read once. Takes about 250 bytes of memory per image in this pass.
 
     Args:
-        pairs: winners only are positive.
-        mixed: of pictures that both won and lost; "positive" is the published `gt_label_wi_l`.
+        pairs: the set; winners without a loser are positive.
+        mixed: label of images that both won and lost; "positive" is the published `gt_label_wi_l`.
 
     Raises:
         ConfigError: one of the two classes is empty.
@@ -89,18 +86,18 @@ def labelled(pairs: PreferenceSet, mixed: Mixed = "positive") -> LabelledSet:
     where = pairs.report.where
     for sign, name in ((1, "positive"), (-1, "negative")):
         if not (labels == sign).any():
-            raise ConfigError(f"{where}: no picture is {name} (pictures: {counts}, those that did both: {mixed})")
-    log.info("%s: pictures by what became of them: %s; those that did both: %s", where, counts, mixed)
+            raise ConfigError(f"{where}: no image is {name} (images: {counts}, those that did both: {mixed})")
+    log.info("%s: images by the outcomes of their pairs: %s; those that did both: %s", where, counts, mixed)
     kept = labels != 0
     order = np.argsort(entries[kept])
     return LabelledSet(pairs, entries[kept][order], labels[kept][order], counts)
 
 
-class LabelledSource:
-    """An endless, seeded order with a fixed share of positive pictures in every stretch of it.
+class LabelledSource(PreferenceSource):
+    """An endless, seeded order over labelled images with a fixed share of positive ones in every part of it.
 
-    Place n is positive where floor(n share) grows, so the share holds for any batch within one picture. Either class
-    has its own epochs. The draw of an iteration depends on (seed, iteration) and the set alone.
+    Position n is positive if floor(n share) grows there, so the share holds in any batch within one image. Each class
+    has its own epochs.
     """
 
     def __init__(
@@ -108,37 +105,26 @@ class LabelledSource:
     ) -> None:
         if not 0 < positive_share < 1:
             raise ValueError(f"positive_share={positive_share}: give a share between 0 and 1, both excluded")
-        self.images, self.per_iteration, self.seed, self.share = images, per_iteration, seed, positive_share
+        super().__init__(images.pairs, per_iteration, seed)
+        self.images, self.share = images, positive_share
         self.classes = {sign: np.flatnonzero(images.labels == sign) for sign in (1, -1)}
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
-        """Class -> its last epoch asked for, and the order there."""
-
-    def draw(self, iteration: int) -> list[int]:
-        """Numbers of the pictures of an iteration, counted from 1."""
-        start = (iteration - 1) * self.per_iteration
-        return [self._at(place) for place in range(start, start + self.per_iteration)]
+        """Class -> (its last epoch asked for, the order in it)."""
 
     def _at(self, place: int) -> int:
-        # Rounding must not eat a positive: 0.57 * 100 is 56.99...
+        # Against rounding: 0.57 * 100 is 56.99...
         before, after = (math.floor(n * self.share + 1e-9) for n in (place, place + 1))
         sign, turn = (1, before) if after > before else (-1, place - before)
         epoch, inside = divmod(turn, len(self.classes[sign]))
         if self._orders.get(sign, (None,))[0] != epoch:
-            self._orders[sign] = epoch, self._order(sign, epoch)
+            self._orders[sign] = epoch, self._permuted(sign, epoch)
         return int(self._orders[sign][1][inside])
 
-    def _order(self, sign: int, epoch: int) -> np.ndarray:
-        """The class in the order of its pairs, which lie close together where that is cheap to read."""
+    def _permuted(self, sign: int, epoch: int) -> np.ndarray:
+        """Order of a class in an epoch; images that are cheap to read together stay close."""
         numbers = self.classes[sign]
         purpose = f"labelled/{'positive' if sign > 0 else 'negative'}"
         return numbers[self.images.pairs.arrange(self.images.entries[numbers] // 2, self.seed, purpose, epoch)]
 
-    def state_dict(self) -> dict[str, object]:
-        return {"fingerprint": self.images.pairs.fingerprint, "count": len(self.images)}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """
-        Raises:
-            ConfigError: the set is not the one that the checkpoint was trained on.
-        """
-        require_same(self.images.pairs.report.where, state, self.state_dict())
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"count": len(self.images)}

@@ -14,25 +14,26 @@ _EVAL_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairsConfig:
+    """Given images, as preference pairs."""
+
     path: Annotated[str, PAIRS]
-    """Preference set (docs/preferences.md): a file, folder or pattern, or `hf:PATH:SPLIT`."""
+    """Preference set to train on (docs/preferences.md): a file, folder or pattern, or `hf:PATH:SPLIT`."""
     eval: Annotated[str | None, PAIRS] = None
-    """Held-out pairs, same forms: what the network prefers of them is told at every evaluation."""
+    """Held-out pairs, same forms: evaluations report the share that the network prefers as the data do; null: none."""
     records: PreferenceOptions = field(default_factory=PreferenceOptions)
-    """Columns of both sets, and the share of their records that may be broken."""
+    """Columns of both sets, and the largest share of broken records."""
     per_iteration: int = 64
-    """Pairs (or pictures, where a method takes single ones) drawn per iteration, over all processes."""
+    """Pairs of an iteration over all processes; single images for a method that takes those."""
     max_eval: int | None = None
-    """Look at no more than so many of the held-out pairs, drawn by the seed; null: 500. Latents stay in memory."""
+    """Largest number of held-out pairs, a random subset by the seed, whose latents stay in memory; null: 500."""
     caption_dropout: float = 0.2
-    """Share of the pairs whose caption is replaced by the empty one."""
+    """Share of the pairs, 0 to 1, whose caption is replaced by the empty one, which guidance needs."""
     crop: Literal["center", "random"] = "center"
-    """Which part of a picture is taken, after its short side is brought to the model's size."""
+    """Position of the crop after the image covers the model's size: the middle, or random for each pair."""
     posterior: Literal["sample", "mean"] = "sample"
-    """Latents of a picture: a draw of the VAE's posterior, or its mean. A model that was trained on means (tiny-sd3)
-    wants these."""
+    """Latents of an image: a draw of the VAE's posterior, or its mean, for a model trained on means (tiny-sd3)."""
     flip: bool = True
-    """Mirror half of the pairs. Set it to false where captions say left or right, or pictures hold text."""
+    """Mirroring of half of the pairs, at random; false: where captions say left or right, or images hold text."""
 
     def __post_init__(self) -> None:
         require_positive(per_iteration=self.per_iteration, max_eval=self.max_eval)
@@ -42,30 +43,32 @@ class PairsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
+    """Training prompts or pairs, and the prompts of evaluations."""
+
     prompts: Annotated[str | None, PROMPTS] = None
     """Training prompts: a .txt (one a line), a .jsonl, a .json list, a .csv, .tsv or .parquet (further columns are
-    metadata), `hf:PATH` or `hf:PATH:SPLIT` for a data set (hub id or folder), or `shapes:train`. Required, unless there
-    are pairs."""
+    metadata), `hf:PATH` or `hf:PATH:SPLIT` for a data set (hub id or folder), or `shapes:train`. Null: none, with
+    pairs alone."""
     eval_prompts: Annotated[str | None, PROMPTS] = None
-    """Held-out prompts, same forms; null: `eval_share` of the training prompts, with pairs none."""
+    """Held-out prompts, same forms; null: `eval_share` of the training prompts, or none with pairs."""
     eval_share: float = _EVAL_SHARE
-    """Of the distinct training prompts, where there are no `eval_prompts`: held out for evaluation and never trained
-    on, drawn by the seed. 0, or fewer than 32 prompts: evaluated on the training prompts, as every number then says."""
+    """Share of the distinct training prompts, 0 to below 1, held out for evaluation if `eval_prompts` is null; a random
+    subset by the seed. With 0, or fewer than 32 prompts, training prompts are evaluated, and every result says so."""
     pairs: PairsConfig | None = None
-    """Given pictures, for methods that learn from them; null: the network draws its samples from prompts."""
+    """Given images for methods that learn from them; null: the network draws its samples from prompts."""
     max_prompts: int | None = None
-    """Use only the first so many training prompts, `eval_share` of them held out."""
+    """Number of training prompts that are used, the first ones, `eval_share` of them held out; null: all."""
     max_eval_prompts: int | None = None
-    """Evaluate only the first so many held-out prompts; those of `eval_share` are in random order."""
+    """Number of held-out prompts that are used, the first ones (of `eval_share`: in random order); null: all."""
     prompt_column: str = "prompt"
-    """Of a record: the text."""
+    """Column or key with the text of a record."""
     image_column: str | None = None
-    """Of a record: its picture, or a list of them; null: `image` or `images`, where it has one."""
+    """Column or key with the image of a record, or a list of images; null: `image` or `images`, if it has one."""
     subset: str | None = None
-    """Of a data set that has several."""
+    """Subset of a data set that has several; null: its only one."""
     cache_text: bool | None = None
-    """Embed every prompt at the start and free the text encoders; false: when it is drawn. Null: true, but with pairs
-    false, since a large set has more captions than memory."""
+    """True: all prompts are embedded at the start and the text encoders freed; false: they are embedded when drawn.
+    Null: true with prompts, false with pairs, as a large set has more captions than memory."""
 
     def __post_init__(self) -> None:
         require_positive(max_prompts=self.max_prompts, max_eval_prompts=self.max_eval_prompts)
@@ -82,5 +85,5 @@ class DataConfig:
 
     @property
     def caches_text(self) -> bool:
-        """`cache_text`, where it is null by what is drawn from."""
+        """`cache_text`, or its default for prompts or pairs."""
         return self.pairs is None if self.cache_text is None else self.cache_text

@@ -1,4 +1,4 @@
-"""What a preference set is made of: pictures not opened yet, pairs of them, and a report of what was left out."""
+"""Parts of a preference set: images that are not opened yet, pairs of them, and a report of skipped records."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from flowrl.data.prompts import Prompt
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Reasons are keys of provenance.json, so their words stay.
 TIE, SAME, NO_LABEL = "tie", "same picture twice", "no label"
 NO_RECORD, NO_CAPTION, NO_IMAGE = "not a record", "no caption", "missing picture"
 NO_REJECTED, BAD_LABEL, BAD_MARGIN = "no rejected picture", "label not 0, 0.5 or 1", "margin not a number from 0"
 BY_RULE = (TIE, SAME, NO_LABEL)
-"""Pairs without a preference: nothing is wrong with them, and there may be any number."""
+"""Reasons that are no fault: pairs without a preference, of which there may be any number."""
 EXAMPLES = 3
-"""Kept of each reason."""
+"""Number of examples kept for each reason."""
 
 
 class Unreadable(Exception):
-    """A picture or its row cannot be read; `where` names the file or row, `reason` says what is wrong."""
+    """An image or its row cannot be read; `where` is the file or row, `reason` says what is wrong."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where} cannot be read: {reason}")
@@ -37,18 +38,18 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """One picture of a set, not opened yet."""
+    """An image of a set, not opened yet."""
 
     source: Path | bytes | None
-    """A file, or what a file would hold; None: the row has none."""
+    """File, or the bytes of one; None: not read with the record."""
     where: str
-    """For messages."""
+    """Place in the set, for messages."""
     uid: str | None = None
-    """Its name in the set, where the set gives one."""
+    """Name of the image in the set; None: it has none."""
 
     @property
     def key(self) -> str:
-        """Who it is, whichever pairs it stands in: the set's own name for it, its path, or the hash of its bytes."""
+        """Identity of the image in all its pairs: its name in the set, its path, or the hash of its bytes."""
         if self.uid is not None or self.source is None:
             return f"uid:{self.uid}"
         if isinstance(self.source, Path):
@@ -56,10 +57,10 @@ class StoredImage:
         return f"sha256:{hashlib.sha256(self.source).hexdigest()}"
 
     def open(self) -> Image:
-        """See `open_image`.
+        """The image, as `media.open_image` reads it.
 
         Raises:
-            Unreadable: there is none, it is broken, or its range is not known.
+            Unreadable: it is missing or broken, or its range is not known.
         """
         if not self.source:
             raise Unreadable(self.where, "there are no bytes")
@@ -67,28 +68,28 @@ class StoredImage:
             return open_image(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source)
         except MemoryError:
             raise
-        # Decoders raise what they happen to meet in broken bytes: OSError, SyntaxError, ValueError, struct.error, ...
+        # Decoders raise many errors about broken bytes: OSError, SyntaxError, ValueError, struct.error, ...
         except Exception as error:
             raise Unreadable(self.where, f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt, the picture that is preferred, and the one that is not."""
+    """A prompt with its preferred and its rejected image."""
 
     prompt: Prompt
-    """Everything else of the record is its metadata."""
+    """Caption, with the other values of the record as metadata."""
     chosen: StoredImage
     rejected: StoredImage | None
-    """None: the record has a winner only."""
+    """None: the record has a winner alone."""
     margin: float | None
-    """By how much a reward preferred it, above 0, where the set says."""
+    """Difference of a reward between the two, above 0; None: not known."""
     key: str
-    """Of the record, unique in the set."""
+    """Place of the record, unique in the set."""
 
 
 def is_false(value: Any) -> bool:
-    """Whether a flag is false, in whatever way a table or a text file writes it.
+    """Whether a flag of a table or a text file is false.
 
     >>> [is_false(value) for value in (False, 0, None, "0", "False", True, 1, "true")]
     [True, True, True, True, True, False, False, False]
@@ -97,14 +98,14 @@ def is_false(value: Any) -> bool:
 
 
 class Votes:
-    """Which pairs under one caption a set judges more than once, by 8 bytes a record."""
+    """Pairs that a set judges more than once under one caption; takes 8 bytes a record."""
 
     def __init__(self) -> None:
         self.marks = array("Q")
-        """Hash of caption and pair, its last bit which of the two is preferred; 0: not known."""
+        """Hash of caption and pair, whose last bit is the preferred one; 0: not known."""
 
     def add(self, preference: Preference) -> None:
-        """Of pictures that a path or a name tells apart; no bytes are read for it."""
+        """Add a record; images are compared by path or name, without reading bytes."""
         images = [image for image in (preference.chosen, preference.rejected) if image is not None]
         if len(images) < 2 or any(one.uid is None and not isinstance(one.source, Path) for one in images):
             self.marks.append(0)
@@ -115,7 +116,7 @@ class Votes:
         self.marks.append(int.from_bytes(mark, "big") & ~1 | (won < lost))
 
     def counts(self, name: Callable[[int], str]) -> dict[str, tuple[int, list[str]]]:
-        """How many say what an earlier one says, and are the first to say the opposite, with names of a few."""
+        """Kind -> (count, a few names) of records that repeat an earlier one, or are the first to oppose it."""
         marks = np.frombuffer(self.marks, dtype=np.uint64)
         known = np.flatnonzero(marks)
         values, first = np.unique(marks[known], return_index=True)
@@ -129,32 +130,34 @@ class Votes:
 
 @dataclass
 class Report:
-    """What a set holds, and what was left out and why."""
+    """Contents of a set, with the skipped records and the reasons."""
 
     where: str
+    """Key and value of the option that names the set."""
     sources: Sequence[Path] = ()
-    """Files of the records; none of a data set."""
+    """Files of the records; empty for a data set."""
     rows: int = 0
+    """Number of records."""
     winners_only: int = 0
     """Usable records without a rejected picture."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Reason -> records skipped."""
+    """Reason -> number of skipped records."""
     examples: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> the first few of them."""
     images: Any = field(default_factory=hashlib.sha256, repr=False)
-    """Digest of the names and sizes of the pictures."""
+    """Digest of the names and sizes of the image files."""
     votes: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
-    """Used records that repeat an earlier one, and that oppose one: how many, and the first few."""
+    """`Votes.counts` of the used records."""
 
-    def add(self, found: Preference) -> None:
-        """Count a record that is used, with the names and sizes of its pictures where they are files."""
-        self.winners_only += found.rejected is None
-        for image in (found.chosen, found.rejected):
+    def add(self, used: Preference) -> None:
+        """Count a used record, with the names and sizes of its image files."""
+        self.winners_only += used.rejected is None
+        for image in (used.chosen, used.rejected):
             if image is not None and isinstance(image.source, Path):
                 self.images.update(f"{image.source.name}\0{image.source.stat().st_size}\n".encode())
 
     def files(self) -> list[Any]:
-        """Names and sizes of the files that the set lies in, and one fingerprint of those of its pictures."""
+        """Names and sizes of the files of the records, and a fingerprint of those of the images."""
         return [[file.name, file.stat().st_size] for file in self.sources] + [self.images.hexdigest()]
 
     def skip(self, reason: str, example: str) -> None:
@@ -169,11 +172,11 @@ class Report:
 
     @property
     def broken(self) -> int:
-        """Skipped for another reason than that nothing is preferred."""
+        """Number of records skipped for a fault."""
         return sum(count for reason, count in self.counts.items() if reason not in BY_RULE)
 
     def facts(self) -> dict[str, Any]:
-        """For provenance.json."""
+        """Plain data for provenance.json."""
         return {
             "source": self.where,
             "rows": self.rows,
@@ -187,7 +190,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.usable} of {self.rows} records are used"]
         if self.winners_only:
-            lines[0] += f", {self.winners_only} of them with a chosen picture only"
+            lines[0] += f", {self.winners_only} of them with a chosen image only"
         for reason, count in self.counts.items():
             rest = f" and {count - EXAMPLES} more" if count > EXAMPLES else ""
             lines.append(f"  skipped {count}, {reason}: {'; '.join(self.examples[reason])}{rest}")

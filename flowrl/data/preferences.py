@@ -1,8 +1,7 @@
-"""Preference data: pairs of pictures of which one is preferred, what is left out by rule, and their order in a run.
+"""Preference data: pairs of images of which one is preferred, and their order in a run (docs/preferences.md).
 
-A set is scanned once without opening a picture. What cannot be used is skipped by a stated rule, counted by its reason
-and reported with examples; a picture that turns out to be unreadable when it is opened raises `Unreadable`, which says
-where it lies. docs/preferences.md is what users see of it.
+A set is scanned once without opening an image. Records that cannot be used are skipped by a stated rule, counted by
+reason and reported with examples; an image that is unreadable when it is opened raises `Unreadable` with its place.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -41,89 +40,40 @@ from flowrl.data.preference_records import (
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import LATER, WINDOW_BYTES, Records, find_records
 
-__all__ = [
-    "StoredImage",
-    "Preference",
-    "PreferenceOptions",
-    "PreferenceSet",
-    "PreferenceSource",
-    "Preferences",
-    "Report",
-    "Unreadable",
-    "load_preferences",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceOptions:
-    """Where a record of a preference set has what, and how much of the set may be broken."""
+    """Columns of a preference set, and the largest share of broken records."""
 
     prompt: str | None = None
     """Column of the text; null: `prompt` or `caption`."""
     chosen: str = "chosen"
-    """Of the preferred picture: a path, or the file's bytes."""
+    """Column of the preferred image: a path, or the file's bytes."""
     rejected: str = "rejected"
-    """Of the other one."""
+    """Column of the other image."""
     first: str = "jpg_0"
-    """Of two pictures with a label (Pick-a-Pic), used where there is no `chosen` column: the first one."""
+    """Column of the first of two images with a label (Pick-a-Pic), for a set without `chosen`."""
     second: str = "jpg_1"
-    """The second one."""
+    """Column of the second image."""
     label: str = "label_0"
-    """1: the first is preferred, 0: the second, 0.5: neither."""
+    """Column of the label; 1: the first image is preferred, 0: the second, 0.5: neither."""
     other_label: str = "label_1"
-    """1 - label, checked where there is such a column."""
+    """Column of 1 - label, compared with the label if the set has it."""
     labelled: str = "has_label"
-    """False: nobody has judged the record; a set need not have such a column."""
+    """Column of a flag; records where it is false have no judgement and are skipped. A set need not have it."""
     first_id: str = "image_0_uid"
-    """Name of the first picture, by which it is known in other pairs; without such a column the bytes are hashed."""
+    """Column of the first image's name, which identifies it in other pairs; a set without it has its bytes hashed."""
     second_id: str = "image_1_uid"
-    """Of the second one."""
+    """Column of the second image's name."""
     subset: str | None = None
-    """Of a data set that has several."""
+    """Subset of a data set that has several; null: its only one."""
     max_broken: float = 0.1
-    """Largest share of records that may be skipped for another reason than a tie: a tenth is more than a scraped set
-    loses to dead links, and far less than a wrong folder or a copy cut short."""
+    """Largest share of skipped records, 0 to 1, ties not counted. A tenth is more than a scraped set loses to dead
+    links, and far less than a wrong folder or an incomplete copy."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_broken <= 1:
             raise ValueError(f"max_broken={self.max_broken} is a share: give 0 to 1")
-
-
-class PreferenceSet(Protocol):
-    """Usable records 0 .. N-1 of a source, read when asked for."""
-
-    report: Report
-    fingerprint: str
-    """Of prompts, labels and places: a set with another one is another set."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> Preference:
-        """One record, its pictures not opened.
-
-        Raises:
-            Unreadable: the row holds no picture, or the source has changed since it was scanned.
-        """
-        ...
-
-    def captions(self) -> Iterator[str]:
-        """Every distinct text, in the order of its first record."""
-        ...
-
-    def identities(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
-        """(index, text, keys of the chosen and, if there is one, of the rejected picture) of every record in order.
-
-        Reads all pictures where only their bytes tell who they are.
-        """
-        ...
-
-    def arrange(self, indices: np.ndarray, seed: int, purpose: str, epoch: int) -> np.ndarray:
-        """A random order of records, by their places in `indices` [n]: [n] int64.
-
-        A function of the arguments and the set alone. Storage that is read in blocks is shuffled block-wise, so that
-        neighbours lie close together.
-        """
-        ...
 
 
 def load_preferences(
@@ -135,25 +85,28 @@ def load_preferences(
         source: a .jsonl or .parquet, a glob of shards, a folder of either, or hf:PATH[:SPLIT] for a data set; records
             are {prompt, chosen, rejected[, margin]} or Pick-a-Pic's {caption, jpg_0, jpg_1, label_0}.
         key: the configuration key, for messages.
-        options: columns, and the share of broken records that is borne.
-        paired: whether a record without a rejected picture is of no use.
+        options: columns, and the largest share of broken records.
+        paired: whether records without a rejected image are skipped.
 
     Raises:
-        ConfigError: no such source or column, nothing usable, too much broken, a package that is not installed.
+        ConfigError: no such source or column, no usable record, too many broken, a package that is not installed.
     """
     where = f"{key}={source!r}"
     images = (options.chosen, options.rejected, options.first, options.second)
-    result = Preferences(find_records(source, images, options.subset, where), where, options, paired=paired)
+    result = PreferenceSet(find_records(source, images, options.subset, where), where, options, paired=paired)
     log.info("%s", result.report)
     return result
 
 
 class _Skip(Exception):
-    """A record cannot be used: (reason, what was found)."""
+    """A record cannot be used: (reason, its value)."""
 
 
-class Preferences:
-    """The set over records, wherever they lie; see `PreferenceSet`."""
+class PreferenceSet:
+    """Usable records 0 .. N-1 of a source, read on demand.
+
+    `report` has its contents; `fingerprint` is a hash of prompts, labels and places, which differs between sets.
+    """
 
     def __init__(self, records: Records, where: str, options: PreferenceOptions, *, paired: bool) -> None:
         self.records, self.options, self.paired = records, options, paired
@@ -161,7 +114,7 @@ class Preferences:
         names = records.names()
         self.text = _text_column(names, options, where)
         self.voted = options.chosen not in names
-        """Two pictures with a label, not a chosen and a rejected one."""
+        """Whether records are two images with a label, not a chosen and a rejected one."""
         wanted = (options.first, options.second, options.label) if self.voted else ()
         self.named = wanted or (options.chosen, options.rejected, "margin")
         for name in wanted:
@@ -172,7 +125,7 @@ class Preferences:
                 )
         self.rows, self.fingerprint = self._scan()
         if not self.report.usable:
-            raise ConfigError(f"{self.report}\n{where}: nothing in it can be used")
+            raise ConfigError(f"{self.report}\n{where}: no record can be used")
         if self.report.broken > options.max_broken * self.report.rows:
             raise ConfigError(
                 f"{self.report}\n{where}: {self.report.broken} of {self.report.rows} records are broken, more than "
@@ -180,7 +133,7 @@ class Preferences:
             )
 
     def _scan(self) -> tuple[np.ndarray, str]:
-        """(rows that can be used [N] int64, fingerprint)."""
+        """(usable rows [N] int64, fingerprint)."""
         rows, digest, votes = [], hashlib.sha256(), Votes()
         for row, record in enumerate(self.records.scan()):
             self.report.rows += 1
@@ -203,17 +156,23 @@ class Preferences:
         return len(self.rows)
 
     def read(self, index: int) -> Preference:
+        """One record, its images not opened.
+
+        Raises:
+            Unreadable: the row has no image, or the source has changed since the scan.
+        """
         row = int(self.rows[index])
         where = f"{self.report.where}, {self.records.place(row)}"
         try:
             return self._preference(self.records.read(row), row)
-        except _Skip as skipped:  # not seen in the scan, which leaves out what lies inside a table
+        except _Skip as skipped:  # an image inside a table, which the scan does not read
             reason, what = skipped.args
             raise Unreadable(where, f"{reason} ({what})") from None
         except OSError as error:
             raise Unreadable(where, str(error)) from error
 
     def captions(self) -> Iterator[str]:
+        """Every distinct text, in the order of its first record."""
         seen: set[bytes] = set()
         for _, record in self._usable():
             text = str(record[self.text])
@@ -223,6 +182,10 @@ class Preferences:
                 yield text
 
     def identities(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+        """(index, text, keys of the chosen and of a rejected image) of every record in order.
+
+        Reads all images if only their bytes identify them.
+        """
         for index, record in self._usable():
             result = self._preference(record, int(self.rows[index]))
             images = [result.chosen, *([] if result.rejected is None else [result.rejected])]
@@ -232,7 +195,7 @@ class Preferences:
             yield index, result.prompt.text, tuple(image.key for image in images)
 
     def _usable(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(index, scanned record) of every record that can be used."""
+        """(index, scanned record) of every usable record."""
         rows = iter(self.rows.tolist())
         wanted, index = next(rows, None), 0
         for row, record in enumerate(self.records.scan()):
@@ -242,6 +205,11 @@ class Preferences:
                 wanted, index = next(rows, None), index + 1
 
     def arrange(self, indices: np.ndarray, seed: int, purpose: str, epoch: int) -> np.ndarray:
+        """A random order of records `indices` [n], as positions in `indices`, [n] int64.
+
+        It depends on the arguments and the set alone. Storage that is read in blocks is shuffled block-wise, so that
+        neighbours stay close.
+        """
         window = np.zeros(len(indices), dtype=np.int64)
         blocks = self.records.blocks()
         if blocks is not None:
@@ -252,7 +220,8 @@ class Preferences:
     # ---- from a record to a preference
 
     def _preference(self, record: dict[str, Any] | None, row: int) -> Preference:
-        """
+        """The preference of a record.
+
         Raises:
             _Skip: the record cannot be used.
         """
@@ -298,7 +267,7 @@ class Preferences:
         name = None if uid is None else str(uid)
         if value is LATER:
             return StoredImage(None, where, name)
-        if isinstance(value, dict):  # as data sets store pictures
+        if isinstance(value, dict):  # as data sets store images
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes) and value:
             return StoredImage(value, where, name)
@@ -327,7 +296,7 @@ def _text_column(names: Sequence[str], options: PreferenceOptions, where: str) -
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # such as a name that is too long to be one
+    except OSError:  # such as a name that is too long
         return False
 
 
@@ -343,7 +312,7 @@ def _margin(value: Any) -> float | None:
 
 
 def _windows(sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Window of each of K blocks of so many bytes [K]: in a random order, as many together as memory is meant for."""
+    """Window of each of K blocks with sizes in bytes [K]; a window has blocks of WINDOW_BYTES in random order."""
     window, filled, result = 0, 0, np.zeros(len(sizes), dtype=np.int64)
     for block in rng.permutation(len(sizes)):
         if filled and filled + sizes[block] > WINDOW_BYTES:
@@ -354,7 +323,7 @@ def _windows(sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 class PreferenceSource:
-    """An endless, seeded order over the records of a set, epoch after epoch, each record once in every epoch.
+    """An endless, seeded order over the records of a set, each record once in every epoch.
 
     The draw of an iteration depends on (seed, iteration) and the set alone.
     """
@@ -362,10 +331,10 @@ class PreferenceSource:
     def __init__(self, pairs: PreferenceSet, per_iteration: int, seed: int) -> None:
         self.pairs, self.per_iteration, self.seed = pairs, per_iteration, seed
         self._order: tuple[int, np.ndarray] | None = None
-        """The last epoch asked for."""
+        """(last epoch asked for, the order in it)."""
 
     def draw(self, iteration: int) -> list[int]:
-        """Indices of the records of an iteration, counted from 1."""
+        """Indices of the records of an iteration; iterations count from 1."""
         start = (iteration - 1) * self.per_iteration
         return [self._at(place) for place in range(start, start + self.per_iteration)]
 
@@ -379,21 +348,14 @@ class PreferenceSource:
         return {"fingerprint": self.pairs.fingerprint, "count": len(self.pairs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
+        """Compare the set with that of a checkpoint; the order itself has no state.
+
         Raises:
-            ConfigError: the set is not the one that the checkpoint was trained on.
+            ConfigError: the set has changed.
         """
-        require_same(self.pairs.report.where, state, self.state_dict())
-
-
-def require_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on with another set than the checkpoint's.
-
-    Raises:
-        ConfigError: it has changed.
-    """
-    if then != now:
-        raise ConfigError(
-            f"{where}: the preference set has changed since the checkpoint ({then['count']} usable records then, "
-            f"{now['count']} now); restore it, or start a new run"
-        )
+        now = self.state_dict()
+        if state != now:
+            raise ConfigError(
+                f"{self.pairs.report.where}: the preference set has changed since the checkpoint ({state['count']} "
+                f"usable records then, {now['count']} now); restore it, or start a new run"
+            )

@@ -1,7 +1,7 @@
 """Files of prompts as numbered records: lines of text, JSONL, a JSON list, tables (CSV, TSV, parquet).
 
-Each form is read as what it is or refused by its name, never as lines of text that happen to be there. Records come one
-by one, so what nobody asks for is not read: of a parquet no row group behind the last one that is needed.
+A file of another form is refused, never read as lines of text. Records are read on demand: of a parquet no row group
+after the last one that is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.strict import read_text
 
 Records = Iterator[tuple[str, dict[str, Any]]]
-"""(where it stands in the file, record)."""
+"""Pairs (place in the file, record)."""
 
 FORMS = (
     "a .txt (one prompt a line), a .jsonl (one record a line), a .json (a list of strings or records), a .csv or .tsv "
@@ -28,15 +28,15 @@ _ROWS = 1024
 
 
 def read_records(file: Path, where: str, prompt: str) -> Records:
-    """The records of a file, by its ending; one without an ending holds lines of text.
+    """The records of a file, read by its suffix; a file without one holds lines of text.
 
     Args:
-        file: that is there.
-        where: for messages.
-        prompt: column of the text; what is a plain string becomes a record with it alone.
+        file: an existing file.
+        where: key and value of the option, for messages.
+        prompt: column of the text; a plain string becomes a record with this column alone.
 
     Raises:
-        ConfigError: an ending that is none of FORMS, or a file that is not what it says.
+        ConfigError: a suffix that is not among FORMS, or contents that do not fit it.
     """
     reader = _READERS.get(file.suffix.lower())
     if reader is None:
@@ -45,14 +45,14 @@ def read_records(file: Path, where: str, prompt: str) -> Records:
 
 
 def named_as_file(word: str) -> bool:
-    """Whether a word of the command line means a file of prompts and not a prompt.
+    """Whether a word of the command line is the name of a file of prompts, not a prompt.
 
     >>> [named_as_file(word) for word in ("a.txt", "old/set.xlsx", "a cat, 2.5 years old", "cat", "no. 5")]
     [True, True, False, False, False]
     """
     if Path(word).suffix.lower() in _READERS and Path(word).suffix:
         return True
-    # A name with an ending that is not read is refused as a file, not drawn as a prompt.
+    # A name with another suffix is a file too, which is refused, and not a prompt.
     return re.fullmatch(r"\S*\w\.[A-Za-z][A-Za-z0-9]{1,7}", word) is not None
 
 
@@ -65,7 +65,7 @@ def missing_package(error: ModuleNotFoundError, where: str) -> ConfigError:
 
 def _lines(file: Path, where: str) -> Iterator[tuple[int, str]]:
     """(number, line) of every line that is not empty."""
-    # Not splitlines: it also breaks at U+2028 and the like, which JSON strings may hold.
+    # Not splitlines, which also breaks at U+2028 and the like, and JSON strings may hold those.
     for number, line in enumerate(_text(file, where).split("\n"), 1):
         if line.strip():
             yield number, line.strip()
@@ -75,7 +75,7 @@ def _text(file: Path, where: str) -> str:
     text = read_text(file, where)
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        raise ConfigError(f"{where}, line {line}: holds a NUL, so it is no text; save it as UTF-8")
+        raise ConfigError(f"{where}, line {line}: holds a NUL, so it is not text; save it as UTF-8")
     return text
 
 
@@ -104,7 +104,7 @@ def _json(file: Path, where: str, prompt: str) -> Records:
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # thousands of brackets, or of digits
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
 
 
@@ -143,7 +143,7 @@ def _header(row: list[str], place: str, prompt: str, comma: str) -> list[str]:
     """Names of the columns.
 
     Raises:
-        ConfigError: the prompt's is not among them, or a name is there twice.
+        ConfigError: no column of the prompt, or a name twice.
     """
     names = [name.strip() for name in row]
     if prompt not in names:
@@ -173,8 +173,8 @@ def _parquet(file: Path, where: str, prompt: str) -> Records:
                         yield f"row {number}", record
     except (ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        behind = f" behind row {number}" if number else ""
-        raise ConfigError(f"{where}: not a readable parquet file{behind}: {reason}") from None
+        after = f" after row {number}" if number else ""
+        raise ConfigError(f"{where}: not a readable parquet file{after}: {reason}") from None
 
 
 _READERS: dict[str, Callable[[Path, str, str], Records]] = {

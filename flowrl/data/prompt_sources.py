@@ -1,8 +1,8 @@
-"""Where prompts come from: files (flowrl/data/prompt_files.py), data sets of Hugging Face, the shapes world.
+"""Sources of prompts: files (flowrl/data/prompt_files.py), data sets of Hugging Face, the shapes world.
 
-A record of whatever source has a prompt, perhaps pictures, and metadata for the rewards: everything else. Pictures
-travel as paths. Those that lie inside a data set are written to a folder of the user's cache under the hash of their
-content, so that they are the same for every run, process and resume.
+A record has a prompt, perhaps images, and metadata for the rewards: all its other values. Images are passed as paths.
+Those inside a data set are written to the user's cache under the hash of their content, so that their paths are the
+same for every run, process and resume.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from flowrl.data.prompts import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where a record has what: keys of a record, columns of a table."""
+    """Keys of a record, or columns of a table."""
 
     prompt: str = "prompt"
     image: str | None = None
-    """Of one picture or a list of them; None: `image` or `images`, if there."""
+    """Key of an image or a list of images; None: `image` or `images`, if there is one."""
     subset: str | None = None
-    """Of a data set that has several."""
+    """Subset of a data set that has several."""
     names_sample: bool = False
-    """`image` is the name of the very sample that the record is of, so metadata and no reference picture."""
+    """Whether `image` names the sample that the record is about, which is then metadata and no reference image."""
 
     def names(self, record: Iterable[str]) -> list[str]:
-        """Columns with pictures among those of a record."""
+        """Keys of images among those of a record."""
         wanted = ("image", "images") if self.image is None else (self.image,)
         return [name for name in wanted if name in record and not (self.names_sample and name == "image")]
 
@@ -49,14 +49,14 @@ def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int 
     or `hf:PATH:SPLIT`.
 
     Args:
-        source: where they are.
-        key: the configuration key, for the message.
-        columns: of records; a .txt has none.
-        most: take the first so many, and read no further.
+        source: file, name or data set.
+        key: the configuration key, for messages.
+        columns: keys of records; a .txt has none.
+        most: number of prompts to read, the first ones; None: all.
 
     Raises:
-        ConfigError: no such file, split or column, an ending that is not read, an empty set, a broken record, a picture
-            that is missing or cannot be read, a package that is not installed.
+        ConfigError: no such file, split or column, an unknown suffix, an empty set, a broken record, an image that is
+            missing or unreadable, a package that is not installed.
     """
     where = f"{key}={source!r}"
     if source.startswith("shapes:"):
@@ -80,7 +80,7 @@ def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int 
 
 
 def hub_id(source: str | None) -> str | None:
-    """Of `hf:PATH[:SPLIT]` the id of a data set that is on the hub, not in a folder here; None of any other source."""
+    """The hub id of `hf:PATH[:SPLIT]` if PATH is not a folder on this machine; None for any other source."""
     if source is None or not source.startswith("hf:"):
         return None
     path, _ = split_of(source.removeprefix("hf:"))
@@ -91,13 +91,13 @@ def hub_id(source: str | None) -> str | None:
 
 
 def _find(source: str) -> Path | None:
-    # A name before the working directory: a configuration's own files come with their whole path (config/locate.py).
+    # Embedded names come first: files of a configuration have absolute paths (config/locate.py).
     embedded, file = embedded_prompts(source), Path(source).expanduser()
     return embedded or (file if file.is_file() else None)
 
 
 def split_of(path: str) -> tuple[str, str | None]:
-    """(path, split) of `PATH` or `PATH:SPLIT`; a split may be a part of one, `train[:100]`.
+    """(path, split) of `PATH` or `PATH:SPLIT`; a split may be a slice such as `train[:100]`.
 
     >>> split_of("owner/name:train[:100]"), split_of("/data/set")
     (('owner/name', 'train[:100]'), ('/data/set', None))
@@ -107,31 +107,32 @@ def split_of(path: str) -> tuple[str, str | None]:
 
 
 def open_data_set(path: str, split: str | None, subset: str | None, where: str, key: str = "data.subset") -> Any | None:
-    """Rows of a data set on the hub or in a folder, mapped into memory; None: it has none.
+    """Rows of a data set on the hub or in a folder, mapped into memory; None: it has no rows.
 
     Args:
         path: a hub id or a folder.
-        split: of it; None: `train`, or the only one.
-        subset: of a set that has several.
-        where: for messages, like
-        key: the option that sets the subset.
+        split: its split; None: `train`, or the only one.
+        subset: subset of a set that has several.
+        where: key and value of the option, for messages.
+        key: the option that sets the subset, for messages.
 
     Raises:
-        ConfigError: a package is not installed, there is no such set or split, or it cannot be loaded.
+        ConfigError: a package that is not installed, no such set or split, or one that cannot be loaded.
     """
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
     except ModuleNotFoundError as error:
         raise missing_package(error, where) from None
     folder = Path(path).expanduser()
     saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
-        if saved:  # by save_to_disk
+        if saved:  # written by save_to_disk
             loaded = datasets.load_from_disk(str(folder))
             splits = {"train": loaded} if isinstance(loaded, datasets.Dataset) else loaded
-            chosen = _choose(split, list(splits), where)
+            chosen = _choose(split, [str(name) for name in splits], where)
             if chosen not in splits:
-                raise ConfigError(f"{where}: only a whole split of a folder that save_to_disk() wrote can be taken")
+                raise ConfigError(f"{where}: a folder of save_to_disk() takes a whole split only; leave out the slice")
             rows = splits[chosen]
         else:
             path = str(folder) if folder.is_dir() else path
@@ -142,9 +143,9 @@ def open_data_set(path: str, split: str | None, subset: str | None, where: str, 
         raise
     except IndexError:  # load_from_disk() of a set without rows
         return None
-    # Whatever a hub, a network or a broken file can raise is the user's to mend.
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).splitlines()[:2])  # the second line names the subsets, where one is wanted
+    # Errors of the hub, the network or a broken file.
+    except (OSError, ValueError, DatasetsError) as error:
+        reason = " ".join(str(error).splitlines()[:2])  # the second line names the subsets if one is required
         raise ConfigError(
             f"{where}, {key}={subset!r}: the data set cannot be loaded ({type(error).__name__}: {reason})"
         ) from None
@@ -152,7 +153,7 @@ def open_data_set(path: str, split: str | None, subset: str | None, where: str, 
 
 
 def _choose(split: str | None, names: Sequence[str], where: str) -> str:
-    """The split that is asked for, or `train`, or the only one."""
+    """The wanted split, else `train`, else the only one."""
     if split is None and "train" not in names and len(names) == 1:
         return names[0]
     wanted = split or "train"
@@ -168,9 +169,9 @@ def _rows(rows: Any | None, columns: Columns) -> Iterator[tuple[str, dict]]:
 
 
 def as_stored(rows: Any, images: Callable[[Iterable[str]], Sequence[str]]) -> Any:
-    """Rows whose pictures in the columns that `images` chooses stay as they are stored, {bytes, path}.
+    """Rows whose images in the columns that `images` chooses stay encoded, {bytes, path}.
 
-    Sound, films and pictures that nobody asked for are no metadata: those columns are left out.
+    Columns of other images, sound and videos are left out, since they are not metadata.
     """
     import datasets
 
@@ -189,16 +190,16 @@ def as_stored(rows: Any, images: Callable[[Iterable[str]], Sequence[str]]) -> An
 
 
 def _prompts(records: Iterable[tuple[str, dict]], where: str, folder: Path | None, columns: Columns) -> list[Prompt]:
-    """Prompts of records; paths of pictures are relative to `folder`."""
+    """Prompts of records; paths of images are relative to `folder`."""
     read: set[Path] = set()
     prompts = [_prompt(record, f"{where}, {place}", folder, columns, read) for place, record in records]
     if not prompts:
-        raise ConfigError(f"{where}: it holds no prompt")
+        raise ConfigError(f"{where}: there is no prompt in it")
     return prompts
 
 
 def _prompt(record: dict, where: str, folder: Path | None, columns: Columns, read: set[Path]) -> Prompt:
-    """Its pictures are tried unless they are among those already `read`."""
+    """The prompt of a record; its images are opened unless they are among those already `read`."""
     for option, name in (("prompt_column", columns.prompt), ("image_column", columns.image)):
         if name is not None and name not in record:
             close = suggest(name, list(record))
@@ -221,13 +222,13 @@ def _prompt(record: dict, where: str, folder: Path | None, columns: Columns, rea
 
 
 def _image(given: Any, column: str, where: str, folder: Path | None, read: set[Path]) -> Path:
-    """Absolute path of a readable picture that is given by its path, or as a data set stores it: {bytes, path}."""
+    """Absolute path of a readable image, given by a path or as {bytes, path} of a data set."""
     data, name = (given.get("bytes"), given.get("path")) if isinstance(given, dict) else (None, given)
     if data is not None:
-        return _kept(data, f"{where}: the picture under {column!r}", read)
+        return _kept(data, f"{where}: the image under {column!r}", read)
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"{where}: needs a path under 'image', or a list of paths under 'images', or a picture; "
+            f"{where}: needs a path under 'image', or a list of paths under 'images', or an image; "
             f"got {str(given)[:80]} under {column!r}"
         )
     file = Path(name).expanduser()
@@ -239,23 +240,23 @@ def _image(given: Any, column: str, where: str, folder: Path | None, read: set[P
     if file in read:
         return file
     if not file.is_file():
-        raise ConfigError(f"{where}: there is no picture {name!r} ({file}); paths are relative to the file of prompts")
+        raise ConfigError(f"{where}: there is no image {name!r} ({file}); paths are relative to the file of prompts")
     try:
         open_image(file)
     except UNREADABLE as error:
-        raise ConfigError(f"{where}: {name!r} cannot be read as a picture: {error}") from None
+        raise ConfigError(f"{where}: {name!r} cannot be read as an image: {error}") from None
     read.add(file)
     return file
 
 
 def image_folder() -> Path:
-    """Where pictures from inside data sets are kept; FLOWRL_CACHE says where else."""
+    """Cache folder of images from data sets; FLOWRL_CACHE sets another place."""
     cache = os.environ.get("FLOWRL_CACHE") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/flowrl"
     return Path(cache).expanduser().resolve() / "pictures"
 
 
 def _kept(data: bytes, what: str, read: set[Path]) -> Path:
-    """The file that holds these bytes, named by their hash, and written unless it is there."""
+    """The cached file of these bytes, named by their hash; written if it is missing."""
     try:
         with opened(io.BytesIO(data)) as image:
             suffix = str(image.format).lower()
@@ -267,7 +268,7 @@ def _kept(data: bytes, what: str, read: set[Path]) -> Path:
         raise ConfigError(f"{what} cannot be read: {error}") from None
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may come to write the same file.
+        # Several processes may write the same file.
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         temporary.write_bytes(data)
         os.replace(temporary, file)

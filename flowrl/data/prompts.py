@@ -1,4 +1,4 @@
-"""Prompts with their images and metadata, and the order of a run; flowrl/data/prompt_sources.py reads them."""
+"""Prompts with their images and metadata, and their order in a run; flowrl/data/prompt_sources.py reads them."""
 
 from __future__ import annotations
 
@@ -14,68 +14,72 @@ from flowrl.models.base import ModelAdapter
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt with whatever else its record holds (handed to the rewards as metadata)."""
+    """A prompt of a record."""
 
     text: str
     metadata: dict = field(default_factory=dict)
+    """All other values of the record, for the rewards."""
     images: tuple[str, ...] = ()
-    """Absolute paths of its reference pictures or first frame; the rewards find them as metadata["images"]."""
+    """Absolute paths of its reference images or first frame, also in metadata["images"] for the rewards."""
 
 
 def require_images(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, first: Prompt) -> None:
-    """Raise ConfigError unless every prompt has as many pictures as the model wants; as `first`, all or none have some.
+    """Check the number of images of every prompt against the model.
 
-    Their embeddings lie in one table, so they must be made alike.
+    All prompts have images, or none, as `first`: their embeddings are in one table.
+
+    Raises:
+        ConfigError: too many, too few, or images of some prompts alone.
     """
     (least, most), kind = adapter.image_limits, adapter.kind
     for number, prompt in enumerate(prompts, 1):
         count, where = len(prompt.images), f"{key}: prompt {number}, {prompt.text[:60]!r},"
         if count > most:
-            remedy = f"leave out {count - most}" if most else "use a model that edits or animates pictures"
-            raise ConfigError(f"{where} has {count} picture(s), but {kind} takes {most or 'none'}; {remedy}")
+            remedy = f"leave out {count - most}" if most else "use a model that edits or animates images"
+            raise ConfigError(f"{where} has {count} image(s), but {kind} takes {most or 'none'}; {remedy}")
         if count < least:
             raise ConfigError(
-                f"{where} has {count} picture(s), but {kind} needs {least}; give the paths under 'image' or 'images' "
+                f"{where} has {count} image(s), but {kind} needs {least}; give the paths under 'image' or 'images' "
                 "in a .jsonl, or data.image_column of a data set"
             )
         if bool(count) != bool(first.images):
             raise ConfigError(
-                f"{where} has {'a' if count else 'no'} picture, unlike the first prompt; give one to all or to none"
+                f"{where} has {'an' if count else 'no'} image, unlike the first prompt; give one to all or to none"
             )
 
 
 class PromptSource:
-    """An endless, seeded order over prompts: epoch after epoch, each a fresh permutation.
+    """An endless, seeded order over prompts: epochs, each a new permutation.
 
-    The draw of an iteration depends on (seed, iteration) and on the prompts that were retired before it, nothing else.
+    The draw of an iteration depends on (seed, iteration) and the prompts retired before it alone.
     """
 
     def __init__(self, prompts: Sequence[Prompt], per_iteration: int, seed: int) -> None:
         self.prompts, self.per_iteration, self.seed = list(prompts), per_iteration, seed
         self.retired: set[int] = set()
         self.since = (0, 0)
-        """Iteration of the last retirement, and the place in the order behind it."""
+        """(iteration of the last retirement, position in the order after it)."""
 
     @property
     def exhausted(self) -> bool:
-        """Every prompt is retired."""
+        """Whether every prompt is retired."""
         return len(self.retired) == len(self.prompts)
 
     def draw(self, iteration: int) -> list[int]:
-        """Indices of the prompts of an iteration, counted from 1, one per slot."""
+        """Indices of the prompts of an iteration, one per slot; iterations count from 1."""
         return [number for _, number in self._walk(iteration)][-self.per_iteration :]
 
     def retire(self, iteration: int, numbers: Sequence[int]) -> None:
-        """Draw these prompts no more, after this iteration."""
+        """Exclude these prompts from the draws after this iteration."""
         if numbers:
-            behind = self._walk(iteration)[-1][0] + 1
-            self.since, self.retired = (iteration, behind), self.retired | set(numbers)
+            after = self._walk(iteration)[-1][0] + 1
+            self.since, self.retired = (iteration, after), self.retired | set(numbers)
 
     def _walk(self, iteration: int) -> list[tuple[int, int]]:
-        """(place in the order, prompt) of the draws since the last retirement, at least this iteration's."""
+        """(position in the order, prompt) of the draws since the last retirement, at least those of this iteration."""
         last, place = self.since
         count, orders = len(self.prompts), dict[int, Tensor]()
-        if not self.retired:  # no need to walk: nothing is passed over
+        if not self.retired:  # no position is skipped, so none before this iteration matters
             last, place = iteration - 1, (iteration - 1) * self.per_iteration
         drawn: list[tuple[int, int]] = []
         while len(drawn) < (iteration - last) * self.per_iteration:
@@ -97,12 +101,12 @@ class PromptSource:
 
 
 def identity(prompt: str | Prompt) -> tuple[str, tuple[str, ...]]:
-    """What an embedding, and a learned law, depends on: text and pictures. Prompts that share it are one prompt."""
+    """Identity of a prompt: text and images, on which its embedding and a learned noise distribution depend."""
     return (prompt, ()) if isinstance(prompt, str) else (prompt.text, prompt.images)
 
 
 def distinct_numbers(keys: Sequence[Hashable]) -> list[int]:
-    """Number of each key among the distinct ones, from 0 in order of appearance.
+    """Number of each key among the distinct ones, counted from 0 in order of appearance.
 
     >>> distinct_numbers(["a cat", "a dog", "a cat"])
     [0, 1, 0]

@@ -1,7 +1,7 @@
-"""Records of a preference set where they lie: read one by one, in blocks where that is what can be read.
+"""Records of a preference set in their files, read one by one, or in blocks where a file is made of those.
 
-A set may be larger than memory. Of a .jsonl only the place of each line is kept, of parquet shards a few row groups,
-and data sets of Hugging Face are mapped into memory by their own library.
+A set may be larger than memory: of a .jsonl the offset of each line is kept, of parquet shards a few row groups, and
+data sets of Hugging Face are mapped into memory by their own library.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from flowrl.data.prompt_files import missing_package
 from flowrl.data.prompt_sources import as_stored, open_data_set, split_of
 
 WINDOW_BYTES = 256 * 2**20
-"""Of the row groups that are shuffled together. Twice as much is kept, for an order of winners beside one of losers."""
+"""Size of the row groups that are shuffled together. Twice as much is kept: one order of winners, one of losers."""
 
 
 class Later:
-    """Stands in a scanned record for a picture that is read with its row only."""
+    """Placeholder in a scanned record for an image that is read with its row alone."""
 
     def __repr__(self) -> str:
-        return "a picture"
+        return "an image"
 
 
 LATER = Later()
@@ -42,49 +42,49 @@ class Records(Protocol):
 
     @property
     def files(self) -> list[Path]:
-        """That hold the rows; none of a data set."""
+        """Files of the rows; empty for a data set."""
         ...
 
     @property
     def folder(self) -> Path | None:
-        """What relative paths start from; None: there are no files beside the rows."""
+        """Folder of relative paths; None: there are no files next to the rows."""
         ...
 
     def __len__(self) -> int: ...
 
     def names(self) -> list[str]:
-        """Columns; of lines: the keys of the first records."""
+        """Columns; for lines: the keys of the first records."""
         ...
 
     def place(self, row: int) -> str:
-        """Where a row stands, for messages: "line 3", "part-0.parquet, row 17"."""
+        """Place of a row, for messages: "line 3", "part-0.parquet, row 17"."""
         ...
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
-        """Every row in order, pictures inside them as LATER; None for a line that is no record."""
+        """Every row in order, with LATER for images inside it; None for a line that is not a record."""
         ...
 
     def read(self, row: int) -> dict[str, Any] | None:
         """A whole row.
 
         Raises:
-            OSError: it cannot be read any more.
+            OSError: it can no longer be read.
         """
         ...
 
     def blocks(self) -> np.ndarray | None:
-        """First row and bytes of each part that is read in one piece, [K, 2] int64; None: every row by itself."""
+        """First row and bytes of each block that is read as a whole, [K, 2] int64; None: rows are read one by one."""
         ...
 
 
 def find_records(source: str, images: Sequence[str], subset: str | None, where: str) -> Records:
-    """The records that `source` names; docs/preferences.md lists the forms.
+    """The records of a source (docs/preferences.md).
 
     Args:
         source: a .jsonl, a .parquet, a glob of shards, a folder of either, or hf:PATH[:SPLIT].
-        images: columns that may hold pictures.
-        subset: of a data set that has several.
-        where: for messages.
+        images: columns that may hold images.
+        subset: subset of a data set that has several.
+        where: key and value of the option, for messages.
 
     Raises:
         ConfigError: there is no such source, it cannot be read, or a package is not installed.
@@ -93,7 +93,7 @@ def find_records(source: str, images: Sequence[str], subset: str | None, where: 
         path, split = split_of(source.removeprefix("hf:"))
         rows = open_data_set(path, split, subset, where, "subset")
         if rows is None:
-            raise ConfigError(f"{where}: it holds no record")
+            raise ConfigError(f"{where}: there is no record in it")
         folder = Path(path).expanduser()
         return DataSet(rows, images, folder if folder.is_dir() else None)
     path = Path(source).expanduser()
@@ -119,7 +119,7 @@ def find_records(source: str, images: Sequence[str], subset: str | None, where: 
         raise ConfigError(f"{where}: there is no such file or folder")
     wrong = next((file.name for file in shards if file.suffix != ".parquet"), None)
     if wrong is not None:
-        raise ConfigError(f"{where}: {wrong} is no .parquet file; only those can be given by a pattern")
+        raise ConfigError(f"{where}: {wrong} is not a .parquet file; only those can be given by a pattern")
     return Shards(shards, images, where)
 
 
@@ -127,7 +127,7 @@ def find_records(source: str, images: Sequence[str], subset: str | None, where: 
 
 
 class Lines:
-    """A .jsonl file: 16 bytes a line are kept in memory."""
+    """A .jsonl file; 16 bytes of each line are kept in memory."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.folder, self.files = file, file.parent, [file]
@@ -165,8 +165,8 @@ class Lines:
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line.decode("utf-8-sig"))  # a byte-order mark is no part of the first record
-    except (ValueError, RecursionError):  # broken JSON, no UTF-8, thousands of brackets
+        record = json.loads(line.decode("utf-8-sig"))  # without a byte-order mark
+    except (ValueError, RecursionError):  # broken JSON, not UTF-8, thousands of brackets
         return None
     return record if isinstance(record, dict) else None
 
@@ -186,7 +186,7 @@ class Table(Protocol):
 
 
 class GroupedFile(Protocol):
-    """A table on disk that is read in row groups; `ParquetFile` is the one there is."""
+    """A table on disk that is read in row groups: `ParquetFile`, or a substitute in tests without pyarrow."""
 
     def names(self) -> list[str]: ...
 
@@ -291,10 +291,10 @@ class Shards:
         return bisect_right(self._starts, row) - 1
 
     def _table(self, number: int) -> Table:
-        """A row group; those that were asked for longest ago make room for it."""
+        """A row group; the least recently used ones are dropped for it."""
         if number not in self._kept:
             group = self._groups[number]
-            # Room first: for a moment the new one would lie in memory besides.
+            # Dropped first, so that the new one is not in memory with them.
             while self._kept and group.nbytes + sum(t.nbytes for t in self._kept.values()) > 2 * WINDOW_BYTES:
                 self._kept.popitem(last=False)
             opened = self._open(self.files[group.file], self.where)
@@ -304,7 +304,7 @@ class Shards:
 
 
 class ParquetFile:
-    """One shard, by pyarrow."""
+    """One shard, read by pyarrow."""
 
     def __init__(self, file: Path, where: str) -> None:
         try:
@@ -346,7 +346,7 @@ class ParquetFile:
 
 
 class DataSet:
-    """Rows of a data set of Hugging Face's library, mapped into memory: any row is read by itself."""
+    """Rows of a data set of Hugging Face, mapped into memory; rows are read one by one."""
 
     def __init__(self, rows: Any, images: Sequence[str], folder: Path | None) -> None:
         self._rows = as_stored(rows, lambda names: [name for name in names if name in images])
@@ -378,4 +378,4 @@ class DataSet:
 
 
 _STORED = ("binary", "large_binary", "PIL.Image.Image")
-"""Types of a picture in a data set: its bytes, or the library's own."""
+"""Types of an image in a data set: bytes, or the library's own."""

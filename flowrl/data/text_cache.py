@@ -1,4 +1,4 @@
-"""Embeddings of prompts and their images, made once or when asked for."""
+"""Embeddings of prompts and their images, made once or on demand."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flowrl.models.base import ModelAdapter
 
 
 class Texts:
-    """Embeddings of prompts and their pictures: all made once and the encoders freed, or made when asked for.
+    """Embeddings of prompts and their images: all made once and the encoders freed, or made on demand.
 
-    The cache lies in host memory, since thousands of long prompts take more than a denoiser does; `lookup` brings
-    the few that an iteration needs to the device they were made on.
+    The cache is in host memory, since thousands of long prompts take more than a denoiser; `lookup` copies those of
+    an iteration to the device.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Texts:
             adapter.free_text_encoders()
 
     def lookup(self, prompts: Sequence[str | Prompt]) -> Condition:
-        """Conditions of P prompts, in order; a text stands for a prompt without pictures."""
+        """Conditions of P prompts in order; a text is a prompt without images."""
         wanted = [identity(prompt) for prompt in prompts]
         if self.table is None:
             return Condition.collate(list(self._batches(wanted)))
@@ -49,5 +49,5 @@ class Texts:
             if not any(files for _, files in part):
                 yield self.adapter.encode(texts)
                 continue
-            encode: Any = self.adapter.encode  # with pictures, for adapters that declare picture_limits
+            encode: Any = self.adapter.encode  # with images, for adapters that declare image_limits
             yield encode(texts, [[open_image(file) for file in files] for _, files in part])

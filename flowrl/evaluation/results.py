@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.core.files import damaged, json_ready, of_evaluation, read_object, write_atomically
+from flowrl.core.files import damaged, evaluation_remedy, json_ready, read_object, write_atomically
 from flowrl.data.prompts import distinct_numbers
 
 
@@ -93,11 +93,11 @@ class Evaluation:
         Raises:
             ConfigError: the file is damaged.
         """
-        record = read_object(file, of_evaluation(file))
+        record = read_object(file, evaluation_remedy(file))
         try:
             return _evaluation(record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(file, error, of_evaluation(file)) from error
+            raise damaged(file, error, evaluation_remedy(file)) from error
 
 
 def _evaluation(record: dict[str, Any]) -> Evaluation:

@@ -1,7 +1,7 @@
-"""Build the report: assemble what each run has to show and write one HTML file that opens from disk.
+"""The report: one HTML file that opens from disk.
 
-Only the run folder's text files and pictures are read, so a report can be built anywhere, by a process that
-has no model loaded, and while the run is under way.
+Only text files and images of run folders are read, so a report can be built anywhere, without a model, and while the
+run is under way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CURVES = {
     "time/iteration_s": "Seconds an iteration",
 }
 DURING_TREES = 3
-"""Of the evaluations on the way, the latest have their tree drawn."""
+"""Number of evaluations during training whose trees are drawn, the latest ones."""
 
 
 def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: bool = False) -> Path:
@@ -40,16 +40,15 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
 
     Args:
         run_folders: folders that `flowrl train` wrote, finished or not.
-        accept_changes: show runs side by side of which a file had other contents each time, without a common chart.
-        out: folder of the page; default `<run>/gallery`, and for several runs see `places.comparison_folder`.
+        out: folder of the page; None: `<run>/gallery`, or `places.comparison_folder` for several runs.
+        accept_changes: show runs that had different contents of a file side by side, without a common chart.
 
     Returns:
-        `out / "index.html"`: one self-contained page that refers to nothing on a network.
+        `out / "index.html"`, a page without references to a network.
 
     Raises:
-        ConfigError: a folder is no run, one of its files cannot be understood, the runs had other contents of a file
-            each, or the page would take the place of
-            a run's own report; names the file and the remedy.
+        ConfigError: a folder that is not a run, a damaged file, runs with different contents of a file, or a page that
+            would replace a run's own report; with the file and the remedy.
         WriteError: the disk is full or not writable.
     """
     if not run_folders:
@@ -76,7 +75,7 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
 
 
 def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
-    """Everything that the template shows of one run."""
+    """Values of the template about one run."""
     metrics = results.metrics_of(run)
     estimates = {m.name: results.estimates_of(run, m) for m in metrics}
     verdict, tone = results.NO_VERDICT, "same"
@@ -133,7 +132,7 @@ def _view(run: Run, anchor: str, page_folder: Path) -> dict[str, Any]:
 
 
 def _comparison(runs: Sequence[Run], *, alike: bool) -> dict[str, Any]:
-    """The table over several runs, each by its own primary metric; curves of evaluations on one chart if `alike`."""
+    """Table of several runs, each by its primary metric, and a chart of their evaluations if they are `alike`."""
     rows, drawn = [], []
     for run in runs:
         metric = next(iter(results.metrics_of(run)), None)
@@ -145,7 +144,7 @@ def _comparison(runs: Sequence[Run], *, alike: bool) -> dict[str, Any]:
                 "algorithm": str(_get(run.config, "algorithm", "name") or results.DASH),
                 "on": run.subject.on.strip(),
                 "time": _duration(_seconds(run)),
-                "result": results.table_row(run, metric, estimates) if metric else None,
+                "result": results.table_row(run, metric, estimates) if metric and estimates else None,
                 "change": estimates["difference"] if estimates else None,
             }
         )
@@ -154,9 +153,9 @@ def _comparison(runs: Sequence[Run], *, alike: bool) -> dict[str, Any]:
             drawn.append((metric, charts.Series(named, *results.evaluated_curve(run, metric), markers=True)))
     changes = [e for e in (row["change"] for row in rows) if e and e.known]
     ends = [v for e in changes for v in (e.mean, e.low, e.high) if math.isfinite(v)]
-    # Every interval stands on the same axis, or the eye could not compare them.
+    # One axis for all intervals, so that they can be compared.
     domain = (min([0.0, *ends]), max([0.0, *ends]))
-    # Different metrics share no unit, so they share no axis.
+    # Different metrics have no common unit, and no common axis.
     same_metric = alike and len({row["result"]["metric"].name for row in rows if row["result"]}) == 1
     for row in rows:
         e = row["change"]
@@ -169,7 +168,7 @@ def _comparison(runs: Sequence[Run], *, alike: bool) -> dict[str, Any]:
 
 
 def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The charts that everyone needs, and one of each other logged number."""
+    """(main charts, charts of all other logged numbers)."""
     by_name = {m.name: m for m in metrics}
     keys = list(dict.fromkeys(key for row in run.rows for key in row if key != "iteration"))
     points = {key: run.curve(key) for key in keys}
@@ -177,7 +176,7 @@ def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], 
     points = {key: xy for key, xy in points.items() if np.isfinite(xy[1]).any()}
     rewards = [key for key in points if re.fullmatch(r"reward/.+_mean", key)]
     total = "reward/total_mean"
-    # With a single reward of weight one the total is the same curve again.
+    # The total of a single reward of weight one is the same curve.
     if any(key != total and np.array_equal(points[key][1], points[total][1]) for key in rewards if total in points):
         rewards.remove(total)
     evaluated = [f"eval/{m.name}" for m in metrics if f"eval/{m.name}" in points]
@@ -190,7 +189,7 @@ def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], 
         )
         svg = charts.line_chart(
             [charts.Series(title, *points[key], markers=sparse)],
-            # One axis for all, or evaluations would seem to begin where training does.
+            # One axis for all: evaluations need not begin with the first row.
             x_range=(run.rows[0]["iteration"], max(run.rows[-1]["iteration"], run.iterations)) if run.rows else None,
             baseline=base if math.isfinite(base) else None,
             percent=metric in by_name and by_name[metric].percent,
@@ -214,7 +213,7 @@ def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], 
 
 
 def _trees(run: Run, anchor: str, page_folder: Path) -> dict[str, Any] | None:
-    """The trees of the base, the latest evaluations on the way and the tuned model, in colours of one meaning."""
+    """Trees of the base, the latest evaluations during training and the tuned model, with common colours."""
     during = sorted(
         (tree for tag, tree in run.trees.items() if tag.startswith("iteration-")), key=lambda t: t.iteration
     )
@@ -241,7 +240,9 @@ def _trees(run: Run, anchor: str, page_folder: Path) -> dict[str, Any] | None:
 
 
 def _prompt_rows(run: Run, metrics: Sequence[Metric], anchors: dict[int, str]) -> list[dict[str, Any]]:
-    """One row a prompt that base and tuned share: means over the seeds, and where its pictures stand."""
+    """A row for each prompt that base and tuned share: means over the seeds, and the anchor of its images."""
+    if run.base is None:
+        return []
     same = results.shared(run)
     columns = []
     for metric in metrics:
@@ -265,13 +266,14 @@ def _status(run: Run) -> str:
 
 
 def _seconds(run: Run) -> float:
-    """The summary's wall time or, while there is none, the iterations' sum."""
+    """Wall time of the summary; while there is none, the sum over the iterations."""
     seconds = number(run.summary.get("seconds"))
     return seconds if math.isfinite(seconds) else float(np.nansum(run.curve("time/iteration_s")[1]))
 
 
 def _duration(seconds: float) -> str:
-    """
+    """A time as text.
+
     >>> _duration(170.2), _duration(45.0), _duration(7325.0)
     ('2 min 50 s', '45 s', '2 h 2 min')
     """
@@ -281,10 +283,10 @@ def _duration(seconds: float) -> str:
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    """(label, text) of the header, without what the run does not say."""
+    """(label, text) of the known facts of a run, for the header."""
     config = run.config
     rank = _get(config, "model", "lora", "rank")
-    # An explicit null is full fine-tuning; a missing key says nothing.
+    # An explicit null is full fine-tuning; a missing key is not.
     full = "full fine-tuning" if "lora" in (config.get("model") or {}) and rank is None else None
     if any("noise/prior" in row for row in run.rows):
         full = "learned initial noise, the network frozen"
@@ -315,7 +317,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _evaluated_on(run: Run) -> str:
-    """How many prompts, what they are, and where a share of them comes from."""
+    """Number and kind of the prompts, and the source of a share."""
     if run.base is None or not run.base.prompts:
         return ""
     held_out = run.summary.get("held_out")
@@ -325,7 +327,7 @@ def _evaluated_on(run: Run) -> str:
 
 
 def _get(tree: Any, *path: str) -> Any:
-    """`tree[path[0]][path[1]]...`, or None where a part is missing: an old run may lack a key."""
+    """`tree[path[0]][path[1]]...`; None if a key is missing, as in an older run."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
@@ -340,17 +342,17 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def _csp_hash(script: str) -> str:
-    """The source expression that lets this one script run, and none that a prompt might smuggle in."""
+    """Source expression of the content security policy that allows this script alone."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _write(output: Path, page: str) -> None:
-    """Write under a temporary name and rename: a reader never sees half a page."""
+    """Write under a temporary name and rename, so that no reader sees an incomplete page."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     with writing(output, "the run itself is safe, and flowrl gallery RUN builds its report"):
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # A lone surrogate in a prompt cannot be encoded; a question mark stands for it.
+            # "replace": a lone surrogate in a prompt cannot be encoded.
             temporary.write_bytes(page.encode("utf-8", "replace"))
             os.replace(temporary, output)
         finally:

@@ -1,7 +1,7 @@
-"""Curves and intervals as inline SVG, written by hand: no plotting library, no script needed to see them.
+"""Curves and intervals as inline SVG, without a plotting library or a script.
 
-Coordinates are SVG user units (px at the natural size); the page scales a chart to its column. Colours are
-left to the style sheet through the classes `s0`, `s1`, ..., so that one chart serves light and dark.
+Coordinates are SVG user units (px at the natural size); the page scales a chart to its column. The style sheet gives
+the classes `s0`, `s1`, ... their colours, for light and dark.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 360, 196
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 12, 24
 COLORS = 6
-"""How many series colours the style sheet knows; a further series starts again at the first."""
+"""Number of series colours in the style sheet; further series repeat them."""
 
 MAX_POINTS = 400
 SMOOTH_FROM = 40
-"""Curves with fewer points are drawn as they are; longer ones get a moving mean over a twentieth of them."""
-
+"""Least number of points of a curve that is smoothed, by a moving mean over a twentieth of them."""
 
 Scale = Callable[[np.ndarray | float], np.ndarray]
-"""Data to user units."""
+"""Function from data to user units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Series:
     x: np.ndarray
     y: np.ndarray
     markers: bool = False
-    """True for sparse measurements, drawn as dots on a thin line and never smoothed."""
+    """Whether points are drawn as dots on a thin line and never smoothed, for sparse measurements."""
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -48,7 +47,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     [2.0, 3.0, 4.0]
     """
     if high <= low:
-        # Distinct ticks for a curve that never moves, whatever its size.
+        # Distinct ticks for a constant curve of any size.
         pad = 10.0 ** math.floor(math.log10(abs(low))) if low else 1.0
         return [low - pad, low, low + pad]
     raw = (high - low) / count
@@ -59,7 +58,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Axis labels with the decimals that tell `ticks` apart, powers of ten where those would be too many.
+    """Axis labels with as many decimals as distinguish `ticks`, or in powers of ten if those are too many.
 
     >>> tick_labels([0.0, 0.25, 0.5])
     ['0.00', '0.25', '0.50']
@@ -70,7 +69,7 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     if largest < 1e-3 or largest >= 1e6:
         labels = [f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e") for tick in ticks]
     else:
-        # 0.25 and 2.5 need one digit more than their power of ten tells; more than six do not fit the margin.
+        # Steps of 0.25 and 2.5 need one digit more than their power of ten; at most six fit the margin.
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         decimals += round(step * 10**decimals * 10) % 10 != 0
         labels = [f"{tick:.{min(decimals, 6)}f}" for tick in ticks]
@@ -99,10 +98,10 @@ def line_chart(
     """A chart of one or more curves over the iterations, or an empty string without any finite value.
 
     Args:
-        series: the curves; a legend is drawn from two on.
-        x_range: first and last iteration of the axis; default: those of the curves.
+        series: the curves; two or more get a legend.
+        x_range: first and last iteration of the axis; None: those of the curves.
         baseline: level of the base model, a dashed line.
-        percent: the values are shares in [0, 1] and are labelled in per cent.
+        percent: whether values are shares in [0, 1], labelled in per cent.
     """
     series = [s for s in series if np.isfinite(s.y).any()]
     if not series:
@@ -139,7 +138,7 @@ def line_chart(
                 for x, y in zip(px(curve.x[known]), py(curve.y[known]), strict=True)
             ]
     label, readout = escape(_summary(series, percent)), escape(json.dumps(_readout(series, px, percent)))
-    # One string, not Markup arithmetic: every part is numbers and class names, or escaped where it was made.
+    # Every part is numbers and class names, or escaped.
     svg = (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
         f'data-readout="{readout}">{"".join(parts)}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
@@ -153,9 +152,9 @@ def interval_plot(
     """Means with their intervals on one axis, one row each, for a table cell.
 
     Args:
-        rows: (class, mean, low, high); an unknown (NaN) interval draws the mean alone.
-        domain: the axis; default: what the rows cover.
-        zero: draw a line at 0 and keep it on the axis.
+        rows: (class, mean, low, high); with a NaN bound the mean alone is drawn.
+        domain: ends of the axis; None: those of the rows.
+        zero: whether 0 is on the axis, with a line.
     """
     rows = [row for row in rows if math.isfinite(row[1])]
     if not rows:
@@ -191,14 +190,14 @@ def _axes(ticks: Sequence[float], py: Scale, x_low: float, x_high: float, px: Sc
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{label}</text>')
     for tick in nice_ticks(x_low, x_high, 5):
-        # An iteration is a whole number, and a tick outside the data would stretch the axis.
+        # Iterations are whole numbers, and ticks outside the data would extend the axis.
         if x_low <= tick <= x_high and tick == int(tick):
             parts.append(f'<text class="tick x" x="{float(px(tick)):.1f}" y="{HEIGHT - 7}">{int(tick)}</text>')
     return parts
 
 
 def _path(x: np.ndarray, y: np.ndarray, name: str) -> str:
-    """A polyline that starts anew after each NaN; a lone point between two gaps becomes a dot."""
+    """A polyline that is interrupted at each NaN; a single point between two of them becomes a dot."""
     step = max(1, math.ceil(len(x) / MAX_POINTS))
     commands, pen_down = [], False
     for a, b in zip(x[::step], y[::step], strict=True):
@@ -215,7 +214,7 @@ def _value(value: float, percent: bool) -> str:
 
 
 def _readout(series: Sequence[Series], px: Scale, percent: bool) -> list[list]:
-    """[[x in user units, text], ...]: what the page shows under the pointer, one entry an iteration."""
+    """[[x in user units, text], ...] for each iteration, shown by the page under the pointer."""
     known: dict[float, list[str]] = {}
     for s in series:
         step = max(1, math.ceil(len(s.x) / MAX_POINTS))

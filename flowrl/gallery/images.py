@@ -1,4 +1,4 @@
-"""Which pictures the report shows, and how they are embedded."""
+"""Selection and embedding of the report's images and videos."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from flowrl.gallery.results import Metric, paired, shared
 from flowrl.gallery.runs import Evaluation, Run
 
 SELECTION_SEED = 0
-"""Draws the pairs to show and breaks ties; fixed here, so that nobody chooses after having looked."""
+"""Seed of the shown pairs and of ties; fixed, so that nobody chooses after seeing the results."""
 
 NUM_PAIRS = 24
 MAX_FILMS, MAX_FRAMES = 8, 9
 PAIR_PX, FRAME_PX = 384, 192
-"""Longest side of an embedded picture."""
+"""Longest side of an embedded image, in pixels."""
 SHEET_PX = 1024
-"""Longest side of an embedded contact sheet."""
+"""Longest side of an embedded contact sheet, in pixels."""
 VIDEO_PX, VIDEO_FRAMES = 192, 16
-"""Longest side of an embedded clip, and how many frames it has at most, evenly spread."""
+"""Longest side of an embedded video in pixels, and its largest number of frames, evenly spaced."""
 
 Pair = tuple[int, int]
 """(prompt index, seed index)."""
 
 
 def imaged(run: Run) -> np.ndarray:
-    """[P, K] bool: where both pictures of a shared pair were saved."""
+    """[P, K] bool: whether both images of a shared pair were saved."""
     result = shared(run)
     for p, k in np.argwhere(result):
-        result[p, k] = run.base.image(p, k) is not None and run.after.image(p, k) is not None
+        result[p, k] = all(evaluation.image(p, k) is not None for evaluation in run.both)
     return result
 
 
 def draw_pairs(available: np.ndarray) -> list[Pair]:
     """Up to `NUM_PAIRS` of the pairs in `available` [P, K], no two of one prompt, ascending.
 
-    Neither scores nor pictures are looked at: what is drawn depends on `SELECTION_SEED` and on which
-    pictures exist, so it is the same for every run over the same evaluation set.
+    The draw depends on `SELECTION_SEED` and on which images exist, not on scores or images, so it is the same for
+    every run over the same evaluation set.
     """
     pairs = [(int(p), int(k)) for p, k in np.argwhere(available)]
     one_each: dict[int, int] = {}
@@ -56,19 +56,19 @@ def draw_pairs(available: np.ndarray) -> list[Pair]:
 def largest_drops(gain: np.ndarray, available: np.ndarray) -> list[Pair]:
     """Up to `NUM_PAIRS` pairs with gain [P, K] < 0, largest drop first.
 
-    Pass or fail metrics tie a lot: pairs with pictures come first among equals, then a fixed random order,
-    which is fair to prompts wherever they stand in the file.
+    Among equal drops, which are frequent for pass or fail metrics, pairs with images come first, then a fixed random
+    order, so that the order in the file does not matter.
     """
     tie = np.random.default_rng(SELECTION_SEED).random(gain.shape)
     worst_first = np.lexsort((tie.ravel(), ~available.ravel(), gain.ravel()))
     order = zip(*np.unravel_index(worst_first, gain.shape), strict=True)
-    # NaN < 0 is false, so pairs that could not be scored never show up.
+    # NaN < 0 is false, so pairs without a score are left out.
     return [(int(p), int(k)) for p, k in order if gain[p, k] < 0][:NUM_PAIRS]
 
 
 def card(run: Run, metrics: list[Metric], pair: Pair, section: str, page_folder: Path) -> dict[str, Any]:
-    """Base and tuned on one prompt and seed, with every score; `section` begins its anchor."""
-    p, k = pair
+    """Base and tuned on one prompt and seed, with every score; its anchor begins with `section`."""
+    (base, tuned), (p, k) = run.both, pair
     scores = []
     for metric in metrics:
         before, after = (float(table[p, k]) for table in paired(run, metric.name))
@@ -85,48 +85,49 @@ def card(run: Run, metrics: list[Metric], pair: Pair, section: str, page_folder:
     return {
         "anchor": f"{section}-{p:05d}-{k}",
         "prompt_id": p,
-        "text": run.base.prompts[p],
-        "seed": run.base.seeds[k],
-        "before": embed(run.base.image(p, k), PAIR_PX, page_folder),
-        "after": embed(run.after.image(p, k), PAIR_PX, page_folder),
+        "text": base.prompts[p],
+        "seed": base.seeds[k],
+        "before": embed(base.image(p, k), PAIR_PX, page_folder),
+        "after": embed(tuned.image(p, k), PAIR_PX, page_folder),
         "scores": scores,
         "tone": scores[0]["tone"],
     }
 
 
 def film(run: Run, metrics: list[Metric], page_folder: Path) -> dict[str, Any]:
-    """The first prompts over training, first seed: {"frames": labels, "rows": one a prompt with pictures}."""
-    frames = _frames(run)
-    rows = []
-    for p, text in enumerate(run.base.prompts if run.base and run.during and metrics else ()):
+    """The first prompts over training at the first seed: {"frames": labels, "rows": one for each prompt}."""
+    frames, base = _frames(run), run.base
+    rows: list[dict[str, Any]] = []
+    for p, text in enumerate(base.prompts if base and run.during and metrics else ()):
         if len(rows) == MAX_FILMS:
             break
-        same = [p < len(e.prompts) and e.prompts[p] == text and e.seeds[:1] == run.base.seeds[:1] for e in frames]
+        seeds = base.seeds if base else frames[0].seeds
+        same = [p < len(e.prompts) and e.prompts[p] == text and e.seeds[:1] == seeds[:1] for e in frames]
         saved = [ok and e.image(p, 0) is not None for ok, e in zip(same, frames, strict=True)]
-        # Prompts further down have pictures of the base and tuned models alone: no film.
+        # Later prompts have images of the base and tuned models alone.
         if not any(ok and e.tag.startswith("iteration-") for ok, e in zip(saved, frames, strict=True)):
             continue
         cells = [_frame(e, metrics[0], p, ok, page_folder) for ok, e in zip(saved, frames, strict=True)]
-        rows.append({"prompt_id": p, "text": text, "seed": run.base.seeds[0], "cells": cells})
+        rows.append({"prompt_id": p, "text": text, "seed": seeds[0], "cells": cells})
     return {"frames": [_frame_label(e) for e in frames], "rows": rows}
 
 
 def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1) -> dict[str, Any] | None:
-    """A picture or a clip for the page, or None where none was saved; `cells` of them along the side of a sheet.
+    """An image or video for the page; None if the file is.
 
-    Small pictures stay exact (PNG, enlarged without smoothing by the page); others become WebP of at most
-    `limit_px`, with a relative link to the file. Videos are animated WebP of at most `VIDEO_PX` and `VIDEO_FRAMES`, and
-    play in the time of the file.
+    Small images stay exact (PNG, enlarged without smoothing by the page); others become WebP of at most `limit_px`,
+    with a relative link to the file. Videos are animated WebP of at most `VIDEO_PX` and `VIDEO_FRAMES` that play as
+    long as the file. A contact sheet has `cells` images along its longest side.
 
     Raises:
-        ConfigError: the file is no picture.
+        ConfigError: the file is not an image.
     """
     if path is None:
         return None
     try:
         frames = media.read_frames(path)
     except media.UNREADABLE as error:
-        raise ConfigError(f"{path} is no picture ({error}); delete it: the report does without it") from error
+        raise ConfigError(f"{path} is not an image ({error}); delete it: the report leaves it out") from error
     video, full_size = len(frames) > 1, frames[0].size
     kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), VIDEO_FRAMES)).round().astype(int)]
     for frame in kept:
@@ -152,9 +153,9 @@ def embed(path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1
 
 
 def _frames(run: Run) -> list[Evaluation]:
-    """Base, evaluations while training, tuned: at most `MAX_FRAMES`, evenly spread, both ends kept."""
+    """Base, evaluations during training, tuned: at most `MAX_FRAMES`, evenly spaced, with both ends."""
     tuned = run.evaluations.get("tuned")
-    # The last evaluation while training shows the same weights as the tuned model's.
+    # The last evaluation during training may have the weights of the tuned model.
     during = [e for e in run.during if tuned is None or e.iteration != tuned.iteration]
     frames = [e for e in (run.base, *during, tuned) if e is not None]
     spread = np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))

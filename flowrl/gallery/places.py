@@ -1,4 +1,4 @@
-"""Where a report goes: a run's own one into the run, a comparison beside the runs."""
+"""Folders of reports: inside a run for its own one, next to the runs for a comparison."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from flowrl.core.errors import ConfigError
 
 OWN, PAGE = "gallery", "index.html"
-"""Folder of a run's own report, and the name of every report."""
+"""Folder of a run's own report, and file name of every report."""
 _LONGEST = 80
 
 
 def page_folder(runs: Sequence[Path], out: Path | None) -> Path:
-    """Folder of the page about these runs.
+    """Folder of the page about some runs.
 
     Args:
-        runs: their folders, at least one.
-        out: as the user gave it; None: `<run>/gallery`, or `comparison_folder` of several runs.
+        runs: run folders, at least one.
+        out: folder as the user gave it; None: `<run>/gallery`, or `comparison_folder` for several runs.
 
     Raises:
-        ConfigError: it is that of a run's own report, which is about that run alone.
+        ConfigError: `out` is the folder of another run's own report.
     """
     alone = len({run.resolve() for run in runs}) == 1
     if out is None:
@@ -29,12 +29,12 @@ def page_folder(runs: Sequence[Path], out: Path | None) -> Path:
     place = out.resolve()
     owner = place.parent
     if place.name == OWN and (owner / "config.yaml").is_file() and not (alone and owner == runs[0].resolve()):
-        raise ConfigError(f"--out {out}: the report of the run {owner.name!r} stands there; choose another folder")
+        raise ConfigError(f"--out {out}: it holds the report of the run {owner.name!r}; choose another folder")
     return out
 
 
 def comparison_folder(runs: Sequence[Path]) -> Path:
-    """Beside the first run, named after all of them, so that other comparisons have other folders.
+    """Folder next to the first run, named after all of them, so that comparisons do not collide.
 
     >>> comparison_folder([Path("runs/a"), Path("runs/b")]).as_posix()
     'runs/gallery-a-b'
@@ -42,7 +42,7 @@ def comparison_folder(runs: Sequence[Path]) -> Path:
     places = [run.resolve() for run in runs]
     title = "-".join(["gallery", *(place.name for place in places)])
     if len(title) > _LONGEST or len({place.parent for place in places}) > 1:
-        # Too many names for a file's, or one name in several places: told apart by where the runs lie.
+        # A name that is too long, or equal names in several folders: a hash of the paths distinguishes them.
         mark = hashlib.sha256("\n".join(map(str, places)).encode()).hexdigest()[:8]
         title = f"{title[:_LONGEST]}-{mark}"
     parent = runs[0].parent if runs[0].name not in ("", "..") else places[0].parent

@@ -1,4 +1,4 @@
-"""What a run's numbers say: its metrics, their intervals, the verdict, the table of results."""
+"""Results of a run: metrics, intervals, verdict, table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowrl.gallery import charts
 from flowrl.gallery.runs import Evaluation, Run, nan_mean, number
 
 LABELS = {"shapes_strict": "strict accuracy", "shapes_partial": "partial score"}
-"""How the embedded world's metrics read in a sentence; other names are shown with spaces for underscores."""
+"""Names of metrics in sentences; others are shown with spaces for underscores."""
 
 BLOCKS = ("base", "base_best_guidance", "tuned", "difference")
 DASH = "\u2013"
@@ -24,20 +24,20 @@ NONE_HELD_OUT = "no verdict: no prompts were held out, and every number below is
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """How one metric is written; a share of passes (every score 0 or 1) is written in per cent."""
+    """A metric and its form as text; a share of passes (all scores 0 or 1) is in per cent."""
 
     name: str
     percent: bool
     decimals: int
     sign: int = 1
-    """-1 where lower is better."""
+    """1: higher is better, -1: lower is."""
 
     @property
     def label(self) -> str:
         return LABELS.get(self.name, self.name.replace("_", " "))
 
     def value(self, x: float, unit: str = " %", digits: int | None = None) -> str:
-        """`x` as text with `digits` decimals (default: those of a mean), or a dash for NaN.
+        """`x` as text with `digits` decimals (None: those of a mean); a dash for NaN.
 
         >>> Metric("shapes_strict", percent=True, decimals=3).value(0.4609)
         '46.1 %'
@@ -54,26 +54,26 @@ class Metric:
         return text.lstrip(MINUS) if is_zero else f"+{text}" if x > 0 else text
 
     def single(self, x: float) -> str:
-        """The score of one picture: pass or fail, or a number with one digit less than a mean deserves."""
+        """The score of one image: pass or fail, or a number with one digit less than a mean."""
         if self.percent and math.isfinite(x):
             return "pass" if x else "fail"
         return self.value(x, digits=max(self.decimals - 1, 0))
 
     def single_change(self, x: float) -> str:
-        """The change of one picture; from fail to pass is 1, not 100 percentage points."""
+        """The change of one image; from fail to pass is 1, not 100 percentage points."""
         if self.percent and math.isfinite(x):
             return {1: "+1", 0: "0", -1: f"{MINUS}1"}[round(x)]
         return self.change(x, digits=max(self.decimals - 1, 0))
 
     def tone(self, low: float, high: float | None = None) -> str:
-        """ "better" or "worse" where a change, or all of an interval of changes, is; else "same"."""
+        """ "better" or "worse" if a change, or a whole interval of changes, is; else "same"."""
         ends = sorted((self.sign * low, self.sign * (low if high is None else high)))
         return "better" if ends[0] > 0 else "worse" if ends[1] < 0 else "same"
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean with its 95 % interval; NaN bounds while nobody has computed them."""
+    """A mean with its 95 % interval; NaN: not computed yet."""
 
     mean: float = math.nan
     low: float = math.nan
@@ -93,16 +93,17 @@ Estimates = dict[str, Estimate]
 
 
 def shared(run: Run) -> np.ndarray:
-    """[P, K] bool: where base and tuned have the same prompt and seed; [0, 0] while either is missing."""
-    if run.base is None or run.after is None:
+    """[P, K] bool: whether base and tuned have the same prompt and seed; [0, 0] while either is missing."""
+    if not run.both:
         return np.zeros((0, 0), dtype=bool)
-    prompts = [a == b for a, b in zip(run.base.prompts, run.after.prompts, strict=False)]
-    seeds = [a == b for a, b in zip(run.base.seeds, run.after.seeds, strict=False)]
+    base, after = run.both
+    prompts = [a == b for a, b in zip(base.prompts, after.prompts, strict=False)]
+    seeds = [a == b for a, b in zip(base.seeds, after.seeds, strict=False)]
     return np.array(prompts, dtype=bool)[:, None] & np.array(seeds, dtype=bool)[None, :]
 
 
 def paired(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scores before and after, [P, K] each; NaN in both where either is missing or the pair is not shared."""
+    """(scores before, after), [P, K] each; NaN in both if either is missing or the pair is not shared."""
     same = shared(run)
     rows, columns = same.shape
     nothing = np.full(same.shape, np.nan)
@@ -110,15 +111,15 @@ def paired(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
         e.scores[metric][:rows, :columns] if e is not None and metric in e.scores else nothing
         for e in (run.base, run.after)
     )
-    if run.base is not None and run.after is not None and not _comparable(run.base, run.after, metric):
+    if run.both and not _comparable(run.both, metric):
         same = np.zeros_like(same)
     valid = same & np.isfinite(before) & np.isfinite(after)
     return np.where(valid, before, np.nan), np.where(valid, after, np.nan)
 
 
-def _comparable(base: Evaluation, after: Evaluation, metric: str) -> bool:
-    """Whether both were made with one model, prompts and reward, as far as is known."""
-    marks = [e.made_with for e in (base, after)]
+def _comparable(evaluations: Sequence[Evaluation], metric: str) -> bool:
+    """Whether two evaluations were made with the same model, prompts and reward, as far as is known."""
+    marks = [e.made_with for e in evaluations]
     return all(marks[0].get(k) == marks[1].get(k) or not all(marks) for k in ("model", "prompts", f"score {metric}"))
 
 
@@ -135,15 +136,15 @@ def metrics_of(run: Run) -> list[Metric]:
         tables = [e.scores[name] for e in result if name in e.scores]
         scores = np.concatenate([t[np.isfinite(t)] for t in tables]) if tables else np.zeros(0)
         percent = bool(np.isin(scores, (0, 1)).all()) if scores.size else name == "shapes_strict"
-        # Two digits below the spread between pictures: finer ones are noise at any usual number of prompts.
-        spread = float(scores.std()) if scores.size else 0.0
-        decimals = min(max(2 - math.floor(math.log10(spread)), 0), 5) if spread > 0 else 3
+        # Two digits below the std over images: further ones are noise at a usual number of prompts.
+        std = float(scores.std()) if scores.size else 0.0
+        decimals = min(max(2 - math.floor(math.log10(std)), 0), 5) if std > 0 else 3
         metrics.append(Metric(name, percent, decimals, -1 if name in lower_is_better else 1))
     return metrics
 
 
 def estimates_of(run: Run, metric: Metric) -> Estimates:
-    """What summary.json says or, while it does not, means without an interval of what has been evaluated."""
+    """Estimates of summary.json; while it has none, means of the evaluations without an interval."""
     result = {block: Estimate() for block in BLOCKS}
     if run.base:
         result["base"] = Estimate(run.base.mean(metric.name))
@@ -157,13 +158,13 @@ def estimates_of(run: Run, metric: Metric) -> Estimates:
         if isinstance(entry, dict):
             result[block] = Estimate(*(number(entry.get(key)) for key in ("mean", "low", "high")))
     if _is_own_guidance(run) and not (run.config.get("eval") or {}).get("best_guidance"):
-        # No other scale was tried, so the base model's own was not found to be its best.
+        # No other scale was tried, so the base model's own need not be its best.
         result["base_best_guidance"] = Estimate()
     return result
 
 
 def level_while_training(run: Run, evaluation: Evaluation | None, metric: Metric) -> float:
-    """Mean of `evaluation` on the prompts and seeds of those while training, which may be fewer; NaN if unknown."""
+    """Mean of `evaluation` on the prompts and seeds of evaluations during training, which may be fewer; NaN: none."""
     if evaluation is None or metric.name not in evaluation.scores:
         return math.nan
     rows, columns = (len(run.during[-1].prompts), len(run.during[-1].seeds)) if run.during else (None, None)
@@ -171,7 +172,7 @@ def level_while_training(run: Run, evaluation: Evaluation | None, metric: Metric
 
 
 def evaluated_curve(run: Run, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-    """(iterations [N], means [N]) of the evaluations while training and, after them, of the tuned model."""
+    """(iterations [N], means [N]) of the evaluations during training, then of the tuned model."""
     x, y = run.curve(f"eval/{metric.name}")
     tuned = run.evaluations.get("tuned")
     if tuned is not None and tuned.iteration > max(x, default=0):
@@ -180,7 +181,7 @@ def evaluated_curve(run: Run, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
 
 
 def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
-    """(sentence, tone): what happened to `metric`, "better", "worse" or "same" as far as the interval shows."""
+    """(sentence about `metric`, tone): "better" or "worse" if the whole interval is, else "same"."""
     base, tuned, change = estimates["base"], estimates["tuned"], estimates["difference"]
     label = f"{metric.label}{run.subject.on}"
     if not run.subject.judged:
@@ -189,7 +190,8 @@ def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
         return (f"{label} of the base model: {metric.value(base.mean)}" if base.known else NO_VERDICT), "same"
     levels = f"from {metric.value(base.mean)} to {metric.value(tuned.mean)}"
     if not change.bounded:
-        when = "no interval" if run.evaluations.get("tuned") else f"so far, at {run.after.label}, no interval yet"
+        at = run.after.label if run.after else ""
+        when = "no interval" if run.evaluations.get("tuned") else f"so far, at {at}, no interval yet"
         return f"{label} went {levels} ({metric.change(change.mean)}; {when})", "same"
     interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
     verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "did not change measurably:"
@@ -200,7 +202,7 @@ def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
 
 
 def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]) -> list[tuple[str, str]]:
-    """(tone, sentence) each: the fair rival, and the other metrics that got worse."""
+    """(tone, sentence) of the base at its best guidance, win rate, held-out pairs, and metrics that got worse."""
     result, on = [], run.subject.on
     if metrics and (rival := estimates[metrics[0].name]["base_best_guidance"]).known:
         metric, tuned = metrics[0], estimates[metrics[0].name]["tuned"]
@@ -228,30 +230,30 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
 
 
 def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
-    """(tone, sentence): how often the tuned picture beats the base's of the same prompt and seed; None if not known."""
+    """(tone, sentence) about the share of prompts and seeds whose tuned image beats the base's; None: not known."""
     result = _block(run, "win_rate").get(metric.name)
     if not isinstance(result, dict) or not result.get("n"):
         return None
     rate, low, high, ties = (100 * number(result.get(key)) for key in ("rate", "low", "high", "tie_rate"))
     tone = "better" if low > 50 else "worse" if high < 50 else "same"
     return tone, (
-        f"By {metric.label} the tuned model wins {rate:.1f} % of {result['n']} pictures that are not tied"
+        f"By {metric.label} the tuned model wins {rate:.1f} % of {result['n']} images that are not tied"
         f"{run.subject.on} (95 % CI {low:.1f} to {high:.1f}); {ties:.1f} % of all are ties."
     )
 
 
 def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
-    """One line of the table of results: texts, tone and the interval plot."""
+    """A row of the table of results: texts, tone and interval plot."""
     cells = {}
     for block, e in estimates.items():
         text = metric.change(e.mean) if block == "difference" else metric.value(e.mean)
         bounds = f"{metric.value(e.low, unit='')} to {metric.value(e.high, unit='')}" if e.bounded else ""
         cells[block] = {"text": text, "interval": bounds}
     change = estimates["difference"]
-    scored = np.isfinite(paired(run, metric.name)[0])
+    scored: np.ndarray = np.isfinite(paired(run, metric.name)[0])
     entry = _block(run, "difference").get(metric.name)
     declared = number(entry.get("n")) if isinstance(entry, dict) else math.nan
-    num_prompts = run.base.num_distinct(scored.any(-1)) if run.base and scored.size else declared
+    num_prompts = run.base.num_distinct(np.asarray(scored.any(-1))) if run.base and scored.size else declared
     total = f" of {scored.size}" if scored.sum() < scored.size else ""
     return {
         "metric": metric,
@@ -264,7 +266,7 @@ def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
 
 
 def guidance_sweep(run: Run, metrics: Sequence[Metric]) -> list[tuple[str, list[str]]]:
-    """(guidance scale, one mean a metric) for the base model, ascending; empty below two scales beside its own."""
+    """(guidance scale, a mean for each metric) of the base model, ascending; empty below two further scales."""
     tried = [e for e in run.evaluations.values() if e.tag.startswith("base-guidance-")]
     if len(tried) < 2:
         return []
@@ -275,7 +277,7 @@ def guidance_sweep(run: Run, metrics: Sequence[Metric]) -> list[tuple[str, list[
 
 
 def settings(evaluation: Evaluation) -> str:
-    """The evaluation's sampling in words."""
+    """Sampling settings of an evaluation in words."""
     parts = [f"{evaluation.num_inference_steps} steps"] if evaluation.num_inference_steps else []
     if evaluation.guidance_scale is not None:
         parts.append(f"guidance {evaluation.guidance_scale:g}")
@@ -283,7 +285,7 @@ def settings(evaluation: Evaluation) -> str:
 
 
 def _is_own_guidance(run: Run) -> bool:
-    """Whether the summary's best guidance of the base model is the one it was evaluated with anyway."""
+    """Whether the base model's best guidance in the summary is that of its own evaluation."""
     scale = _block(run, "base_best_guidance").get("guidance_scale")
     return run.base is not None and scale is not None and scale == run.base.guidance_scale
 

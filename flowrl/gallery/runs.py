@@ -1,4 +1,4 @@
-"""Read a run folder, finished or under way, from its text files alone. P prompts, K evaluation seeds ("samples")."""
+"""Run folders, finished or under way, read from their text files alone. P prompts, K evaluation seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from flowrl.core import contents, media, status
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import of_evaluation, read_object, read_rows
+from flowrl.core.files import evaluation_remedy, read_object, read_rows
 from flowrl.gallery import trees
 from flowrl.gallery.trees import Tree
 
@@ -29,15 +29,16 @@ class Evaluation:
     seeds: tuple[int, ...]
     prompts: tuple[str, ...]
     scores: dict[str, np.ndarray]
-    """Metric -> [P, K]; NaN where a picture could not be scored."""
+    """Metric -> [P, K]; NaN: the image could not be scored."""
     images: Path
+    """Folder of the images."""
     distinct: tuple[int, ...] = ()
-    """[P] number of the distinct prompt: those of one number are one prompt; (): texts tell (older files)."""
+    """Number of the distinct prompt of each prompt, [P]; (): prompts are distinct by text (older files)."""
     made_with: dict[str, str] = field(default_factory=dict)
-    """Fingerprints (flowrl/run/inputs.py)."""
+    """Fingerprints of model, prompts and rewards (flowrl/run/inputs.py)."""
 
     def num_distinct(self, rows: np.ndarray | None = None) -> int:
-        """Distinct prompts, of those in `rows` [P] bool."""
+        """Number of distinct prompts, of those in `rows` [P] bool; None: of all."""
         numbers = np.asarray(self.distinct or self.prompts)
         return len(np.unique(numbers if rows is None else numbers[: len(rows)][rows]))
 
@@ -46,27 +47,28 @@ class Evaluation:
         return f"iteration {self.iteration}" if self.tag.startswith("iteration-") else self.tag
 
     def image(self, prompt: int, sample: int) -> Path | None:
-        """File of a picture or a clip, if one was saved."""
+        """File of an image or video; None if none was saved."""
         return media.find(self.images / f"{prompt:05d}-{sample}")
 
     def mean(self, metric: str) -> float:
-        """Mean over prompts of the mean over seeds; what could not be scored is left out."""
+        """Mean over prompts of the mean over seeds, without images that could not be scored."""
         return nan_mean(nan_mean(self.scores[metric])) if metric in self.scores else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a run is evaluated on, in the words of the report."""
+    """Kind of the evaluated prompts, in the words of the report."""
 
     name: str
-    """As `summary.json` has it."""
+    """Value in `summary.json`."""
     one: str
+    """Singular."""
     short: str
-    """Before a chart's title."""
+    """Start of a chart's title."""
     on: str
-    """Behind a heading; "" for what a reader expects."""
+    """End of a heading; "" for held-out prompts."""
     judged: bool = True
-    """Whether there is a verdict: none of prompts that were trained on."""
+    """Whether there is a verdict: not for training prompts."""
 
 
 SUBJECTS = {
@@ -82,7 +84,7 @@ SUBJECTS = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run folder holds; `problems` tells the reader in sentences what is missing."""
+    """Contents of a run folder."""
 
     folder: Path
     name: str
@@ -90,16 +92,17 @@ class Run:
     config_text: str
     provenance: dict[str, Any]
     rows: list[dict[str, Any]]
-    """`metrics.jsonl`, one row an iteration, ascending."""
+    """Rows of `metrics.jsonl`, one for each iteration, ascending."""
     summary: dict[str, Any]
     evaluations: dict[str, Evaluation]
     trees: dict[str, Tree] = field(default_factory=dict)
-    """Of the evaluations, for a method that has them."""
+    """Tag of the evaluation -> tree, for a method on trees."""
     problems: list[str] = field(default_factory=list)
+    """Sentences for the reader about missing or changed files."""
 
     @property
     def during(self) -> list[Evaluation]:
-        """Evaluations while training, ascending."""
+        """Evaluations during training, ascending."""
         result = [e for e in self.evaluations.values() if e.tag.startswith("iteration-")]
         return sorted(result, key=lambda e: e.iteration)
 
@@ -113,11 +116,16 @@ class Run:
         return self.evaluations.get("tuned") or (self.during[-1] if self.during else None)
 
     @property
+    def both(self) -> tuple[Evaluation, ...]:
+        """(base, after); () while either is missing."""
+        return () if self.base is None or self.after is None else (self.base, self.after)
+
+    @property
     def subject(self) -> Subject:
-        """Of the evaluations. Older summaries do not say: with them no share of the prompts was held out."""
-        told = self.summary.get("evaluated_on")
-        if told in SUBJECTS:
-            return SUBJECTS[told]
+        """Kind of the evaluated prompts; for older summaries, which do not have it, by the configuration."""
+        stated = self.summary.get("evaluated_on")
+        if stated in SUBJECTS:
+            return SUBJECTS[stated]
         data, algorithm = (self.config.get(key) for key in ("data", "algorithm"))
         data, algorithm = (part if isinstance(part, dict) else {} for part in (data, algorithm))
         if algorithm.get("name") == "find":
@@ -131,23 +139,23 @@ class Run:
 
     @property
     def iterations(self) -> int:
-        """How many iterations have been trained."""
+        """Number of trained iterations."""
         return int(self.summary.get("iterations") or (self.rows[-1]["iteration"] if self.rows else 0))
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(iterations [N], values [N]) of the rows that have `key`; null is NaN."""
+        """(iterations [N], values [N]) of the rows that have `key`; NaN for null."""
         known = [(row["iteration"], number(row[key])) for row in self.rows if key in row]
         x, y = np.array(known, dtype=float).reshape(-1, 2).T
         return x, y
 
 
 def number(value: Any) -> float:
-    """`value` as a float; NaN for anything that is not a number (null, text, a missing key's None)."""
+    """`value` as a float; NaN if it is not a number (null, text)."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def nan_mean(values: np.ndarray) -> Any:
-    """Mean over the last axis of what is not NaN; NaN, without a warning, where nothing is left."""
+    """Mean over the last axis without NaN; NaN, without a warning, if there are no other values."""
     known = np.isfinite(values)
     count = known.sum(-1)
     mean = np.where(known, values, 0.0).sum(-1) / np.maximum(count, 1)
@@ -155,22 +163,22 @@ def nan_mean(values: np.ndarray) -> Any:
 
 
 def load_run(folder: Path) -> Run:
-    """Read a run folder.
+    """The contents of a run folder.
 
     Raises:
-        ConfigError: `folder` is no run, or one of its files cannot be understood; names the file and the remedy.
+        ConfigError: it is not a run folder, or a file is damaged; with the file and the remedy.
     """
     path = folder / "config.yaml"
     if not path.is_file():
         what = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"{folder} is no run: {what}; pass the folder that flowrl train wrote, <output>/<name>")
+        raise ConfigError(f"{folder} is not a run: {what}; pass the folder that flowrl train wrote, <output>/<name>")
     try:
         text = path.read_text(encoding="utf-8")
         config = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not YAML ({error}); restore the file that flowrl train wrote") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no mapping; restore the resolved configuration that flowrl train wrote")
+        raise ConfigError(f"{path} is not a mapping; restore the resolved configuration that flowrl train wrote")
     problems: list[str] = []
     provenance = _read_optional(folder / "provenance.json", problems)
     summary = status.now(_read_optional(folder / status.SUMMARY, problems), folder)
@@ -180,7 +188,7 @@ def load_run(folder: Path) -> Run:
     for change in () if record is None else record.changes:
         what = "; ".join(change["what"])
         when = f"since iteration {change['iteration']}"
-        problems.append(f"Files have other contents {when}; what the curves show before is of the old ones: {what}")
+        problems.append(f"Files have other contents {when}; earlier points of the curves are of the old ones: {what}")
     files = sorted((folder / "eval").glob("*.json"))
     evaluations = [_read_evaluation(p, folder) for p in files if not p.name.startswith(trees.PREFIX)]
     grown = [trees.read(p) for p in files if p.name.startswith(trees.PREFIX)]
@@ -199,7 +207,7 @@ def load_run(folder: Path) -> Run:
 
 
 def _read_optional(path: Path, problems: list[str]) -> dict[str, Any]:
-    """A JSON mapping that a run under way may not have written yet; says so in `problems`."""
+    """A JSON mapping; {} with a sentence in `problems` if it is missing, as in a run under way, or damaged."""
     if not path.is_file():
         problems.append(f"There is no {path.name} yet.")
         return {}
@@ -208,7 +216,7 @@ def _read_optional(path: Path, problems: list[str]) -> dict[str, Any]:
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        problems.append(f"{path.name} cannot be read (half written?); the report does without it.")
+        problems.append(f"{path.name} cannot be read (half written?); the report leaves it out.")
         return {}
     return document
 
@@ -220,18 +228,17 @@ def _read_rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     result, torn = read_rows(path)
     if torn:
         problems.append("The last line of metrics.jsonl is half written and was left out.")
-    # A resumed run may repeat an iteration: the last row is the one that was trained on.
+    # A resumed run may repeat an iteration: its last row counts.
     rows = {row["iteration"]: row for row in result}
     return [rows[iteration] for iteration in sorted(rows)]
 
 
 def _read_evaluation(path: Path, folder: Path) -> Evaluation:
-    remedy = of_evaluation(path)
+    remedy = evaluation_remedy(path)
     document = read_object(path, remedy)
     try:
         prompts, seeds = tuple(map(str, document["prompts"])), tuple(map(int, document["seeds"]))
         scores = {
-            # float() turns null into an error, so nulls become NaN by hand.
             str(name): np.array([[number(v) for v in row] for row in table], dtype=float).reshape(len(table), -1)
             for name, table in document["scores"].items()
         }
@@ -249,7 +256,7 @@ def _read_evaluation(path: Path, folder: Path) -> Evaluation:
             made_with=dict(document.get("made_with") or {}),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no evaluation ({type(error).__name__}: {error}); {remedy}") from error
+        raise ConfigError(f"{path} is not an evaluation ({type(error).__name__}: {error}); {remedy}") from error
     if len(evaluation.distinct) not in (0, len(prompts)):
         raise ConfigError(
             f"{path}: distinct has {len(evaluation.distinct)} numbers for {len(prompts)} prompts; {remedy}"
@@ -260,7 +267,7 @@ def _read_evaluation(path: Path, folder: Path) -> Evaluation:
                 f"{path}: scores.{name} is {list(table.shape)}, expected [{len(prompts)} prompts, "
                 f"{len(seeds)} seeds]; {remedy}"
             )
-    # A page carries its pictures along: a foreign path must not be able to smuggle other files into it.
+    # A page embeds its images: a path in a file of others must not embed other files.
     if not images.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"{path}: images={document['images']!r} lies outside the run folder; {remedy}")
+        raise ConfigError(f"{path}: images={document['images']!r} is outside the run folder; {remedy}")
     return evaluation

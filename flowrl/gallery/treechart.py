@@ -1,7 +1,7 @@
-"""A tree of rollouts as inline SVG: the root at the left, a column a step, leaves with their pictures at the right.
+"""A tree of rollouts as inline SVG: root at the left, a column for each step, leaves with images at the right.
 
-Coordinates are user units (px at the natural size). As in `charts.py` colours are left to the style sheet: `m4` ..
-`m1`, `z`, `p1` .. `p4` for an edge's advantage, `r0` .. `r5` for a node's reward.
+Coordinates are user units (px at the natural size). The style sheet has the colours: `m4` .. `m1`, `z`, `p1` .. `p4`
+for an edge's advantage, `r0` .. `r5` for a node's reward.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from flowrl.gallery.trees import Edge, Tree
 
 WIDTH, LEFT, TOP, BOTTOM = 1100, 30, 48, 14
 DOT, TEXT = 12, 44
-"""Room for a leaf's dot and for its reward."""
+"""Width of a leaf's dot and of its reward."""
 PITCHES = ((65, 16.0, 4), (33, 24.0, 3), (17, 28.0, 2), (9, 36.0, 2), (1, 60.0, 1))
-"""(least leaves, distance of leaves, columns that their pictures take turns in, which makes them larger)."""
+"""(least number of leaves, distance of leaves, number of alternating columns of their images)."""
 LEVELS, SHADES = 4, 6
-"""Colours for each sign of the advantage, and for rewards."""
+"""Number of colours for each sign of the advantage, and for rewards."""
 LABEL_PX, COLUMN_PX = 48, 6
-"""Width of a split step's column, for its name, and the least of any other, where there are many."""
+"""Width of the column of a step with splits, for its name, and the least width of the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """What the colours of several drawings stand for, so that they can be compared."""
+    """Ranges of the colours, common to several drawings."""
 
     advantage: float
-    """The largest absolute one; 0: there is none."""
+    """Largest absolute advantage; 0: there is none."""
     reward: tuple[float, float]
-    """Least and largest of the nodes."""
+    """Least and largest reward of the nodes."""
 
     @staticmethod
     def of(trees: Sequence[Tree]) -> Ranges:
-        """Of several trees."""
+        """Ranges of several trees."""
         advantages = [abs(edge.advantage) for tree in trees for edge in tree.edges if edge.advantage is not None]
         rewards = [value for tree in trees for value in tree.reward if value is not None]
         return Ranges(max(advantages, default=0.0), (min(rewards, default=0.0), max(rewards, default=0.0)))
 
     def tone(self, advantage: float | None) -> str:
-        """Class of an edge's colour; its sign is seen however small it is.
+        """Class of an edge's colour, which shows the sign of any advantage.
 
         >>> [Ranges(2.0, (0, 1)).tone(a) for a in (-2.0, -0.001, 0.0, 1.0, None)]
         ['m4', 'm1', 'z', 'p2', 'none']
@@ -70,21 +70,21 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are, in user units."""
+    """Positions in user units."""
 
     x: tuple[float, ...]
-    """Of each place, [K + 1]."""
+    """x of each place of the grid, [K + 1]."""
     nodes: tuple[tuple[float, float], ...]
     """(x, y) of each node."""
     images: tuple[tuple[float, float], ...]
-    """(x, y) of each leaf's picture, its upper left corner."""
+    """(x, y) of the upper left corner of each leaf's image."""
     size: tuple[float, float]
-    """(width, height) of a picture."""
+    """(width, height) of an image."""
     height: float
 
     @staticmethod
     def of(tree: Tree) -> Layout:
-        """Of a tree: a column for each step, leaves at equal distances, a node amid its leaves."""
+        """Layout of a tree: a column for each step, leaves at equal distances, nodes in the middle of their leaves."""
         count = len(tree.leaves)
         pitch, lanes = next((pitch, lanes) for least, pitch, lanes in PITCHES if count >= least)
         high = min(pitch * lanes - 4, 2 * pitch * lanes * tree.size[1] / tree.size[0])
@@ -103,7 +103,7 @@ class Layout:
 
 
 def _places(tree: Tree, right: float) -> tuple[float, ...]:
-    """x of each place: equal columns, or wider ones for the steps that split where their names need it."""
+    """x of each place: equal columns, or wider ones for steps with splits if their names need it."""
     room, several = right - LEFT, len(tree.splits)
     plain, wide = tree.steps - several, room / tree.steps
     if several and plain and wide < LABEL_PX:
@@ -116,19 +116,19 @@ def _places(tree: Tree, right: float) -> tuple[float, ...]:
 
 
 def draw(tree: Tree, ranges: Ranges, sheet: dict[str, Any] | None, anchor: str) -> Markup:
-    """The drawing.
+    """The drawing of a tree.
 
     Args:
-        tree: what is drawn.
-        ranges: of the colours.
-        sheet: its pictures as `images.embed` makes them; None leaves their places empty.
-        anchor: begins the ids inside, unique on the page.
+        tree: the tree.
+        ranges: ranges of the colours.
+        sheet: contact sheet of its leaves, of `images.embed`; None: empty frames.
+        anchor: prefix of the ids inside, unique on the page.
     """
     layout = Layout.of(tree)
     parts = [*_columns(tree, layout), *_ways(tree, layout, ranges), *_nodes(tree, layout, ranges)]
     rows = -(-len(tree.leaves) // tree.columns)
     if sheet is not None:
-        # Measured in pictures, so that one of them is a box of size 1 whatever the sheet was made smaller to.
+        # In units of an image, so that each is a box of size 1 whatever the sheet's size.
         parts.append(
             f'<defs><image id="{escape(anchor)}-sheet" href="{escape(sheet["src"])}" width="{tree.columns}" '
             f'height="{rows}" preserveAspectRatio="none"{_pixelated(sheet)}/></defs>'
@@ -143,7 +143,7 @@ def draw(tree: Tree, ranges: Ranges, sheet: dict[str, Any] | None, anchor: str) 
 
 
 def legend(trees: Sequence[Tree], ranges: Ranges) -> Markup:
-    """What the colours and dashes of the drawings stand for."""
+    """Legend of the colours and dashes."""
     high, (low_reward, high_reward) = ranges.advantage, ranges.reward
     parts = []
     if high:
@@ -162,7 +162,7 @@ def legend(trees: Sequence[Tree], ranges: Ranges) -> Markup:
 
 
 def caption(tree: Tree) -> str:
-    """The drawing in numbers."""
+    """Numbers of a tree in words."""
     known = [value for value in tree.leaf_reward if value is not None]
     noisy, pruned = sum(edge.noisy for edge in tree.edges), sum(edge.pruned for edge in tree.edges)
     text = f"{len(tree.leaves)} leaves from {tree.forwards} network evaluations (as chains: {tree.chain_forwards})"
@@ -172,7 +172,7 @@ def caption(tree: Tree) -> str:
 
 
 def _columns(tree: Tree, layout: Layout) -> list[str]:
-    """A line for each place, the split steps strong and named where there is room."""
+    """A line for each place; steps with splits are strong, and named if there is space."""
     bottom, parts, free = layout.height - BOTTOM / 2, [], 0.0
     for k, x in enumerate(layout.x):
         split, sigma = k in tree.splits, tree.sigmas[k]
@@ -188,7 +188,7 @@ def _columns(tree: Tree, layout: Layout) -> list[str]:
 
 
 def _ways(tree: Tree, layout: Layout, ranges: Ranges) -> list[str]:
-    """Lines from node to node, those of most interest on top."""
+    """Lines between nodes; stochastic edges with the largest advantages on top."""
     result = [(_order(way[0]), _way(tree, layout, ranges, way)) for way in tree.ways()]
     return [text for _, text in sorted(result, key=lambda pair: pair[0])]
 
@@ -198,7 +198,7 @@ def _order(edge: Edge) -> tuple[bool, bool, float]:
 
 
 def _way(tree: Tree, layout: Layout, ranges: Ranges, way: list[Edge]) -> str:
-    """From the first parent to its child's height within one column, then on along it: so lines never cross."""
+    """A line that reaches the child's height within one column and then runs straight, so that lines do not cross."""
     first, last = way[0], way[-1]
     (x, y), (end, below) = layout.nodes[first.parent], layout.nodes[last.child]
     reach = layout.x[tree.place[first.parent] + 1]
@@ -209,50 +209,50 @@ def _way(tree: Tree, layout: Layout, ranges: Ranges, way: list[Edge]) -> str:
     if end > reach + 1e-6 or abs(below - y) <= 1e-6:
         path += f"H{end:.1f}"
     start, stop = tree.place[first.parent], tree.place[last.child]
-    told = f"step {start}" if stop == start + 1 else f"steps {start} to {stop - 1}"
+    text = f"step {start}" if stop == start + 1 else f"steps {start} to {stop - 1}"
     if first.noisy:
-        told += f": advantage {DASH if first.advantage is None else _signed(first.advantage)}"
+        text += f": advantage {DASH if first.advantage is None else _signed(first.advantage)}"
     else:
-        told += ": deterministic"
-    told += f", fused reward {_text(tree.reward[last.child])}{', pruned' if first.pruned else ''}"
+        text += ": deterministic"
+    text += f", fused reward {_text(tree.reward[last.child])}{', pruned' if first.pruned else ''}"
     classes = f"edge {ranges.tone(first.advantage)}{'' if first.noisy else ' ode'}{' pruned' if first.pruned else ''}"
-    return f'<path class="{classes}" d="{path}"><title>{told}</title></path>'
+    return f'<path class="{classes}" d="{path}"><title>{text}</title></path>'
 
 
 def _nodes(tree: Tree, layout: Layout, ranges: Ranges) -> list[str]:
-    """Dots where something happens: the root, where lines part or change, and the leaves."""
+    """Dots of the root, the nodes where lines split or change, and the leaves."""
     below, radius = tree.below(), 5.0 if len(tree.leaves) <= 32 else 3.5
     shown, parts = {0, *tree.leaves}, []
     for way in tree.ways():
         (x, _), (end, _) = layout.nodes[way[0].parent], layout.nodes[way[-1].child]
-        if below[way[0].parent] != below[way[-1].child] or end - x >= 4 * radius:  # dots of one line keep apart
+        if below[way[0].parent] != below[way[-1].child] or end - x >= 4 * radius:  # dots of one line keep a distance
             shown.add(way[0].parent)
     for node in sorted(shown):
         (x, y), (first, last) = layout.nodes[node], below[node]
         who = f"leaf {first + 1}" if first == last else f"leaves {first + 1} to {last + 1}"
-        told = f"fused reward {_text(tree.reward[node])} of {who}, at sigma {tree.sigmas[tree.place[node]]:.3g}"
+        text = f"fused reward {_text(tree.reward[node])} of {who}, at sigma {tree.sigmas[tree.place[node]]:.3g}"
         size = radius + 2 if node == 0 else radius
         parts.append(
             f'<circle class="node {ranges.shade(tree.reward[node])}" cx="{x:.1f}" cy="{y:.1f}" r="{size:g}">'
-            f"<title>{told}</title></circle>"
+            f"<title>{text}</title></circle>"
         )
     return parts
 
 
 def _leaf(tree: Tree, layout: Layout, number: int, anchor: str | None) -> str:
-    """The picture of a leaf and its reward."""
+    """Image and reward of a leaf."""
     (x, y), (left, top), (wide, high) = layout.nodes[tree.leaves[number]], layout.images[number], layout.size
     reward = tree.leaf_reward[number]
     box = f'x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
     raw = ", ".join(f"{name} {_text(values[number])}" for name, values in tree.raw.items())
-    told = escape(f"leaf {number + 1}: reward {_text(reward)}" + (f" ({raw})" if raw else ""))
+    title = escape(f"leaf {number + 1}: reward {_text(reward)}" + (f" ({raw})" if raw else ""))
     image = f'<rect class="{"no-leaf" if anchor is None else "frame"}" {box}/>'
     if anchor is not None:
         view = f"{number % tree.columns} {number // tree.columns} 1 1"
         use = f'<use href="#{escape(anchor)}-sheet"/>'
         image = f'<svg {box} viewBox="{view}" preserveAspectRatio="none">{use}</svg>{image}'
     text = f'<text class="reward" x="{x + DOT:.1f}" y="{y + 4:.1f}">{_text(reward)}</text>'
-    return f'<g class="leaf"><title>{told}</title>{image}{text}</g>'
+    return f'<g class="leaf"><title>{title}</title>{image}{text}</g>'
 
 
 def _pixelated(sheet: dict[str, Any]) -> str:

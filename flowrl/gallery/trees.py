@@ -1,4 +1,4 @@
-"""The tree of an evaluation as `evaluation/evaluation_tree.py` wrote it, and what of it is one line on a drawing."""
+"""Trees of evaluations in the files of `evaluation/evaluation_tree.py`, and their lines on a drawing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowrl.core import media
 from flowrl.core.errors import ConfigError
 
 PREFIX = "tree-"
-"""Of its files in `eval/`, before the tag of the evaluation."""
+"""Prefix of the files in `eval/`, before the tag of the evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,20 @@ class Tree:
     sigmas: tuple[float, ...]
     splits: tuple[int, ...]
     place: tuple[int, ...]
-    """Of each node, [N]."""
+    """Place of each node on the grid, [N]."""
     reward: tuple[float | None, ...]
-    """Of each node, fused from the leaves behind it."""
+    """Reward of each node, fused from its leaves, [N]."""
     edges: tuple[Edge, ...]
-    """Each behind the one that it goes on from."""
+    """Edges; each comes after its predecessor."""
     leaves: tuple[int, ...]
-    """Nodes at the end, top to bottom."""
+    """Nodes at the end of the grid, top to bottom."""
     leaf_reward: tuple[float | None, ...]
     raw: dict[str, tuple[float | None, ...]]
-    """Outputs of the rewards on the leaves."""
+    """Output of a reward -> its values on the leaves."""
     columns: int
-    """Of the sheet of pictures."""
+    """Columns of the contact sheet."""
     size: tuple[int, int]
-    """(width, height) of a picture there, in pixels."""
+    """(width, height) of an image in the sheet, in pixels."""
     sheet: Path | None
     note: str | None
 
@@ -67,17 +67,17 @@ class Tree:
 
     @property
     def forwards(self) -> int:
-        """Network evaluations: one for each node but the leaves."""
+        """Network evaluations: one for each node that is not a leaf."""
         return len(self.place) - len(self.leaves)
 
     @property
     def chain_forwards(self) -> int:
-        """Those of its leaves if each went its way alone: one for each step on it."""
+        """Network evaluations of as many chains: one for each step of each leaf's path."""
         below = self.below()
         return sum(1 + below[edge.child][1] - below[edge.child][0] for edge in self.edges)
 
     def below(self) -> list[tuple[int, int]]:
-        """First and last leaf behind each node, [N]."""
+        """(first, last) leaf below each node, [N]."""
         result = [(len(self.leaves), -1)] * len(self.place)
         for number, node in enumerate(self.leaves):
             result[node] = (number, number)
@@ -87,7 +87,7 @@ class Tree:
         return result
 
     def ways(self) -> list[list[Edge]]:
-        """Edges that follow each other with nothing between them that a drawing would show."""
+        """Chains of edges that look alike, without a split between them; each is one line on a drawing."""
         out: dict[int, list[Edge]] = {}
         for edge in self.edges:
             out.setdefault(edge.parent, []).append(edge)
@@ -105,15 +105,15 @@ class Tree:
 
 
 def read(path: Path) -> Tree:
-    """Read a tree's file; its pictures lie beside it.
+    """The tree of a file, with the contact sheet next to it.
 
     Raises:
-        ConfigError: it is none; names the file and the remedy.
+        ConfigError: the file is damaged; with the remedy.
     """
     try:
         return _tree(json.loads(path.read_text(encoding="utf-8")), path)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{path} is no tree ({type(error).__name__}: {error}); delete it") from error
+        raise ConfigError(f"{path} is not a tree ({type(error).__name__}: {error}); delete it") from error
 
 
 def _tree(document: dict[str, Any], path: Path) -> Tree:
@@ -152,20 +152,20 @@ def _tree(document: dict[str, Any], path: Path) -> Tree:
 
 
 def _require_tree(place: tuple[int, ...], edges: list[Edge], steps: int) -> None:
-    """Raise ValueError unless every node hangs on the root and what lies before the end goes on."""
+    """Raise ValueError unless every node is connected to the root and the leaves are at the end of the grid."""
     if steps < 1 or not place or place[0] != 0:
         raise ValueError("it has no root or no step")
     if sorted(edge.child for edge in edges) != list(range(1, len(place))):
         raise ValueError("every node but the root needs one edge that leads to it")
     parents = {edge.parent for edge in edges}
     if not parents <= set(range(len(place))):
-        raise ValueError("an edge starts at a node that is not there")
+        raise ValueError("an edge starts at a node that does not exist")
     if any(place[edge.child] <= place[edge.parent] for edge in edges):
-        raise ValueError("an edge leads back")
+        raise ValueError("an edge leads backwards")
     if any((at == steps) == (node in parents) or not 0 <= at <= steps for node, at in enumerate(place)):
-        raise ValueError(f"leaves are at place {steps}, and only they")
+        raise ValueError(f"the leaves, and no other nodes, must be at place {steps}")
 
 
 def _number(value: Any) -> float | None:
-    """None for null, NaN and what is no number."""
+    """`value` as a float; None for null, NaN and text."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

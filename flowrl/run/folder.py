@@ -25,8 +25,8 @@ from flowrl.core.contents import Input
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import (
     damaged,
+    evaluation_remedy,
     json_ready,
-    of_evaluation,
     read_object,
     read_rows,
     write_atomically,
@@ -183,9 +183,9 @@ class RunFolder:
         """
         self.metrics.truncate(iteration)
         for file in (self.path / "eval").glob("*.json"):
-            result = read_object(file, of_evaluation(file)).get("iteration")
+            result = read_object(file, evaluation_remedy(file)).get("iteration")
             if not isinstance(result, int):
-                raise damaged(file, KeyError("iteration"), of_evaluation(file))
+                raise damaged(file, KeyError("iteration"), evaluation_remedy(file))
             if result > iteration:
                 file.unlink()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flowrl.config.checks import check_model
 from flowrl.config.load import load_config, resolve
 from flowrl.config.retired import run_tree
-from flowrl.config.schema import dump
+from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import apply_override, parse_yaml, validate
 from flowrl.models.base import ModelAdapter
@@ -303,7 +303,7 @@ def test_the_resolved_tree_reads_back_as_the_same_run(read, tmp_path):
     file = tmp_path / "again.yaml"
     file.write_text(yaml.safe_dump(first.tree()))
     assert resolve(load_config(file)).tree() == first.tree()
-    file.write_text(dump(first.run))
+    file.write_text(yaml.safe_dump(to_tree(first.run)))
     assert load_config(file) == first.run
 
 
@@ -328,7 +328,7 @@ def test_the_resolved_tree_reads_back_as_the_same_run(read, tmp_path):
         (["rewards.0={weight: 1.0}"], ("rewards.0", "either name or path")),
         (["rewards=[]"], ("rewards is empty",)),
         (["model.name=no_such_package.model"], ("model: ", "'no_such_package.model'")),
-        (["algorithm.name=json.decoder"], ("algorithm: json.decoder is no component", "Config and build")),
+        (["algorithm.name=json.decoder"], ("algorithm: json.decoder is not a component", "Config and build")),
     ],
 )
 def test_a_component_that_is_unknown_or_ill_configured_is_refused(read, overrides, words):
@@ -393,7 +393,7 @@ def test_a_file_with_a_score_function_is_a_reward(tmp_path):
     [
         ("", ("defines neither score",)),
         ("score = 3\n", ("defines neither score",)),
-        ("def build(config):\n    return None\n", ("is no component", "Config and build")),
+        ("def build(config):\n    return None\n", ("is not a component", "Config and build")),
         ("import not_installed_anywhere\n", ("cannot be imported", "ModuleNotFoundError", "not_installed_anywhere")),
         ("def score(:\n", ("cannot be imported", "SyntaxError")),
         ("1 / 0\n", ("cannot be imported", "ZeroDivisionError")),
@@ -666,7 +666,7 @@ def test_a_method_on_edges_has_its_sampler_written_out(read):
         ("name: a\nseed: 1\nname: b\n", ("line 3", "'name'", "first in line 1")),
         ("optim:\n  ema: {decay: 0.1, every: 2, decay: 0.2}\n", ("line 2", "'optim.ema.decay'")),
         ("rewards:\n- name: jpeg\n- weight: 1\n  weight: 2\n", ("line 4", "'rewards.1.weight'", "line 3")),
-        ("a: &loop\n  b: *loop\n", ("line 1", "a.b holds itself")),
+        ("a: &loop\n  b: *loop\n", ("line 1", "a.b contains itself")),
         ("a: !!int word\n", ("not valid YAML", "tag")),
         ("[" * 3000, ("not valid YAML", "too deeply")),
         ("a: \0\n", ("not valid YAML", "x0000")),

@@ -56,7 +56,7 @@ def test_slots_are_filled_as_the_method_says(read, method, size, drawn):
     ("overrides", "words"),
     [
         # a method without what it learns from, and the other way round
-        (["data={prompts: a.txt}"], ["data.pairs.path is required", "diffusion_dpo learns from given pictures"]),
+        (["data={prompts: a.txt}"], ["data.pairs.path is required", "diffusion_dpo learns from given images"]),
         (
             ["algorithm.name=flow_grpo", "rewards=[{name: jpeg}]"],
             ["data.pairs.path='", "pairs.jsonl': ", "flow_grpo draws its samples", "diffusion_dpo"],
@@ -74,7 +74,7 @@ def test_slots_are_filled_as_the_method_says(read, method, size, drawn):
         (["algorithm.advantages={std: group}"], ["algorithm.advantages: unknown key"]),
         (["eval.rewards=[{name: jpeg}]"], ["eval.rewards", "give data.eval_prompts"]),
         (["eval.best_guidance=[1, 2]"], ["eval.best_guidance", "no reward to compare by"]),
-        (["algorithm.name=sft", "data.pairs.eval=other"], ["data.pairs.eval", "sft prefers no picture"]),
+        (["algorithm.name=sft", "data.pairs.eval=other"], ["data.pairs.eval", "sft compares no images"]),
         # numbers
         (["data.pairs.per_iteration=9"], ["updates_per_iteration=2", "the 9 pairs", "1, 3, 9"]),
         (["data.pairs.per_iteration=0"], ["per_iteration=0"]),

@@ -83,7 +83,7 @@ def test_a_damaged_row_is_named_and_a_torn_last_one_left_out(tmp_path, line):
     file.write_bytes(GOOD.encode() + line + b"\n")
     assert read_rows(file) == ([json.loads(GOOD)], True)
     file.write_bytes(line + b"\n" + GOOD.encode())
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1 is no JSON object with an iteration; delete the line"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1 is not a JSON object with an iteration; delete the line"):
         RunFolder(tmp_path).metrics.rows()
 
 
@@ -200,7 +200,7 @@ def test_a_comparison_has_a_folder_of_its_own(tmp_path, monkeypatch):
 def test_no_comparison_and_no_other_run_takes_the_place_of_a_runs_own_report(tmp_path):
     a, b = runs(tmp_path, "a", "b")
     for which in ([a, b], [b]):
-        with pytest.raises(ConfigError, match="the report of the run 'a' stands there; choose another folder"):
+        with pytest.raises(ConfigError, match="it holds the report of the run 'a'; choose another folder"):
             page_folder(which, a / "gallery")
     assert page_folder([a], a / "gallery") == a / "gallery"
     assert page_folder([a, b], tmp_path / "both") == tmp_path / "both"

@@ -17,7 +17,7 @@ from PIL import Image
 from flowrl.core.errors import ConfigError
 from flowrl.data.labels import LabelledSource, labelled
 from flowrl.data.preference_records import StoredImage, Unreadable
-from flowrl.data.preferences import PreferenceOptions, Preferences, PreferenceSource, load_preferences
+from flowrl.data.preferences import PreferenceOptions, PreferenceSet, PreferenceSource, load_preferences
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import WINDOW_BYTES
 from tests.row_groups import Stored, png, shards, voted
@@ -171,7 +171,7 @@ def test_ties_may_be_most_of_a_set_but_broken_records_only_a_few(put):
 
 def test_a_set_with_nothing_to_use_is_refused_with_the_counts(put, tmp_path):
     message = refusal(put(pair(margin=0), pair("gone.png")))
-    assert "nothing in it can be used" in message
+    assert "no record can be used" in message
     assert "skipped 1, tie: line 1" in message
     assert "skipped 1, missing picture: line 2" in message
     assert "needs a column" in refusal(put(""))
@@ -182,14 +182,14 @@ def test_a_set_with_nothing_to_use_is_refused_with_the_counts(put, tmp_path):
     for name in ("one.jsonl", "two.jsonl"):
         (tmp_path / "two" / name).write_text("{}")
     assert ".jsonl: one.jsonl, two.jsonl" in refusal(str(tmp_path / "two"))
-    assert "is no .parquet file" in refusal(str(tmp_path / "*.png"))
+    assert "is not a .parquet file" in refusal(str(tmp_path / "*.png"))
 
 
 def test_winners_only_are_of_use_where_no_pair_is_needed(put):
     folder = put(pair(), pair("c.png", None), {"prompt": "y", "chosen": "d.png"})
     found = load_preferences(folder, "data.pairs", ALL, paired=False)
     assert [found.read(k).rejected is None for k in range(3)] == [False, True, True]
-    assert "3 of 3 records are used, 2 of them with a chosen picture only" in str(found.report)
+    assert "3 of 3 records are used, 2 of them with a chosen image only" in str(found.report)
     assert len(load_preferences(folder, "data.pairs", ALL)) == 1
     alone = put({"prompt": "y", "chosen": "d.png"})
     assert "skipped 1, no rejected picture" in refusal(alone)
@@ -255,7 +255,7 @@ def test_an_epoch_holds_every_record_once_in_an_order_of_seed_and_epoch(put):
 def test_tables_are_shuffled_by_windows_of_row_groups(groups, share, seed):
     """Every record once; row groups with records before and behind a place never take more than a window's memory."""
     size = int(share * WINDOW_BYTES)
-    found = Preferences(shards([groups], size=size).records, "t", ALL, paired=True)
+    found = PreferenceSet(shards([groups], size=size).records, "t", ALL, paired=True)
     of = [number for number, rows in enumerate(groups) for _ in range(rows)]
     order = found.arrange(np.arange(len(found)), seed, "preferences", 0).tolist()
     assert sorted(order) == list(range(sum(groups)))
@@ -266,7 +266,7 @@ def test_tables_are_shuffled_by_windows_of_row_groups(groups, share, seed):
 
 
 def test_a_set_that_fits_one_window_is_shuffled_as_a_whole():
-    found = Preferences(shards([[10] * 10], size=10).records, "t", ALL, paired=True)
+    found = PreferenceSet(shards([[10] * 10], size=10).records, "t", ALL, paired=True)
     order = found.arrange(np.arange(100), 0, "preferences", 0)
     assert len(set((order[:20] // 10).tolist())) > 5
 
@@ -277,7 +277,7 @@ def test_one_epoch_of_a_table_reads_each_row_group_once_and_keeps_a_few(monkeypa
     monkeypatch.setattr(records, "WINDOW_BYTES", 3000)
     monkeypatch.setattr("flowrl.data.preferences.WINDOW_BYTES", 3000)
     stored = shards([[10] * 20, [10] * 20], size=100)  # 1000 bytes a group: three make a window
-    found = Preferences(stored.records, "t", ALL, paired=True)
+    found = PreferenceSet(stored.records, "t", ALL, paired=True)
     stored.reads.clear()
     source = PreferenceSource(found, 8, seed=0)
     for iteration in range(1, 51):
@@ -303,7 +303,7 @@ def test_a_checkpoint_of_another_set_is_refused(put):
 
 def test_a_row_of_a_table_is_found_in_its_shard_and_group():
     stored = shards([[3, 0, 2], [4]], size=10)
-    found = Preferences(stored.records, "t", ALL, paired=True)
+    found = PreferenceSet(stored.records, "t", ALL, paired=True)
     assert len(found) == 9
     read = [found.read(k) for k in range(9)]
     assert [p.prompt.text for p in read] == [f"caption {k}" for k in range(9)]
@@ -319,13 +319,13 @@ def test_a_row_of_a_table_is_found_in_its_shard_and_group():
 
 def test_a_table_is_scanned_without_its_pictures():
     stored = shards([[5, 5]], size=10)
-    Preferences(stored.records, "t", ALL, paired=True)
+    PreferenceSet(stored.records, "t", ALL, paired=True)
     assert stored.columns == {"caption", "label_0", "model_0"}
 
 
 def test_a_picture_that_a_table_lacks_is_told_of_when_it_is_read():
     rows = [voted(0), voted(1) | {"jpg_1": None}]
-    found = Preferences(Stored([[rows]]).records, "t", ALL, paired=True)
+    found = PreferenceSet(Stored([[rows]]).records, "t", ALL, paired=True)
     assert found.read(0).key
     with pytest.raises(Unreadable, match=r"part-0.parquet, row 2.*missing picture"):
         found.read(1)
@@ -339,13 +339,13 @@ def test_shards_of_two_layouts_are_refused():
 
 def test_a_row_group_that_cannot_be_read_ends_the_scan_and_later_masks_the_record():
     stored = shards([[2, 2]], size=10)
-    found = Preferences(stored.records, "t", ALL, paired=True)
+    found = PreferenceSet(stored.records, "t", ALL, paired=True)
     stored.broken.add((0, 1))
     assert found.read(1).key
     with pytest.raises(Unreadable, match="row group 1 is damaged"):
         found.read(2)
     with pytest.raises(ConfigError, match=r"part-0.parquet cannot be read: row group 1 is damaged"):
-        Preferences(stored.records, "t", ALL, paired=True)
+        PreferenceSet(stored.records, "t", ALL, paired=True)
 
 
 # ---- single pictures with a label
@@ -371,11 +371,11 @@ def test_pictures_are_labelled_by_what_became_of_them_in_all_their_pairs(put):
 def test_pictures_inside_a_table_are_known_by_their_bytes_or_by_the_name_the_set_gives():
     """Picture 1 loses to 0 and beats 2."""
     rows = [voted(0) | {"jpg_0": png(0), "jpg_1": png(1)}, voted(0) | {"jpg_0": png(1), "jpg_1": png(2)}]
-    by_bytes = labelled(Preferences(Stored([[rows]]).records, "t", ALL, paired=True))
+    by_bytes = labelled(PreferenceSet(Stored([[rows]]).records, "t", ALL, paired=True))
     assert by_bytes.counts == {"won": 1, "lost": 1, "both": 1}
     named = [rows[0] | {"image_0_uid": "p", "image_1_uid": "q"}, rows[1] | {"image_0_uid": "r", "image_1_uid": "s"}]
     stored = Stored([[named]])
-    pairs = Preferences(stored.records, "t", ALL, paired=True)
+    pairs = PreferenceSet(stored.records, "t", ALL, paired=True)
     stored.columns.clear()
     assert labelled(pairs).counts == {"won": 2, "lost": 2, "both": 0}
     assert not {"jpg_0", "jpg_1"} & stored.columns  # the names were enough
@@ -384,13 +384,13 @@ def test_pictures_inside_a_table_are_known_by_their_bytes_or_by_the_name_the_set
 
 def test_a_set_with_one_class_only_is_refused(put):
     found = load_preferences(put(pair("a.png", None)), "data.pairs", ALL, paired=False)
-    with pytest.raises(ConfigError, match="no picture is negative"):
+    with pytest.raises(ConfigError, match="no image is negative"):
         labelled(found)
 
 
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.57])
 def test_labels_are_drawn_by_their_share_each_class_once_an_epoch(share):
-    pictures = labelled(Preferences(shards([[5] * 8], size=10).records, "t", ALL, paired=True))
+    pictures = labelled(PreferenceSet(shards([[5] * 8], size=10).records, "t", ALL, paired=True))
     source = LabelledSource(pictures, 25, seed=1, positive_share=share)
     drawn = [k for iteration in range(1, 41) for k in source.draw(iteration)]
     for n in range(1, 1001):
@@ -410,7 +410,7 @@ def test_drawing_winners_beside_losers_reads_each_row_group_once_for_either(monk
     monkeypatch.setattr(records, "WINDOW_BYTES", 3000)
     monkeypatch.setattr("flowrl.data.preferences.WINDOW_BYTES", 3000)
     stored = shards([[10] * 30], size=100)
-    pictures = labelled(Preferences(stored.records, "t", ALL, paired=True))
+    pictures = labelled(PreferenceSet(stored.records, "t", ALL, paired=True))
     stored.reads.clear()
     source = LabelledSource(pictures, 10, seed=0, positive_share=0.5)
     for iteration in range(1, 61):

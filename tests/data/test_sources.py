@@ -69,7 +69,7 @@ def test_a_missing_file_is_refused_with_the_key():
 @pytest.mark.parametrize("content", ["", "\n\n  \n"])
 @pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
 def test_an_empty_file_is_refused(put, content, name):
-    assert "holds no prompt" in refusal(put(content, name))
+    assert "there is no prompt in it" in refusal(put(content, name))
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_a_json_list_of_strings_is_a_list_of_prompts_and_line_breaks_in_a_cell_s
         ("p.csv", "prompt,level\n,1\n", "line 2: 'prompt' (data.prompt_column) is empty"),
         ("p.csv", "prompt,tag,tag\na,1,2\n", "the column 'tag' twice"),
         ("p.csv", 'prompt\n"a\n', "not a readable table"),
-        ("p.csv", "prompt\n", "holds no prompt"),
+        ("p.csv", "prompt\n", "there is no prompt in it"),
         ("p.json", '{"prompt": "a"}', "is a list of strings or of records, this is dict"),
         ("p.json", '["a", 3]', "item 2: needs a string or a record, got int '3'"),
         ("p.json", '[{"text": "a"}]', "item 1: has no 'prompt' (data.prompt_column); there are: text"),
         ("p.json", '["a",', "not valid JSON"),
-        ("p.json", "[]", "holds no prompt"),
+        ("p.json", "[]", "there is no prompt in it"),
         ("p.txt", "a\nb\0c\n", "line 2: holds a NUL"),
         *((f"p.{end}", "a\n", f"not read from a .{end} file") for end in ("xlsx", "yaml", "zip", "md")),
     ],
@@ -172,7 +172,7 @@ def test_a_parquet_is_read_no_further_than_the_prompts_that_are_asked_for(tmp_pa
     content[start : start + 8] = b"\xff" * 8
     file.write_bytes(bytes(content))
     assert [p.text for p in load_prompts(str(file), "k", most=20)] == [f"prompt {k}" for k in range(20)]
-    assert "not a readable parquet file behind row 20" in refusal(str(file))
+    assert "not a readable parquet file after row 20" in refusal(str(file))
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -208,10 +208,10 @@ def test_pictures_of_a_record_are_found_beside_its_file_and_told_to_the_rewards(
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ('"image": "gone.png"', "there is no picture 'gone.png'"),
-        ('"images": ["a.png", "gone.png"]', "there is no picture 'gone.png'"),
-        ('"image": "text.png"', "'text.png' cannot be read as a picture"),
-        ('"image": "cut.png"', "'cut.png' cannot be read as a picture"),
+        ('"image": "gone.png"', "there is no image 'gone.png'"),
+        ('"images": ["a.png", "gone.png"]', "there is no image 'gone.png'"),
+        ('"image": "text.png"', "'text.png' cannot be read as an image"),
+        ('"image": "cut.png"', "'cut.png' cannot be read as an image"),
         ('"image": "a.png", "images": ["a.png"]', "both 'image' and 'images'"),
         ('"image": 3', "needs a path under 'image'"),
         ('"images": "a.png"', "a list of paths under 'images'"),
@@ -228,7 +228,7 @@ def test_a_picture_of_more_pixels_than_are_taken_is_refused_with_its_line(put, p
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)  # a.png has 24, and twice the limit is an error of Pillow
     message = refusal(put('{"prompt": "x", "image": "a.png"}\n', "p.jsonl"))
     assert "line 1" in message
-    assert "more pixels than a picture is taken to have" in message
+    assert "more pixels than an image may have" in message
 
 
 def test_columns_of_a_jsonl_may_have_other_names(put, pictures, tmp_path):
@@ -359,10 +359,10 @@ def test_the_same_set_again_gives_the_same_prompts_so_embeddings_and_resumes_fin
         ({"text": ["a"]}, Columns(), "row 1: has no 'prompt' (data.prompt_column); there are: text"),
         ({"prompt": [3]}, Columns(), "row 1: needs a string under 'prompt' (data.prompt_column), got 3"),
         ({"prompt": ["a"], "photo": ["x"]}, Columns(image="photos"), "did you mean 'photo'"),
-        ({"prompt": ["a"], "photo": ["x.png"]}, Columns(image="photo"), "row 1: there is no picture 'x.png'"),
+        ({"prompt": ["a"], "photo": ["x.png"]}, Columns(image="photo"), "row 1: there is no image 'x.png'"),
         ({"prompt": ["a"], "photo": [3]}, Columns(image="photo"), "got 3 under 'photo'"),
-        ({"prompt": ["a", "b"], "image": [png(1), png(2)[:40]]}, Columns(), "row 2: the picture under 'image' cannot"),
-        ({"prompt": []}, Columns(), "it holds no prompt"),
+        ({"prompt": ["a", "b"], "image": [png(1), png(2)[:40]]}, Columns(), "row 2: the image under 'image' cannot"),
+        ({"prompt": []}, Columns(), "there is no prompt in it"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path, cache, columns, wanted, reason):
@@ -381,7 +381,7 @@ def test_a_split_that_does_not_exist_is_refused_with_those_that_do(tmp_path, cac
     one.to_parquet(tmp_path / "files" / "validation.parquet")
     assert "there is no split 'train'; there are: validation, test" in refusal(f"hf:{tmp_path / 'saved'}")
     assert "there is no split 'dev[:3]'; there are: validation" in refusal(f"hf:{tmp_path / 'files'}:dev[:3]")
-    assert "only a whole split" in refusal(f"hf:{tmp_path / 'saved'}:test[:1]")
+    assert "takes a whole split only" in refusal(f"hf:{tmp_path / 'saved'}:test[:1]")
     assert load_prompts(f"hf:{tmp_path / 'files'}", "data.prompts") == [Prompt("c")]  # the only one
 
 

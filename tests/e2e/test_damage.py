@@ -74,4 +74,4 @@ def test_a_damaged_run_is_named_before_anything_is_drawn_or_trained(place, monke
     for words in (("train", "run.yaml", "iterations=2", *SMALL, "--resume"), ("gallery", "runs/run")):
         code, printed = command(monkeypatch, capsys, *words)
         assert code == 2, printed
-        assert "metrics.jsonl:1 is no JSON object with an iteration" in printed
+        assert "metrics.jsonl:1 is not a JSON object with an iteration" in printed

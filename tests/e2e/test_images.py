@@ -54,8 +54,8 @@ def test_a_pipeline_with_pictures_is_trained_and_its_rewards_find_them(records: 
 def test_a_native_adapter_refuses_pictures_before_training(records: Path, monkeypatch, capsys):
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", "data.prompts=pictures.jsonl")
     assert code == 2, printed
-    assert "data.prompts: prompt 1, 'red', has 1 picture(s), but StableDiffusion3Pipeline takes none" in printed
+    assert "data.prompts: prompt 1, 'red', has 1 image(s), but StableDiffusion3Pipeline takes none" in printed
     (records / "blue.png").write_text("broken")
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", "data.prompts=pictures.jsonl")
     assert code == 2
-    assert "line 2: 'blue.png' cannot be read as a picture" in printed
+    assert "line 2: 'blue.png' cannot be read as an image" in printed

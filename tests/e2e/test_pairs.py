@@ -324,7 +324,7 @@ def test_a_check_is_of_pairs_unless_there_are_winners_only(put, capsys):
         ({"text": "x", "chosen": "a.png"}, [], "needs a column 'prompt' or 'caption'"),
         (GOOD, ["chozen=a"], "did you mean 'chosen'"),
         (GOOD, ["max_broken=2"], "max_broken=2"),
-        (GOOD | {"chosen": "gone.png"}, [], "nothing in it can be used"),
+        (GOOD | {"chosen": "gone.png"}, [], "no record can be used"),
     ],
 )
 def test_a_check_refuses_what_is_no_set(put, record, words, reason):

@@ -535,7 +535,7 @@ def test_a_folder_that_is_no_run_is_named_with_the_remedy(tmp_path, exists):
     folder = tmp_path / "nothing"
     if exists:
         folder.mkdir()
-    with pytest.raises(ValueError, match=r"nothing is no run: .*; pass the folder that flowrl train wrote"):
+    with pytest.raises(ValueError, match=r"nothing is not a run: .*; pass the folder that flowrl train wrote"):
         build([folder])
 
 
@@ -548,8 +548,8 @@ def test_no_folder_at_all_is_refused():
     ("change", "message"),
     [
         ({"scores": {"shapes_strict": [[1.0, 0.0]]}}, r"base\.json: scores\.shapes_strict is \[1, 2\], expected \[4 "),
-        ({"images": "../../elsewhere"}, r"base\.json: images='\.\./\.\./elsewhere' lies outside the run folder"),
-        ({"seeds": None}, r"base\.json is no evaluation"),
+        ({"images": "../../elsewhere"}, r"base\.json: images='\.\./\.\./elsewhere' is outside the run folder"),
+        ({"seeds": None}, r"base\.json is not an evaluation"),
     ],
 )
 def test_a_broken_evaluation_is_named_with_the_remedy(tmp_path, change, message):
@@ -564,10 +564,10 @@ def test_a_broken_evaluation_is_named_with_the_remedy(tmp_path, change, message)
 def test_a_broken_picture_and_a_broken_log_line_are_named(tmp_path):
     folder = make_run(tmp_path / "broken", num_prompts=4)
     (folder / "eval" / "base" / "00001-0.png").write_text("no picture")
-    with pytest.raises(ValueError, match=r"00001-0\.png is no picture"):
+    with pytest.raises(ValueError, match=r"00001-0\.png is not an image"):
         build([folder])
     (folder / "metrics.jsonl").write_text('{"iteration": 1}\nbroken\n{"iteration": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is no JSON object"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is not a JSON object"):
         build([folder])
 
 

@@ -393,7 +393,7 @@ def test_a_file_that_is_no_tree_is_named(tmp_path, what):
     file = saved(tmp_path, record)
     WRONG[what](record)
     file.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"tree-base\.json is no tree .*; delete it"):
+    with pytest.raises(ValueError, match=r"tree-base\.json is not a tree .*; delete it"):
         trees.read(file)
 
 

@@ -253,16 +253,16 @@ def test_a_prompt_without_the_picture_that_its_model_needs_is_named():
     with pytest.raises(ModelError, match=r"needs 1 picture\(s\) with each prompt: a \.jsonl record with 'image'"):
         model.encode(tiny.PROMPTS)
     given = [Prompt("a", {}, ("a.png",)), Prompt("b")]
-    message = r"data\.prompts: prompt 2, 'b', has 0 picture\(s\), but QwenImageEditPipeline needs 1; give the paths"
+    message = r"data\.prompts: prompt 2, 'b', has 0 image\(s\), but QwenImageEditPipeline needs 1; give the paths"
     with pytest.raises(ConfigError, match=message):
         require_images(given, model, "data.prompts", given[0])
-    with pytest.raises(ConfigError, match=r"prompt 1, 'c', has 2 picture\(s\), but .* takes 1; leave out 1"):
+    with pytest.raises(ConfigError, match=r"prompt 1, 'c', has 2 image\(s\), but .* takes 1; leave out 1"):
         require_images([Prompt("c", {}, ("a", "b"))], model, "data.prompts", given[0])
 
 
 def test_a_model_of_text_only_refuses_prompts_with_pictures():
     one = Prompt("a", {}, ("a.png",))
-    message = r"prompt 1, 'a', has 1 picture\(s\), but StableDiffusion3Pipeline takes none"
+    message = r"prompt 1, 'a', has 1 image\(s\), but StableDiffusion3Pipeline takes none"
     with pytest.raises(ConfigError, match=message):
         require_images([one], tiny_sd3.adapter(), "data.prompts", one)
     height, width = tiny.CASES["sd3"].sizes[0]
@@ -276,7 +276,7 @@ def test_a_model_of_text_only_refuses_prompts_with_pictures():
 
 def test_some_prompts_with_and_some_without_a_picture_are_refused():
     model, first = adapter("flux_kontext"), Prompt("a")
-    with pytest.raises(ConfigError, match=r"data\.eval_prompts: prompt 1, 'b', has a picture, unlike the first prompt"):
+    with pytest.raises(ConfigError, match=r"data\.eval_prompts: prompt 1, 'b', has an image, unlike the first prompt"):
         require_images([Prompt("b", {}, ("a.png",))], model, "data.eval_prompts", first)
     require_images([first, Prompt("b")], model, "data.prompts", first)
 

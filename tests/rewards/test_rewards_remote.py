@@ -358,7 +358,7 @@ def test_what_no_further_try_can_mend_stops_the_run_at_once(status: int):
 def test_another_schema_is_refused_with_both_numbers():
     with (
         scripted(lambda asked: (200, results(asked, number) | {"schema": 2})) as url,
-        pytest.raises(RewardError, match="speaks schema 2; this flowrl speaks schema 1"),
+        pytest.raises(RewardError, match="has schema 2; this flowrl has schema 1"),
     ):
         ask(client(url), 1)
 

@@ -110,7 +110,7 @@ def test_a_run_that_has_only_its_base_is_a_run(project):
         (
             "helper_of_mine.py",
             "value = 1\nmore = 2\n",
-            ("rewards.0.path", "helper_of_mine.py", "line 2 was not there then"),
+            ("rewards.0.path", "helper_of_mine.py", "line 2 was missing then"),
         ),
         ("law.py", SAMPLER + "\n", ("rollout.sampler.path", "law.py")),
         ("train.txt", "a\nc\nb\n", ("data.prompts", "line 2 was 'b' then and is 'c' now")),
