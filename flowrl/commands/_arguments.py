@@ -1,4 +1,4 @@
-"""Arguments that several commands share. In a help text a blank line begins what the option changes."""
+"""Arguments and options that several commands share, and how their help texts are made."""
 
 from __future__ import annotations
 
@@ -8,37 +8,49 @@ from typing import Annotated, Any
 
 import typer
 
+
+def option(
+    what: str, change: str = "", *, name: str | None = None, least: float | None = None, most: float | None = None
+) -> Any:
+    """An option of a command.
+
+    Args:
+        what: first line of its help text: what it is.
+        change: second line: what it changes, and a default that is not a value.
+        name: such as "--set"; None: that of the parameter.
+        least: lower bound.
+        most: upper bound.
+    """
+    return typer.Option(*([name] if name else []), help=f"{what}\n\n{change}".rstrip(), min=least, max=most)
+
+
+def argument(name: str, what: str, change: str = "") -> Any:
+    """A positional argument of a command; texts as for `option`."""
+    return typer.Argument(metavar=name, help=f"{what}\n\n{change}".rstrip())
+
+
 Config = Annotated[
     str,
-    typer.Argument(
-        metavar="CONFIG",
-        help="Configuration: a YAML file, a run folder, or the name of a recipe (flowrl list recipes).\n\n"
+    argument(
+        "CONFIG",
+        "Configuration: a YAML file, a run folder, or the name of a recipe (flowrl list recipes).",
         "Relative paths in a file start from its folder.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Options that replace those of CONFIG, such as optim.learning_rate=1e-4 or rewards.0.weight=2.\n\n"
+    argument(
+        "KEY=VALUE",
+        "Options that replace those of CONFIG, such as optim.learning_rate=1e-4 or rewards.0.weight=2.",
         "Values are YAML; relative paths start from the working directory.",
     ),
 ]
 Processes = Annotated[
     int,
-    typer.Option(
-        "--processes",
-        min=1,
-        help="Number of processes on this machine.\n\n"
+    option(
+        "Number of processes on this machine.",
         "They share the samples of an iteration. More of them than GPUs need the backend gloo.",
-    ),
-]
-Page = Annotated[
-    Path | None,
-    typer.Option(
-        "--page",
-        help="Markdown file that takes the result.\n\n"
-        "The text between its two marks of this benchmark is replaced. Default: print alone.",
+        least=1,
     ),
 ]
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.commands._arguments import Config, Overrides, Page
+from flowrl.commands._arguments import Config, Overrides, option
 
 app = typer.Typer(help="Benchmarks of flowrl's own machinery, each with its target.", no_args_is_help=True)
 
@@ -23,6 +23,10 @@ REENTRY_LIMIT_MS = 5.0
 """Largest cost of a call of the generic adapter above one of the native adapter."""
 MARKS = ("<!-- flowrl bench {} -->", "<!-- end -->")
 """Marks around the result of a benchmark in a page; the first has its name."""
+Page = Annotated[
+    Path | None,
+    option("Markdown file that takes the result, between its two marks of this benchmark.", "Default: print alone."),
+]
 
 
 @app.callback()
@@ -34,8 +38,8 @@ def _bench() -> None:
 def overhead(
     config: Config,
     overrides: Overrides = None,
-    iterations: Annotated[int, typer.Option("--iterations", help="Measured iterations.", min=1)] = 5,
-    warmup: Annotated[int, typer.Option("--warmup", help="Iterations before them, not measured.", min=1)] = 1,
+    iterations: Annotated[int, option("Measured iterations.", least=1)] = 5,
+    warmup: Annotated[int, option("Iterations before them, not measured.", least=1)] = 1,
 ) -> None:
     """Measure the share of an iteration outside network, VAE, text encoder and reward, in one process."""
     import torch
@@ -57,11 +61,9 @@ def overhead(
 
 @app.command()
 def reentry(
-    calls: Annotated[
-        int, typer.Option("--calls", min=10, help="Measured pairs of calls; more of them narrow the interval.")
-    ] = 300,
-    batch: Annotated[int, typer.Option("--batch", help="Samples of a call.", min=1)] = 2,
-    guidance: Annotated[float, typer.Option("--guidance", help="Guidance scale of the calls.")] = 4.5,
+    calls: Annotated[int, option("Measured pairs of calls; more of them narrow the interval.", least=10)] = 300,
+    batch: Annotated[int, option("Samples of a call.", least=1)] = 2,
+    guidance: Annotated[float, option("Guidance scale of the calls.")] = 4.5,
     page: Page = None,
 ) -> None:
     """Measure the cost of the generic adapter's `predict` above the native sd3 adapter's, on tiny-sd3."""
@@ -77,10 +79,8 @@ def reentry(
 def exploration(
     config: Config,
     overrides: Overrides = None,
-    prompts: Annotated[
-        int, typer.Option("--prompts", help="Prompts whose candidates are all sampled in full.", min=1)
-    ] = 8,
-    rounds: Annotated[int, typer.Option("--rounds", help="Timed pairs of rollouts.", min=1)] = 3,
+    prompts: Annotated[int, option("Prompts whose candidates are all sampled in full.", least=1)] = 8,
+    rounds: Annotated[int, option("Timed pairs of rollouts.", least=1)] = 3,
 ) -> None:
     """Compare the first look of two-stage exploration with the full rollout: ranking and seconds."""
     from flowrl.commands._exploration import report
@@ -92,7 +92,7 @@ def exploration(
 @app.command()
 def trees(
     overrides: Overrides = None,
-    rounds: Annotated[int, typer.Option("--rounds", help="Measured iterations of each method.", min=1)] = 10,
+    rounds: Annotated[int, option("Measured iterations of each method.", least=1)] = 10,
     page: Page = None,
 ) -> None:
     """Measure iterations of BranchGRPO, DanceGRPO and MixGRPO on tiny-sd3: 20 steps, 16 leaves."""
@@ -106,14 +106,10 @@ def trees(
 
 @app.command()
 def serve(
-    seconds: Annotated[
-        float, typer.Option("--seconds", help="Measured time in seconds, after a warm-up of 2 s.", min=1)
-    ] = 10.0,
-    clients: Annotated[
-        int, typer.Option("--clients", help="Number of clients, each with one open request.", min=1)
-    ] = 32,
-    items: Annotated[int, typer.Option("--items", help="Images of a request.", min=1)] = 16,
-    core: Annotated[int, typer.Option("--core", help="Number of the CPU core that the server runs on.", min=0)] = 0,
+    seconds: Annotated[float, option("Measured time in seconds, after a warm-up of 2 s.", least=1)] = 10.0,
+    clients: Annotated[int, option("Number of clients, each with one open request.", least=1)] = 32,
+    items: Annotated[int, option("Images of a request.", least=1)] = 16,
+    core: Annotated[int, option("Number of the CPU core that the server runs on.", least=0)] = 0,
 ) -> None:
     """Measure images per second and the latency of a reward server with `jpeg` on one core (Linux)."""
     from flowrl.commands._serve_bench import report

@@ -5,40 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from flowrl.commands._arguments import Overrides
+from flowrl.commands._arguments import Overrides, argument, option
 
 if TYPE_CHECKING:
     from flowrl.config.resolved import Resolved
     from flowrl.scoring.entries import RewardPlan
 
 
+Tried = Annotated[str | None, argument("CONFIG", "Configuration whose rewards and model are tried. Default: neither.")]
+Model = Annotated[
+    str | None,
+    option("Pipeline to test with the generic adapter, in place of CONFIG.", "KEY=VALUE are then options of `model`."),
+]
+Check = Annotated[
+    str | None,
+    option(
+        "Sampler, method or reward whose laws are tested: its name or .py file, in place of CONFIG.",
+        "KEY=VALUE are then its own options.",
+    ),
+]
+Guidance = Annotated[float, option("Guidance scale of the comparisons with --model.")]
+
+
 def command(
-    config: Annotated[
-        str | None,
-        typer.Argument(metavar="CONFIG", help="Configuration whose rewards and model are tried. Default: neither."),
-    ] = None,
+    config: Tried = None,
     overrides: Overrides = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Pipeline to test with the generic adapter, in place of CONFIG.\n\n"
-            "KEY=VALUE are then options of `model`.",
-        ),
-    ] = None,
-    check: Annotated[
-        str | None,
-        typer.Option(
-            "--check",
-            help="Sampler, method or reward whose laws are tested: its name or .py file, in place of CONFIG.\n\n"
-            "KEY=VALUE are then its own options.",
-        ),
-    ] = None,
-    guidance: Annotated[
-        float, typer.Option("--guidance", help="Guidance scale of the comparisons with --model.")
-    ] = 4.0,
+    model: Model = None,
+    check: Check = None,
+    guidance: Guidance = 4.0,
 ) -> None:
     """Test this machine (versions, devices, process group), and with CONFIG its model and rewards.
 

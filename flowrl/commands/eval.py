@@ -5,34 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from flowrl.commands._arguments import Config, Overrides
+from flowrl.commands._arguments import Config, Overrides, option
 
 if TYPE_CHECKING:
     from flowrl.evaluation.results import Evaluation
     from flowrl.run.assembly import Parts
 
 
-def command(
-    target: Config,
-    overrides: Overrides = None,
-    accept: Annotated[
-        bool,
-        typer.Option(
-            "--accept-changes",
-            help="Permission to evaluate although files of the run have changed (docs/files.md).\n\n"
-            "The new contents are used. Without it the evaluation is refused.",
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Folder for scores and images.\n\nDefault: RUN/eval-extra for a run folder, else eval/NAME.",
-        ),
-    ] = None,
-) -> None:
+Accept = Annotated[
+    bool,
+    option(
+        "Permission to evaluate although files of the run have changed (docs/files.md).",
+        "The new contents are used. Without it the evaluation is refused.",
+        name="--accept-changes",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    option("Folder for scores and images.", "Default: RUN/eval-extra for a run folder, else eval/NAME."),
+]
+
+
+def command(target: Config, overrides: Overrides = None, accept: Accept = False, out: Out = None) -> None:
     """Evaluate a model with fixed seeds: mean scores with 95 % intervals, and win rates against the run's base.
 
     The model has the tuned weights for a run folder, and is untouched for a YAML file or a recipe.

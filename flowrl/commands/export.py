@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from flowrl.commands._arguments import argument, option
+
+Run = Annotated[Path, argument("RUN", "Run folder, such as runs/quickstart.")]
+Out = Annotated[Path, option("Folder for the result; it must be new or empty.")]
+Format = Annotated[
+    Literal["diffusers", "kohya", "merged"],
+    option(
+        "Format of the weights.",
+        "diffusers: a LoRA for diffusers. kohya: a LoRA for ComfyUI (SD3 alone). merged: a whole pipeline.",
+        name="--format",
+    ),
+]
 
 
-def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, such as runs/quickstart.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the result; it must be new or empty.")],
-    layout: Annotated[
-        Literal["diffusers", "kohya", "merged"],
-        typer.Option(
-            "--format",
-            help="Format of the weights.\n\n"
-            "diffusers: a LoRA for diffusers. kohya: a LoRA for ComfyUI (SD3 alone). merged: a whole pipeline.",
-        ),
-    ] = "diffusers",
-) -> None:
+def command(run: Run, out: Out, layout: Format = "diffusers") -> None:
     """Export the trained weights of a run, and print the file or folder to load."""
     from flowrl.run.export import export
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
+from flowrl.commands._arguments import argument
 from flowrl.core import assets
 
 if TYPE_CHECKING:
@@ -14,19 +13,19 @@ if TYPE_CHECKING:
     from flowrl.reward import Card
 
 
-def command(
-    kind: Annotated[
-        Literal["models", "samplers", "algorithms", "rewards", "recipes"],
-        typer.Argument(metavar="KIND", help="models, samplers, algorithms, rewards or recipes."),
-    ],
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="Reward (name, dotted path or .py file) whose card and options are shown. Default: a list of all.",
-        ),
-    ] = None,
-) -> None:
+Kind = Annotated[
+    Literal["models", "samplers", "algorithms", "rewards", "recipes"],
+    argument("KIND", "models, samplers, algorithms, rewards or recipes."),
+]
+Name = Annotated[
+    str | None,
+    argument(
+        "NAME", "Reward (name, dotted path or .py file) whose card and options are shown. Default: a list of all."
+    ),
+]
+
+
+def command(kind: Kind, name: Name = None) -> None:
     """List components with their levels (tested, verified, experimental), or recipes. Downloads nothing."""
     from flowrl.core import registry
     from flowrl.core.errors import ConfigError

@@ -7,61 +7,59 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from flowrl.commands._arguments import Processes, argument, option
 
-from flowrl.commands._arguments import Processes
+Source = Annotated[
+    str,
+    argument(
+        "SOURCE",
+        "Configuration whose model and rewards make the pairs.",
+        "With --check: a preference set (a .jsonl or .parquet, a pattern, a folder, or hf:PATH).",
+    ),
+]
+Words = Annotated[
+    list[str] | None,
+    argument(
+        "KEY=VALUE",
+        "Options that replace those of the configuration, such as rollout.num_inference_steps=20.",
+        "With --check: options of data.pairs.records, such as label=best or max_broken=0.02.",
+    ),
+]
+Out = Annotated[Path | None, option("Folder for the pairs; required.", "The same command given again goes on there.")]
+Count = Annotated[int | None, option("Number of pairs.", "Default: those of one round over the prompts.", least=1)]
+PerPrompt = Annotated[
+    int | None,
+    option(
+        "Samples of each prompt in a round, at least 2.",
+        "More of them widen the gap between best and worst. Default: rollout.group_size.",
+    ),
+]
+Margin = Annotated[
+    float,
+    option(
+        "Least difference in weighted reward between best and worst, from 0.",
+        "A prompt whose difference is not larger gives no pair.",
+    ),
+]
+Check = Annotated[
+    bool,
+    option(
+        "Test of a preference set: opens every image and reports what is broken.",
+        "Makes no pairs. Exit code 1 if no training would take the set.",
+        name="--check",
+    ),
+]
 
 
 def command(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Configuration whose model and rewards make the pairs.\n\n"
-            "With --check: a preference set (a .jsonl or .parquet, a pattern, a folder, or hf:PATH).",
-        ),
-    ],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Options that replace those of the configuration, such as rollout.num_inference_steps=20.\n\n"
-            "With --check: options of data.pairs.records, such as label=best or max_broken=0.02.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder for the pairs; required.\n\nThe same command given again goes on there."),
-    ] = None,
-    count: Annotated[
-        int | None,
-        typer.Option("--count", min=1, help="Number of pairs.\n\nDefault: those of one round over the prompts."),
-    ] = None,
-    per_prompt: Annotated[
-        int | None,
-        typer.Option(
-            "--per-prompt",
-            help="Samples of each prompt in a round, at least 2.\n\n"
-            "More of them widen the gap between best and worst. Default: rollout.group_size.",
-        ),
-    ] = None,
-    margin: Annotated[
-        float,
-        typer.Option(
-            "--margin",
-            help="Least difference in weighted reward between best and worst, from 0.\n\n"
-            "A prompt whose difference is not larger gives no pair.",
-        ),
-    ] = 0.0,
+    target: Source,
+    words: Words = None,
+    out: Out = None,
+    count: Count = None,
+    per_prompt: PerPrompt = None,
+    margin: Margin = 0.0,
     processes: Processes = 1,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Test of a preference set: opens every image and reports what is broken.\n\n"
-            "Makes no pairs. Exit code 1 if no training would take the set.",
-        ),
-    ] = False,
+    check: Check = False,
 ) -> None:
     """Make preference pairs: sample the training prompts, score, and keep the best and worst image of each prompt."""
     from flowrl.core.errors import ConfigError

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from flowrl.commands._arguments import argument, option
 
 if TYPE_CHECKING:
     from flowrl.core.types import Gaussians
@@ -17,48 +17,42 @@ if TYPE_CHECKING:
 _OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict")
 
 
+Model = Annotated[str, argument("MODEL", "Run folder, model folder, hub id, or embedded asset (tiny-sd3).")]
+Prompts = Annotated[
+    list[str], argument("PROMPT", "Prompts, or files of prompts (.txt, .jsonl, .json, .csv, .tsv, .parquet).")
+]
+Images = Annotated[
+    list[Path] | None,
+    option(
+        "Image that every prompt edits or begins with; may be given again for a model that takes several.",
+        "A .jsonl of prompts may name images of its own instead.",
+        name="--image",
+    ),
+]
+Out = Annotated[Path, option("Folder for the results; only an equal call overwrites a file in it.")]
+Count = Annotated[int, option("Samples of each prompt.", least=1)]
+Seed = Annotated[int, option("Seed of the initial noise; sample k of a prompt takes seed + k.")]
+Steps = Annotated[int | None, option("Denoising steps.", "Default: the run's; for a model its pipeline's.", least=1)]
+Guidance = Annotated[
+    float | None,
+    option("Guidance scale in the pipeline's own units.", "Default: the run's; for a model its pipeline's."),
+]
+Settings = Annotated[
+    list[str] | None,
+    option("Argument of the pipeline's call, key=value, such as num_frames=33; may be given again.", name="--set"),
+]
+
+
 def command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Run folder, model folder, hub id, or embedded asset (tiny-sd3).")
-    ],
-    prompts: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PROMPT", help="Prompts, or files of prompts (.txt, .jsonl, .json, .csv, .tsv, .parquet)."
-        ),
-    ],
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--image",
-            help="Image that every prompt edits or begins with; may be given again for a model that takes several.\n\n"
-            "A .jsonl of prompts may name images of its own instead.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", help="Folder for the results; only an equal call overwrites a file in it.")
-    ] = Path("samples"),
-    count: Annotated[int, typer.Option("--count", help="Samples of each prompt.", min=1)] = 1,
-    seed: Annotated[
-        int, typer.Option("--seed", help="Seed of the initial noise; sample k of a prompt takes seed + k.")
-    ] = 0,
-    steps: Annotated[
-        int | None,
-        typer.Option("--steps", min=1, help="Denoising steps.\n\nDefault: the run's; of a model its pipeline's."),
-    ] = None,
-    guidance: Annotated[
-        float | None,
-        typer.Option(
-            "--guidance",
-            help="Guidance scale in the pipeline's own units.\n\nDefault: the run's; of a model its pipeline's.",
-        ),
-    ] = None,
-    options: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="Argument of the pipeline's call, key=value, such as num_frames=33; may be given again."
-        ),
-    ] = None,
+    model: Model,
+    prompts: Prompts,
+    image: Images = None,
+    out: Out = Path("samples"),
+    count: Count = 1,
+    seed: Seed = 0,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    options: Settings = None,
 ) -> None:
     """Sample images (PNG) or videos (animated WebP) from a model or a run, by the pipeline's own call.
 

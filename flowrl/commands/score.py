@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from flowrl.commands._arguments import reward_entries
+from flowrl.commands._arguments import argument, option, reward_entries
 
 if TYPE_CHECKING:
     import torch
@@ -22,53 +20,52 @@ LINES = "scores.jsonl"
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif"}
 
 
+Images = Annotated[
+    Path | None, argument("IMAGES", "Folder of images or videos (.png, .jpg, .jpeg, .webp, .gif), or one file.")
+]
+Rewards = Annotated[
+    list[str] | None,
+    option(
+        "Reward to score with: a name, a dotted path, or a .py file of yours; may be given again.",
+        "PREFIX=NAME puts PREFIX_ before the names of its outputs.",
+        name="--reward",
+    ),
+]
+Prompts = Annotated[
+    str | None,
+    option(
+        "Prompts of the files: a .txt with a line per file, in the order of file names, or records (.jsonl, .json, "
+        ".csv, .tsv, .parquet) with `prompt`, metadata and perhaps `image`, the name of the file.",
+        "Default: the prompts that `flowrl sample` wrote into its files.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    option(
+        "Option of the reward, key=value; may be given again.",
+        "Of several rewards NAME.key=value or PREFIX.key=value.",
+        name="--set",
+    ),
+]
+BatchSize = Annotated[int, option("Samples scored together; more of them need more memory.", least=1)]
+Out = Annotated[Path | None, option(f"Folder for the lines, as {LINES}.", "Default: they are printed.")]
+Check = Annotated[
+    str | None,
+    option(
+        "Reward whose contract is tested, in place of --reward.",
+        "Tested on IMAGES if given, else on noise. Exit code 1 if a law fails.",
+    ),
+]
+
+
 def command(
-    images: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="IMAGES", help="Folder of images or videos (.png, .jpg, .jpeg, .webp, .gif), or one file."
-        ),
-    ] = None,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--reward",
-            help="Reward to score with: a name, a dotted path, or a .py file of yours; may be given again.\n\n"
-            "PREFIX=NAME puts PREFIX_ before the names of its outputs.",
-        ),
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            "--prompts",
-            help="Prompts of the files: a .txt with a line per file, in the order of file names, or records (.jsonl, "
-            ".json, .csv, .tsv, .parquet) with `prompt`, metadata and perhaps `image`, the name of the file.\n\n"
-            "Default: the prompts that `flowrl sample` wrote into its files.",
-        ),
-    ] = None,
-    options: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Option of the reward, key=value; may be given again.\n\n"
-            "Of several rewards NAME.key=value or PREFIX.key=value.",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Samples scored together; more of them need more memory.")
-    ] = 16,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help=f"Folder for the lines, as {LINES}.\n\nDefault: they are printed."),
-    ] = None,
-    check: Annotated[
-        str | None,
-        typer.Option(
-            "--check",
-            help="Reward whose contract is tested, in place of --reward.\n\n"
-            "Tested on IMAGES if given, else on noise. Exit code 1 if a law fails.",
-        ),
-    ] = None,
+    images: Images = None,
+    reward: Rewards = None,
+    prompts: Prompts = None,
+    options: Settings = None,
+    batch_size: BatchSize = 16,
+    out: Out = None,
+    check: Check = None,
 ) -> None:
     """Score images or videos with any rewards: one line of JSON each (null: not scored), then a summary.
 

@@ -5,72 +5,55 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from flowrl.commands._arguments import option, reward_entries
 
-from flowrl.commands._arguments import reward_entries
+Rewards = Annotated[
+    list[str],
+    option(
+        "Reward to serve: a name, a dotted path, or a .py file of yours; may be given again.",
+        name="--reward",
+    ),
+]
+Port = Annotated[int, option("TCP port; 0 takes a free one.", least=0, most=65535)]
+Host = Annotated[str, option("Address to listen at.", "One that other machines reach requires a token.")]
+Settings = Annotated[
+    list[str] | None,
+    option("Option of the reward, key=value; may be given again.", "Of several rewards NAME.key=value.", name="--set"),
+]
+TokenFile = Annotated[Path | None, option("File that holds the bearer token.", "Requests without it are refused.")]
+TokenEnv = Annotated[str | None, option("Environment variable that holds the bearer token, in place of a file.")]
+Workers = Annotated[int, option("Processes for each reward; each of them loads its own copy of it.", least=1)]
+MaxBatch = Annotated[int, option("Largest batch that a reward is given, in samples.", least=1)]
+MaxWait = Annotated[
+    float,
+    option("Longest wait for a batch to fill, in milliseconds.", "Longer: larger batches and slower answers.", least=0),
+]
+MaxItems = Annotated[int, option("Largest request, in samples.", least=1)]
+MaxBody = Annotated[float, option("Largest body of a request, in MB.", least=0.01)]
+MaxPixels = Annotated[int, option("Most pixels of all images of a request together.", least=1)]
+Score = Annotated[
+    float, option("Time limit of a batch, in seconds.", "A reward that exceeds it is started again.", least=0.1)
+]
+Request = Annotated[float, option("Time limit of a request, in seconds.", least=0.1)]
+Grace = Annotated[float, option("Time to finish open requests after SIGTERM, in seconds.", least=0)]
 
 
 def command(
-    reward: Annotated[
-        list[str],
-        typer.Option(
-            "--reward", help="Reward to serve: a name, a dotted path, or a .py file of yours; may be given again."
-        ),
-    ],
-    port: Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.", min=0, max=65535)] = 8100,
-    host: Annotated[
-        str,
-        typer.Option("--host", help="Address to listen at.\n\nOne that other machines reach requires a token."),
-    ] = "127.0.0.1",
-    options: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Option of the reward, key=value; may be given again.\n\nOf several rewards NAME.key=value.",
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option("--token-file", help="File that holds the bearer token.\n\nRequests without it are refused."),
-    ] = None,
-    token_env: Annotated[
-        str | None,
-        typer.Option("--token-env", help="Environment variable that holds the bearer token, in place of a file."),
-    ] = None,
-    workers: Annotated[
-        int,
-        typer.Option("--workers", min=1, help="Processes for each reward; each of them loads its own copy of it."),
-    ] = 1,
-    max_batch: Annotated[
-        int, typer.Option("--max-batch", min=1, help="Largest batch that a reward is given, in samples.")
-    ] = 64,
-    max_wait_ms: Annotated[
-        float,
-        typer.Option(
-            "--max-wait-ms",
-            min=0,
-            help="Longest wait for a batch to fill, in milliseconds.\n\nLonger: larger batches and slower answers.",
-        ),
-    ] = 20,
-    max_items: Annotated[int, typer.Option("--max-items", min=1, help="Largest request, in samples.")] = 256,
-    max_body_mb: Annotated[
-        float, typer.Option("--max-body-mb", min=0.01, help="Largest body of a request, in MB.")
-    ] = 64,
-    max_pixels: Annotated[
-        int, typer.Option("--max-pixels", min=1, help="Most pixels of all images of a request together.")
-    ] = 1 << 26,
-    score_s: Annotated[
-        float,
-        typer.Option(
-            "--score-s", min=0.1, help="Time limit of a batch, in seconds.\n\nA reward over it is started again."
-        ),
-    ] = 120,
-    request_s: Annotated[
-        float, typer.Option("--request-s", min=0.1, help="Time limit of a request, in seconds.")
-    ] = 900,
-    grace_s: Annotated[
-        float, typer.Option("--grace-s", min=0, help="Time to finish open requests after SIGTERM, in seconds.")
-    ] = 30,
+    reward: Rewards,
+    port: Port = 8100,
+    host: Host = "127.0.0.1",
+    options: Settings = None,
+    token_file: TokenFile = None,
+    token_env: TokenEnv = None,
+    workers: Workers = 1,
+    max_batch: MaxBatch = 64,
+    max_wait_ms: MaxWait = 20,
+    max_items: MaxItems = 256,
+    max_body_mb: MaxBody = 64,
+    max_pixels: MaxPixels = 1 << 26,
+    score_s: Score = 120,
+    request_s: Request = 900,
+    grace_s: Grace = 30,
 ) -> None:
     """Serve rewards over HTTP until a signal; a run reads them with the reward `remote`."""
     from flowrl.scoring.server.messages import Limits

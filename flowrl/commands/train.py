@@ -5,39 +5,40 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-import typer
+from flowrl.commands._arguments import Config, Overrides, Processes, option
 
-from flowrl.commands._arguments import Config, Overrides, Processes
+Resume = Annotated[
+    bool,
+    option(
+        "Continuation from the newest checkpoint of the run folder.",
+        "Without it a folder that already holds a run is refused.",
+        name="--resume",
+    ),
+]
+Accept = Annotated[
+    bool,
+    option(
+        "Permission to resume after your files (rewards, prompts, pairs) have changed.",
+        "The run goes on with the new contents and evaluates the base again (docs/files.md).",
+        name="--accept-changes",
+    ),
+]
+Backend = Annotated[
+    str | None,
+    option(
+        "Communication between processes: nccl (a GPU each) or gloo (CPUs, or GPUs that are shared).",
+        "Default: nccl on GPUs, gloo without.",
+    ),
+]
 
 
 def command(
     config: Config,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continuation from the newest checkpoint of the run folder.\n\n"
-            "Without it a folder that already holds a run is refused.",
-        ),
-    ] = False,
-    accept: Annotated[
-        bool,
-        typer.Option(
-            "--accept-changes",
-            help="Permission to resume after your files (rewards, prompts, pairs) have changed.\n\n"
-            "The run goes on with the new contents and evaluates the base again (docs/files.md).",
-        ),
-    ] = False,
+    resume: Resume = False,
+    accept: Accept = False,
     processes: Processes = 1,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            "--backend",
-            help="Communication between processes: nccl (a GPU each) or gloo (CPUs, or GPUs that are shared).\n\n"
-            "Default: nccl on GPUs, gloo without.",
-        ),
-    ] = None,
+    backend: Backend = None,
 ) -> None:
     """Train a model, evaluate it before and after, and write the report.
 
