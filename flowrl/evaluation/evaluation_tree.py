@@ -15,7 +15,7 @@ method. The first process draws the tree, or all of them if a forward needs all 
               of the child; advantage [E], null without noise or credit; pruned [E], noisy and not trained
     leaves    reward [L], the weighted sum of the trained rewards; raw, name of an output -> [L]
     sheet     columns, width, height: of the images in eval/tree-<tag>.png or .webp, row by row, in pixels
-    note      why there is no advantage, or none that trains; null otherwise
+    note      reason for no advantage, or for none that trains; null otherwise
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EvalTree:
     rewards: Sequence[WeightedReward]
     """Rewards that are trained on."""
     evaluator: Evaluator
-    """Of the same evaluations."""
+    """Evaluator of the same evaluations."""
 
     def __call__(self, tag: str, iteration: int, stop: Stop = NEVER) -> None:
         """Draw, score and write a tree with the weights that are in the network.

@@ -73,7 +73,7 @@ class Scorers:
     trained: Scorer | None
     """Rewards that are trained on; None for a method that learns from given images."""
     watched: Scorer | None
-    """Those and the ones of `eval.rewards`, which are only evaluated; None without any."""
+    """Rewards that are trained on or only evaluated (`eval.rewards`); None without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ def _require_whole_groups(algorithm: Method, prompts: int, world: World) -> None
     if algorithm.unit in ("group", "prompt") and prompts < world.size:
         key = "data.pairs.per_iteration" if algorithm.members else "rollout.prompts_per_iteration"
         raise ConfigError(
-            f"{key}={prompts}: the loss compares all samples of a prompt, which must lie on "
+            f"{key}={prompts}: the loss compares all samples of a prompt, which must be on "
             f"one of {world.size} processes; raise it to at least {world.size}, or start fewer processes"
         )
 

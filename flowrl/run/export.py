@@ -225,7 +225,7 @@ def learned_noise(run: Path) -> LearnedNoise | None:
     if not file.is_file():
         return None
     if outdated(run) is not None:
-        raise ConfigError(f"{file} is older than the newest checkpoint: flowrl train {run} --resume writes it anew")
+        raise ConfigError(f"{file} is older than the newest checkpoint: flowrl train {run} --resume writes it again")
     with _reading(file):
         return LearnedNoise.load(file)
 

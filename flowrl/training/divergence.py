@@ -56,7 +56,7 @@ class Health:
             log.warning("%s; they have no score", self.message(when))
 
     def message(self, when: str) -> str:
-        """What is not finite, as the first part of a sentence."""
+        """Latents or images that are not finite, as the first part of a sentence."""
         words = [word for word in ("NaN", "inf") if any(kind == word for _, kind in self.kinds)]
         what = "latents, and so its images," if any(kind == "latents" for kind, _ in self.kinds) else "images"
         return f"the model's {what} are {' and '.join(words)} {when} ({self.spoiled} of {self.count} samples)"
@@ -93,5 +93,5 @@ def remedy(dtype: str, optim: OptimConfig, grad_norm: float | None, *, trained: 
     norm = "" if grad_norm is None else f"the gradient norm was {grad_norm:.3g} in the last update, "
     return (
         f"{norm}optim.learning_rate is {rate:g}, optim.max_grad_norm {'null' if limit is None else f'{limit:g}'}; "
-        "lower one of them and start anew, under another name"
+        "lower one of them and start again under another name"
     )

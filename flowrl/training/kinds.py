@@ -23,5 +23,5 @@ def training_of(method: Method) -> Training:
     if isinstance(method, NoiseMethod):
         return NoiseTraining(method)
     raise TypeError(
-        f"{type(method).__name__} is no EdgeMethod, SampleMethod or NoiseMethod (flowrl/algorithms/base.py)"
+        f"{type(method).__name__} is not an EdgeMethod, SampleMethod or NoiseMethod (flowrl/algorithms/base.py)"
     )

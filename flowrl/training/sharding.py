@@ -24,7 +24,7 @@ from flowrl.training.world import World
 def split(adapter: ModelAdapter, weights: Weights, world: World, dtype: torch.dtype) -> None:
     """Split the denoiser over all processes and move the adapter to its device, where no network was whole before.
 
-    The adapter is in host memory; its trainable weights are bound anew. `dtype` is that of the forward pass.
+    The adapter is in host memory; its trainable weights are bound again. `dtype` is that of the forward pass.
 
     Raises:
         ModelError: the network does not declare its blocks.

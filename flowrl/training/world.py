@@ -166,7 +166,7 @@ def _naming_lost_process() -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise LostProcess(
-            f"another process of this run has ended ({str(error).splitlines()[0]}); its own message says why"
+            f"another process of this run has ended ({str(error).splitlines()[0]}); its own message has the reason"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The tree of an evaluation: whose noise and credit it has, what its file says, and what it leaves alone."""
+"""The tree of an evaluation: its noise and credit, its file, and what stays unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def light(images, prompts, metadata) -> dict[str, torch.Tensor]:
 
 
 class Place:
-    """A run as the tree sees it, on the toy; what it says of a method is in `self.record()`."""
+    """The parts of a run that the tree needs, on the toy; `self.record()` is its file."""
 
     def __init__(self, folder: Path, name: str, *, num_steps=6, world=None, sharded=False, score=light, **options):
         self.module = registry.load("algorithms", name)
@@ -129,7 +129,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_file_says_what_the_rollout_and_the_credit_on_trees_say(tmp_path, name):
+def test_the_file_agrees_with_the_rollout_and_the_credit_on_trees(tmp_path, name):
     options, credit = METHODS[name]
     place = Place(tmp_path, name, **options)
     record = place.record()
@@ -177,7 +177,7 @@ def test_the_likelier_ways_weigh_more_as_in_training(tmp_path):
     assert max(abs(a - b) for a, b in zip(column(record, "reward"), on_edges(tree, record, plain), strict=True)) > 1e-4
 
 
-def test_the_pictures_lie_row_by_row_on_one_sheet(tmp_path):
+def test_the_images_are_row_by_row_on_one_sheet(tmp_path):
     place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
     record = place.record()
     assert record["sheet"] == {"columns": 3, "width": 4, "height": 4}
@@ -327,14 +327,14 @@ def test_one_chain_of_several_has_rewards_and_no_advantages(tmp_path):
     assert "this is one of them" in record["note"]
 
 
-def test_a_rule_that_needs_more_samples_than_a_tree_has_says_so(tmp_path):
+def test_a_rule_that_needs_more_samples_than_a_tree_has_is_named(tmp_path):
     rule = AdvantageConfig(std="group", trimmed_ratio=0.8)
     record = Place(tmp_path, "flow_grpo_fast", branch=4, window_size=2, advantages=rule).record()
     assert set(record["edges"]["advantage"]) == {None}
     assert "trimmed_ratio" in record["note"]
 
 
-def test_equal_rewards_train_nothing_and_the_file_says_so(tmp_path):
+def test_equal_rewards_train_nothing_and_the_file_notes_it(tmp_path):
     def flat(images, prompts, metadata):
         return {name: torch.ones(len(images)) for name in ("light", "corner")}
 
@@ -354,8 +354,8 @@ def test_an_edge_without_credit_has_no_advantage(tmp_path):
     record = Place(tmp_path, "g2rpo", children=3, strides=[1, 2], steps=[0], score=holed).record()
     nodes, edges = record["nodes"], record["edges"]
     rows = zip(edges["child"], edges["noisy"], edges["advantage"], edges["pruned"], edges["reward"], strict=True)
-    noisy = {nodes["leaf"][child]: (told, cut, reward) for child, law, told, cut, reward in rows if law}
-    assert noisy[0][:2] == (None, True)
+    noisy = {nodes["leaf"][child]: row for child, stochastic, *row in rows if stochastic}
+    assert noisy[0][:2] == [None, True]
     assert noisy[0][2] is not None, "of the stride that was scored"
     assert all(noisy[leaf][0] is not None and not noisy[leaf][1] for leaf in (2, 4))
 
@@ -368,7 +368,7 @@ def test_what_could_not_be_scored_is_null_and_trains_nothing(tmp_path):
     record = Place(tmp_path, "branch_grpo", splits=[0, 1, 3], score=holed).record()
     nodes, edges = record["nodes"], record["edges"]
     assert [value is None for value in record["leaves"]["reward"]] == [True, True] + [False] * 6
-    behind = [nodes["leaf"][child] < 2 and nodes["place"][child] > 1 for child in edges["child"]]
-    assert [value is None for value in edges["reward"]] == behind
-    assert all(cut for cut, empty, noisy in zip(edges["pruned"], behind, edges["noisy"], strict=True) if empty & noisy)
+    below = [nodes["leaf"][child] < 2 and nodes["place"][child] > 1 for child in edges["child"]]
+    assert [value is None for value in edges["reward"]] == below
+    assert all(cut for cut, empty, noisy in zip(edges["pruned"], below, edges["noisy"], strict=True) if empty & noisy)
     assert nodes["reward"][0] is not None

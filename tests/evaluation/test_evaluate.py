@@ -45,7 +45,7 @@ def coverage(draw, truth: float, size: int, runs: int = 300) -> float:
     [(lambda rng, n: rng.normal(2.0, 3.0, n), 2.0), (lambda rng, n: (rng.random(n) < 0.3).astype(float), 0.3)],
     ids=["normal", "success rate"],
 )
-def test_the_interval_covers_the_true_mean_as_often_as_it_says(monkeypatch, draw, truth):
+def test_the_interval_covers_the_true_mean_in_95_percent_of_experiments(monkeypatch, draw, truth):
     # A percentile bootstrap of 100 values covers 94 to 95 %; 300 runs scatter by 1.3 % (3 standard errors: 3.8 %).
     monkeypatch.setattr(statistics, "BOOTSTRAP", 1000)
     assert 0.905 <= coverage(draw, truth, 100) <= 0.985
@@ -151,7 +151,7 @@ def test_a_prompt_that_stands_in_the_list_several_times_counts_once():
         assert often["mean"] == pytest.approx(once["mean"])
     once, often = win_rate(base, tuned, "a"), win_rate(duplicated(base, 4), duplicated(tuned, 4), "a")
     assert [often[k] for k in ("rate", "low", "high")] == [once[k] for k in ("rate", "low", "high")]
-    assert often["n"] == 4 * once["n"]  # of pictures
+    assert often["n"] == 4 * once["n"]  # images
 
 
 def test_without_duplicates_the_prompts_are_resampled_as_they_stand():
@@ -252,14 +252,14 @@ def test_processes_share_out_the_prompts_and_find_the_same_scores(tmp_path, size
 def test_scores_belong_to_their_prompts_and_their_metadata(tmp_path):
     found = call(evaluator(tmp_path, ToyAdapter()))
     assert found.prompts == tuple(f"prompt {k}" for k in range(5))
-    # The picture's light lies in [0, 1]: the whole part is the prompt's bonus.
+    # The image's light is in [0, 1]: the whole part is the prompt's bonus.
     assert np.floor(found.scores["light"]).tolist() == [[float(k)] * 2 for k in range(5)]
 
 
-def test_prompts_are_the_same_by_text_and_pictures_whatever_else_their_records_say(tmp_path):
+def test_prompts_are_the_same_by_text_and_images_alone(tmp_path):
     which = evaluator(tmp_path, ToyAdapter())
     records = (("a", ()), ("b", ()), ("a", ()), ("a", ("x.png",)))
-    prompts = tuple(Prompt(text, {"bonus": k}, pictures) for k, (text, pictures) in enumerate(records))
+    prompts = tuple(Prompt(text, {"bonus": k}, images) for k, (text, images) in enumerate(records))
     assert call(replace(which, prompts=prompts[:3]), limit=3).distinct == (0, 1, 0)
     assert distinct_numbers([identity(prompt) for prompt in prompts]) == [0, 1, 0, 2]
 
@@ -277,7 +277,7 @@ def test_guidance_reaches_the_model(tmp_path):
     assert guided.guidance_scale == 4.0
 
 
-def test_the_pictures_of_the_first_prompts_are_kept_by_prompt_and_seed(tmp_path):
+def test_the_images_of_the_first_prompts_are_kept_by_prompt_and_seed(tmp_path):
     call(evaluator(tmp_path, ToyAdapter(), save_images=2), tag="tuned")
     assert sorted(p.name for p in (tmp_path / "eval" / "tuned").iterdir()) == [
         "00000-0.png",

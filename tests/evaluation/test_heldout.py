@@ -72,7 +72,7 @@ def test_a_prompt_that_stands_in_the_list_twice_is_on_one_side_and_evaluated_onc
 
 
 def test_a_prompt_is_its_text_and_its_pictures_wherever_they_lie():
-    """An edit of another picture is another prompt; records of one prompt that differ are all kept, on one side."""
+    """An edit of another image is another prompt; records of one prompt that differ are all kept, on one side."""
     records = [Prompt("make it red", {"tag": t}, (f"/here/{k}.png",)) for k in range(40) for t in (0, 1)]
     train, held_out = split(records, 0.1, 0)
     assert (len(held_out), len(train)) == (8, 72)

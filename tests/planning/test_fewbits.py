@@ -33,7 +33,7 @@ def update(model: sd3.Sd3) -> None:
 
 
 def planned(folder: Path, options: ModelConfig) -> tuple[int, int]:
-    """(stored bytes of the denoiser, most bytes of an update beside them) as a plan has them."""
+    """(stored bytes of the denoiser, most further bytes of an update) of a plan."""
     model = sd3.skeleton(options, folder)
     few_bits.quantise([model.network], options)
     with torch.device("meta"):

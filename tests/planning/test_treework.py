@@ -55,7 +55,7 @@ def session_of(run_: Resolved, **options: int) -> Session:
 
 
 class Forwards(Evaluations):
-    """Counts forwards beside their rows."""
+    """Counts forwards as well as their rows."""
 
     calls = 0
 

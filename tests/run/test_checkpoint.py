@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_no_rubbish(tmp_path, monkeyp
     assert available(tmp_path) == [2]
 
 
-def test_a_full_disk_at_the_first_save_says_that_nothing_is_there(tmp_path, monkeypatch):
+def test_a_full_disk_at_the_first_save_names_no_earlier_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(CheckpointError, match="no earlier checkpoint"):
         save(tmp_path, make(1), keep=1)

@@ -28,7 +28,7 @@ TREE = {
     "iterations": 4,
     "model": {"name": "sd3", "path": "tiny-sd3"},
     "data": {"prompts": "train.txt", "eval_prompts": "held.txt"},
-    "rollout": {"prompts_per_iteration": 2, "group_size": 4, "sampler": {"path": "law.py", "noise_level": 0.7}},
+    "rollout": {"prompts_per_iteration": 2, "group_size": 4, "sampler": {"path": "steps.py", "noise_level": 0.7}},
     "rewards": [{"path": "mine.py"}],
     "eval": {"rewards": [{"name": "vlm_judge", "rubric": "mine.yaml", "weight": 0.0}]},
 }
@@ -46,7 +46,7 @@ def project(tmp_path, monkeypatch) -> Path:
         ("held.txt", "d\ne\n"),
         ("mine.py", SCORE),
         ("helper_of_mine.py", "value = 1\n"),
-        ("law.py", SAMPLER),
+        ("steps.py", SAMPLER),
         ("mine.yaml", "scale: yes_no\nquestion: Is this {prompt}?\n"),
     ):
         (tmp_path / name).write_text(text)
@@ -83,7 +83,7 @@ def test_every_file_is_recorded_with_its_hash_and_code_and_lists_are_copied(proj
     record = contents.read(run)
     assert record is not None
     assert {one.place: one.kind for one in record.inputs} == {
-        ("rollout.sampler.path", "law.py"): "code",
+        ("rollout.sampler.path", "steps.py"): "code",
         ("rewards.0.path", "mine.py"): "code",
         ("rewards.0.path", "helper_of_mine.py"): "code",
         ("data.prompts", ""): "prompts",
@@ -112,7 +112,7 @@ def test_a_run_that_has_only_its_base_is_a_run(project):
             "value = 1\nmore = 2\n",
             ("rewards.0.path", "helper_of_mine.py", "line 2 was missing then"),
         ),
-        ("law.py", SAMPLER + "\n", ("rollout.sampler.path", "law.py")),
+        ("steps.py", SAMPLER + "\n", ("rollout.sampler.path", "steps.py")),
         ("train.txt", "a\nc\nb\n", ("data.prompts", "line 2 was 'b' then and is 'c' now")),
         ("held.txt", "", ("data.eval_prompts", "had 2 lines then, 0 now")),
         ("mine.yaml", "scale: yes_no\nquestion: Is it {prompt}?\n", ("eval.rewards.0.rubric",)),
@@ -137,9 +137,9 @@ def test_a_changed_file_is_refused_with_what_differs_and_the_option_that_accepts
 def test_files_that_were_moved_are_the_same_run_and_other_ones_are_not(project):
     run = started()
     (project / "deep").mkdir()
-    for name in ("train.txt", "mine.py", "law.py"):
+    for name in ("train.txt", "mine.py", "steps.py"):
         shutil.move(project / name, project / "deep" / name)
-    moved = ("data.prompts=deep/train.txt", "rewards.0.path=deep/mine.py", "rollout.sampler.path=deep/law.py")
+    moved = ("data.prompts=deep/train.txt", "rewards.0.path=deep/mine.py", "rollout.sampler.path=deep/steps.py")
     begin(read(*moved))
     assert contents.read(run).by_place()["data.prompts", ""].path == str(project / "deep/train.txt")
     (project / "other.txt").write_text("other\n")
@@ -149,7 +149,7 @@ def test_files_that_were_moved_are_the_same_run_and_other_ones_are_not(project):
 
 def test_a_file_that_is_gone_is_replaced_by_its_copy_where_the_run_folder_is_named(project, caplog):
     run = started()
-    for name in ("train.txt", "mine.py", "mine.yaml", "law.py"):
+    for name in ("train.txt", "mine.py", "mine.yaml", "steps.py"):
         (project / name).unlink()
     shutil.move(run, "elsewhere")
     found = read(config="elsewhere")

@@ -108,7 +108,7 @@ def test_steps_of_different_keys_never_share_a_forward():
 
 @pytest.mark.parametrize("edges", [table(), table().select(torch.zeros(0, dtype=torch.int64))])
 def test_an_empty_share_gives_no_microbatch(edges):
-    """DESIGN section 4: partial and empty microbatches are legal."""
+    """Partial and empty microbatches are legal."""
     assert batches(edges, ToyAdapter(), 4, torch.zeros(0, dtype=torch.int64)) == []
 
 

@@ -1,4 +1,4 @@
-"""A run that learns nothing says so, with what its rewards look like, and not every time."""
+"""A run that learns nothing warns, with the cause that its rewards show, and ever less often."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry(name="mine", **options) -> WeightedReward:
 
 
 def look(raw, *entries: WeightedReward, image_std: float = 0.1, watcher: DeadGroups | None = None) -> str | None:
-    """What is told of raw values [P, G], the same of every entry."""
+    """The warning of raw values [P, G], the same for every entry."""
     entries = entries or (entry(),)
     table = torch.tensor(raw)
     outputs = {each.name: table for each in entries}
@@ -61,16 +61,16 @@ def test_pictures_that_are_alike_and_a_clip_that_flattens_are_not_the_rewards_fa
 
 
 def test_a_reward_that_is_only_looked_at_is_not_named():
-    told = look([[0.5, 0.5]], entry("a"), entry("b", weight=0.0))
-    assert "'a'" in told
-    assert "'b'" not in told
+    text = look([[0.5, 0.5]], entry("a"), entry("b", weight=0.0))
+    assert "'a'" in text
+    assert "'b'" not in text
 
 
 def test_it_is_told_ever_less_often_and_anew_after_a_good_iteration():
     watcher = DeadGroups([entry()])
     dead, live = [[0.5, 0.5]], [[0.5, 0.5], [0.2, 0.5]]
-    told = [number for number in range(1, 17) if look(dead, watcher=watcher)]
-    assert told == [1, 2, 4, 8, 16]
+    warned = [number for number in range(1, 17) if look(dead, watcher=watcher)]
+    assert warned == [1, 2, 4, 8, 16]
     assert look(live, watcher=watcher) is None
     assert "in a row" not in look(dead, watcher=watcher)
     assert "for 2 iterations in a row" in look(dead, watcher=watcher)

@@ -43,7 +43,7 @@ class Spoiled(ToyAdapter):
 
 
 def blamed(images, prompts, metadata):
-    assert all(bool(image.isfinite().all()) for image in images), "a reward is shown a picture that is none"
+    assert all(bool(image.isfinite().all()) for image in images), "a reward gets an image that is not finite"
     return brightness(images, prompts, metadata)
 
 

@@ -158,7 +158,7 @@ def restored_log():
 
 
 @pytest.mark.parametrize("main", [True, False])
-def test_what_every_process_says_is_told_once_and_its_own_warnings_too(tmp_path, capsys, restored_log, main):
+def test_messages_of_all_processes_are_logged_once_and_warnings_of_each(tmp_path, capsys, restored_log, main):
     set_up_logging(tmp_path / "train.log", main=main, rank=0 if main else 1)
     log.info("a message")
     log.warning("a warning\nof two lines")

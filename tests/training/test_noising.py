@@ -93,7 +93,7 @@ def test_a_terms_time_and_noise_depend_neither_on_batches_nor_on_processes(metho
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("batch_size", "size"), [(1, 1), (7, 1), (36, 1), (7, 2), (5, 3)])
 def test_the_gradient_is_the_same_for_any_batches_and_any_processes(method, batch_size, size):
-    """DESIGN section 4: one update's gradient to rtol 1e-5; after a change of the policy, so that every part acts."""
+    """One update's gradient to rtol 1e-5, after a change of the policy, so that every part acts."""
     session, rewards = session_of(METHODS[method]()), rewards_of()
     nudge(session.adapter.network)
     expected = terms_gradient(session, noising_of(session, rewards, batch_size=12))
@@ -102,7 +102,7 @@ def test_the_gradient_is_the_same_for_any_batches_and_any_processes(method, batc
 
 
 def test_noise_is_shared_inside_a_prompt_at_one_time_and_nowhere_else():
-    """forward_process 6.1.4 and 6.1.8; CRD shares times only."""
+    """DGPO shares the noise of a prompt at each time, CRD the times only (docs/algorithms/dgpo.md, crd.md)."""
     for method, shared in (("group", True), ("group with noise of its own", False)):
         session = session_of(METHODS[method]())
         found: dict[int, list[Tensor]] = {}
@@ -188,7 +188,7 @@ def test_masked_samples_and_dead_groups_add_nothing_and_are_not_counted(method):
 
 
 def test_a_group_that_the_filter_leaves_out_adds_no_gradient_and_no_count():
-    """forward_process 2.7.6: the gradient is that of the other groups alone, over their own number."""
+    """The gradient is that of the other groups alone, over their own number."""
     rule = diffusion_nft.FilterConfig(least_std=0.05, most_mean=0.9)
     rewards = torch.tensor([[[0.2, 0.8, 0.4, 0.1], [0.5, 0.52, 0.5, 0.51], [0.99, 0.95, 1.0, 0.7]]])
 
@@ -228,7 +228,7 @@ def log_ratios(session, part: SampleBatches, share: int) -> Tensor:
 
 @pytest.mark.parametrize("method", ["awm", "fpo"])
 def test_before_the_first_update_the_log_ratio_is_exactly_0_and_the_second_update_sees_another(method):
-    """forward_process 1.8.1 and 3: at the batches of the update; awm's clip takes nothing away."""
+    """At the batches of the update; AWM's clip changes nothing at a ratio of 1."""
     module = {"awm": awm, "fpo": fpo}[method]
     # Without sigma 1, where no network changes the noise that it implies.
     session = session_of(module.build(module.Config(times=TimesConfig(name="discrete_wo_init", count=3))))
@@ -261,7 +261,7 @@ def test_one_update_on_policy_needs_no_pass_for_old_values():
 
 
 def test_other_noise_than_that_of_the_old_value_breaks_the_ratio():
-    """forward_process 3, the negative test."""
+    """The old value is of one noise; a ratio with another noise is not 1."""
     session = session_of(METHODS["term"]())
     part = noising_of(session, rewards_of(), updates=2)
     part.prepare()
@@ -366,28 +366,28 @@ def test_a_rollout_keeps_its_samples_and_not_its_trajectories(solver):
     assert 0 < peaks[0] == peaks[1]
 
 
-def hear(part: SampleBatches, gather: Callable) -> None:
-    """What a part hears where it gathers."""
+def gather_with(part: SampleBatches, gather: Callable) -> None:
+    """A part that gathers values by `gather`."""
     world: Any = SimpleNamespace(device=torch.device("cpu"), gather=gather)
     part.context = replace(part.context, world=world)
 
 
 def test_means_over_an_update_are_those_of_all_processes_and_so_is_the_gradient():
-    """Diffusion-KTO's offset (4.6): of five pictures on two processes, after the policy has moved."""
+    """Diffusion-KTO's offset of five images on two processes, after the policy has moved."""
     method = diffusion_kto.build(diffusion_kto.Config(beta=10.0))
     session = roll_out(ToyAdapter(), algorithm=method, prompts=5, group=1)
     nudge(session.adapter.network, 0.05)
     labels = torch.tensor([[[1.0], [0.0], [1.0], [1.0], [0.0]]])
     alone, parts = noising_of(session, labels), [noising_of(session, labels, rank=rank, size=2) for rank in (0, 1)]
     (batch, _), *_ = alone.batches(0)
-    told: list = []
+    sent: list = []
     own = []
     for part in parts:
-        hear(part, lambda value: told.append(value) or [value])
+        gather_with(part, lambda value: sent.append(value) or [value])
         own.append(next(iter(part.batches(0)))[0].centre)
-    assert not torch.equal(own[0], own[1]), "the two have other pictures"
+    assert not torch.equal(own[0], own[1]), "the two have other images"
     for part in parts:
-        hear(part, lambda value: told)
+        gather_with(part, lambda value: sent)
         assert_close(next(iter(part.batches(0)))[0].centre, batch.centre)
     expected, found = terms_gradient(session, alone), terms_gradient(session, *parts)
     for name, gradient in expected.items():
@@ -399,7 +399,7 @@ def test_a_process_without_terms_takes_part_in_the_means_and_in_nothing_else():
     session = roll_out(ToyAdapter(), algorithm=method, prompts=2, group=1)
     part = noising_of(session, torch.tensor([[[math.nan], [math.nan]]]))
     asked: list = []
-    hear(part, lambda value: asked.append(value) or [value])
+    gather_with(part, lambda value: asked.append(value) or [value])
     assert list(part.batches(0)) == []
     assert [count for _, count in asked] == [0]
 

@@ -169,7 +169,7 @@ def test_the_loss_scale_has_a_floor_and_stays_one_without_loss_scaling():
 @pytest.mark.parametrize("warmup", [True, False])
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_average_follows_its_formula(every, warmup):
-    """grpo_family 1.1.7: ema = d ema + (1 - d) p, d = min((1 + n) / (10 + n), decay), every so many updates."""
+    """ema = d ema + (1 - d) p with d = min((1 + n) / (10 + n), decay) at update n, every `every` updates."""
     module, weights, optimizer = make(ema=EmaConfig(decay=0.3, every=every, warmup=warmup), learning_rate=0.05)
     expected = flat(module).double()
     for n in range(1, 9):

@@ -22,7 +22,7 @@ from tests.training.test_sharding import everywhere
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch):
-    """cards(n): a machine with n GPUs, as torch tells it."""
+    """cards(n): a machine with n GPUs, as torch reports them."""
 
     def have(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -60,17 +60,17 @@ def test_two_processes_have_a_gpu_each_share_one_through_gloo_or_use_none(cards,
 
 
 def test_more_processes_than_cores_are_warned_about_before_they_start(monkeypatch):
-    told: list[str] = []
+    warnings: list[str] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
 
     def start(*args: object, **options: object) -> None:
-        assert told
+        assert warnings
         raise InterruptedError("far enough")
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(InterruptedError):
-        launch(["train"], 2, warn=told.append)
-    assert "2 processes on 1 CPU core:" in told[0]
+        launch(["train"], 2, warn=warnings.append)
+    assert "2 processes on 1 CPU core:" in warnings[0]
 
 
 def test_a_worker_whose_launcher_is_gone_ends_before_it_has_loaded_anything(tmp_path: Path):

@@ -60,7 +60,7 @@ class Group:
     masked: int
     """Samples without a value."""
     scores: tuple[dict[str, float | None], dict[str, float | None]]
-    """Of the best and the worst: the weighted sum as `total`, and the raw outputs."""
+    """Scores of the best and of the worst: the weighted sum as `total`, and the raw outputs."""
 
 
 def enough(done: Done, prompts: int, wanted: Wanted) -> bool:
@@ -173,13 +173,13 @@ class Pairing:
         stop = self.signals.stop(self.world, sharded=False)
         drawn = collector.Drawing(self.sampling, self.scorer, wanted, Timer(), stop)()
         images, scores = drawn.images, drawn.scores
-        result = []
+        groups = []
         for place, prompt in enumerate(own):
             part = slice(place * group, (place + 1) * group)
             raw = {name: value[part] for name, value in scores.raw.items()}
-            found = group_scores(prompt, Scores(raw, scores.values[:, part], scores.weights))
-            result.append((found, images[part][[found.best, found.worst]]))
-        return result
+            result = group_scores(prompt, Scores(raw, scores.values[:, part], scores.weights))
+            groups.append((result, images[part][[result.best, result.worst]]))
+        return groups
 
     def _used(self, groups: Sequence[Group], before: int) -> list[Group]:
         """The groups up to the last pair that is wanted."""
