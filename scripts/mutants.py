@@ -5,17 +5,19 @@
     python scripts/mutants.py --against before.json --only shift kl-half
 
 Each mutant is one changed text in a temporary copy of the tree, under which the tests of its room run until the first
-failure; a survivor gets the wider list too. Tests that fail without a mutant are left out, and named. It takes about
-15 s a mutant on one core. The result is a table, and a JSON file for `--against`. Exit status 1: a mutant survived.
+failure; a survivor gets the wider list too. Tests that fail without a mutant are left out, and named. It takes some
+seconds a mutant on one core. The result is a table, and a JSON file for `--against`. Exit status 1: a mutant survived.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pytest
 import yaml
 
 HERE = Path(__file__).resolve().parents[1]
@@ -95,30 +98,58 @@ def locate(mutant: Mutant, root: Path) -> Path:
     return file
 
 
+# Imported once, before the fork of each run: they are most of the time of a small one.
+_LIBRARIES = ("accelerate", "diffusers", "matplotlib", "numpy", "open_clip", "peft", "PIL", "safetensors", "scipy")
+_LIBRARIES += ("sklearn", "torch", "torchvision", "transformers")
+
+
+def preload(names: Sequence[str]) -> None:
+    """Import the modules of large libraries, so that children have them."""
+    for name in names:
+        if name.partition(".")[0] in _LIBRARIES and name not in sys.modules:
+            # A name that another module put there, say a lazy one.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
+def _child(root: Path, arguments: list[str], output: Path, modules: Path) -> None:
+    """pytest in a fork of this process, whose last word is the names of the modules that it imported."""
+    os.chdir(root)
+    os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    # Without bytecode: its check is by whole seconds and size, so a change and its removal could go unseen.
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(root), *(entry for entry in sys.path if Path(entry).resolve() not in (HERE, HERE / "scripts"))]
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    status = pytest.main(arguments)
+    modules.write_text("\n".join(sys.modules))
+    sys.stdout.flush()
+    os._exit(int(status))
+
+
 def run_tests(root: Path, paths: Sequence[str], left_out: Sequence[str] = (), *, first: bool = True) -> list[str]:
     """The tests that fail in a tree, as pytest names them; only the first one where `first`.
 
     Raises:
         RuntimeError: pytest itself failed, say because no test was found.
     """
-    command = [sys.executable, "-m", "pytest", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-m", "not slow and not gpu", *(["-x"] if first else []), *(f"--deselect={test}" for test in left_out)]
-    # Without bytecode: its check is by whole seconds and size, so a change and its removal could go unseen.
-    env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    present = [path for path in paths if (root / path).exists()]
-    try:
-        done = subprocess.run(
-            [*command, *present], cwd=root, env=env, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
+    arguments = ["--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not gpu"]
+    arguments += [*(["-x"] if first else []), *(f"--deselect={test}" for test in left_out)]
+    arguments += [path for path in paths if (root / path).exists()]
+    output, modules = root.parent / "output.txt", root.parent / "modules.txt"
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(root, arguments, output, modules))
+    child.start()
+    child.join(_LIMIT_S)
+    if child.exitcode is None:
+        child.kill()
         return [f"no end after {_LIMIT_S} s"]
-    words = [line.split() for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if done.returncode == 0:
-        return []
-    if done.returncode not in (1, 2) or not words:
-        raise RuntimeError(
-            f"pytest ended with {done.returncode} in {root}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
+    text = output.read_text()
+    words = [line.split() for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if child.exitcode != 0 and (child.exitcode not in (1, 2) or not words):
+        raise RuntimeError(f"pytest ended with {child.exitcode} in {root}:\n{text[-4000:]}")
+    if not first:
+        preload(modules.read_text().splitlines())
     return [line[1] for line in words]
 
 
@@ -177,6 +208,7 @@ def main() -> int:
     parser.add_argument("--mutants", type=Path, default=HERE / "scripts" / "mutants.yaml", help="file of mutants")
     parser.add_argument("--only", nargs="+", default=None, help="names of mutants; all if left out")
     parser.add_argument("--out", type=Path, default=None, help="JSON file of outcomes; none if left out")
+    parser.add_argument("--resume", action="store_true", help="keep the outcomes that are in --out already")
     parser.add_argument("--against", type=Path, default=None, help="such a file of another checkout, to compare with")
     args = parser.parse_args()
     mutants = read(args.mutants)
@@ -187,9 +219,13 @@ def main() -> int:
     for mutant in mutants:  # all, before the first test runs
         locate(mutant, args.root)
     outcomes = []
+    if args.resume and args.out is not None and args.out.exists():
+        outcomes = [Outcome(**entry) for entry in json.loads(args.out.read_text())]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         bench = Bench(args.root.resolve(), Path(folder))
         for mutant in mutants:
+            if mutant.name in {outcome.name for outcome in outcomes}:
+                continue
             outcomes.append(bench(mutant))
             print(f"{outcomes[-1].seconds:6.1f} s  {mutant.name}: {outcomes[-1].by or 'SURVIVED'}", flush=True)
             if args.out is not None:

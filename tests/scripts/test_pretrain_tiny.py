@@ -74,17 +74,6 @@ def test_tiny_sds_loss_is_halfway_between_the_errors_of_eps_and_of_a_flows_veloc
     assert_close(found, (of_velocity * of_eps).abs().mean(), rtol=1e-3, atol=0)
 
 
-def test_captions_are_dropped_for_the_empty_one_now_and_then(scripts):
-    import _tiny_training
-
-    latents, rows = torch.randn(5, 4, 8, 8), torch.arange(5)
-    x0, row = _tiny_training.draw(latents, rows, 20_000, torch.Generator().manual_seed(0))
-    empty = _tiny_training.caption_rows().index("")
-    dropped = row == empty
-    assert float(dropped.float().mean()) == pytest.approx(_tiny_training.PROMPT_DROPOUT, abs=0.01)
-    assert_close(x0[~dropped], latents[row[~dropped]], rtol=0, atol=0)
-
-
 @pytest.mark.slow
 def test_a_seed_gives_the_same_weights_and_the_next_cycle_goes_on(scripts, tmp_path: Path, monkeypatch):
     """Two runs of two short cycles, one process each."""
