@@ -161,20 +161,15 @@ class Bench:
         shutil.copytree(root, self.tree, ignore=_LEFT_OUT, symlinks=True)
         self.failing: dict[tuple[str, ...], list[str]] = {}
 
-    def __call__(self, mutant: Mutant) -> Outcome:
-        """The outcome under the tests of its room, then under the wider list; the copy is whole again afterwards."""
-        lists = [(*NEAR[mutant.room], f"flowrl/{mutant.room}"), WIDE]
-        file, began = locate(mutant, self.tree), time.monotonic()
-        whole, failed = file.read_text(), []
-        for paths in lists:
-            left_out = self._without_mutant(paths)
-            try:
-                file.write_text(whole.replace(mutant.old, mutant.new))
-                failed = run_tests(self.tree, paths, left_out)
-            finally:
-                file.write_text(whole)
-            if failed:
-                break
+    def __call__(self, mutant: Mutant, paths: tuple[str, ...]) -> Outcome:
+        """The outcome under the tests of `paths`; the copy is whole again afterwards."""
+        file, left_out, began = locate(mutant, self.tree), self._without_mutant(paths), time.monotonic()
+        whole = file.read_text()
+        try:
+            file.write_text(whole.replace(mutant.old, mutant.new))
+            failed = run_tests(self.tree, paths, left_out)
+        finally:
+            file.write_text(whole)
         return Outcome(mutant.name, failed[0] if failed else None, round(time.monotonic() - began, 1))
 
     def _without_mutant(self, paths: tuple[str, ...]) -> list[str]:
@@ -218,21 +213,27 @@ def main() -> int:
     mutants = [mutant for mutant in mutants if args.only is None or mutant.name in args.only]
     for mutant in mutants:  # all, before the first test runs
         locate(mutant, args.root)
-    outcomes = []
+    outcomes: dict[str, Outcome] = {}
     if args.resume and args.out is not None and args.out.exists():
-        outcomes = [Outcome(**entry) for entry in json.loads(args.out.read_text())]
+        outcomes = {entry["name"]: Outcome(**entry) for entry in json.loads(args.out.read_text())}
+
+    def run(mutant: Mutant, paths: tuple[str, ...]) -> None:
+        outcome = outcomes[mutant.name] = bench(mutant, paths)
+        print(f"{outcome.seconds:6.1f} s  {mutant.name}: {outcome.by or 'SURVIVED'}", flush=True)
+        if args.out is not None:
+            args.out.write_text(json.dumps([asdict(entry) for entry in outcomes.values()], indent=1) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         bench = Bench(args.root.resolve(), Path(folder))
         for mutant in mutants:
-            if mutant.name in {outcome.name for outcome in outcomes}:
-                continue
-            outcomes.append(bench(mutant))
-            print(f"{outcomes[-1].seconds:6.1f} s  {mutant.name}: {outcomes[-1].by or 'SURVIVED'}", flush=True)
-            if args.out is not None:
-                args.out.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+            if mutant.name not in outcomes:
+                run(mutant, (*NEAR[mutant.room], f"flowrl/{mutant.room}"))
+        for mutant in mutants:
+            if outcomes[mutant.name].by is None:
+                run(mutant, WIDE)
     earlier = [] if args.against is None else json.loads(args.against.read_text())
-    print(table(mutants, outcomes, {entry["name"]: entry["by"] for entry in earlier}))
-    return int(any(outcome.by is None for outcome in outcomes))
+    print(table(mutants, list(outcomes.values()), {entry["name"]: entry["by"] for entry in earlier}))
+    return int(any(outcome.by is None for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

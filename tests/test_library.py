@@ -69,6 +69,7 @@ def test_a_listing_runs(folder, name):
         assert re.search(r"loss -?\d.*\nreward \d.* gradient \d", shown)
 
 
+@pytest.mark.slow
 def test_a_run_with_own_files_trains_and_keeps_copies_of_them(folder):
     (command,) = [text for kind, _, _, text in BLOCK.findall(PAGE) if kind == "shell"]
     assert command.startswith("flowrl ")

@@ -6,12 +6,15 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
+ROOT = Path(__file__).resolve().parents[2]
 BASE = {
     "name": "run",
     "iterations": 4,
@@ -43,6 +46,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """That folder, with `run.yaml` and `brightness.py`, as the working directory, here and in the processes started."""
+    (folder / "run.yaml").write_text(yaml.safe_dump(BASE))
+    (folder / "brightness.py").write_text(BRIGHTNESS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        yield
+
+
 def train(*overrides: str, resume: bool = False) -> dict:
     """Train in this process."""
     from flowrl.config.load import load_config, resolve
@@ -62,7 +77,7 @@ def start(*words: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, timeout_s: float = 120) -> tuple[int, str]:
+def finish(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]:
     """(exit code, everything it printed)."""
     output, _ = process.communicate(timeout=timeout_s)
     return process.returncode, output

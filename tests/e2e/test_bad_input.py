@@ -101,7 +101,9 @@ def test_a_run_folder_with_a_run_is_never_overwritten(place, monkeypatch, capsys
     assert digest("run", 1) == before
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "no_manifest"])
+@pytest.mark.parametrize(
+    "damage", ["flip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("truncate", "no_manifest"))]
+)
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_still_works(place, monkeypatch, capsys, damage: str):
     train("iterations=2")
     newest = Path("runs/run/checkpoints/iteration-000002")

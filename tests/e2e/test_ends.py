@@ -168,6 +168,7 @@ def test_a_failure_saves_the_last_finished_iteration_and_the_folder_tells_it(run
     assert_undisturbed(phase)
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_leaves_the_last_checkpoint_alone(run, monkeypatch):
     from flowrl.training.optim import Optimizer
 
@@ -186,6 +187,7 @@ def test_an_update_that_fails_leaves_the_last_checkpoint_alone(run, monkeypatch)
     assert not list(Path("runs/update/checkpoints").glob("*"))
 
 
+@pytest.mark.slow
 def test_sys_exit_in_the_code_of_a_run_is_no_success(run, monkeypatch, capsys):
     from flowrl.cli import main
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import assert_same_gradient, digest, finish, start, train
+from tests.e2e.conftest import digest, train
 from tests.e2e.test_bad_input import command
 
 FIND = (
@@ -59,6 +59,7 @@ def state(run: str, iteration: int) -> str:
     return f"runs/{run}/checkpoints/iteration-{iteration:06d}/state.safetensors"
 
 
+@pytest.mark.slow
 def test_other_evaluation_prompts_are_refused_and_a_part_of_the_own_ones_is_not(three: Path, monkeypatch, capsys):
     other = ("data={prompts: three.txt, eval_prompts: shapes:heldout}",)
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", "iterations=0", *FIND, *other)
@@ -71,6 +72,7 @@ def test_other_evaluation_prompts_are_refused_and_a_part_of_the_own_ones_is_not(
     )
 
 
+@pytest.mark.slow
 def test_a_drawn_picture_is_the_bases_own_before_training(three: Path, monkeypatch, capsys):
     """mu = 0, s = 1: `flowrl sample` of the run and of the model draw the same."""
     train("name=start", "iterations=1", *FIND, "optim.learning_rate=1e-30", "optim.ema=null")
@@ -82,14 +84,3 @@ def test_a_drawn_picture_is_the_bases_own_before_training(three: Path, monkeypat
 
     own, base = (media.read(next(Path(folder).glob("*.png"))) for folder in ("own", "base"))
     assert torch.equal(own, base)
-
-
-@pytest.mark.slow
-def test_one_and_two_processes_roll_out_the_same_and_take_the_same_first_update(three: Path):
-    words = (*FIND, "iterations=1", "optim.updates_per_iteration=1")
-    train("name=one", *words)
-    code, output = finish(start("train", "run.yaml", "name=two", *words, "--processes", "2"))
-    assert code == 0, output
-    rows = [json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in ("one", "two")]
-    assert rows[0]["reward/total_mean"] == pytest.approx(rows[1]["reward/total_mean"], abs=1e-5)
-    assert_same_gradient("one", "two")

@@ -48,6 +48,7 @@ def test_a_share_of_the_prompts_is_evaluated_and_not_trained_on(forty: Path, mon
     assert "seed was 0, now 1" in printed
 
 
+@pytest.mark.slow
 def test_without_held_out_prompts_every_number_is_of_training_prompts(forty: Path, monkeypatch, capsys):
     train("name=none", "data={prompts: forty.txt, eval_share: 0, max_eval_prompts: 3}", *SMALL)
     summary, said = told("none")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import assert_same_gradient, digest, finish, start
+from tests import ranks
+from tests.e2e.conftest import ROOT, assert_same_gradient, digest, inside
 from tests.e2e.test_preferences import make_pairs
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs" / "lab").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs" / "lab").glob("*.yaml"))
 SMALL = (
     "data.max_eval_prompts=2",
     "rollout.batch_size=8",
@@ -39,15 +41,14 @@ def fit(recipe: Path, *overrides: str, resume: bool = False) -> dict:
     return Trainer(resolve(load_config(recipe, [*small(recipe), *overrides]))).fit(resume=resume)
 
 
-def each(*slow: str) -> list:
-    """Every recipe; `slow` ones, whose code another walks too, wait for the long suite."""
-    return [pytest.param(file, marks=pytest.mark.slow if file.stem in slow else (), id=file.stem) for file in RECIPES]
+QUICK = ("flow_grpo", "sd-ddpo", "branch_grpo", "diffusion_nft", "diffusion_dpo", "find")
+"""One of each kind of training data and of process; the others wait for the long suite."""
 
 
-TREES = ("tree_grpo", "dynamic_tree_rpo", "tempflow_grpo", "g2rpo", "tp_grpo")
-
-
-@pytest.mark.parametrize("recipe", each("ddpo-compressibility", "ddpo-incompressibility", *TREES))
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(file, marks=() if file.stem in QUICK else pytest.mark.slow, id=file.stem) for file in RECIPES],
+)
 def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, recipe: Path):
     make_pairs(place / "pairs", 4)
     whole = fit(recipe, "name=whole", "iterations=2")
@@ -64,18 +65,30 @@ def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, 
     assert all(("nfe/rollout" in row) != given for row in rows)
 
 
+ONE_UPDATE = ("iterations=1", "optim.updates_per_iteration=1")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In a folder where every recipe has run for one update, in one group of two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    make_pairs(folder / "pairs", 4)
+    with inside(folder):
+        jobs = [[str(recipe), *small(recipe), *ONE_UPDATE, f"name={recipe.stem}-2"] for recipe in RECIPES]
+        ranks.run(jobs, timeout_s=1800)
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
-def test_two_processes_take_the_first_update_of_one(place: Path, recipe: Path):
-    make_pairs(place / "pairs", 4)
-    words = ("iterations=1", "optim.updates_per_iteration=1")
-    fit(recipe, "name=one", *words)
-    code, output = finish(start("train", str(recipe), *small(recipe), *words, "name=two", "--processes", "2"))
-    assert code == 0, output
-    rows = [json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in ("one", "two")]
+@pytest.mark.usefixtures("two")
+def test_two_processes_take_the_first_update_of_one(recipe: Path):
+    names = [f"{recipe.stem}-{count}" for count in (1, 2)]
+    fit(recipe, f"name={names[0]}", *ONE_UPDATE)
+    rows = [json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in names]
     metric = "reward/total_mean" if "reward/total_mean" in rows[0] else "matching/error"
     assert rows[0][metric] == pytest.approx(rows[1][metric], abs=1e-5)
-    assert_same_gradient("one", "two")
+    assert_same_gradient(*names)
 
 
 def test_one_reward_in_two_entries_gives_separate_losses_from_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch):

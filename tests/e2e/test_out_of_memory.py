@@ -49,7 +49,7 @@ PHASES: dict[str, tuple[str, Callable[..., bool], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("loading", "update") else pytest.mark.slow) for name in PHASES]
+    "name", [pytest.param(name, marks=[] if name == "update" else pytest.mark.slow) for name in PHASES]
 )
 def test_the_phase_the_peak_the_estimate_and_the_options_are_told(place, monkeypatch, capsys, name):
     method, when, options = PHASES[name]

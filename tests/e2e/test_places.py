@@ -117,6 +117,7 @@ def test_a_base_that_is_gone_or_foreign_is_made_anew_from_untouched_weights(plac
     assert evaluation("run", "base") == first
 
 
+@pytest.mark.slow
 def test_runs_whose_reward_or_held_out_prompts_were_edited_in_between_are_not_compared(place, monkeypatch, capsys):
     (place / "held.txt").write_text("a red square\na blue circle\n")
     words = ("iterations=0", "data.eval_prompts=held.txt")

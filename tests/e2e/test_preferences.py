@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from PIL import Image
 
 from flowrl.core.errors import ConfigError
 from flowrl.data.preferences import PreferenceSource, load_preferences
-from tests.e2e.conftest import assert_same_gradient, digest, finish, start, train
+from tests import ranks
+from tests.e2e.conftest import assert_same_gradient, digest, inside, train
 
 SCENE = (
     "data={pairs: {path: pairs, per_iteration: 4, flip: false}, eval_prompts: 'shapes:heldout', max_eval_prompts: 2}",
@@ -94,39 +96,48 @@ def test_interrupted_and_resumed_training_is_bitwise_the_uninterrupted_one(pairs
         assert state["made"] == 3
 
 
+DATA = SCENE[0].replace("pairs: {", "pairs: {eval: heldout, ")
+HELD_OUT = (DATA, *SCENE[1:4], "model={name: sd3, path: tiny-sd3, lora: null, max_sequence_length: 9}")
+ONE_UPDATE = ("iterations=1", "optim.updates_per_iteration=1")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In a folder where every method has run for one update, in one group of two processes; one held-out pair."""
+    folder = tmp_path_factory.mktemp("two")
+    make_pairs(folder / "pairs", 6)
+    make_pairs(folder / "heldout", 1, seed=1000)
+    jobs = [[*SCENE, words, f"name={name}-2"] for name, words in METHODS.items()]
+    for shard in ("false", "true"):
+        jobs.append([*HELD_OUT, METHODS["diffusion_dpo"], f"model.shard={shard}", f"name=held-out-{shard}"])
+    with inside(folder):
+        ranks.run([["run.yaml", *words, *ONE_UPDATE] for words in jobs], timeout_s=1200)
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_one_and_two_processes_take_the_same_first_update(pairs: Path, name: str):
+@pytest.mark.usefixtures("two")
+def test_one_and_two_processes_take_the_same_first_update(name: str):
     """Of Diffusion-KTO this is the offset too, which is a mean over both."""
-    words = (*SCENE, METHODS[name], "iterations=1", "optim.updates_per_iteration=1")
-    train("name=one", *words)
-    code, output = finish(start("train", "run.yaml", "name=two", *words, "--processes", "2"))
-    assert code == 0, output
-    one, two = told("one")[0], told("two")[0]
+    train(f"name={name}-1", *SCENE, METHODS[name], *ONE_UPDATE)
+    one, other = told(f"{name}-1")[0], told(f"{name}-2")[0]
     for metric in ("matching/error", "policy/loss"):
-        assert one[metric] == pytest.approx(two[metric], rel=1e-4)
-    assert_same_gradient("one", "two")
+        assert one[metric] == pytest.approx(other[metric], rel=1e-4)
+    assert_same_gradient(f"{name}-1", f"{name}-2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_process_without_a_held_out_pair_takes_part(pairs: Path, shard: bool):
-    make_pairs(pairs / "heldout", 1, seed=1000)
-    data = SCENE[0].replace("pairs: {", "pairs: {eval: heldout, ")
-    full = (
-        "model={name: sd3, path: tiny-sd3, lora: null, max_sequence_length: 9}",
-        f"model.shard={str(shard).lower()}",
-    )
-    words = (data, *SCENE[1:4], *full, METHODS["diffusion_dpo"], "iterations=1", "optim.updates_per_iteration=1")
-    one = train("name=one", *words[:-4], "model.shard=false", *words[-3:])
-    code, output = finish(start("train", "run.yaml", "name=two", *words, "--processes", "2"))
-    assert code == 0, output
-    two = json.loads(Path("runs/two/summary.json").read_text())
-    assert two["implicit_accuracy"] == one["implicit_accuracy"]
-    assert two["implicit_accuracy"]["n"] == 1
+@pytest.mark.usefixtures("two")
+def test_a_process_without_a_held_out_pair_takes_part():
+    one = train("name=held-out", *HELD_OUT, METHODS["diffusion_dpo"], *ONE_UPDATE)
+    for shard in ("false", "true"):
+        other = json.loads(Path(f"runs/held-out-{shard}/summary.json").read_text())
+        assert other["implicit_accuracy"] == one["implicit_accuracy"]
+        assert other["implicit_accuracy"]["n"] == 1
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_a_table_like_pick_a_pics_is_learned_from_and_held_out_pairs_preferred(place: Path, form: str):
     """Bright against dark noise: told apart after a few updates; label 0 means the second is preferred."""
     if form == "parquet":

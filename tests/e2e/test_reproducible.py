@@ -17,7 +17,14 @@ from tests.e2e.conftest import assert_same_gradient, digest, finish, start, trai
 LORA = "model.lora={rank: 4, alpha: 8}"
 
 
-@pytest.mark.parametrize("extra", [(), (LORA, "algorithm.kl.coef=0.1"), ("algorithm.kl.coef=0.1", "optim.ema=null")])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (LORA, "algorithm.kl.coef=0.1"),
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("algorithm.kl.coef=0.1", "optim.ema=null"), marks=pytest.mark.slow),
+    ],
+)
 def test_interrupted_and_resumed_training_is_bitwise_the_uninterrupted_one(place: Path, extra: tuple[str, ...]):
     train("name=whole", *extra)
     train("name=parts", "iterations=2", *extra)
@@ -31,6 +38,7 @@ def test_interrupted_and_resumed_training_is_bitwise_the_uninterrupted_one(place
     assert parts == whole  # bitwise: the one has its base from the file, the other in memory
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_gives_bitwise_the_same_weights_and_another_seed_others(place: Path):
     train("name=one", "iterations=2")
     train("name=two", "iterations=2")
@@ -44,6 +52,7 @@ def _pictures(run: str) -> dict[str, np.ndarray]:
     return {file.name: np.asarray(Image.open(file)).astype(int) for file in files}
 
 
+@pytest.mark.slow
 def test_pictures_at_fixed_weights_do_not_depend_on_batches_or_processes(place: Path):
     train("name=small", "iterations=0", "eval.batch_size=2", "data.max_eval_prompts=6")
     train("name=large", "iterations=0", "eval.batch_size=8", "data.max_eval_prompts=6")
@@ -69,7 +78,7 @@ def test_one_and_two_processes_roll_out_the_same_rewards_and_take_the_same_first
     assert_same_gradient("one", "two")
 
 
-def _wait_for(file: Path, text: str, process, timeout_s: float = 60) -> None:
+def _wait_for(file: Path, text: str, process, timeout_s: float = 200) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if file.is_file() and text in file.read_text():
@@ -91,7 +100,8 @@ def _workers(parent: int) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("victim", ["parent", pytest.param("worker", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["parent", "worker"])
 def test_kill_9_of_parent_or_worker_then_resume_ends_bitwise_where_the_whole_run_ends(place: Path, victim: str):
     words = ("iterations=6", "checkpoint.every=2", "--processes", "2")
     code, output = finish(start("train", "run.yaml", "name=whole", *words))
@@ -101,10 +111,10 @@ def test_kill_9_of_parent_or_worker_then_resume_ends_bitwise_where_the_whole_run
     workers = _workers(process.pid)
     assert len(workers) == 2
     os.kill(process.pid if victim == "parent" else workers[1], signal.SIGKILL)
-    code, output = finish(process, timeout_s=60)
+    code, output = finish(process)
     assert code not in (0, 2), output
     for pid in workers:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not Path(f"/proc/{pid}").exists(), "a worker outlived the run"
@@ -114,7 +124,9 @@ def test_kill_9_of_parent_or_worker_then_resume_ends_bitwise_where_the_whole_run
     assert digest("parts", 6) == digest("whole", 6)
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_the_last_finished_iteration_and_resume_ends_bitwise_equal(
     place: Path, number: int, expected: int
 ):

@@ -6,13 +6,11 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from flowrl.config.load import load_config, resolve
@@ -21,10 +19,9 @@ from flowrl.data.prompt_sources import load_prompts
 from flowrl.data.prompts import PromptSource
 from flowrl.run import checkpoint
 from tests import ranks
-from tests.e2e.conftest import BASE, BRIGHTNESS, finish, start, train
+from tests.e2e.conftest import BASE, finish, inside, start, train
 from tests.e2e.test_reproducible import _wait_for, _workers
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARD = "model.shard=true"
 LORA = "model.lora={rank: 4, alpha: 8}"
 # An eps of the gradients' size: with its default AdamW turns the last digits of a tiny gradient into its sign.
@@ -39,25 +36,12 @@ UNEVEN = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("sharded")
-    (made / "run.yaml").write_text(yaml.safe_dump(BASE))
-    (made / "brightness.py").write_text(BRIGHTNESS)
-    return made
-
-
-@contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    """That folder as the working directory, here and in the processes started."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        yield
+    return tmp_path_factory.mktemp("sharded")
 
 
 @pytest.fixture(autouse=True)
 def _here(folder: Path) -> Iterator[None]:
-    with _inside(folder):
+    with inside(folder):
         yield
 
 
@@ -97,6 +81,7 @@ def assert_same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tenso
 # ---- what two processes train
 
 
+@pytest.mark.slow
 def test_two_processes_that_share_the_network_take_the_update_of_one(folder: Path):
     """Full weights and LoRA, with uneven work: metrics, gradients, memory, files, what a plain pipeline loads."""
     ranks.run(
@@ -210,9 +195,9 @@ def two(folder: Path) -> Iterator[None]:
         f"def score(images, prompts, metadata):\n    own = images.mean(dim=(1, 2, 3))\n"
         f"    return own.masked_fill(own.new_tensor([p == {text!r} for p in prompts]).bool(), 0.5)\n"
     )
-    with _inside(folder), pytest.MonkeyPatch.context() as patch:
+    with inside(folder), pytest.MonkeyPatch.context() as patch:
         ranks.use_tiny_pipelines(patch.setattr)
-        ranks.run([["run.yaml", *_words(run, 2)] for run in RUNS], timeout_s=900)
+        ranks.run([["run.yaml", *_words(run, 2)] for run in RUNS], timeout_s=1800)
         yield
 
 
@@ -240,7 +225,7 @@ def test_two_processes_agree_with_one(run: tuple[str, str]):
 @pytest.fixture(scope="module")
 def saved(folder: Path) -> None:
     """Runs of two processes, some of them resumed, one of them from a checkpoint of one process."""
-    with _inside(folder):
+    with inside(folder):
         for name in ("from-1", "to-2"):
             train(f"name={name}", "iterations=1", *SMOOTH)
         ranks.run(

@@ -1,8 +1,8 @@
-"""Methods on trees, on a real pipeline: resuming, processes, sharding, and what does not fit."""
+"""Methods on trees, on a real pipeline: processes, sharding, and what does not fit."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,8 @@ import pytest
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from tests import ranks
-from tests.e2e.conftest import digest, finish, start, train
-from tests.e2e.test_sharded import ROOT, SHARD, assert_same_update
+from tests.e2e.conftest import digest, finish, inside, start, train
+from tests.e2e.test_sharded import SHARD, assert_same_update
 
 DANCE, CLIP = "rollout.sampler={name: dance_sde, eta: 0.7}", "algorithm.clip_range=1e-3"
 # Method -> its words, for three denoising steps; a tree has four leaves, of TP-GRPO two.
@@ -31,76 +31,54 @@ THREE = ("rollout.prompts_per_iteration=1", "rollout.group_size=12", "rollout.ba
 # Advantages of a step sum to 0, so a gradient is far less than the edges' own, whose last digits depend on batches.
 TOLERANCE = 1e-4
 SLOW = [name for name in METHODS if name != "branch_grpo"]
-LATER = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
-
-
-def on_two(*jobs: list[str]) -> None:
-    """Train all jobs in one group of two processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        ranks.run([["run.yaml", *words] for words in jobs])
-
-
-# ---- resuming
-
-
-@pytest.mark.parametrize("name", ["branch_grpo", *LATER])
-def test_interrupted_and_resumed_training_is_bitwise_the_uninterrupted_one(place: Path, name: str):
-    words = (*METHODS[name], CLIP, *BRIEF)
-    train("name=whole", *words, "iterations=2")
-    train("name=parts", *words, "iterations=1")
-    train("name=parts", *words, "iterations=2", resume=True)
-    assert digest("parts", 2) == digest("whole", 2) != digest("parts", 1)
 
 
 # ---- processes
 
-
-def test_two_processes_take_the_update_of_one_with_weights_by_path_whether_or_not_they_share_the_network(place: Path):
-    """The one with fewer trees keeps step in every forward, and credit needs the log-probs of the other's trees."""
-    # Over all trees of the prompt: of two nodes alone the one is at +0.707 whatever the weights.
-    words = (*METHODS["branch_grpo"], CLIP, PATHS, "algorithm.scale={pool: prompt}", *ONE_UPDATE, *THREE)
-    on_two(["name=two", *words], ["name=shared", *words, SHARD])
-    train("name=one", *words)
-    assert_same_update("one", "two", TOLERANCE)
-    assert_same_update("one", "shared", TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_two_processes_take_the_update_of_one(place: Path, name: str):
-    """Two trees of one prompt, one on each; or three, by a network that the two share."""
-    words = (*METHODS[name], CLIP, *ONE_UPDATE, *THREE)
-    jobs = {"pair": (*words, "rollout.group_size=8"), "shared": (*words, SHARD)}
-    on_two(*([f"name={job}-2", *own] for job, own in jobs.items()))
-    for job, own in jobs.items():
-        train(f"name={job}-1", *(word for word in own if word != SHARD))
-        assert_same_update(f"{job}-1", f"{job}-2", TOLERANCE)
+BRANCH, KL = (*METHODS["branch_grpo"], CLIP, *ONE_UPDATE, *THREE), "algorithm.kl.coef=0.1"
+# Weights by path over all trees of the prompt: of two nodes alone the one is at +0.707 whatever the weights. The
+# process with fewer trees keeps step in every forward, and credit needs the log-probs of the other's trees.
+BY_PATH = (*BRANCH, PATHS, "algorithm.scale={pool: prompt}")
+JOBS = {
+    "path": BY_PATH,
+    "path-shared": (*BY_PATH, SHARD),
+    # Two trees of one prompt, one on each; or three, by a network that the two share.
+    **{f"{name}-pair": (*METHODS[name], CLIP, *ONE_UPDATE, *THREE, "rollout.group_size=8") for name in SLOW},
+    **{f"{name}-shared": (*METHODS[name], CLIP, *ONE_UPDATE, *THREE, SHARD) for name in SLOW},
+    "top": (*BRANCH, "algorithm.splits=[0]", "algorithm.prune=parent_top1", SHARD),
+    "extremes": (*BRANCH, "algorithm.splits=[0]", "algorithm.prune=extremes", "algorithm.keep=1", SHARD),
+    "recompute": (*BRANCH, "algorithm.old_log_prob=recompute", KL, SHARD),
+    "floor": (*BRANCH, "algorithm.scale={pool: prompt, floor: 0.5}"),
+}
+RESUMED = (*METHODS["branch_grpo"], CLIP, PATHS, *BRIEF, *THREE, "optim.updates_per_iteration=3")
 
 
-@pytest.mark.slow
-def test_pruned_and_mixed_trees_and_a_reference_agree_on_two_processes(place: Path):
-    words, kl = (*METHODS["branch_grpo"], CLIP, *ONE_UPDATE, *THREE), "algorithm.kl.coef=0.1"
-    jobs = {
-        "top": ("algorithm.splits=[0]", "algorithm.prune=parent_top1", SHARD),
-        "extremes": ("algorithm.splits=[0]", "algorithm.prune=extremes", "algorithm.keep=1", SHARD),
-        "recompute": ("algorithm.old_log_prob=recompute", kl, SHARD),
-        "floor": ("algorithm.scale={pool: prompt, floor: 0.5}",),
-    }
-    on_two(*([f"name={job}-2", *words, *own] for job, own in jobs.items()))
-    for job, own in jobs.items():
-        train(f"name={job}-1", *words, *(word for word in own if word != SHARD))
-        assert_same_update(f"{job}-1", f"{job}-2", TOLERANCE)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In a folder where all jobs have run in one group of two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    resumed = [
+        ["name=whole", *RESUMED, "iterations=2"],
+        ["name=parts", *RESUMED, "iterations=1"],
+        ["name=parts", *RESUMED, "iterations=2", "--resume"],
+    ]
+    jobs = [[f"name={job}-2", *words] for job, words in JOBS.items()]
+    with inside(folder):
+        ranks.run([["run.yaml", *words] for words in (*jobs, *resumed)], timeout_s=1800)
+        yield
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_two_processes_ends_bitwise_where_the_whole_one_ends(place: Path):
-    words = (*METHODS["branch_grpo"], CLIP, PATHS, *BRIEF, *THREE, "optim.updates_per_iteration=3")
-    on_two(
-        ["name=whole", *words, "iterations=2"],
-        ["name=parts", *words, "iterations=1"],
-        ["name=parts", *words, "iterations=2", "--resume"],
-    )
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.usefixtures("two")
+def test_two_processes_take_the_update_of_one(job: str):
+    train(f"name={job}-1", *(word for word in JOBS[job] if word != SHARD))
+    assert_same_update(f"{job}-1", f"{job}-2", TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two")
+def test_a_resumed_run_of_two_processes_ends_bitwise_where_the_whole_one_ends():
     assert digest("parts", 2) == digest("whole", 2)
 
 

@@ -31,6 +31,7 @@ def test_maps_of_ones_and_one_ratio_for_all_train_plain_flow_grpo_bitwise(place:
     assert not [name for name in rows("plain")[1] if "spatial" in name or "maps" in name]
 
 
+@pytest.mark.slow
 def test_a_run_by_position_resumes_bitwise_and_is_evaluated_without_a_backbone(place: Path, monkeypatch):
     from flowrl.config.load import load_config, resolve
     from flowrl.run.trainer import Trainer
