@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 
 from flowrl.core.errors import ModelError
 from flowrl.models.base import ModelConfig, torch_dtype
-from flowrl.models.paths import lacks, loading, null_components, require_folder, resolve_path
+from flowrl.models.paths import lacks, loading, null_components, pipeline_index, require_folder, resolve_path
 from flowrl.models.savings import check_available, quantization
 
 
@@ -30,11 +29,9 @@ def quiet_diffusers(name: str) -> Any:
 def load_pipeline(pipeline_name: str, vae_name: str, config: ModelConfig, **components: object) -> Any:
     """The configured pipeline of a class of diffusers, by `from_pretrained` or `from_single_file`, with its VAE.
 
-    Components that the folder declares as null are passed as None. The VAE decodes in float32: pictures are scored,
-    and half precision shifts the scores.
+    Null components of the folder are passed as None. The VAE decodes in float32: half precision shifts scores.
     """
-    require_folder(config.path)
-    _require_class(config.path, pipeline_name)
+    require_folder(config.path, None if pipeline_name == "DiffusionPipeline" else pipeline_name)
     pipeline_class = quiet_diffusers(pipeline_name)
     check_available(config)
     path, dtype = resolve_path(config.path), torch_dtype(config.dtype)
@@ -59,37 +56,24 @@ def load_pipeline(pipeline_name: str, vae_name: str, config: ModelConfig, **comp
     return pipeline
 
 
-def _require_class(path: str, pipeline_name: str) -> None:
-    """Raise ModelError where a local folder is of another class than a native adapter is for."""
-    index = Path(resolve_path(path)) / "model_index.json"
-    if not index.is_file() or pipeline_name == "DiffusionPipeline":
-        return
-    result = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
-    if result != pipeline_name:
-        raise ModelError(
-            f"model.path={path!r} is a {result}, and this adapter is for {pipeline_name}; leave model.name "
-            "out, and the class decides"
-        )
-
-
 def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: str = "", absent: Collection[str] = ()) -> Any:
     """A folder's pipeline on the meta device: every network by its configuration, no weights, no tokenizers.
 
     Args:
-        folder: with model_index.json and the parts' JSON files.
+        folder: with model_index.json and the components' JSON files.
         dtype: of every network but the VAE, which is float32 as in a run.
         kind: name of the pipeline's class; empty: the one that the folder names.
         absent: components to leave out.
 
     Raises:
-        ModelError: a class that is neither diffusers' nor transformers'.
+        ModelError: a class of neither diffusers nor transformers.
     """
     import diffusers
     import transformers
 
-    index = diffusers.DiffusionPipeline.load_config(folder)
-    made_by = _class(diffusers, kind or index["_class_name"])
-    accepted = inspect.signature(made_by.__init__).parameters
+    index = pipeline_index(folder)
+    pipeline_class = _class(diffusers, kind or index["_class_name"])
+    accepted = inspect.signature(pipeline_class.__init__).parameters
     parts: dict[str, Any] = {}
     for name, value in index.items():
         if name not in accepted:
@@ -98,13 +82,13 @@ def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: str = "", absent: C
             parts[name] = value  # an option of the pipeline, such as boundary_ratio
             continue
         library, class_name = value
-        # The safety checker is of neither library's own list, and never run.
+        # The safety checker is in neither library's own list, and never run.
         if library is None or name in (*absent, "safety_checker"):
             parts[name] = None
             continue
-        made = _class(diffusers if library == "diffusers" else transformers, class_name)
-        parts[name] = _part(made, folder / name, torch.float32 if name == "vae" else dtype)
-    pipeline = made_by(**parts)
+        part_class = _class(diffusers if library == "diffusers" else transformers, class_name)
+        parts[name] = _part(part_class, folder / name, torch.float32 if name == "vae" else dtype)
+    pipeline = pipeline_class(**parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -117,15 +101,20 @@ def _class(library: Any, name: str) -> Any:
 
 
 def _part(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
-    from diffusers import ModelMixin, SchedulerMixin
+    """A component without weights; None for a tokenizer or processor."""
+    from diffusers.models.modeling_utils import ModelMixin
+    from diffusers.schedulers.scheduling_utils import SchedulerMixin
     from transformers import PreTrainedModel
 
-    if issubclass(kind, SchedulerMixin):
+    classes = inspect.getmro(kind)
+    if SchedulerMixin in classes:
         return kind.from_pretrained(folder)
     with torch.device("meta"):
-        if issubclass(kind, ModelMixin):
-            # Past ModelMixin.to, which warns of parts that stay in float32.
-            return nn.Module.to(kind.from_config(kind.load_config(folder)), dtype)
-        if issubclass(kind, PreTrainedModel):
-            return kind(kind.config_class.from_pretrained(folder)).to(dtype)
-    return None  # tokenizers and processors
+        if ModelMixin in classes:
+            network = kind.from_config(kind.load_config(folder))
+        elif PreTrainedModel in classes:
+            network = kind(kind.config_class.from_pretrained(folder))
+        else:
+            return None
+    # Past ModelMixin.to, which warns of parts that stay in float32.
+    return nn.Module.to(network, dtype)

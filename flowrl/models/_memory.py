@@ -1,4 +1,4 @@
-"""`model.memory`: what a run saves on the device through the libraries' own switches. Applied in models/_savings.py."""
+"""`model.memory`: savings of device memory by the libraries' own switches. Applied in models/savings.py."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class MemorySettings:
     """Each option alone; none changes a run that leaves it out."""
 
     vae_slicing: bool = False
-    """Decode the pictures of a batch one by one: the same pictures."""
+    """Decode the images of a batch one by one: the same images."""
     vae_tiling: bool = False
-    """Decode a large picture in overlapping tiles: nearly the same picture, blended where tiles meet."""
+    """Decode a large image in overlapping tiles: nearly the same image, blended where tiles meet."""
     layerwise_casting: Literal["float8_e4m3fn", "float8_e5m2"] | None = None
-    """Store the denoiser's frozen linear weights in 8 bits, without scales; each is cast up while it works."""
+    """Store the denoiser's frozen linear weights in 8 bits, without scales; each is cast up for its forward."""
     quantize: Literal["int8", "nf4"] | None = None
     """Load the denoiser's frozen linear weights in 8 bits (torchao, a scale per row) or 4 (bitsandbytes, per 64)."""
     group_offload: list[str] = field(default_factory=list)
-    """Of text_encoders, vae: kept in host memory, on the device leaf by leaf while they work. Not the denoiser."""
+    """Components kept in host memory, on the device leaf by leaf for their forward: text_encoders, vae."""
 
     def __post_init__(self) -> None:
         if self.layerwise_casting is not None and self.quantize is not None:
@@ -42,13 +42,13 @@ class MemorySettings:
 
     @property
     def few_bits(self) -> dict[str, str]:
-        """The options that store weights in few bits, as far as they are set."""
+        """The options that store weights in few bits, without those that are null."""
         both = {"layerwise_casting": self.layerwise_casting, "quantize": self.quantize}
         return {name: value for name, value in both.items() if value is not None}
 
 
 def require_frozen(settings: MemorySettings, lora: object | None) -> None:
-    """Raise ValueError where weights that are to be trained would be stored in few bits."""
+    """Raise ValueError if trained weights would be stored in few bits."""
     for name, value in settings.few_bits.items():
         if lora is None:
             raise ValueError(
@@ -58,7 +58,7 @@ def require_frozen(settings: MemorySettings, lora: object | None) -> None:
 
 
 def require_own_type(settings: MemorySettings, shard: bool) -> None:
-    """Raise ValueError where weights that are split over processes would change their type in each layer."""
+    """Raise ValueError if weights that are split over processes would change their type in each layer."""
     for name, value in settings.few_bits.items():
         if shard:
             raise ValueError(
@@ -68,9 +68,9 @@ def require_own_type(settings: MemorySettings, shard: bool) -> None:
 
 
 def require_native(shard: bool) -> None:
-    """Raise ValueError where the weights of a pipeline's own call would be split over processes."""
+    """Raise ValueError if the weights of a pipeline's own call would be split over processes."""
     if shard:
         raise ValueError(
-            "shard=true: the pipeline's own call is not made in step on every process; use the family's native "
+            "shard=true: the pipeline's own call does not run in step on all processes; use the family's native "
             "adapter (model.name: sd, sdxl, sd3, flux, qwen_image or wan), or set shard=false"
         )

@@ -1,4 +1,4 @@
-"""What native families have in common: a pipeline taken apart, its denoiser called directly, its encoders freed."""
+"""The shared part of the native families: a pipeline taken apart, its denoiser called directly, its encoders freed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
+from flowrl.diffusion.schedules import Schedule
 from flowrl.models._loading import load_pipeline, meta_pipeline
+from flowrl.models._schedulers import flow_grid, with_shift
 from flowrl.models.base import (
     ModelAdapter,
     ModelConfig,
     check_size,
+    network_config,
     require_channels,
     require_image_size,
     torch_dtype,
+    unused_modules,
 )
 from flowrl.models.paths import lacks
 from flowrl.models.savings import place, switch_on
 from flowrl.models.weights import component_names
 
 Part = Callable[[str], dict[str, Any]]
-"""Name of a component -> its configuration, as a checkpoint has it in JSON."""
+"""Name of a component -> its configuration, the JSON of a checkpoint."""
 LONG = 1000
-"""Positions above which a text encoder's table says nothing of the length of prompts."""
+"""Positions above which a text encoder's table does not bound the length of prompts."""
 NO_ENCODERS = "the text encoders were freed; encode every prompt before free_text_encoders()"
 
 
 def latent_channels(vae: Mapping[str, Any]) -> int | None:
-    """Channels of a VAE's latents by its configuration; None where that does not say it."""
+    """Channels of a VAE's latents by its configuration; None: not in it."""
     return vae.get("z_dim") or vae.get("latent_channels")
 
 
@@ -44,7 +48,7 @@ def on_euler(part: Part) -> bool:
 
 
 def whole(config: Any) -> dict[str, Any]:
-    """Nothing of the pipeline is left out."""
+    """The default of `Family.left_out`: the whole pipeline is loaded."""
     return {}
 
 
@@ -61,31 +65,31 @@ class Family:
     denoiser: str = "transformer"
     """The component that is trained."""
     channels: tuple[int, int]
-    """Of the denoiser and of its VAE where their configurations do not say it: diffusers' defaults."""
+    """Channels of the denoiser and of its VAE that their configurations leave out: diffusers' defaults."""
     patch: int = 1
     """Latent pixels a side of one packed token."""
     left_out: Callable[[Any], dict[str, Any]] = whole
     """Config -> arguments of `from_pretrained` that load less than the whole pipeline."""
     fits: Callable[[Part], bool] = on_euler
-    """What else a checkpoint must be: on a scheduler whose grid the family makes."""
+    """A further condition on a checkpoint, such as its scheduler."""
 
     def build(self, config: ModelConfig) -> Native:
         """The adapter with the configured pipeline's weights."""
         return self.adapter(load_pipeline(self.pipeline, self.vae, config, **self.left_out(config)), config)
 
     def skeleton(self, config: ModelConfig, folder: Path) -> Native:
-        """The adapter on the meta device, from a pipeline folder's JSON files alone: shapes, schedule, counts.
+        """The adapter on the meta device, from a pipeline folder's JSON files alone, without tokenizers.
 
-        It has no tokenizers and no weights; `config.path` and `config.vae` are not read.
+        `config.path` and `config.vae` are not read.
         """
         absent = (*self.left_out(config), "feature_extractor", "image_encoder")
         return self.adapter(meta_pipeline(folder, torch_dtype(config.dtype), kind=self.pipeline, absent=absent), config)
 
     def takes(self, part: Part) -> bool:
-        """Whether a checkpoint of the class is one for text alone, on the family's grid."""
+        """Whether a checkpoint of the class takes text alone and is on the family's grid."""
         taken, made = self.channels
-        result = part(self.denoiser).get("in_channels", taken)
-        return self.fits(part) and result == self.patch**2 * (latent_channels(part("vae")) or made)
+        channels = part(self.denoiser).get("in_channels", taken)
+        return self.fits(part) and channels == self.patch**2 * (latent_channels(part("vae")) or made)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +100,7 @@ class FlowConfig(ModelConfig):
     max_sequence_length: int = 512
     """Text tokens per prompt."""
     shift: float | None = None
-    """Static shift of the sigmas in place of the scheduler's own; null: what the pipeline does with this image size.
+    """Static shift of the sigmas instead of the scheduler's own; null: the pipeline's shift for this image size.
     DanceGRPO and MixGRPO publish 3."""
 
     def __post_init__(self) -> None:
@@ -108,15 +112,15 @@ class FlowConfig(ModelConfig):
 
 
 class Native(ModelAdapter):
-    """The adapter of a family; `pipeline` holds every part, `network` what is trained.
+    """The adapter of a family: class attributes, `texts` and `predict`.
 
-    A family declares the class attributes, and writes `texts`, `schedule` and `predict`. By default its VAE is an
-    AutoencoderKL: images to latents and back by one shift and scale for all channels.
+    By default its process is a flow on the plain flow scheduler, and its VAE an AutoencoderKL: images to latents and
+    back by one shift and scale for all channels.
 
     Args:
         pipeline: a diffusers pipeline of the family.
         config: the family's Config.
-        network: what is trained, if it is not the pipeline's transformer alone.
+        network: the trained network; None: the pipeline's transformer.
     """
 
     patch: ClassVar[int] = 1
@@ -125,8 +129,14 @@ class Native(ModelAdapter):
     """Entry of the denoiser's configuration: width of a token's embedding."""
     pooled_width: ClassVar[str | None] = None
     """Entry with the width of a prompt's pooled embedding; None: there is none."""
-    latent_shift: float | None = None
-    """Of the VAE's latents; None takes its configuration's."""
+    latent_shift: ClassVar[float | None] = None
+    """Shift of the VAE's latents; None takes its configuration's."""
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Adapted modules whose output is never used; {last} is the number of the last transformer block."""
+    even_sigmas: ClassVar[bool] = True
+    """The pipeline hands linspace(1, 1 / K, K) to its scheduler; False: the scheduler has its own."""
+    max_shift: ClassVar[float] = 1.15
+    """mu of the longest sequence where the scheduler's configuration has none."""
 
     def __init__(self, pipeline: Any, config: Any, network: nn.Module | None = None) -> None:
         self.pipeline = pipeline
@@ -141,10 +151,19 @@ class Native(ModelAdapter):
         self.network.eval()
         networks = list(component_names(self.network).values())
         switch_on(pipeline, networks, config)
+        # The denoiser's configuration; that of the first where there are several.
+        self.settings = network_config(networks[0])
         require_channels(networks[0], self.patch**2 * (latent_channels(pipeline.vae.config) or 0))
-        self._set_size()
+        (height, width), self.unit, largest = self.sides()
+        self.height = height if config.height is None else config.height
+        self.width = width if config.width is None else config.width
+        check_size("height", self.height, self.unit, largest)
+        check_size("width", self.width, self.unit, largest)
 
-    # ---- sizes
+    def dead_lora_modules(self) -> tuple[str, ...]:
+        return unused_modules(self.unused, self.network)
+
+    # ---- sizes and steps
 
     def sides(self) -> tuple[tuple[int, int], int, int | None]:
         """((height, width) by default, unit, largest side or None), in pixels; a side is a multiple of the unit."""
@@ -152,25 +171,35 @@ class Native(ModelAdapter):
         default = self.pipeline.default_sample_size * scale
         return (default, default), self.patch * scale, None
 
-    def _set_size(self) -> None:
-        (height, width), unit, largest = self.sides()
-        self.height = height if self.config.height is None else self.config.height
-        self.width = width if self.config.width is None else self.config.width
-        check_size("height", self.height, unit, largest)
-        check_size("width", self.width, unit, largest)
+    def tokens(self) -> tuple[int, int]:
+        """(rows, columns) of the denoiser's tokens."""
+        return self.height // self.unit, self.width // self.unit
 
     def grid(self) -> tuple[int, int] | None:
         """(rows, columns) of packed tokens; None where latents are not packed."""
-        if self.patch == 1:
-            return None
-        unit = self.patch * self.pipeline.vae_scale_factor
-        return self.height // unit, self.width // unit
+        return None if self.patch == 1 else self.tokens()
 
     def latent_shape(self) -> tuple[int, ...]:
-        channels, scale, grid = self.network.config.in_channels, self.pipeline.vae_scale_factor, self.grid()
-        if grid is None:
-            return (channels, self.height // scale, self.width // scale)
-        return (grid[0] * grid[1], channels)
+        channels, scale, (rows, columns) = self.settings["in_channels"], self.pipeline.vae_scale_factor, self.tokens()
+        if self.patch > 1:
+            return (rows * columns, channels)
+        return (channels, self.height // scale, self.width // scale)
+
+    @property
+    def shift(self) -> float | None:
+        """The configured static shift of the sigmas; None: the scheduler's own grid."""
+        return self.config.shift if isinstance(self.config, FlowConfig) else None
+
+    def schedule(self, num_inference_steps: int) -> Schedule:
+        rows, columns = self.tokens()
+        return flow_grid(
+            self.pipeline.scheduler,
+            num_inference_steps,
+            rows * columns,
+            even=self.even_sigmas,
+            max_shift=self.max_shift,
+            shift=self.shift,
+        )
 
     # ---- prompts
 
@@ -179,7 +208,7 @@ class Native(ModelAdapter):
         raise NotImplementedError
 
     def negative(self) -> Condition | None:
-        """What guidance leads away from, one row; None where there is no such guidance."""
+        """The embedding that guidance leads away from, one row; None: no such guidance."""
         return self.texts([self.config.negative_prompt])
 
     @torch.no_grad()
@@ -197,16 +226,15 @@ class Native(ModelAdapter):
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of one prompt's embedding, or the most that it may have."""
+        """Tokens of one prompt's embedding, at most."""
         return self.config.max_sequence_length
 
     def condition_shapes(self) -> dict[str, tuple[int, ...]]:
-        widths = self.network.config
-        shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (self.text_tokens, widths[self.text_width])}
-        return shapes if self.pooled_width is None else shapes | {"pooled": (widths[self.pooled_width],)}
+        shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (self.text_tokens, self.settings[self.text_width])}
+        return shapes if self.pooled_width is None else shapes | {"pooled": (self.settings[self.pooled_width],)}
 
     def encoder_tokens(self, name: str, encoder: Any) -> int:
-        # CLIP pads to its table of positions; that of a language model is far longer than any prompt.
+        # CLIP pads to its table of positions; a language model's is far longer than any prompt.
         positions = vars(encoder.config).get("max_position_embeddings") or LONG
         return positions if positions < LONG else self.config.max_sequence_length
 
@@ -217,11 +245,11 @@ class Native(ModelAdapter):
     # ---- the pipeline's own call
 
     def scheduler(self) -> Any:
-        """The pipeline's, with what the configuration sets otherwise."""
-        return self.pipeline.scheduler
+        """The pipeline's scheduler as configured."""
+        return with_shift(self.pipeline.scheduler, self.shift)
 
     def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
-        """Arguments with which the pipeline's own call draws one prompt as configured; its scheduler is set too."""
+        """Arguments of the pipeline's own call for one prompt as configured; sets the pipeline's scheduler too."""
         self.pipeline.scheduler = self.scheduler()
         call = {"num_inference_steps": steps, "guidance_scale": guidance_scale}
         return call | {"height": self.height, "width": self.width} | self.text_options()
@@ -235,11 +263,11 @@ class Native(ModelAdapter):
     # The pipelines' own packing has no public name.
 
     def packed(self, latents: Tensor) -> Tensor:
-        """The VAE's latents [B, C, h, w] as the network has them."""
+        """The VAE's latents [B, C, h, w] in the network's layout."""
         return latents if self.patch == 1 else self.pipeline._pack_latents(latents, *latents.shape)
 
     def unpacked(self, latents: Tensor) -> Tensor:
-        """The network's latents as the VAE has them."""
+        """The network's latents in the VAE's layout."""
         if self.patch == 1:
             return latents
         return self.pipeline._unpack_latents(latents, self.height, self.width, self.pipeline.vae_scale_factor)

@@ -1,7 +1,8 @@
-"""What a diffusers scheduler says of a model: its process, what the network predicts, and the grid of its steps."""
+"""Facts of a model that its diffusers scheduler has: the process, the kind of prediction and the grid of the steps."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from flowrl.core.errors import ModelError
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess
-from flowrl.diffusion.schedules import Schedule
+from flowrl.diffusion.schedules import Schedule, shifted_linspace
 from flowrl.diffusion.vp_schedules import last_end, vp_schedule
 
 log = logging.getLogger("flowrl")
@@ -22,7 +23,7 @@ _OWN_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas",
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The noise process behind a scheduler."""
+    """The noise process of a scheduler."""
 
     process: Process
     prediction_type: PredictionType
@@ -36,7 +37,7 @@ def path_of(scheduler: Any) -> Path:
     """Flow or VP, by the scheduler's class and configuration.
 
     Raises:
-        ModelError: neither; the message names what can be used instead.
+        ModelError: neither.
     """
     kind, values = type(scheduler), scheduler.config
     if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "set_timesteps", None)):
@@ -65,7 +66,7 @@ _WORDS: dict[Distilled, str] = {"none": "", "adversarial": ADVERSARIAL, "consist
 
 
 def distilled(scheduler: Any, network: Any, said: Distilled | None = None) -> str:
-    """How a checkpoint was distilled to few steps, in words: as `said`, else by its configuration; empty: it was not.
+    """How a checkpoint was distilled to few steps, in words; empty: it was not. `said` overrules its configuration.
 
     LCM: an input for the guidance scale, or LCMScheduler. SD-Turbo, SDXL-Turbo: Euler or Euler-ancestral with trailing
     spacing, predicting eps, which at zero terminal SNR could not start there.
@@ -82,7 +83,7 @@ def distilled(scheduler: Any, network: Any, said: Distilled | None = None) -> st
 
 
 def refuse_cfg(how: str, guidance_scale: float, free_at: float = 1) -> None:
-    """Raise ModelError: a checkpoint distilled in this way is not guided; `free_at` is the scale that does nothing."""
+    """Raise ModelError for a checkpoint distilled in this way; `free_at` is the scale without guidance."""
     raise ModelError(
         f"guidance_scale={guidance_scale:g}: this checkpoint is distilled {how} and takes no CFG; set it to "
         f"{free_at:g}, or model.distilled=none if it is not distilled"
@@ -90,14 +91,14 @@ def refuse_cfg(how: str, guidance_scale: float, free_at: float = 1) -> None:
 
 
 def plain(scheduler: Any, path: Path) -> Any:
-    """The scheduler with which the pipeline shows its grid: itself for flows, its DDIM for VP.
+    """The scheduler of the pipeline's grid: itself for flows, DDIM of the same betas for VP.
 
     flowrl takes its own steps, so of a flow's multistep scheduler (UniPC, DPM-Solver) only the grid is used. VP
-    schedulers scale their latents or space their steps in many ways; DDIM of the same betas does neither. Its timesteps
-    are those of the scheduler's spacing and offset by DDIM's rule: not its Karras sigmas, DPM-Solver's K + 1 points or
-    Euler's fractions.
+    schedulers scale their latents or space their steps in many ways; DDIM does neither. Its timesteps follow the
+    scheduler's spacing and offset by DDIM's rule: no Karras sigmas, DPM-Solver's K + 1 points or Euler's fractions.
     """
-    import diffusers
+    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+    from diffusers.schedulers.scheduling_ddim_cogvideox import CogVideoXDDIMScheduler
 
     name = type(scheduler).__name__
     if path.is_flow:
@@ -106,22 +107,74 @@ def plain(scheduler: Any, path: Path) -> Any:
         return scheduler
     if name in ("DDIMScheduler", "CogVideoXDDIMScheduler") and not scheduler.config.get("clip_sample"):
         return scheduler
-    kind = diffusers.CogVideoXDDIMScheduler if name.startswith("CogVideoX") else diffusers.DDIMScheduler
-    # Not by from_config: it takes DDIM's defaults for what this scheduler's own defaults decide.
+    kind = CogVideoXDDIMScheduler if name.startswith("CogVideoX") else DDIMScheduler
+    # Not by from_config: it takes DDIM's defaults where this scheduler's own defaults decide.
     known = inspect.signature(kind.__init__).parameters
-    made = kind(**{key: value for key, value in scheduler.config.items() if key in known} | {"clip_sample": False})
+    options: dict[str, Any] = {key: value for key, value in scheduler.config.items() if key in known}
+    options["clip_sample"] = False
+    made = kind(**options)
     dropped = [key for key in _OWN_SIGMAS if scheduler.config.get(key)]
     log.info(
         "%s is replaced by %s with the same betas; grid: DDIM's of spacing %r and offset %d%s",
-        *(name, kind.__name__, made.config.timestep_spacing, made.config.steps_offset),
+        *(name, kind.__name__, made.config["timestep_spacing"], made.config["steps_offset"]),
         f", without {', '.join(dropped)}" if dropped else "",
     )
     return made
 
 
+def with_shift(scheduler: Any, shift: float | None) -> Any:
+    """A scheduler that makes of the pipeline's even sigmas the grid of `flow_grid` with `shift`."""
+    if shift is None:
+        return scheduler
+    return type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift, shift_terminal=None)
+
+
+def flow_grid(
+    scheduler: Any, num_inference_steps: int, tokens: int, *, even: bool, max_shift: float, shift: float | None
+) -> Schedule:
+    """The grid of a family on the plain flow scheduler; timesteps are 1000 sigma.
+
+    Args:
+        scheduler: the pipeline's, left as it is.
+        num_inference_steps: K.
+        tokens: number of the image's tokens, in which the scheduler's mu is linear.
+        even: the pipeline hands in linspace(1, 1 / K, K); False: the scheduler's own sigmas.
+        max_shift: mu of the longest sequence where the scheduler's configuration has none.
+        shift: of even sigmas, instead of everything that the scheduler does; None: the scheduler's grid.
+
+    Raises:
+        ModelError: another scheduler.
+    """
+    if shift is not None:
+        sigmas = shifted_linspace(num_inference_steps, shift)
+        return Schedule(sigmas=sigmas, timesteps=1000 * sigmas[:-1])
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        remedy = "set model.shift to a number to replace the pipeline's grid" if even else "load the pipeline with it"
+        raise ModelError(
+            f"{type(scheduler).__name__} is not the family's FlowMatchEulerDiscreteScheduler; {remedy}, or use "
+            "model.name=generic"
+        )
+    own, values = copy.deepcopy(scheduler), scheduler.config
+    mu = calculate_shift(
+        tokens,
+        values.get("base_image_seq_len", 256),
+        values.get("max_image_seq_len", 4096),
+        values.get("base_shift", 0.5),
+        values.get("max_shift", max_shift),
+    )
+    evenly = torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps, dtype=torch.float64).tolist()
+    own.set_timesteps(num_inference_steps, sigmas=evenly if even else None, mu=mu)
+    return Schedule(
+        sigmas=torch.as_tensor(own.sigmas).float().cpu(), timesteps=torch.as_tensor(own.timesteps).float().cpu()
+    )
+
+
 FinalAlpha = Literal["model", "first"]
-"""Where the last step of a VP grid ends: where the model's scheduler has it, or at the first training step. That is
-DDPO's rule, and leaves noise in it."""
+"""Where the last step of a VP grid ends: at the alpha of the model's scheduler, or at the first training step (DDPO's
+rule, which leaves noise in it)."""
 
 
 def schedule_of(
@@ -132,18 +185,18 @@ def schedule_of(
     final_alpha: FinalAlpha = "model",
     distilled: str = "",
 ) -> Schedule:
-    """The pipeline's grid as flowrl writes it: sigma falls from noise to data.
+    """The pipeline's grid with sigma falling from noise to data.
 
     Args:
-        path: of the scheduler.
-        scheduler: gives alphas_cumprod and where it ends.
+        path: the scheduler's process and prediction.
+        scheduler: has alphas_cumprod and its end.
         timesteps: the scheduler's, [K].
         sigmas: the scheduler's, [K + 1]; flows only.
-        final_alpha: of VP.
-        distilled: of VP, how, in words.
+        final_alpha: end of a VP grid.
+        distilled: how a VP checkpoint was distilled, in words; empty: it was not.
 
     Raises:
-        ModelError: no grid of single steps, or one that a noise-prediction network cannot start on.
+        ModelError: a grid without single steps, or one on which a noise-prediction network cannot start.
     """
     steps = timesteps.detach().float().cpu()
     if path.is_flow:
@@ -159,19 +212,19 @@ def schedule_of(
 
 
 def grid_end(table: Tensor, timesteps: Tensor, own: float, final_alpha: FinalAlpha, distilled: str) -> float:
-    """alphas_cumprod behind the last step of a grid [K]: 1 for a distilled checkpoint, as its own scheduler has it,
-    whatever `own`, the scheduler's that stands in for it, says."""
+    """alphas_cumprod after the last step of a grid [K]; `own` is that of the scheduler.
+
+    1 for a distilled checkpoint, as in its own scheduler, of which the given one is a replacement.
+    """
     if final_alpha == "first":
         return last_end(table, timesteps, None)
     return 1.0 if distilled else last_end(table, timesteps, own)
 
 
 def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedule:
-    """`vp_schedules.vp_schedule`, for this network: a table for eps ends where float32 still tells sigma from 1, since
-    losses at drawn times divide by alpha.
+    """`vp_schedules.vp_schedule` for this network, with errors that name the option.
 
-    Raises:
-        ModelError: the last step would not move, or a noise-prediction network starts at alpha = 0.
+    A table for eps ends at the last sigma below 1 in float32, since losses at drawn times divide by alpha.
     """
     try:
         result = vp_schedule(table, timesteps, end)
@@ -181,8 +234,8 @@ def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedul
     if path.prediction_type == "eps" and float(result.alphas[0]) == 0:
         raise ModelError(
             f"model.path: the first step, timestep {float(result.timesteps[0]):g}, is pure noise (alpha = 0: "
-            "rescale_betas_zero_snr), where a network that predicts noise says nothing of the picture; use a "
-            "v-prediction checkpoint, or a scheduler without rescale_betas_zero_snr"
+            "rescale_betas_zero_snr), where a noise prediction contains no image; use a v-prediction checkpoint, or a "
+            "scheduler without rescale_betas_zero_snr"
         )
     if path.prediction_type == "eps":
         assert result.table is not None
@@ -191,5 +244,5 @@ def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedul
 
 
 def rising(sigmas: Tensor) -> bool:
-    """The scheduler counts sigma from noise (0) to data (1), as Mochi's does: its velocity is x0 - eps."""
+    """Whether the scheduler counts sigma from noise (0) to data (1), as Mochi's: its velocity is x0 - eps."""
     return bool(sigmas[0] < sigmas[-1])

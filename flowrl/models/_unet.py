@@ -1,18 +1,18 @@
-"""What SD and SDXL share: a UNet on a variance-preserving process, its grids, guidance, and distilled checkpoints.
+"""The shared part of SD and SDXL: a UNet on a variance-preserving process, its grids, guidance, distilled checkpoints.
 
-Process: VP; the network predicts eps, v or x0 as its scheduler says. timestep = index of the training step, whole on
-the grids, any number between. flowrl walks the grid of DDIM with the scheduler's betas and spacing, whatever scheduler
-the checkpoint names: `ddim` with eta 1 is DDPM's step and Euler-ancestral's.
+Process: VP; the scheduler decides whether the network predicts eps, v or x0. timestep = index of the training step, a
+whole number on the grids, any number between. The grid is DDIM's with the scheduler's betas and spacing, for every
+scheduler: `ddim` with eta 1 is DDPM's step and Euler-ancestral's.
 
 Distilled checkpoints take no CFG, and their x0_hat is a sample, not a posterior mean:
 
     time_cond_proj_dim, or LCMScheduler   consistency model (LCM). Guidance is an input of the network, an embedding of
-                                          w - 1. f = c_skip x + c_out x0_hat is handed on as the network's x0, so its
-                                          own step, alpha' f + sigma' z, is the sampler `cps` with noise_level 1.
+                                          w - 1. f = c_skip x + c_out x0_hat serves as the network's x0, so its own
+                                          step, alpha' f + sigma' z, is the sampler `cps` with noise_level 1.
     Euler, EulerAncestral: eps, trailing  adversarially distilled (SD-Turbo, SDXL-Turbo): `ddim` with eta 1.
 
-That is a guess, which the option `distilled` overrules. Both end at alpha = 1, whatever set_alpha_to_one says, as their
-own schedulers do.
+The option `distilled` overrules this guess. Both end at alpha = 1 whatever set_alpha_to_one is, as in their own
+schedulers.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ SIGMA_DATA = 0.5  # of c_skip and c_out: diffusers' LCMScheduler
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UNetConfig(ModelConfig):
     negative_prompt: str | None = None
-    """What guidance leads away from; null: what the pipeline does without one."""
+    """Prompt that guidance leads away from; null: the pipeline's default."""
     guidance_rescale: float = 0.0
-    """Share by which a guided prediction is brought back to the std of the conditional one; 0: not at all."""
+    """Share by which a guided prediction is rescaled to the std of the conditional one, in [0, 1]; 0: not at all."""
     timestep_spacing: Spacing | None = None
-    """Of the grid, by DDIM's rule; null takes the scheduler's own, of a consistency model `lcm`."""
+    """Spacing of the grid by DDIM's rule; null takes the scheduler's own, for a consistency model `lcm`."""
     final_alpha: FinalAlpha = "model"
-    """Where the last step ends: as the scheduler says (set_alpha_to_one), or at the `first` training step, DDPO's rule,
-    so that the last step keeps noise and can be trained."""
+    """End of the last step: the scheduler's (set_alpha_to_one), or the `first` training step, DDPO's rule, so that the
+    last step keeps noise and can be trained."""
     distilled: Distilled | None = None
-    """How the checkpoint was distilled to few steps; null: guessed by its scheduler (docs/noise_prediction.md)."""
+    """How the checkpoint was distilled to few steps; null: guessed from its scheduler (docs/noise_prediction.md)."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -69,7 +69,7 @@ class UNetConfig(ModelConfig):
 
 
 class Texts(Protocol):
-    """The text encoders of a family: what differs between SD and SDXL."""
+    """The text encoders of SD or of SDXL."""
 
     tokens: int
     """Tokens of one prompt's embedding."""
@@ -79,11 +79,11 @@ class Texts(Protocol):
     def encode(
         self, prompts: list[str], negative: list[str] | None, device: torch.device
     ) -> tuple[Condition, Condition]:
-        """(of the prompts, of what guidance leads away from), as many rows each."""
+        """Embeddings of the prompts and of the negative prompts, one row each."""
         ...
 
     def added(self, cond: Condition, sizes: Tensor) -> dict[str, Tensor] | None:
-        """What the network is given besides the text; `sizes` is `UNet.sizes`."""
+        """Further inputs of the network; `sizes` is `UNet.sizes`."""
         ...
 
 
@@ -98,7 +98,7 @@ class UNet(Native):
 
     lora_targets = LORA_TARGETS
     text_width = "cross_attention_dim"
-    latent_shift = 0.0  # these pipelines know of none
+    latent_shift = 0.0  # these pipelines ignore the VAE's
 
     def __init__(self, pipeline: Any, config: UNetConfig, texts: Callable[[Any], Texts]) -> None:
         self.encoders = texts(pipeline)
@@ -123,14 +123,14 @@ class UNet(Native):
             self._as_distilled(own.config)
         if self.spacing == "lcm" and self.distilled != CONSISTENCY:
             raise ModelError(
-                "model.timestep_spacing=lcm: those timesteps are what a consistency model was distilled on, and this "
-                "checkpoint is none; use leading, trailing or linspace, or say model.distilled=consistency"
+                "model.timestep_spacing=lcm: a consistency model was distilled on those timesteps, and this checkpoint "
+                "is not one; use leading, trailing or linspace, or set model.distilled=consistency"
             )
         # Original height and width, crop's top and left, target height and width.
         self.sizes = torch.tensor([[self.height, self.width, 0, 0, self.height, self.width]], dtype=torch.float32)
 
     def sides(self) -> tuple[tuple[int, int], int, int | None]:
-        side, unit = self.network.config.sample_size, self.pipeline.vae_scale_factor
+        side, unit = self.settings["sample_size"], self.pipeline.vae_scale_factor
         height, width = (side, side) if isinstance(side, int) else side
         return (height * unit, width * unit), unit, None
 
@@ -189,14 +189,12 @@ class UNet(Native):
     @property
     def embeds_guidance(self) -> bool:
         """Guidance is an input of the network."""
-        return self.network.config.get("time_cond_proj_dim") is not None
+        return self.settings.get("time_cond_proj_dim") is not None
 
     def branches(self, guidance_scale: float) -> int:
-        """Forwards for each guided sample."""
         return 1 if self.embeds_guidance else 1 + (guidance_scale > 1)
 
     def check_guidance(self, guidance_scale: float) -> None:
-        """Raise ModelError where this checkpoint cannot be guided so."""
         if self.distilled and not self.embeds_guidance and guidance_scale > 1:
             refuse_cfg(self.distilled, guidance_scale)
 
@@ -207,13 +205,13 @@ class UNet(Native):
             raw = guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale, combine=combine)
         else:
             scales = torch.full((len(x),), guidance_scale - 1)
-            size = self.network.config.time_cond_proj_dim
+            size = self.settings["time_cond_proj_dim"]
             embedded = self.pipeline.get_guidance_scale_embedding(scales, embedding_dim=size)
             raw = self._forward(x, timestep, cond, embedded.to(self.device, self.dtype))
         return self._consistent(raw, x, timestep) if self.distilled == CONSISTENCY else raw
 
     def _rescaled(self, negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
-        """CFG whose std is partly that of the conditional prediction (arXiv 2305.08891, section 3.4)."""
+        """CFG rescaled in part to the std of the conditional prediction (arXiv 2305.08891, section 3.4)."""
         result, share = classifier_free(negative, positive, guidance_scale), self.config.guidance_rescale
         dims = tuple(range(1, result.ndim))
         return result * (share * positive.std(dims, keepdim=True) / result.std(dims, keepdim=True) + 1 - share)
@@ -232,14 +230,14 @@ class UNet(Native):
     def _consistent(self, raw: Tensor, x: Tensor, timestep: Tensor) -> Tensor:
         """f = c_skip x + c_out x0_hat, [B, ...] float32 (arXiv 2310.04378, with the constants of LCMScheduler)."""
         alpha, sigma = level_at(self.table, timestep)
-        belief = self.process.predict(raw, x, sigma, self.path.prediction_type, alpha)
+        prediction = self.process.predict(raw, x, sigma, self.path.prediction_type, alpha)
         scaled = (self._scaling * timestep.double()).square()
         skip, out = SIGMA_DATA**2 / (scaled + SIGMA_DATA**2), (scaled / (scaled + SIGMA_DATA**2)).sqrt()
         shape = (-1, *[1] * (x.ndim - 1))
-        return skip.float().reshape(shape) * x.float() + out.float().reshape(shape) * belief.x0_hat
+        return skip.float().reshape(shape) * x.float() + out.float().reshape(shape) * prediction.x0_hat
 
     def scheduler(self) -> Any:
-        """DDIM with the configured grid, unless distilled."""
+        """DDIM with the configured grid; a distilled checkpoint keeps the pipeline's own."""
         if self.distilled:
             return self.pipeline.scheduler
         options: dict[str, Any] = {"timestep_spacing": self.spacing}

@@ -1,8 +1,8 @@
-"""What a model family offers the loop: encode, schedule, predict, decode. No loop, LoRA, EMA or device logic inside."""
+"""The interface of a model family: encode, schedule, predict, decode. No loop, LoRA, EMA or device logic inside."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -53,7 +53,7 @@ class ModelConfig:
     variant: str | None = None
     """Weight file variant, such as fp16."""
     dtype: DtypeName = "float32"
-    """Of the network's frozen weights and of its forward pass; trained weights are always float32."""
+    """Precision of the network's frozen weights and of its forward pass; trained weights are always float32."""
     lora: LoraSettings | None = None
     """The adapter to train; null trains all weights of the denoiser."""
     init_lora: Annotated[str | None, PATH] = None
@@ -61,15 +61,15 @@ class ModelConfig:
     vae: Annotated[str | None, NAME_OR_PATH] = None
     """Another VAE: hub id or folder."""
     height: int | None = None
-    """Picture height in pixels; null takes the pipeline's default."""
+    """Image height in pixels; null takes the pipeline's default."""
     width: int | None = None
-    """Picture width in pixels; null takes the pipeline's default."""
+    """Image width in pixels; null takes the pipeline's default."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     shard: bool = False
     """FSDP2: split the denoiser's weights over the processes; native adapters only. One process keeps them whole."""
     memory: MemorySettings = field(default_factory=MemorySettings)
-    """What else saves memory on the device (docs/memory.md)."""
+    """Further savings of memory on the device (docs/memory.md)."""
     attention: str | None = None
     """Attention backend of the denoiser, by diffusers' name; null leaves the network's own."""
 
@@ -79,12 +79,12 @@ class ModelConfig:
 
     @property
     def frames(self) -> int:
-        """Frames of what is made, as configured; 1: images."""
+        """Frames of a generated video, as configured; 1: images."""
         return 1
 
 
 class ModelAdapter:
-    """The interface of a model family behind the loop, with a default for what most families share.
+    """The interface of a model family, with the defaults that most families share.
 
     A family sets `process`, `prediction_type`, `lora_targets` and `network`, and writes `encode`, `latent_shape`,
     `schedule`, `predict`, `decode` and `to`. Latents are [B, C, h, w] or [B, C, T, h, w]; others say where the channels
@@ -92,7 +92,7 @@ class ModelAdapter:
     """
 
     pipeline: Any = None
-    """The diffusers pipeline whose parts it uses; None: it has none."""
+    """The diffusers pipeline whose components it uses; None: there is none."""
     process: Process = FlowProcess()
     prediction_type: PredictionType = "velocity"
     network: nn.Module
@@ -102,24 +102,25 @@ class ModelAdapter:
     lora_targets: tuple[str, ...] = ()
     """Module suffixes that a LoRA binds to unless the run names its own."""
     height: int = 64
-    """Of an image, in pixels."""
+    """Height of an image in pixels."""
     width: int = 64
+    """Width of an image in pixels."""
     num_frames: int = 1
-    """Frames of what `decode` gives; 1: images."""
+    """Frames of a decoded video; 1: images."""
     channel_axis: int = 1
     """Axis of the latents [B, ...] that holds the channels: 2 for packed ones [B, tokens, C]."""
     unguided: float = 1.0
-    """Largest scale at which CFG does nothing."""
+    """Largest guidance scale without CFG."""
     distilled: str = ""
     """How the checkpoint was distilled to few steps, in words; empty: it was not."""
     image_limits: tuple[int, int] = (0, 0)
-    """Least and most images that a prompt must and may have; with them `encode` takes RGB images for each prompt."""
+    """Fewest and most reference images of a prompt, RGB, which `encode` takes next to the texts."""
     decodes_with_cond: bool = False
-    """A part of the video is given (a first frame) and not among the latents: `decode` wants the conditions too."""
+    """`decode` needs the conditions: a given part of the video (a first frame) is not among the latents."""
     text_batch: int = 64
     """Most prompts in one forward of the text encoders."""
     unconditional: Condition | None = None
-    """What guidance leads away from, one row, made by `encode`; None: none yet, or the pipeline's own affair."""
+    """Embedding that guidance leads away from, one row, made by `encode`; None: not yet, or kept by the pipeline."""
 
     @property
     def kind(self) -> str:
@@ -127,7 +128,7 @@ class ModelAdapter:
         return type(self if self.pipeline is None else self.pipeline).__name__
 
     def dead_lora_modules(self) -> tuple[str, ...]:
-        """Adapted modules whose output the network never uses: they can have no gradient."""
+        """Adapted modules whose output the network never uses, and which have no gradient."""
         return ()
 
     def encode(self, prompts: Sequence[str], images: Sequence[Sequence[Any]] | None = None) -> Condition:
@@ -138,7 +139,7 @@ class ModelAdapter:
         """Drop the encoders; `encode` raises from then on."""
 
     def condition_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one prompt's embeddings: what `encode` returns, without its first dimension."""
+        """Shapes of one prompt's embeddings: those of `encode` without the first dimension."""
         raise NotImplementedError
 
     def encoder_tokens(self, name: str, encoder: nn.Module) -> int:
@@ -162,18 +163,18 @@ class ModelAdapter:
         raise NotImplementedError
 
     def branches(self, guidance_scale: float) -> int:
-        """Samples that go through the network for each guided one: 2 under CFG."""
+        """Samples through the network for each guided one: 2 under CFG."""
         return 1 + (guidance_scale > self.unguided)
 
     def check_guidance(self, guidance_scale: float) -> None:
-        """Raise ModelError where the checkpoint cannot be guided so."""
+        """Raise ModelError if the checkpoint does not take this guidance scale."""
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         """Raw network output at x [B, ...] and timestep [B] (network units), guided; [B, ...]."""
         raise NotImplementedError
 
     def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
-        """Arguments with which the pipeline's own call draws one prompt as configured."""
+        """Arguments of the pipeline's own call for one prompt, as configured."""
         raise NotImplementedError
 
     def batch_key(self, step_index: int) -> int:
@@ -188,15 +189,15 @@ class ModelAdapter:
         """Clean latents [B, ...] float32 of images, on the adapter's device: `decode` undoes it.
 
         Args:
-            images: [B, 3, H, W] in [0, 1], of the size that the model makes.
-            noise: standard normal, shaped like the latents: a draw of the VAE's posterior, mean + std * noise. None:
-                the mean.
+            images: [B, 3, H, W] in [0, 1], of the model's size.
+            noise: standard normal, shaped like the latents, for a draw mean + std * noise of the VAE's posterior; None:
+                its mean.
 
         Raises:
-            ModelError: the adapter has no encoder, or makes images of another size.
+            ModelError: the adapter has no encoder, or another image size.
         """
         raise ModelError(
-            f"model: {type(self).__name__} makes no latents of pictures, so a method that trains on given pictures "
+            f"model: {type(self).__name__} makes no latents of images, so a method that trains on given images "
             "cannot use it; use a native adapter of an image family (docs/models.md)"
         )
 
@@ -215,41 +216,56 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 
 
 def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tensor) -> Tensor:
-    """Images of clean latents [B, ...]; `rows` [B] are their conditions in `cond`, for adapters that want them."""
+    """Images of clean latents [B, ...]; `rows` [B] are their conditions in `cond`, for adapters that need them."""
     return adapter.decode(latents, cond.index(rows)) if adapter.decodes_with_cond else adapter.decode(latents)
 
 
 def require_image_size(images: Tensor, height: int, width: int) -> None:
-    """Raise ModelError unless pictures [B, 3, H, W] have the size that the model makes."""
+    """Raise ModelError unless images [B, 3, H, W] have the model's size."""
     if images.ndim != 4 or images.shape[1:] != (3, height, width):
         raise ModelError(
-            f"pictures {list(images.shape)} are not [B, 3, {height}, {width}], which the model makes: resize them, "
-            "or set model.height and model.width to their size"
+            f"images {list(images.shape)} are not [B, 3, {height}, {width}], the model's size: resize them, or set "
+            "model.height and model.width to their size"
         )
 
 
 def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:
-    """(h, w), or (T, h, w) of clips, that the tokens of packed latents are read from; None for latents with positions.
+    """(h, w), or (T, h, w) of videos, of packed latents' tokens; None for latents with positions.
 
     Raises:
-        ModelError: the latents are packed, and the adapter does not say where each token lies in the picture.
+        ModelError: the latents are packed, and the adapter does not know their grid.
     """
     grid, shape = adapter.grid(), adapter.latent_shape()
     if grid is not None or len(shape) > 2:
         return grid
     raise ModelError(
-        f"algorithm.spatial: this model's latents are packed to {shape}, and of its class it is not known where each "
-        "token lies in the picture (docs/models.md); set algorithm.spatial=null"
+        f"algorithm.spatial: this model's latents are packed to {shape}, and the places of its class's tokens in the "
+        "image are not known (docs/models.md); set algorithm.spatial=null"
     )
 
 
-def require_channels(network: Any, expected: int) -> None:
-    """Raise ModelError where the network takes more than latents: a variant that paints in or animates a picture."""
-    result = network.config.in_channels
-    if result != expected:
+def network_config(network: nn.Module) -> Mapping[str, Any]:
+    """The configuration that a diffusers network was made from."""
+    config = network.config
+    assert isinstance(config, Mapping)
+    return config
+
+
+def unused_modules(names: Sequence[str], network: nn.Module) -> tuple[str, ...]:
+    """Names of modules in which {last} is the number of the network's last transformer block."""
+    if not names:
+        return ()
+    last = len(list(network.get_submodule("transformer_blocks").children())) - 1
+    return tuple(name.format(last=last) for name in names)
+
+
+def require_channels(network: nn.Module, expected: int) -> None:
+    """Raise ModelError where the network takes more than latents: a variant for inpainting or image to video."""
+    channels = network_config(network)["in_channels"]
+    if channels != expected:
         raise ModelError(
-            f"model.path: this {type(network).__name__} takes {result} channels, not the {expected} of its "
-            "latents, so it wants a picture beside the text; use model.name=generic, or a text-only checkpoint"
+            f"model.path: this {type(network).__name__} takes {channels} channels, not the {expected} of its "
+            "latents, so it needs an image next to the text; use model.name=generic, or a text-only checkpoint"
         )
 
 

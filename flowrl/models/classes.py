@@ -1,8 +1,8 @@
-"""Which adapter takes a model whose name is left out: the native one of its pipeline's class, else the generic one.
+"""The adapter of a model without a name: the native one of its pipeline's class, else the generic one.
 
-A native module declares `PIPELINE`, the class it is written for, and `takes(part)`, whether it can take a checkpoint of
-that class. Only JSON is read: model_index.json, and for a class with a native adapter the configurations of its parts.
-Those of a hub id are downloaded, a few kilobytes, where they are not embedded.
+A native module declares `PIPELINE`, its class, and `takes(part)`, whether it can take a checkpoint of that class. Only
+JSON is read: model_index.json, and for a class with a native adapter the configurations of its components. For a hub
+id that is not embedded they are downloaded, a few kilobytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ GENERIC = "generic"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The adapter of a model, and why it is the one."""
+    """The adapter of a model, and the reason for it."""
 
     name: str
     reason: str
 
 
 def config_folder(path: str) -> Path | None:
-    """Folder here with a model's JSON files: an asset, a pipeline folder, or what is embedded for a hub id."""
+    """Local folder with a model's JSON files: an asset, a pipeline folder, or the embedded files of a hub id."""
     asset, local = asset_folder(path), Path(path).expanduser()
     if asset is not None:
         return asset
@@ -51,10 +51,10 @@ def natives() -> dict[str, str]:
 
 
 def choose(path: str, revision: str | None = None, *, offline: bool = False) -> Choice:
-    """The adapter for `model.path`; `offline` reads the hub's cache here and asks for nothing.
+    """The adapter for `model.path`; `offline` reads the local cache of the hub alone.
 
     Raises:
-        ModelError: nothing there, no pipeline folder, a single file, or a hub id that cannot be reached.
+        ModelError: a path that does not exist, not a pipeline folder, a single file, or a hub id out of reach.
     """
     read = _reader(path, revision, offline=offline)
     kind = _class_name(read)
@@ -71,11 +71,7 @@ def choose(path: str, revision: str | None = None, *, offline: bool = False) -> 
 
 
 def pipeline_class(path: str, revision: str | None = None) -> str:
-    """Name of the pipeline's class of `model.path`.
-
-    Raises:
-        ModelError: as `choose`.
-    """
+    """Name of the pipeline's class of `model.path`; errors as in `choose`."""
     return _class_name(_reader(path, revision, offline=False))
 
 
@@ -90,8 +86,8 @@ def _reader(path: str, revision: str | None, *, offline: bool) -> Callable[[str]
     folder, place = config_folder(path), Path(resolve_path(path))
     if folder is None and place.suffix == ".safetensors":
         raise ModelError(
-            f"model.path={path!r} is a single file, which does not say what pipeline it is of; set model.name to one "
-            f"of {', '.join(sorted(natives().values()))}"
+            f"model.path={path!r} is a single file, which does not name its pipeline; set model.name to one of "
+            f"{', '.join(sorted(natives().values()))}"
         )
     if folder is None:
         require_folder(path)
@@ -99,12 +95,12 @@ def _reader(path: str, revision: str | None, *, offline: bool) -> Callable[[str]
     def read(name: str) -> dict[str, Any]:
         file = folder / name if folder is not None else _download(path, name, revision, offline=offline)
         try:
-            result = json.loads(file.read_text(encoding="utf-8"))
+            values = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={path!r}: its {name} cannot be read: {error}") from None
-        if not isinstance(result, dict):
+        if not isinstance(values, dict):
             raise ModelError(f"model.path={path!r}: its {name} holds no JSON object")
-        return result
+        return values
 
     return read
 
@@ -119,14 +115,14 @@ def _download(path: str, name: str, revision: str | None, *, offline: bool) -> P
             if not offline:
                 return Path(hf_hub_download(path, name, revision=revision))
             # hf_hub_download(local_files_only=True) sends a request all the same, for its user agent.
-            result = try_to_load_from_cache(path, name, revision=revision)
-            if not isinstance(result, str):
+            file = try_to_load_from_cache(path, name, revision=revision)
+            if not isinstance(file, str):
                 raise LocalEntryNotFoundError(name)
-            return Path(result)
+            return Path(file)
     except ModelError as error:
         if isinstance(error.__cause__, LocalEntryNotFoundError):
-            asked = "a plan asks the hub for nothing" if offline else "the hub cannot be reached"
-            reason = f"model.path={path!r}: {asked}, and {name} is not in its cache here"
+            hub = "a plan sends no request to the hub" if offline else "the hub cannot be reached"
+            reason = f"model.path={path!r}: {hub}, and {name} is not in its local cache"
         elif isinstance(error.__cause__, EntryNotFoundError):
             reason = f"model.path={path!r}: the hub's repository has no {name}"
         else:

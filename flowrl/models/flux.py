@@ -1,10 +1,10 @@
 """FLUX.1: FluxPipeline called part by part, on packed latents [B, tokens, 64].
 
-Process: flow, velocity prediction. timestep = 1000 sigma. `guidance_scale` is the value that distilled checkpoints
-embed (FLUX.1-dev: 3.5) and costs no second forward; a checkpoint without that input (schnell) does not see it, as in
-the pipeline. True CFG is a second thing, `model.true_cfg_scale`, the same in rollout, training and evaluation. Text:
-pooled CLIP, and T5 without a mask, so its padding is part of the input. In bfloat16 the network rounds its timestep to
-8 bits, here as in the pipeline.
+Process: flow, velocity prediction. timestep = 1000 sigma. `guidance_scale` is embedded by distilled checkpoints
+(FLUX.1-dev: 3.5) and costs no second forward; a checkpoint without that input (schnell) ignores it, as the pipeline
+does. True CFG is separate: `model.true_cfg_scale`, the same in rollout, training and evaluation. Text: pooled CLIP, and
+T5 without a mask, so its padding is part of the input. In bfloat16 the network rounds its timestep to 8 bits, as in the
+pipeline.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.types import Condition
-from flowrl.diffusion.schedules import Schedule
 from flowrl.models._native import Family, FlowConfig, Native
-from flowrl.models._packed import grid_schedule, with_shift
 from flowrl.models.base import autocast
 from flowrl.models.guidance import guided
 
@@ -44,9 +42,9 @@ LEVEL = "tested"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(FlowConfig):
     true_cfg_scale: float = 1.0
-    """Classifier-free guidance besides the embedded value; 1: none."""
+    """Scale of classifier-free guidance in addition to the embedded value; 1: none."""
     negative_prompt: str = ""
-    """What true CFG guides away from."""
+    """Prompt that true CFG leads away from."""
 
     def __post_init__(self) -> None:
         FlowConfig.__post_init__(self)
@@ -69,15 +67,7 @@ class Flux(Native):
     def negative(self) -> Condition | None:
         return super().negative() if self.config.true_cfg_scale > 1 else None
 
-    def schedule(self, num_inference_steps: int) -> Schedule:
-        tokens, _ = self.latent_shape()
-        return grid_schedule(self.pipeline.scheduler, num_inference_steps, tokens, self.config.shift)
-
-    def scheduler(self) -> Any:
-        return with_shift(self.pipeline.scheduler, self.config.shift)
-
     def branches(self, guidance_scale: float) -> int:
-        """Forwards per sample: the embedded value needs no second one."""
         return 1 + (self.config.true_cfg_scale > 1)
 
     def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
@@ -95,7 +85,7 @@ class Flux(Native):
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         embeds = cond["prompt_embeds"]
         guidance = None
-        if self.network.config.guidance_embeds:
+        if self.settings["guidance_embeds"]:
             guidance = torch.full((len(x),), guidance_scale, device=x.device)
         with autocast(self.device, self.dtype):
             return self.network(
@@ -106,7 +96,7 @@ class Flux(Native):
                 encoder_hidden_states=embeds,
                 txt_ids=torch.zeros(embeds.shape[1], 3, device=x.device),
                 # The pipeline's own positions have no public name.
-                img_ids=self.pipeline._prepare_latent_image_ids(len(x), *self.grid(), x.device, torch.float32),
+                img_ids=self.pipeline._prepare_latent_image_ids(len(x), *self.tokens(), x.device, torch.float32),
                 return_dict=False,
             )[0]
 

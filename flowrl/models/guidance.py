@@ -1,4 +1,4 @@
-"""Classifier-free guidance, for the families whose network does not do it itself."""
+"""Classifier-free guidance, for families whose network does not embed it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def guided(
         unconditional: one row.
         guidance_scale: s.
         combine: (unconditional output, conditional output, s) -> output, each [B, ...].
-        separate: two forwards instead of one on a doubled batch (unconditional half first): where texts differ in
-            length, and where a rollout of large latents would not fit twice.
+        separate: two forwards instead of one on a doubled batch (unconditional half first), for texts of different
+            lengths and for latents too large to fit twice.
 
     Raises:
-        ModelError: there is nothing to guide away from.
+        ModelError: `unconditional` is None.
     """
     if guidance_scale <= 1:
         return forward(x, timestep, cond)

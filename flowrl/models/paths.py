@@ -1,4 +1,4 @@
-"""A model's path: an embedded asset, a folder, a single file or a hub id; and what is wrong with it."""
+"""A model's path: an embedded asset, a folder, a single file or a hub id; and the reasons why it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from flowrl.core import assets
 from flowrl.core.errors import ModelError
@@ -20,7 +21,7 @@ def resolve_path(path: str) -> str:
     """A path as diffusers wants it: the folder of an asset, an existing local path, or the hub id itself.
 
     Raises:
-        ModelError: it looks like a local path and is not there, or is a pickle.
+        ModelError: a local path that does not exist, or a pickle.
     """
     asset = asset_folder(path)
     if asset is not None:
@@ -45,21 +46,29 @@ def lacks(kind: str, component: str) -> str:
     )
 
 
-def require_folder(path: str) -> None:
-    """Raise ModelError where a local path is no whole pipeline; hub ids and single files pass."""
+def pipeline_index(folder: Path) -> dict[str, Any]:
+    """The model_index.json of a folder; empty without one."""
+    file = folder / "model_index.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def require_folder(path: str, kind: str | None = None) -> None:
+    """Raise ModelError where a local path is not a whole pipeline, or not one of class `kind`.
+
+    Hub ids and single files pass.
+    """
     folder = Path(resolve_path(path))
     if not folder.exists() or folder.suffix == ".safetensors":
         return
-    index = folder / "model_index.json"
-    if not index.is_file():
-        raise ModelError(
-            f"model.path={path!r} is no pipeline folder: it has no model_index.json; give the folder that "
-            "save_pretrained() of a pipeline wrote, or a hub id"
-        )
     try:
-        parts = json.loads(index.read_text(encoding="utf-8"))
+        parts = pipeline_index(folder)
     except ValueError as error:
         raise ModelError(f"model.path={path!r}: its model_index.json cannot be read: {error}") from None
+    if not parts:
+        raise ModelError(
+            f"model.path={path!r} is not a pipeline folder: it has no model_index.json; give the folder that "
+            "save_pretrained() of a pipeline wrote, or a hub id"
+        )
     listed = [name for name, value in parts.items() if isinstance(value, list) and len(value) == 2 and value[0]]
     missing = [name for name in listed if not (folder / name).is_dir()]
     if missing:
@@ -67,20 +76,21 @@ def require_folder(path: str) -> None:
             f"model.path={path!r}: its model_index.json names {missing[0]!r}, but there is no folder "
             f"{missing[0]!r}; copy the whole pipeline"
         )
+    if kind is not None and parts.get("_class_name") != kind:
+        raise ModelError(
+            f"model.path={path!r} is a {parts.get('_class_name')}, and this adapter is for {kind}; leave model.name "
+            "out, and the class decides"
+        )
 
 
 def null_components(path: str) -> dict[str, None]:
-    """Parts that a local folder's model_index.json declares absent; diffusers wants them said explicitly."""
-    file = Path(path) / "model_index.json"
-    if not file.is_file():
-        return {}
-    index = json.loads(file.read_text(encoding="utf-8"))
-    return {name: None for name, value in index.items() if value == [None, None]}
+    """Components that a local folder's model_index.json declares null; diffusers takes them as explicit arguments."""
+    return {name: None for name, value in pipeline_index(Path(path)).items() if value == [None, None]}
 
 
 @contextmanager
 def loading(key: str, path: str) -> Iterator[None]:
-    """Turn what a hub, a folder or a file can raise into one ModelError that names the key and the remedy."""
+    """Turn the errors of a hub, a folder or a file into one ModelError that names the key and the remedy."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
     from safetensors import SafetensorError
 

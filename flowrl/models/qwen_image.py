@@ -1,9 +1,9 @@
 """Qwen-Image: QwenImagePipeline called part by part, on packed latents [B, tokens, 64].
 
 Process: flow, velocity prediction. timestep = 1000 sigma. `guidance_scale` is the pipeline's true_cfg_scale (<= 1:
-none): two forwards, and the guided prediction is given the length of the conditional one, token by token. Text: the
-hidden states of a vision-language model, as long as each prompt; a batch is padded with zeros under a mask, so a
-prompt does not see its neighbours.
+none): two forwards, and the guided prediction gets the norm of the conditional one, token by token. Text: the hidden
+states of a vision-language model, as long as each prompt; a batch is padded with zeros under a mask, so a prompt does
+not see its neighbours.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.types import Condition
-from flowrl.diffusion.schedules import Schedule
 from flowrl.models._native import Family, FlowConfig, Native, decoded_frames
-from flowrl.models._packed import grid_schedule, with_shift
 from flowrl.models.base import ModelAdapter, autocast
 from flowrl.models.guidance import classifier_free, guided
 
@@ -45,11 +43,11 @@ LEVEL = "tested"
 class Config(FlowConfig):
     LONGEST: ClassVar[int] = 1024
     negative_prompt: str = ""
-    """What guidance leads away from."""
+    """Prompt that guidance leads away from."""
 
 
 def renormalised(negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
-    """u + s (c - u) with the length of c, token by token; all [B, tokens, C], the result float32."""
+    """u + s (c - u) with the norm of c, token by token; all [B, tokens, C], the result float32."""
     negative, positive = negative.float(), positive.float()
     combined = classifier_free(negative, positive, guidance_scale)
     return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
@@ -61,31 +59,25 @@ class QwenImage(Native):
     patch = 2
     # The text encoder makes, and throws away, logits over 152,064 words for every token: 0.16 GB a prompt in bfloat16.
     text_batch = 8
-
-    def dead_lora_modules(self) -> tuple[str, ...]:
-        # The text tokens are dropped after the last block: what it makes of them reaches nothing.
-        last = len(self.network.transformer_blocks) - 1
-        unused = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
-        return tuple(f"transformer_blocks.{last}.{name}" for name in unused)
+    # The text tokens are dropped after the last block.
+    unused = (
+        "transformer_blocks.{last}.attn.add_q_proj",
+        "transformer_blocks.{last}.attn.to_add_out",
+        "transformer_blocks.{last}.txt_mlp.net.0.proj",
+        "transformer_blocks.{last}.txt_mlp.net.2",
+    )
 
     def encode(self, prompts: Sequence[str], images: Sequence[Sequence[Any]] | None = None) -> Condition:
         starts = range(0, len(prompts), self.text_batch)
         return Condition.collate([super(QwenImage, self).encode(prompts[k : k + self.text_batch]) for k in starts])
 
     def texts(self, prompts: list[str]) -> Condition:
-        # No longer than the pipeline's own call would keep; the mask is None where nothing is padded.
+        # Cut to the length of the pipeline's own call; the mask is None where nothing is padded.
         embeds, mask = self.pipeline.encode_prompt(
             prompt=prompts, device=self.device, max_sequence_length=self.config.max_sequence_length
         )
         lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(dim=1).tolist()
         return Condition({"prompt_embeds": [row[:length] for row, length in zip(embeds, lengths, strict=True)]})
-
-    def schedule(self, num_inference_steps: int) -> Schedule:
-        tokens, _ = self.latent_shape()
-        return grid_schedule(self.pipeline.scheduler, num_inference_steps, tokens, self.config.shift)
-
-    def scheduler(self) -> Any:
-        return with_shift(self.pipeline.scheduler, self.config.shift)
 
     def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
         call = super().own_call(steps, guidance_scale)
@@ -96,16 +88,8 @@ class QwenImage(Native):
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         # Two forwards: on one doubled batch the negative prompt would be padded to the longest of the others.
-        return guided(
-            self._forward,
-            x,
-            timestep,
-            cond,
-            self.unconditional,
-            guidance_scale,
-            combine=renormalised,
-            separate=True,
-        )
+        options = {"combine": renormalised, "separate": True}
+        return guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale, **options)
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
         rows = list(cond["prompt_embeds"])
@@ -119,13 +103,13 @@ class QwenImage(Native):
                 timestep=timestep / 1000,
                 encoder_hidden_states=nn.utils.rnn.pad_sequence(rows, batch_first=True),
                 encoder_hidden_states_mask=mask,
-                img_shapes=[[(1, *self.grid())]] * len(x),
+                img_shapes=[[(1, *self.tokens())]] * len(x),
                 return_dict=False,
             )[0]
 
     @torch.no_grad()
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
-        # Its VAE is one for videos: an image is a video of one frame.
+        # The VAE is for videos: an image is a video of one frame.
         return decoded_frames(self.pipeline.vae, self.unpacked(latents))[:, 0]
 
     encode_images = ModelAdapter.encode_images

@@ -1,9 +1,9 @@
-"""Applies `model.memory` and `model.attention` to a pipeline, for every adapter alike: the libraries' own switches.
+"""`model.memory` and `model.attention` applied to a pipeline, the same for every adapter: the libraries' own switches.
 
 before loading      check_available, quantization
 in the adapter      switch_on: checkpointing, VAE slicing and tiling, attention
 with its LoRA       cast_frozen
-on its device       place: group offload; one small attention, to see that the backend works and has a gradient
+on its device       place: group offload; one small attention, a test of the backend and its gradient
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from flowrl.models.base import ModelConfig, torch_dtype
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-"""Options of `memory.layerwise_casting` -> the type that weights are stored in."""
+"""Options of `memory.layerwise_casting` -> the type of the stored weights."""
 _PLAIN_ATTENTION = ("AttnProcessor", "AttnProcessor2_0", "JointAttnProcessor2_0")
 _INSTALL = {"flash": "flash-attn --no-build-isolation", "xformers": "'flowrl[xformers]'"}
 """First word of a backend's name -> what pip installs."""
 
 
 def check_available(config: ModelConfig) -> None:
-    """Raise ModelError where an option needs what is not on this machine."""
+    """Raise ModelError where an option needs a package or a device that this machine lacks."""
     if config.memory.quantize is not None:
         package = "torchao" if config.memory.quantize == "int8" else "bitsandbytes"
         if importlib.util.find_spec(package) is None:
@@ -57,13 +57,13 @@ def _check_backend(name: str) -> None:
 
 
 def require_known(name: str) -> None:
-    """Raise ModelError unless diffusers has a backend of that name that can train and is no download."""
+    """Raise ModelError unless diffusers has a backend of that name that can train and is installed."""
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     known = [backend.value for backend in AttentionBackendName]
     offered = [n for n in known if not (n.endswith("_hub") or "sage" in n)]
     if name not in known:
-        raise ModelError(f"model.attention={name!r} is no backend of diffusers; there are: {', '.join(offered)}")
+        raise ModelError(f"model.attention={name!r} is not a backend of diffusers; there are: {', '.join(offered)}")
     if name.endswith("_hub"):
         raise ModelError(
             f"model.attention={name!r} would download and run a compiled kernel from the hub; install the kernel's "
@@ -80,7 +80,8 @@ def quantization(pipeline_class: Any, path: str, config: ModelConfig) -> dict[st
     """Options of `from_pretrained` that load the denoisers' linear weights in few bits; none by default."""
     if config.memory.quantize is None:
         return {}
-    from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
+    from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
+    from diffusers.quantizers.quantization_config import BitsAndBytesConfig, TorchAoConfig
 
     if path.endswith(".safetensors"):
         raise ModelError(
@@ -100,13 +101,16 @@ def quantization(pipeline_class: Any, path: str, config: ModelConfig) -> dict[st
 
 
 def switch_on(pipeline: Any, networks: Iterable[nn.Module], config: ModelConfig) -> None:
-    """Set what is set once: in the denoisers checkpointing and attention, in the VAE slicing and tiling.
+    """Set the denoisers' checkpointing and attention, and the VAE's slicing and tiling.
 
     Raises:
-        ModelError: a part has not the switch.
+        ModelError: a part lacks the switch.
     """
+    from diffusers.models.modeling_utils import ModelMixin
+
     for network in networks:
         if config.gradient_checkpointing:
+            assert isinstance(network, ModelMixin)
             network.enable_gradient_checkpointing()
         if config.attention is not None:
             _set_attention(network, config.attention)
@@ -126,11 +130,11 @@ def switch_on(pipeline: Any, networks: Iterable[nn.Module], config: ModelConfig)
 def _set_attention(network: Any, name: str) -> None:
     from diffusers.models.attention_dispatch import attention_backend
 
-    # diffusers makes the backend of one network that of all; a VAE in float32 could not follow.
+    # diffusers sets the backend of one network for all; a VAE in float32 could not take it.
     with attention_backend("native"):
         network.set_attention_backend(name)
     processors = [p for m in network.modules() if (p := getattr(m, "processor", None)) is not None]
-    # The only sign that a processor goes through diffusers' backends.
+    # The only mark of a processor that uses diffusers' backends.
     if any(hasattr(p, "_attention_backend") for p in processors):
         return
     kinds = {type(p).__name__ for p in processors}
@@ -147,9 +151,9 @@ def _set_attention(network: Any, name: str) -> None:
 
 
 def cast_frozen(networks: Iterable[Any], config: ModelConfig) -> None:
-    """Store frozen linear weights in 8 bits, after the adapters are there: those stay as they are, and so do norms.
+    """Store frozen linear weights in 8 bits; called after the adapters are attached, which keep their type like norms.
 
-    Convolutions too: their backward pass keeps the weight itself, which has another type by then.
+    Convolutions keep theirs too: their backward pass holds the weight itself, which has another type by then.
     """
     if config.memory.layerwise_casting is None:
         return
@@ -170,7 +174,7 @@ def offloaded(pipeline: Any, config: ModelConfig) -> list[str]:
 
 
 def place(pipeline: Any, config: ModelConfig, device: torch.device) -> None:
-    """Move the pipeline to its device, but for the parts that visit it leaf by leaf.
+    """Move the pipeline to its device, except the parts that are offloaded.
 
     Raises:
         ModelError: there is no device to offload from, or the attention backend does not work on it.
@@ -194,26 +198,25 @@ def place(pipeline: Any, config: ModelConfig, device: torch.device) -> None:
 
 
 def offload(part: nn.Module, device: torch.device) -> None:
-    """Keep a frozen part in host memory; each leaf comes to `device` for its own forward.
+    """Keep a frozen part in host memory; each leaf moves to `device` for its own forward.
 
-    By leaf, since the hooks follow forward(): a VAE is entered through decode(), where larger groups would stay away.
+    By leaf, since the hooks follow forward(): larger groups of a VAE, which is called by decode(), would not move.
     """
-    from diffusers.hooks import apply_group_offloading
+    from diffusers.hooks.group_offloading import apply_group_offloading
 
     apply_group_offloading(part, onload_device=device, offload_device=torch.device("cpu"), offload_type="leaf_level")
 
 
 def probe_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ModelError unless the backend works here, has a gradient and agrees with torch's own attention."""
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 
-    # float16 and bfloat16 are what the kernels are made for; a float32 run asks for float32.
     drawn = torch.randn(3, 1, 16, 2, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     results = []
-    for backend in (name, "native"):
+    for backend in (AttentionBackendName(name), AttentionBackendName.NATIVE):
         given = drawn.clone().requires_grad_()
         try:
-            output = dispatch_attention_fn(*given, backend=backend)
+            output = dispatch_attention_fn(given[0], given[1], given[2], backend=backend)
             (gradient,) = torch.autograd.grad(output.float().square().sum(), given)
         except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
             reason = (str(error).splitlines() or [""])[0]

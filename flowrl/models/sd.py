@@ -3,7 +3,7 @@
 Process: VP, predicting eps (1.x, 2.x at 512 px) or v (2.x at 768 px); grids and distilled checkpoints: models/_unet.py.
 timestep is that of training, 0..999. `guidance_scale` is the pipeline's own CFG scale (<= 1: none); of a consistency
 model the value that is embedded. Text: CLIP, 77 tokens; 2.x has OpenCLIP's with its last layer left out, which is how
-its checkpoints are stored. The safety checker is not loaded: it would blacken what the rewards are to see.
+its checkpoints are stored. The safety checker is not loaded: it would blacken images before they are scored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Config(UNetConfig):
 class Clip:
     """The pipeline's one text encoder."""
 
-    pooled = None
+    pooled: int | None = None
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline, encoder = pipeline, pipeline.text_encoder

@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
-from flowrl.diffusion.schedules import Schedule
 from flowrl.models._native import Family, Native
 from flowrl.models.base import ModelConfig, autocast
 from flowrl.models.guidance import guided
@@ -45,6 +43,10 @@ class Config(ModelConfig):
 class Sd3(Native):
     lora_targets = LORA_TARGETS
     pooled_width = "pooled_projection_dim"
+    even_sigmas = False
+    max_shift = 1.16
+    # The last block drops its text tokens, and so the result of their queries.
+    unused = ("transformer_blocks.{last}.attn.add_q_proj",)
 
     def __init__(self, pipeline: Any, config: Config) -> None:
         Native.__init__(self, pipeline, config)
@@ -55,12 +57,7 @@ class Sd3(Native):
         # Whole patches, and no longer than the table of position embeddings.
         default, scale, _ = super().sides()
         unit = scale * self.pipeline.patch_size
-        return default, unit, self.network.config.pos_embed_max_size * unit
-
-    def dead_lora_modules(self) -> tuple[str, ...]:
-        # The last block drops its text tokens, so their queries reach nothing.
-        last = len(self.network.transformer_blocks) - 1
-        return (f"transformer_blocks.{last}.attn.add_q_proj",)
+        return default, unit, self.settings["pos_embed_max_size"] * unit
 
     def texts(self, prompts: list[str]) -> Condition:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
@@ -79,31 +76,6 @@ class Sd3(Native):
     @property
     def text_tokens(self) -> int:
         return self._clip_tokens + self.config.max_sequence_length
-
-    def schedule(self, num_inference_steps: int) -> Schedule:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-
-        if not isinstance(self.pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
-            kind = type(self.pipeline.scheduler).__name__
-            raise ModelError(
-                f"{kind} is not the family's FlowMatchEulerDiscreteScheduler; load the pipeline with that one, or use "
-                "model.name=generic"
-            )
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.pipeline.scheduler.config)
-        options = {}
-        if scheduler.config.get("use_dynamic_shifting"):
-            scale, patch, values = self.pipeline.vae_scale_factor, self.pipeline.patch_size, scheduler.config
-            tokens = (self.height // scale // patch) * (self.width // scale // patch)
-            options["mu"] = calculate_shift(
-                tokens,
-                values.get("base_image_seq_len", 256),
-                values.get("max_image_seq_len", 4096),
-                values.get("base_shift", 0.5),
-                values.get("max_shift", 1.16),
-            )
-        scheduler.set_timesteps(num_inference_steps, **options)
-        return Schedule(sigmas=scheduler.sigmas.float().cpu(), timesteps=scheduler.timesteps.float().cpu())
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         return guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale)

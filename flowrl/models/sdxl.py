@@ -2,9 +2,9 @@
 
 Process: VP; grids and distilled checkpoints: models/_unet.py. timestep is that of training, 0..999. `guidance_scale` is
 the pipeline's own CFG scale (<= 1: none); of a consistency model the value that is embedded. Text: the last but one
-layers of CLIP and of OpenCLIP beside each other, OpenCLIP's pooled embedding, and the picture's size. Without a
-negative prompt guidance leads away from zeros where the checkpoint says so (force_zeros_for_empty_prompt). The VAE
-decodes in float32; its published weights overflow in float16, and so need no fp16-fix here (`model.vae` takes one).
+layers of CLIP and of OpenCLIP side by side, OpenCLIP's pooled embedding, and the image's size. Without a negative
+prompt guidance leads away from zeros if the checkpoint has force_zeros_for_empty_prompt. The VAE decodes in float32, so
+its published weights, which overflow in float16, need no fp16-fix (`model.vae` takes one).
 Refiners are refused: they start from another model's latents.
 """
 
@@ -23,7 +23,7 @@ from flowrl.models._unet import UNet, UNetConfig, on_noise
 from flowrl.models.paths import lacks
 
 LEVEL = "tested"
-SIZES = 6  # what the network is told of the image: UNet.sizes
+SIZES = 6  # inputs of the network about the image's size: UNet.sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Config(UNetConfig):
 
 
 class TwoClips:
-    """The pipeline's two text encoders beside each other, and the image's size."""
+    """The pipeline's two text encoders side by side, and the image's size."""
 
     def __init__(self, pipeline: Any) -> None:
         for name in ("text_encoder", "text_encoder_2"):
@@ -43,7 +43,7 @@ class TwoClips:
         self.pooled = pipeline.text_encoder_2.config.projection_dim
         if not _sized(pipeline.unet.config, self.pooled):
             raise ModelError(
-                "model.path: this UNet is told other sizes than the picture's, as a refiner is, which starts from "
+                "model.path: this UNet takes other sizes than the image's, as a refiner does, which starts from "
                 "another model's latents; use the base checkpoint"
             )
 
@@ -69,7 +69,7 @@ def sdxl(pipeline: Any, config: Config) -> UNet:
 
 
 def _sized(unet: Any, pooled: int) -> bool:
-    """Whether the network is told the six sizes of a base checkpoint."""
+    """Whether the network takes the six sizes of a base checkpoint."""
     return unet.get("projection_class_embeddings_input_dim") == SIZES * unet.get("addition_time_embed_dim", 0) + pooled
 
 

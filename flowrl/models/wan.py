@@ -1,8 +1,8 @@
 """Wan 2.1 and 2.2 from text: WanPipeline called part by part, on latents [B, 16, T, h, w] in float32.
 
 Process: flow, velocity prediction. timestep = 1000 sigma, as the scheduler rounds it. `guidance_scale` is the
-pipeline's own CFG scale (<= 1: none): two forwards, so that a rollout holds no clip twice. Text: UMT5, each prompt
-padded with zeros. F frames have T = (F - 1) / 4 + 1 latent frames; one frame is a picture and is decoded as one.
+pipeline's own CFG scale (<= 1: none): two forwards, so that a rollout holds no video twice. Text: UMT5, each prompt
+padded with zeros. F frames have T = (F - 1) / 4 + 1 latent frames; one frame is decoded as an image.
 Wan 2.2 has two experts, both trained: `transformer` down to the boundary, `transformer_2` below it.
 """
 
@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor  # there is no public name
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._experts import Experts
 from flowrl.models._native import Family, FlowConfig, Native, Part, decoded_frames
 from flowrl.models._schedulers import path_of, schedule_of
 from flowrl.models.base import ModelAdapter, autocast
@@ -38,7 +37,7 @@ class Config(FlowConfig):
     guidance_scale_2: float | None = None
     """CFG scale of the second expert (Wan 2.2), wherever there is guidance; null: that of the first."""
     negative_prompt: str = ""
-    """What guidance leads away from."""
+    """Prompt that guidance leads away from."""
 
     @property
     def frames(self) -> int:
@@ -67,20 +66,20 @@ class Wan(Native):
             raise ModelError(f"model.guidance_scale_2={config.guidance_scale_2}: this model has no second expert")
         if any(part is None for part in experts.values()):
             raise ModelError("this Wan model leaves out one of its transformers; give a complete pipeline folder")
-        Native.__init__(self, pipeline, config, Experts(experts) if len(experts) > 1 else None)
+        Native.__init__(self, pipeline, config, nn.ModuleDict(experts) if len(experts) > 1 else None)
         self.num_frames = config.num_frames
         self._check_frames()
 
     def sides(self) -> tuple[tuple[int, int], int, int | None]:
-        return (480, 832), self.pipeline.vae_scale_factor_spatial * self.network.config.patch_size[-1], None
+        return (480, 832), self.pipeline.vae_scale_factor_spatial * self.settings["patch_size"][-1], None
 
     @property
     def experts(self) -> dict[str, nn.Module]:
-        """The denoisers by their names in the pipeline: read off `network`, which a cheaper copy may stand in for."""
+        """The denoisers by component name; read from `network`, which a cheaper copy may replace."""
         return component_names(self.network)
 
     def _check_frames(self) -> None:
-        """Whole latent frames behind the first."""
+        """Whole latent frames after the first."""
         step, frames = self.pipeline.vae_scale_factor_temporal, self.num_frames
         if frames < 1 or (frames - 1) % step:
             near = max(round((frames - 1) / step), 0) * step + 1
@@ -98,7 +97,7 @@ class Wan(Native):
     def latent_shape(self) -> tuple[int, ...]:
         frames = (self.num_frames - 1) // self.pipeline.vae_scale_factor_temporal + 1
         scale = self.pipeline.vae_scale_factor_spatial
-        return (self.network.config.in_channels, frames, self.height // scale, self.width // scale)
+        return (self.settings["in_channels"], frames, self.height // scale, self.width // scale)
 
     def schedule(self, num_inference_steps: int) -> Schedule:
         """The scheduler's grid; its multistep solver (UniPC) is not used."""
@@ -145,8 +144,8 @@ class Wan(Native):
 
         def forward(x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
             if self.pipeline.config.expand_timesteps:
-                # Wan 2.2 5B takes one per token, all alike where there is no first frame to keep.
-                patch = expert.config.patch_size
+                # Wan 2.2 5B takes one per token, all equal without a given first frame.
+                patch = self.settings["patch_size"]
                 tokens = (x.shape[2] // patch[0]) * (x.shape[3] // patch[1]) * (x.shape[4] // patch[2])
                 timestep = timestep[:, None].expand(-1, tokens)
             with autocast(self.device, self.dtype):

@@ -10,15 +10,19 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from flowrl.core.errors import ModelError
-from flowrl.models._experts import Experts
 from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig
 from flowrl.models.savings import cast_frozen
+
+if TYPE_CHECKING:
+    from diffusers.loaders.peft import PeftAdapterMixin
+    from peft import LoraConfig
 
 ADAPTER = "default"
 
@@ -29,17 +33,17 @@ def lora_file(path: Path) -> Path:
 
 
 def component_names(network: nn.Module) -> dict[str, nn.Module]:
-    """Denoisers by the name that a pipeline gives them: one, or those of a family with several experts."""
-    if isinstance(network, Experts):
+    """Denoisers by component name: one, or the experts of a ModuleDict."""
+    if isinstance(network, nn.ModuleDict):
         return dict(network.items())
     return {"unet" if "UNet" in type(network).__name__ else "transformer": network}
 
 
 def lora_places(path: Path, components: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, Path]]:
-    """(name that the file uses, network, folder or file) of each denoiser.
+    """(name inside the file, network, folder or file) of each denoiser.
 
-    diffusers has one LoRA file an expert, all of them under the name `transformer`: the first lies in `path`,
-    others in a folder of their own, for `load_lora_weights(path / "transformer_2", load_into_transformer_2=True)`.
+    diffusers has one LoRA file per expert, each under the name `transformer`: the first in `path`, others in their own
+    folders, for `load_lora_weights(path / "transformer_2", load_into_transformer_2=True)`.
     """
     for number, (name, network) in enumerate(components.items()):
         yield (name, network, path) if number == 0 else ("transformer", network, path / name)
@@ -58,14 +62,16 @@ def read_lora(file: Path, component: str = "transformer") -> tuple[dict[str, Ten
 
 
 def order_header(file: Path) -> None:
-    """Write the header of a .safetensors with its metadata in alphabetical order, in place: equal weights are then
-    equal files. The library keeps them in a hash map, whose order differs from call to call."""
+    """Sort the metadata in the header of a .safetensors, in place, so that equal weights are equal files.
+
+    The library keeps them in a hash map, whose order differs from call to call.
+    """
     with file.open("r+b") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
         header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-        # The same content in another order is no longer; were it, the tensors behind it would be overwritten.
+        # A longer header would overwrite the tensors after it; the same content in another order is not longer.
         if len(text) > length:
             raise ValueError(f"{file}: its header would grow from {length} to {len(text)} bytes")
         stream.seek(8)
@@ -78,7 +84,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def _rank(tensors: dict[str, Tensor]) -> int | None:
-    """Of a LoRA that does not say it: rows of its first A; None where it has none."""
+    """Rank of a LoRA without settings: the rows of its first A; None without an A."""
     return next((len(value) for name, value in sorted(tensors.items()) if name.endswith(".lora_A.weight")), None)
 
 
@@ -86,26 +92,27 @@ class Weights:
     """The trainable parameters of a denoiser.
 
     Args:
-        network: the denoiser; frozen and trainable parts are set here.
+        network: the denoiser; its parameters are frozen or made trainable here.
         lora: adapter settings, or None for full fine-tuning.
         targets: module suffixes the adapter binds to, unless `lora` names its own.
-        seed: of the adapter's initial values.
+        seed: seed of the adapter's initial values.
     """
 
     sparse = False
-    """Whether a parameter without gradient rests: no decay, and its moments as they were."""
+    """Whether a parameter without gradient rests: no decay, unchanged moments."""
 
     def __init__(self, network: nn.Module, lora: LoraSettings | None, targets: tuple[str, ...], seed: int) -> None:
         self.network, self.lora = network, lora
         self.components = component_names(network)
         # `fully_shard` renames the classes of the modules it splits.
         self._classes: dict[str, Any] = {name: type(part) for name, part in self.components.items()}
+        self._adapted: list[PeftAdapterMixin] = []
         self.copies: dict[str, dict[str, Tensor]] = {}
         if lora is None:
             network.requires_grad_(True).float()
         else:
             network.requires_grad_(False)
-            self._attach(lora, list(lora.targets or targets), seed)
+            self._lora_config = self._attach(lora, list(lora.targets or targets), seed)
         self.bind()
         if not self.parameters:
             raise ModelError("no trainable parameter: the adapter binds to no module")
@@ -113,44 +120,44 @@ class Weights:
             parameter.data = parameter.data.float()
 
     def bind(self) -> None:
-        """Take the trainable parameters from the network; once more when it was split, which makes them anew."""
+        """Collect the trainable parameters of the network; again after it was split, which replaces them."""
         self.parameters = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-        # What this process has of each: the parameter itself, or its rows where the trained weights are split.
+        # This process's part of each: the parameter itself, or its rows where the trained weights are split.
         self.values = {name: full_tensor(p) for name, p in self.parameters.items()}
         self.split = any(self.values[name] is not p for name, p in self.parameters.items())
 
-    def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> None:
+    def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> LoraConfig:
+        from diffusers.loaders.peft import PeftAdapterMixin
         from peft import LoraConfig
 
+        kind = type(next(iter(self.components.values()))).__name__
         for network in self.components.values():
-            if not hasattr(network, "add_adapter"):
-                raise ModelError(
-                    f"{type(network).__name__} takes no LoRA in diffusers; train its full weights with model.lora=null"
-                )
+            if not isinstance(network, PeftAdapterMixin):
+                raise ModelError(f"{kind} takes no LoRA in diffusers; train its full weights with model.lora=null")
+            self._adapted.append(network)
         if not targets:
             raise ModelError(
-                f"{type(self.network).__name__} has no attention projection under the usual names: "
-                "give module name suffixes in model.lora.targets"
+                f"{kind} has no attention projection under the usual names: give module name suffixes in "
+                "model.lora.targets"
             )
-        config = LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            target_modules=targets,
-            init_lora_weights="gaussian",
-        )
+        # A dictionary, since peft declares alpha an integer and takes any number.
+        options: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": targets}
+        config = LoraConfig(**options, init_lora_weights="gaussian")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
-                self.network.add_adapter(config, adapter_name=ADAPTER)
+                for network in self._adapted:
+                    network.add_adapter(config, adapter_name=ADAPTER)
             except ValueError as error:
                 raise ModelError(
-                    f"model.lora.targets={targets} binds to no module of {type(self.network).__name__}; give "
-                    f"suffixes of its modules' names, or null for the family's own list ({error})"
+                    f"model.lora.targets={targets} binds to no module of {kind}; give suffixes of its modules' names, "
+                    f"or null for the family's own list ({error})"
                 ) from error
         adapted = [name.partition(".lora_A.")[0] for name, _ in self.network.named_parameters() if ".lora_A." in name]
         for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name in adapted):
-                raise ModelError(f"model.lora.targets: {target!r} binds to no module of {type(self.network).__name__}")
+                raise ModelError(f"model.lora.targets: {target!r} binds to no module of {kind}")
+        return config
 
     @property
     def count(self) -> int:
@@ -159,22 +166,19 @@ class Weights:
 
     @property
     def description(self) -> str:
-        """What is trained, in words."""
+        """The kind of the trained weights, in words."""
         return "full weights" if self.lora is None else f"LoRA rank {self.lora.rank}"
 
     def snapshot(self, role: str) -> None:
-        """Keep the present values under `role`; for LoRA, 'reference' needs no copy."""
+        """Copy the present values to `role`; for LoRA, 'reference' needs no copy."""
         if role == "reference" and self.lora is not None:
             return
         self.copies[role] = {name: value.detach().clone() for name, value in self.values.items()}
 
     def follow(self, role: str, decay: float) -> None:
         """role <- decay * role + (1 - decay) * policy."""
-        copies = self.copies[role]
-        # One kernel for all of them; torch has no public name for it.
-        torch._foreach_lerp_(
-            [copies[name] for name in self.values], [p.detach() for p in self.values.values()], 1 - decay
-        )
+        copies = [self.copies[role][name] for name in self.values]
+        get_ema_multi_avg_fn(decay)(copies, [value.detach() for value in self.values.values()], 0)
 
     @contextmanager
     def using(self, role: str) -> Iterator[None]:
@@ -182,11 +186,13 @@ class Weights:
         if role == "policy":
             yield
         elif role == "reference" and self.lora is not None:
-            self.network.disable_adapters()
+            for network in self._adapted:
+                network.disable_adapters()
             try:
                 yield
             finally:
-                self.network.enable_adapters()
+                for network in self._adapted:
+                    network.enable_adapters()
         elif role in self.copies:
             kept = self._exchange(self.copies[role])
             try:
@@ -197,9 +203,9 @@ class Weights:
             raise ValueError(f"role={role!r} is unknown; there are: policy, {', '.join(sorted(self.copies)) or 'none'}")
 
     def _exchange(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put values into the network; returns those it had."""
+        """Put values into the network; returns the previous ones."""
         if self.split:
-            # What is gathered for a forward is read from this very memory.
+            # A forward gathers the weights from this very memory.
             had = {name: value.clone() for name, value in self.values.items()}
             for name, value in self.values.items():
                 value.copy_(values[name])
@@ -212,11 +218,11 @@ class Weights:
         return had
 
     def gradients(self) -> list[Tensor | None]:
-        """Of `values`, in their order; None where the backward pass left none."""
+        """Gradients of `values`, in their order; None where the backward pass gave none."""
         return [None if p.grad is None else full_tensor(p.grad) for p in self.parameters.values()]
 
     def state(self) -> dict[str, Tensor]:
-        """Every role as flat names, for a checkpoint: what this process has of it."""
+        """This process's part of every role under flat names, for a checkpoint."""
         tensors = {f"policy/{name}": value.detach() for name, value in self.values.items()}
         for role, copy in self.copies.items():
             tensors |= {f"{role}/{name}": value for name, value in copy.items()}
@@ -264,21 +270,21 @@ class Weights:
         fits = True
         try:
             for name, network, place in places:
-                found, settings = read_lora(lora_file(place), name)
+                tensors, settings = read_lora(lora_file(place), name)
                 alpha = settings.get("lora_alpha", self.lora.alpha)
                 if alpha != self.lora.alpha:
                     raise ModelError(
                         f"model.init_lora={path!r} was trained with alpha={alpha}, "
                         f"model.lora.alpha is {self.lora.alpha}"
                     )
-                rank = settings.get("r", _rank(found))
+                rank = settings.get("r", _rank(tensors))
                 if rank not in (None, self.lora.rank):
                     raise ModelError(
                         f"model.init_lora={path!r} has rank {rank}, model.lora.rank is {self.lora.rank}; set that "
                         f"to {rank}"
                     )
-                result: Any = set_peft_model_state_dict(network, found, adapter_name=ADAPTER)
-                fits &= bool(found) and not result.unexpected_keys
+                result: Any = set_peft_model_state_dict(network, tensors, adapter_name=ADAPTER)
+                fits &= bool(tensors) and not result.unexpected_keys
                 fits &= not [key for key in result.missing_keys if "lora_" in key]
         except (RuntimeError, OSError, SafetensorError) as error:  # another rank; not a safetensors file
             raise ModelError(f"model.init_lora={path!r} cannot be used: {str(error).splitlines()[0]}") from error
@@ -288,7 +294,7 @@ class Weights:
     def whole(self, name: str, *, keep: bool) -> Any:
         """The component with all its weights in host memory where `keep`, else None.
 
-        The processes of a split network call it together, and gather it tensor by tensor.
+        Collective for a split network, which is gathered tensor by tensor.
         """
         network, kind, tensors = self.components[name], self._classes[name], {}
         for key, value in network.state_dict().items():
@@ -303,24 +309,26 @@ class Weights:
         return twin
 
     def save(self, folder: Path, pipeline_class: type) -> None:
-        """What a plain pipeline loads: `load_lora_weights(folder)`, or the folders of the denoisers for full weights.
+        """Write files that a plain pipeline loads: a LoRA for `load_lora_weights(folder)`, or whole denoisers.
 
-        A pipeline without a loader (HunyuanVideo 1.5) has it loaded by its network: `load_lora_adapter(folder,
+        For a pipeline without a loader (HunyuanVideo 1.5): `transformer.load_lora_adapter(folder,
         prefix="transformer", weight_name="pytorch_lora_weights.safetensors")`.
         """
+        from diffusers.models.modeling_utils import ModelMixin
+        from peft import get_peft_model_state_dict
+
         folder.mkdir(parents=True, exist_ok=True)
         if self.lora is None:
             for name, network in self.components.items():
+                assert isinstance(network, ModelMixin)
                 network.save_pretrained(folder / name)
             return
-        from peft import get_peft_model_state_dict
-
+        # Without these metadata diffusers drops alpha, and the reloaded adapter has another scale.
+        settings = self._lora_config.to_dict()
+        # peft keeps module names as sets, whose order differs between processes.
+        settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
         save = getattr(pipeline_class, "save_lora_weights", None) or _save_lora_weights
         for name, network, place in lora_places(folder, self.components):
-            # Without the metadata diffusers drops alpha, and the reloaded adapter has another scale.
-            settings = network.peft_config[ADAPTER].to_dict()
-            # peft keeps module names as sets, whose order is another one in every process.
-            settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
             options = {
                 f"{name}_lora_layers": get_peft_model_state_dict(network, adapter_name=ADAPTER),
                 f"{name}_lora_adapter_metadata": settings,
@@ -330,7 +338,7 @@ class Weights:
 
 
 def trainable(adapter: ModelAdapter, options: ModelConfig, seed: int) -> Weights:
-    """The weights of an adapter that its options train; before it goes to its device.
+    """The trained weights of an adapter by its options; made before it moves to its device.
 
     Raises:
         ModelError: a LoRA that does not fit.
@@ -338,7 +346,7 @@ def trainable(adapter: ModelAdapter, options: ModelConfig, seed: int) -> Weights
     weights = Weights(adapter.network, options.lora, adapter.lora_targets, seed)
     if options.init_lora is not None:
         weights.load_lora(options.init_lora)
-    # Before the device: weights that are to be small there never lie on it at their full size.
+    # Before the device: weights stored in few bits never occupy it at their full size.
     cast_frozen(weights.components.values(), options)
     return weights
 
@@ -356,10 +364,10 @@ def freeze(adapter: ModelAdapter, options: ModelConfig, seed: int) -> None:
 
 
 def _save_lora_weights(folder: Path, *, transformer_lora_layers: Any, transformer_lora_adapter_metadata: Any) -> None:
-    """diffusers' own layout, for the pipelines that have no writer of it."""
+    """diffusers' own layout, for pipelines without a writer."""
     from diffusers.loaders.lora_base import LoraBaseMixin
 
-    # What the public writers of other pipelines call.
+    # The public writers of other pipelines call this one.
     LoraBaseMixin._save_lora_weights(
         save_directory=folder,
         lora_layers={"transformer": transformer_lora_layers},

@@ -1,12 +1,12 @@
-"""Two-stage exploration: look at many candidates cheaply, draw the chosen ones again in full, train on these alone.
+"""Two-stage exploration: a cheap preview of many candidates, the chosen ones drawn again in full and trained on.
 
     1. N candidates per prompt, with fewer steps and / or a cheaper copy of the network; score them
     2. choose G of them by those scores: the best and the worst, the most varied, or at random
     3. draw the chosen ones again, from the same initial noise, with all steps and the network itself; score again
     4. advantages from the second scores of the G alone
 
-Scores and samples of the first look are never trained on: the chosen extremes fall back when drawn again. A look pays
-only as long as it ranks candidates as the full draw does, which `fidelity` measures.
+Samples and scores of the preview are never trained on: the chosen extremes fall back when drawn again. A preview pays
+only if it ranks candidates as the full draw does, which `fidelity` measures.
 
 Source: arXiv 2604.06916; NVlabs/Sana:train_scripts/sol_rl.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,23 +24,27 @@ from flowrl.core.rng import permutation
 from flowrl.credit.selection import SelectConfig, select
 from flowrl.rollout.preview import PreviewKind
 
+SelectRule = Literal["best_worst", "variance", "random"]
+"""Rule that chooses candidates by their scores."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExplorationConfig:
     pool: int
     """Candidates per prompt (N); rollout.group_size of them are trained on."""
     num_inference_steps: int | None = None
-    """Of the first look; null takes rollout's."""
+    """Denoising steps of the preview; null takes rollout's."""
     network: PreviewKind = "policy"
-    """What draws the first look; see `flowrl/rollout/preview.py`."""
+    """Network of the preview; see `flowrl/rollout/preview.py`."""
     batch_size: int | None = None
-    """Samples per forward of the first look; null takes rollout's."""
-    select: Literal["best_worst", "variance", "random"] = "best_worst"
+    """Samples per forward of the preview; null takes rollout's."""
+    select: SelectRule = "best_worst"
+    """Rule that chooses the group from the pool by the scores of the preview."""
     least_hit_rate: float = 0.8
-    """Share of the truly best and worst that the first look must find, where it is checked; below, the run goes on
-    without exploration and says so."""
+    """Share of the truly best and worst that the preview must choose in the check, in [0, 1]; with less, the run goes
+    on without exploration and warns."""
     check_prompts: int = 4
-    """Prompts of the first iteration whose whole pool is drawn in full for that check; 0 checks nothing."""
+    """Prompts of the first iteration whose whole pool is drawn in full for that check; 0: no check."""
 
     def __post_init__(self) -> None:
         counts = {"pool": self.pool, "num_inference_steps": self.num_inference_steps, "batch_size": self.batch_size}
@@ -52,7 +57,7 @@ class ExplorationConfig:
             raise ValueError(f"check_prompts={self.check_prompts} must not be negative")
 
     def check_group(self, group_size: int) -> None:
-        """Refuse a pool that does not hold a group, and a rule that cannot give one."""
+        """Raise ValueError for a pool smaller than a group, or a rule that cannot choose one."""
         if self.pool < group_size:
             raise ValueError(f"pool={self.pool} is less than rollout.group_size={group_size}")
         if self.select == "best_worst":
@@ -61,22 +66,22 @@ class ExplorationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """How well a first look ranks candidates; means over prompts."""
+    """How well a preview ranks candidates; means over prompts."""
 
     kendall: float
     spearman: float
     hit_rate: float
     """Share of the true top and bottom halves of a group that are among the chosen top and bottom."""
     top_rank: float
-    """Mean true rank, from 1, of the candidates chosen as best; (k + 1) / 2 is perfect."""
+    """Mean true rank, from 1, of the k candidates chosen as best; (k + 1) / 2 is perfect."""
     bottom_rank: float
     """The same from the worst, counted from the bottom."""
     prompts: int
-    """Prompts with any spread in both draws; the others say nothing."""
+    """Prompts with different scores in both draws; the others do not count."""
 
     def __str__(self) -> str:
         if not self.prompts:
-            return "no prompt of the check had two different scores, so it says nothing"
+            return "no prompt of the check had two different scores, so it has no result"
         return (
             f"the first look finds {self.hit_rate:.0%} of the best and worst (Kendall {self.kendall:.2f}, Spearman "
             f"{self.spearman:.2f}; mean true rank of its best {self.top_rank:.1f}, of its worst {self.bottom_rank:.1f} "
@@ -84,11 +89,11 @@ class Fidelity:
         )
 
 
-def choose(scores: Tensor, keep: int, rule: str, key: tuple[int, ...]) -> Tensor:
-    """The candidates of every prompt to be drawn in full, in rising order.
+def choose(scores: Tensor, keep: int, rule: SelectRule, key: tuple[int, ...]) -> Tensor:
+    """The candidates of every prompt that are drawn in full, in rising order.
 
     Args:
-        scores: of the first look, [P, N]; NaN marks a failure, chosen only where too few others are left.
+        scores: of the preview, [P, N]; NaN marks a failure, chosen only if too few others are left.
         keep: G.
         rule: of `ExplorationConfig.select`.
         key: (seed, iteration), for the random rule.
@@ -103,7 +108,7 @@ def choose(scores: Tensor, keep: int, rule: str, key: tuple[int, ...]) -> Tensor
         if rule == "random":
             chosen = permutation(len(row), seed, "exploration", *rest, slot)[:keep]
         else:
-            kept = select(row.nan_to_num(0.0)[None], valid[None], SelectConfig(name=rule, keep=keep))[0]  # type: ignore[arg-type]
+            kept = select(row.nan_to_num(0.0)[None], valid[None], SelectConfig(name=rule, keep=keep))[0]
             chosen = kept.nonzero().squeeze(1)[:keep]
             if len(chosen) < keep:
                 chosen = torch.cat([chosen, (~valid).nonzero().squeeze(1)[: keep - len(chosen)]])
@@ -112,9 +117,9 @@ def choose(scores: Tensor, keep: int, rule: str, key: tuple[int, ...]) -> Tensor
 
 
 def fidelity(first: Tensor, second: Tensor, keep: int) -> Fidelity:
-    """Compare the scores of a first look with those of the same candidates drawn in full, both [P, N].
+    """Compare the scores of a preview with those of the same candidates drawn in full, both [P, N].
 
-    Ties of the full draw count as found: among equal candidates none is the better choice.
+    Ties of the full draw count as hits: among equal candidates none is the better choice.
     """
     from scipy.stats import kendalltau, spearmanr
 
@@ -133,8 +138,8 @@ def fidelity(first: Tensor, second: Tensor, keep: int) -> Fidelity:
         below = (truth[None] < truth[low][:, None]).sum(1) + ((truth[None] == truth[low][:, None]).sum(1) + 1) / 2
         rows.append(
             (
-                float(kendalltau(look, truth).statistic),
-                float(spearmanr(look, truth).statistic),
+                float(np.asarray(kendalltau(look, truth))[0]),
+                float(np.asarray(spearmanr(look, truth))[0]),
                 float(hits) / 2,
                 float(above.mean()),
                 float(below.mean()),

@@ -1,7 +1,7 @@
 """The learned initial noise: a mean and a std for every latent value of every prompt, and their critic.
 
-A distribution is N(mean, std^2), at first N(0, 1). Each prompt's mean and std are parameters of their own, so AdamW
-leaves those of other prompts alone. `learned_noise.safetensors` holds all as [P, ...] with the prompts in its metadata.
+A distribution is N(mean, std^2), initially N(0, 1). Each prompt's mean and std are separate parameters, so AdamW moves
+those of the present prompts alone. `learned_noise.safetensors` holds all as [P, ...], with the prompts in its metadata.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILE = "learned_noise.safetensors"
 
 
 class UnknownPrompt(KeyError):
-    """No law was learned for a prompt."""
+    """A prompt without a learned noise distribution."""
 
 
 class LearnedNoise(nn.Module):
@@ -41,10 +41,10 @@ class LearnedNoise(nn.Module):
         self.std = nn.ParameterList(nn.Parameter(torch.ones(*shape)) for _ in self.prompts)
 
     def numbers(self, prompts: Sequence[Identity]) -> Tensor:
-        """Number of each prompt's law, [n] int64.
+        """Number of each prompt's distribution, [n] int64.
 
         Raises:
-            UnknownPrompt: with the first prompt that has none.
+            UnknownPrompt: a prompt without one.
         """
         for prompt in prompts:
             if prompt not in self.rows:
@@ -60,7 +60,7 @@ class LearnedNoise(nn.Module):
 
     @torch.no_grad()
     def drawn_from(self, numbers: Tensor) -> Gaussians:
-        """The distributions of `numbers` [M] to draw from, on the CPU, as they are now."""
+        """The present distributions of `numbers` [M], detached, on the CPU."""
         result = self.distributions(numbers)
         return Gaussians(result.mean.float().cpu(), result.std.float().cpu())
 
@@ -89,13 +89,13 @@ class LearnedNoise(nn.Module):
 
 
 class Calibration:
-    """V(mean, std, text): the reward that a draw from a law may expect, fitted as the distributions move.
+    """V(mean, std, text): the expected reward of a draw from a distribution, fitted while the distributions change.
 
     Args:
         text: features of each of the P prompts, [P, F].
-        values: of one sample's latents.
-        seed: that of the initial weights.
-        learning_rate: that of its own AdamW.
+        values: number of values of one sample's latents.
+        seed: seed of the initial weights.
+        learning_rate: of its own AdamW.
     """
 
     def __init__(self, text: Tensor, values: int, seed: int, learning_rate: float) -> None:
@@ -108,18 +108,18 @@ class Calibration:
         return self.critic(torch.cat([distributions.mean.flatten(1), distributions.std.flatten(1), text], dim=1))
 
     def fit(self, distributions: Gaussians, numbers: Tensor, rewards: Tensor, steps: int) -> None:
-        """So many steps on the mean squared error to rewards [P, G], NaN left out."""
+        """Take `steps` steps on the mean squared error to rewards [P, G] without NaN."""
         known = rewards.isfinite()
         for _ in range(steps):
             self.critic.descend((self(distributions, numbers)[:, None] - rewards.nan_to_num())[known])
 
 
 _CRITIC = "value"
-_ROUNDING = 1e-5  # a law that was scaled before rests
+_ROUNDING = 1e-5  # a distribution that is scaled already rests
 
 
 class NoiseWeights(Weights):
-    """The distributions as what is trained, with the roles of any weights; the network stays as it is.
+    """The distributions as trained weights with their roles; the network stays as it is.
 
     Args:
         noise: the distributions, on the device of the run.
@@ -142,7 +142,7 @@ class NoiseWeights(Weights):
 
     @torch.no_grad()
     def bound_std(self, least: float) -> None:
-        """Raise every std to at least that, in every role."""
+        """Raise every std to at least `least`, in every role."""
         for values in (self.values, *self.copies.values()):
             for name, value in values.items():
                 if name.startswith("std."):
@@ -150,7 +150,7 @@ class NoiseWeights(Weights):
 
     @torch.no_grad()
     def keep_moment(self) -> None:
-        """Scale each law that has left it back to mean(mean^2 + std^2) = 1 over its values, the base's E z^2."""
+        """Scale each distribution to mean(mean^2 + std^2) = 1 over its values, the E z^2 of N(0, 1)."""
         noise = self.network
         mean, std = (torch.stack([p.detach() for p in values]) for values in (noise.mean, noise.std))
         moments = (mean.square() + std.square()).flatten(1).mean(dim=1).tolist()
@@ -171,11 +171,11 @@ class NoiseWeights(Weights):
             self.calibration.critic.load_state(critic)
 
     def save(self, folder: Path, pipeline_class: Any = None) -> None:
-        """`learned_noise.safetensors`, which `flowrl sample` draws with."""
+        """Write `learned_noise.safetensors`, which `flowrl sample` reads."""
         self.network.save(folder)
 
 
 def as_noise_weights(weights: Weights) -> NoiseWeights:
-    """The weights of a run on the initial noise, as what they are."""
+    """The weights of a run that trains the initial noise."""
     assert isinstance(weights, NoiseWeights)
     return weights

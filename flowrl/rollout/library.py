@@ -30,7 +30,7 @@ from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.ode import Ode
 
 _NODES = 10
-"""Steps of the grid that tells which timestep belongs to a sigma: any number gives the same."""
+"""Steps of the grid that maps a sigma to its timestep: any number gives the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Model:
     device: torch.device
     texts: Texts
     known: dict[Identity, Condition] = field(default_factory=dict)
-    """Embeddings of the prompts that were asked for, one row each."""
+    """Embeddings of the prompts used so far, one row each."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -61,8 +61,8 @@ class Model:
         """The embeddings of the prompts, one row each; each distinct prompt is encoded once.
 
         Args:
-            prompts: texts, or `Prompt`s where a model takes images too. One alone counts for all rows.
-            count: rows that are wanted; None takes as many as there are prompts.
+            prompts: texts, or `Prompt`s for a model that takes images. A single one is used for all rows.
+            count: number of rows; None: as many as prompts.
 
         Raises:
             ValueError: another number of prompts.
@@ -92,9 +92,9 @@ class Model:
             guidance_scale: of classifier-free guidance, in the pipeline's units; 1 is none.
 
         Raises:
-            ValueError: sigma is not in (0, 1], there are not B prompts, or the model's timesteps are known on its own
-                grid alone.
-            ModelError: the model takes no such guidance.
+            ValueError: sigma is not in (0, 1], another number of prompts than B, or a model whose timesteps are known
+                on its own grid alone.
+            ModelError: a guidance scale that the model does not take.
         """
         x = x.to(self.device)
         sigmas = torch.as_tensor(sigma, dtype=torch.float32, device=self.device).expand(len(x))
@@ -135,14 +135,14 @@ def load_model(path: str, *, device: str | torch.device | None = None, seed: int
 
     Args:
         path: hub id, folder of a diffusers pipeline, or an embedded asset such as tiny-sd3 or tiny-sd.
-        device: where it works; None takes a GPU where there is one.
-        seed: of a new LoRA's values.
-        options: of `model` in a configuration: `lora={"rank": 8}`, `dtype="bfloat16"`, `height=512`. Without `lora`
-            all weights of the denoiser are trainable, in float32. `name` chooses the adapter; left out, it is the
-            native one of the pipeline's class, else the generic one.
+        device: None takes a GPU if there is one.
+        seed: seed of a new LoRA's values.
+        options: those of `model` in a configuration: `lora={"rank": 8}`, `dtype="bfloat16"`, `height=512`. Without
+            `lora` all weights of the denoiser are trainable, in float32. `name` chooses the adapter; the default is
+            the native one of the pipeline's class, else the generic one.
 
     Raises:
-        ModelError: there is no such model, or it cannot be loaded so.
+        ModelError: a model that does not exist or cannot be loaded with these options.
         ConfigError: an unknown option or a bad value.
     """
     name = options.pop("name", None) or choose(path, options.get("revision")).name

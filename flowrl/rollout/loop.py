@@ -1,14 +1,14 @@
 """The only denoising loop, and the policy it shares with training.
 
-Rollout and training go through the same `Policy.predict` and `Policy.distribution`, and latents are kept
-exactly as they were fed onward, so the first ratio is 1 by construction.
+Rollout and training call the same `Policy.predict` and `Policy.distribution` on the very latents of the rollout, so the
+first ratio is 1 by construction.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,17 +27,17 @@ from flowrl.rollout.trajectories import Asked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What a rollout keeps, where it runs and who watches it; its samples do not depend on any of this."""
+    """Recording, device and callbacks of a rollout; none of them changes its samples."""
 
     recording: Recording = field(default_factory=Recording)
     device: torch.device | str = "cpu"
-    """Where the forwards run."""
+    """Device of the forwards."""
     progress: Callable[[int], None] = lambda count: None
-    """Called with the number of samples just finished."""
+    """Called with the number of newly finished samples."""
     finished: Callable[[int, Tensor], None] = lambda start, x0: None
-    """Called before that with the place of the first of them and their latents [b, ...], on the CPU."""
+    """Called before `progress` with the place of the first of them and their latents [b, ...], on the CPU."""
     stop: Callable[[], bool] = lambda: False
-    """Asked before every forward whether to leave off."""
+    """Called before every forward; True ends the rollout."""
 
 
 _PLAIN = RunOptions()
@@ -54,14 +54,14 @@ def run(
         plan: the denoising steps.
         noise: keyed noise.
         asked: the samples.
-        batch_size: samples per network forward; a tree is drawn whole, larger ones in several forwards a step.
-        options: what is kept of trained steps, the device, and callbacks.
+        batch_size: samples per network forward; a tree is drawn whole, a larger one in several forwards per step.
+        options: recording, device and callbacks.
 
     Returns:
-        Samples in the order that was asked for, and the trained edges ordered by (sample, step), on the CPU.
+        Samples in the order of `asked`, and the trained edges ordered by (sample, step), on the CPU.
 
     Raises:
-        Abandoned: `options.stop` said so.
+        Abandoned: `options.stop` returned True.
     """
     latents, parts, nodes_before, size = [], [], 0, plan.drawn_together(batch_size)
     for start in range(0, len(asked.ids), size):
@@ -78,19 +78,19 @@ def run(
 
 @dataclass(slots=True)
 class _Front:
-    """What is at one place of the grid: a row for every node there."""
+    """The nodes at one place of the grid, one row each."""
 
     leads: Tensor
     """First sample of each node, [N] ascending."""
     x: Tensor
     before: Node | None
-    """The node that each row has left; None at the start, and in trees, whose solver needs none."""
+    """The previous node of each row; None at the start, and in trees, whose solver needs none."""
     stored: Tensor
-    """Numbers among the recorded nodes, [N]; -1 where a row is not one."""
+    """Numbers among the recorded nodes, [N]; -1: not recorded."""
 
     @staticmethod
     def join(parts: Sequence[_Front]) -> _Front:
-        """Rows that came by different steps, in order."""
+        """Rows of several steps, in order."""
         if len(parts) == 1:
             return parts[0]
         leads, order = torch.cat([part.leads for part in parts]).sort()
@@ -99,7 +99,7 @@ class _Front:
 
 
 class _Walk:
-    """One batch through all steps. What starts from one noise is one row until a stochastic step parts it."""
+    """One batch through all steps. Samples of one initial noise are one row up to the first stochastic step."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _Walk:
     def __call__(self, batch_size: int) -> tuple[Tensor, Edges]:
         """(clean latents [B, ...] float32, the trained edges), on the CPU."""
         leads = self.routes.at(0)
-        # Unscaled also where sigmas[0] < 1 (VP, sigma_max < 1): so do the pipelines, and so they were trained.
+        # Unscaled also if sigmas[0] < 1 (VP, sigma_max < 1), as in the pipelines and their training.
         start = self.noise.initial(self._ids(leads)).to(self.device)
         arrived = {0: [_Front(leads, start, None, torch.full((len(leads),), -1))]}
         for k in range(len(self.plan)):
@@ -130,7 +130,7 @@ class _Walk:
         return x0.float().cpu(), self.recorder.edges(x0)
 
     def _step(self, k: int, front: _Front, batch_size: int) -> list[tuple[int, _Front]]:
-        """What the rows of a place become, by where their steps end."""
+        """The next rows of those at a place, by the ends of their steps."""
         step = self.plan.steps(torch.full((len(front.x),), k), self.process, self.device)
         prediction = self._predict(front, step, batch_size)
         result = []
@@ -138,7 +138,7 @@ class _Walk:
             rows = move.parent.to(front.x.device)
             if move.noisy:
                 x_next, stored = self._draw(k, front, step, prediction, move)
-                # Stochastic steps leave a node too: a solver that follows a window goes on from them.
+                # Stochastic steps leave a node too: a solver after a window continues from them.
                 left = Node(front.x, prediction.x0_hat, step)
             else:
                 x_next, left = self._solve(k, front, step, prediction, move.end)
@@ -148,7 +148,7 @@ class _Walk:
         return result
 
     def _predict(self, front: _Front, step: Step, batch_size: int) -> Prediction:
-        """The network at all rows; in several forwards where a tree is larger than a batch."""
+        """The prediction at all rows, in several forwards if a tree is larger than a batch."""
         cond, size = self.cond, len(front.x)
         if size != len(cond):
             cond = cond.index(front.leads)
@@ -158,7 +158,11 @@ class _Walk:
         for rows in torch.arange(size).split(batch_size):
             here = rows.to(front.x.device)
             parts.append(self._forward(front.x[here], step.at(here), cond.index(rows)))
-        return Prediction(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Prediction)))
+        return Prediction(
+            torch.cat([part.x0_hat for part in parts]),
+            torch.cat([part.eps_hat for part in parts]),
+            torch.cat([part.velocity for part in parts]),
+        )
 
     def _forward(self, x: Tensor, step: Step, cond: Condition) -> Prediction:
         if self.stop():
@@ -166,21 +170,20 @@ class _Walk:
         return self.policy.predict(x, step, cond)
 
     def _draw(self, k: int, front: _Front, step: Step, prediction: Prediction, move: Move) -> tuple[Tensor, Tensor]:
-        """Children [M, ...] by the law, and their numbers among the recorded nodes."""
+        """Children [M, ...] drawn from the transition, and their numbers among the recorded nodes."""
         rows = move.parent.to(front.x.device)
-        law = self.policy.distribution(prediction, front.x, step).at(rows)
+        transition = self.policy.distribution(prediction, front.x, step).at(rows)
         xi, plan = self.noise.step(self._ids(move.leads), k), self.plan
         if plan.sibling_noise is not None and plan.tree is not None and plan.tree.splits[k]:
             common = self.noise.common(self._ids(front.leads[move.parent]), k)
             xi = (common + plan.sibling_noise * xi) / math.sqrt(1 + plan.sibling_noise**2)
-        x_next = law.sample(xi.to(self.device))
+        x_next = transition.sample(xi.to(self.device))
         if k not in plan.train:
             return x_next, torch.full((len(rows),), -1)
-        latents = front.x, front.stored, move.parent, x_next
-        return x_next, self.recorder.add(k, *latents, move.leads, law, prediction.velocity)
+        return x_next, self.recorder.add(k, front.x, front.stored, move, x_next, transition, prediction.velocity)
 
     def _solve(self, k: int, front: _Front, step: Step, prediction: Prediction, end: int) -> tuple[Tensor, Node]:
-        """All rows one step on, without a law, and the nodes that they leave."""
+        """All rows after one deterministic step, and the nodes that they leave."""
         plan, solver, x, noise = self.plan, SOLVERS[self.plan.solver[k]], front.x, None
         if end != plan.end(k):
             step = plan.steps(step.index, self.process, self.device, torch.full((len(x),), end))

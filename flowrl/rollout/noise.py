@@ -14,11 +14,11 @@ from flowrl.core.types import Gaussians, SampleId
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Keyed noise of one rollout: the same whatever the batch, the order or the number of processes.
+    """Keyed noise of one rollout, independent of batches, order and processes.
 
-    `iteration` None is evaluation. `shared_start` gives all samples of a prompt one initial noise. `chosen` [P, G] says
-    which of a pool's candidates each sample is, and so whose noise it has; None: sample k is candidate k.
-    `distributions` has a Gaussian for each slot, which the initial noise of its samples is drawn from; None: N(0, 1).
+    `iteration` None is evaluation. `shared_start` gives all samples of a prompt one initial noise. `chosen` [P, G] is
+    the candidate of a pool whose noise each sample has; None: sample k is candidate k. `distributions` has a Gaussian
+    of the initial noise for each slot; None: N(0, 1).
     """
 
     seed: int
@@ -38,16 +38,14 @@ class Noise:
         """Starting noise, [B, ...] float32."""
         keys = [self._key(SampleId(i.slot, 0) if self.shared_start else i) for i in ids]
         eps = normal(self.shape, self.seed, f"{self.purpose}/initial", keys)
-        return (
-            eps
-            if self.distributions is None
-            else self.distributions.at(torch.tensor([i.slot for i in ids])).sample(eps)
-        )
+        if self.distributions is None:
+            return eps
+        return self.distributions.at(torch.tensor([i.slot for i in ids])).sample(eps)
 
     def step(self, ids: Sequence[SampleId], index: int) -> Tensor:
-        """Noise of step `index`, [B, ...] float32; a node of a tree has that of its first leaf."""
+        """Noise of step `index`, [B, ...] float32; a node of a tree uses that of its first leaf."""
         return normal(self.shape, self.seed, f"{self.purpose}/step", [(*self._key(i), index, 0) for i in ids])
 
     def common(self, ids: Sequence[SampleId], index: int) -> Tensor:
-        """What children share of the noise of step `index`, [B, ...]; `ids` are the first leaves of their parents."""
+        """Shared part of the children's noise of step `index`, [B, ...]; `ids` are the first leaves of the parents."""
         return normal(self.shape, self.seed, f"{self.purpose}/step", [(*self._key(i), index, 1) for i in ids])

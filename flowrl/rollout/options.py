@@ -13,12 +13,12 @@ from flowrl.rollout.exploration import ExplorationConfig
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     sampler: Annotated[Options | None, ComponentOf("samplers")] = None
-    """Transition law of the stochastic steps: name and its own options. Null: the method's own, where it needs one:
-    flow_sde, of ddpo and dpok ddim."""
+    """Sampler of the stochastic steps: name and its own options; null: the method's own (flow_sde; ddim for ddpo and
+    dpok)."""
     num_inference_steps: int = 10
     """Denoising steps of a training sample."""
     guidance_scale: float = 1.0
-    """CFG in the pipeline's units; 1 is none."""
+    """Guidance scale in the pipeline's units; 1: none."""
     prompts_per_iteration: int = 48
     """Prompts drawn per iteration, over all processes."""
     group_size: int = 24
@@ -28,7 +28,7 @@ class RolloutConfig:
     shared_noise: bool = False
     """All samples of a prompt start from the same noise."""
     exploration: ExplorationConfig | None = None
-    """Look at more samples cheaply and draw the most telling ones in full (flowrl/rollout/exploration.py); null: no."""
+    """A cheap preview of more samples, of which some are drawn in full (flowrl/rollout/exploration.py); null: none."""
 
     def __post_init__(self) -> None:
         require_positive(

@@ -16,12 +16,12 @@ from flowrl.models.base import ModelAdapter
 from flowrl.models.weights import Weights
 
 Space = Literal["output", "eps"]
-"""Quantity whose error is taken: the network's output, or the noise that it implies."""
+"""Quantity of an error: the network's output, or the noise that it implies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Outputs of each network on M noised samples, in the network's own terms (velocity, eps, v); all [M, ...] float32.
+    """Outputs of each network on M noised samples, as it predicts (velocity, eps, v); all [M, ...] float32.
 
     Every role but "policy" is without gradient.
     """
@@ -31,7 +31,7 @@ class Outputs:
     noised: Tensor
     """x = alpha x0 + sigma eps."""
     target: Tensor
-    """The output of a perfect network there."""
+    """The output of a perfect network at x."""
     by_role: dict[str, Tensor]
 
     def error(self, role: str = "policy", space: Space = "output") -> Tensor:
@@ -48,7 +48,7 @@ class Outputs:
         return mean_square(self.by_role[other], self.by_role[role])
 
     def clean(self, role: str) -> Tensor:
-        """x0 as this network predicts it, [M, ...]."""
+        """x0 as predicted by this network, [M, ...]."""
         return self._implied(role).x0_hat
 
     def _implied(self, role: str) -> Prediction:
@@ -61,7 +61,7 @@ class Outputs:
         return own.norm(dim=1) / other.norm(dim=1).clamp(min=1e-12)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Errors of the networks and their distances, as every method on samples reports them: name -> [M]."""
+        """The metrics of every method on samples: errors of the networks and their distances, name -> [M]."""
         result = {"matching/error": self.error()}
         if "reference" in self.by_role:
             result["matching/error_reference"] = self.error("reference")
@@ -79,7 +79,7 @@ def evaluate(adapter: ModelAdapter, weights: Weights, batch: NoisedBatch, guidan
         adapter: the model.
         weights: its roles.
         batch: M terms.
-        guidance: role -> its guidance scale; "policy", what is in the network, is the one with gradients.
+        guidance: role -> its guidance scale; "policy", the present weights, has gradients.
     """
     process = adapter.process
     x = process.add_noise(batch.clean, batch.eps, batch.sigma)
@@ -93,9 +93,9 @@ def evaluate(adapter: ModelAdapter, weights: Weights, batch: NoisedBatch, guidan
 
 
 def training_guidance(adapter: ModelAdapter, rollout: float, own: float | None) -> float:
-    """Guidance of the forwards in training: the method's own, else none where guidance is CFG.
+    """Guidance of the forwards in training: the method's own; by default none for CFG.
 
-    A network that takes guidance as an input keeps the rollout's value: it knows no other.
+    A network with guidance as an input keeps the rollout's value.
     """
     if own is not None:
         return own
@@ -103,6 +103,6 @@ def training_guidance(adapter: ModelAdapter, rollout: float, own: float | None) 
 
 
 def is_cfg(adapter: ModelAdapter) -> bool:
-    """Whether guidance costs another forward; else the network takes it as an input."""
+    """Whether guidance costs another forward, instead of being an input of the network."""
     none = adapter.unguided
     return adapter.branches(none + 1) > adapter.branches(none)

@@ -1,4 +1,4 @@
-"""The policy: adapter, sampler and guidance bound together; and a count of its network forwards."""
+"""The policy: adapter, sampler and guidance bound together; and the count of its network forwards."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ class Policy:
         return self.distribution(self.predict(x, step, cond), x, step)
 
     def predict(self, x: Tensor, step: Step, cond: Condition) -> Prediction:
-        """The network's belief at x [B, ...]; the one forward of a step."""
+        """The network's prediction at x [B, ...]; the one forward of a step."""
         raw = self.adapter.predict(x, step.timestep, cond, self.guidance_scale)
         return self.adapter.process.predict(raw, x, step.sigma, self.adapter.prediction_type, step.alpha)
 
     def distribution(self, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
-        """The sampler's law on that belief."""
-        law = self.sampler.transition(self.adapter.process, prediction, x, step)
-        std = law.std if step.std_scale is None else step.std_scale * law.std
-        return replace(law, std=std, channel_axis=self.adapter.channel_axis)
+        """The sampler's transition for that prediction."""
+        result = self.sampler.transition(self.adapter.process, prediction, x, step)
+        std = result.std if step.std_scale is None else step.std_scale * result.std
+        return replace(result, std=std, channel_axis=self.adapter.channel_axis)
 
 
 class Evaluations:
-    """Counts the samples that go through a network: `rows` grows by the batch of every forward, doubled by CFG.
+    """The number of samples through a network: `rows` grows by the batch of every forward, doubled by CFG.
 
-    A hook on the network itself, of several experts on each, so that every adapter is counted as it works: one doubled
-    batch, two calls, or none where guidance is embedded. A forward that gradient checkpointing repeats block by block
-    counts once.
+    By a hook on the network, or on each of several experts, so guidance counts as the adapter makes it: one doubled
+    batch, two calls, or none if it is embedded. A forward that gradient checkpointing repeats counts once.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -51,13 +50,13 @@ class Evaluations:
         self.watch(network)
 
     def watch(self, network: nn.Module) -> None:
-        """Count this network's samples too."""
+        """Count the samples of this network too."""
         for part in network.values() if isinstance(network, nn.ModuleDict) else (network,):
             part.register_forward_pre_hook(self._count, with_kwargs=True)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Forwards inside the block are made for nothing."""
+        """Forwards inside the block do not count."""
         before = self.rows
         try:
             yield

@@ -1,9 +1,8 @@
-"""A cheaper copy of the denoiser for the first look at many samples: adapter merged, half precision, 8 bit, compiled.
+"""A cheaper copy of the denoiser for a preview of many samples: adapter merged, half precision, 8 bit, compiled.
 
-The copy follows the policy before every look, so its weights are base + scale B A as they then stand. Nothing is ever
-trained on what it draws.
+The copy takes over the policy's weights, base + scale B A, before every preview. Its samples are never trained on.
 
-    merged     one matrix product less per adapted layer, full precision
+    merged     one matrix product fewer per adapted layer, full precision
     bfloat16   merged, weights and activations in bfloat16
     int8       merged, dynamic 8-bit integers, by torchao
     float8     merged, dynamic 8-bit floats, by torchao; NVIDIA GPUs of compute capability 8.9 and later
@@ -31,12 +30,12 @@ class Preview:
     """The copy, and the adapter that runs with it inside `using`.
 
     Args:
-        adapter: a native one: it calls `adapter.network` itself.
-        kind: what the copy is; "policy" makes none.
-        watch: told of every network that is made, to count its work.
+        adapter: a native one, which calls `adapter.network` itself.
+        kind: the kind of copy; "policy": none.
+        watch: called with every new network, to count its forwards.
 
     Raises:
-        ModelError: this adapter, machine or installation cannot do it.
+        ModelError: a kind that this adapter, machine or installation does not support.
     """
 
     def __init__(
@@ -61,10 +60,10 @@ class Preview:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take over the weights that are in the network now."""
+        """Take over the present weights of the network."""
         if self.kind == "policy":
             return
-        # A layer that peft has wrapped keeps its place: names without the wrapper are those of the plain copy.
+        # Names of wrapped layers without peft's wrapper are those of the plain copy.
         target = dict(self._plain.named_parameters())
         for name, (parameter, layer) in self._sources.items():
             value = parameter if layer is None else parameter + layer.get_delta_weight(ADAPTER).to(parameter.dtype)
@@ -89,16 +88,14 @@ class Preview:
             quantize_,
         )
 
+        kinds = {"int8": Int8DynamicActivationInt8WeightConfig, "float8": Float8DynamicActivationFloat8WeightConfig}
         result = copy.deepcopy(self._plain)
-        int8 = self.kind == "int8"
-        quantize_(
-            result, Int8DynamicActivationInt8WeightConfig() if int8 else Float8DynamicActivationFloat8WeightConfig()
-        )
+        quantize_(result, kinds[self.kind]())
         return result
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """The adapter with the copy in place of its network; the weights are those of the last `follow`."""
+        """The adapter with the copy as its network; its weights are those of the last `follow`."""
         if self.kind == "policy":
             yield
             return
@@ -111,29 +108,19 @@ class Preview:
 
 
 class _Cast(nn.Module):
-    """A network in bfloat16 that takes float32 inputs; everything but its inputs' precision is the network's own."""
+    """A network in bfloat16 that takes float32 inputs."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("network"), name)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(_device(self.network).type, dtype=torch.bfloat16):
+        with torch.autocast(next(self.network.parameters()).device.type, dtype=torch.bfloat16):
             return self.network(*(_half(a) for a in args), **{k: _half(v) for k, v in kwargs.items()})
 
 
 def _half(value: Any) -> Any:
     return value.bfloat16() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
-
-
-def _device(network: nn.Module) -> torch.device:
-    return next(network.parameters()).device
 
 
 def _require(kind: PreviewKind) -> None:

@@ -1,4 +1,4 @@
-"""What a rollout keeps of its trained steps: every latent once, as a node, and the edges between nodes."""
+"""The record of a rollout's trained steps: every latent once, as a node, and the edges between nodes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ import torch
 from torch import Tensor
 
 from flowrl.core.types import Edges
+from flowrl.rollout.routes import Move
 from flowrl.samplers.base import LogProbForm, StepDistribution
 
 COLUMNS = ("mean_old", "velocity_old")
-"""Extras of an edge: the mean it was drawn from, and the velocity at its start."""
+"""Optional values of an edge: the mean of its transition, and the velocity at its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What is kept of each trained step.
-
-    Raises:
-        ValueError: a column is unknown.
-    """
+    """The values that are kept of each trained step; raises ValueError for an unknown column."""
 
     form: LogProbForm = "mean"
-    """Of the stored log-probs."""
+    """Form of the stored log-probs."""
     columns: tuple[str, ...] = ()
-    """Extras per edge, of `COLUMNS`."""
+    """Further values of each edge, from `COLUMNS`."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.columns) - set(COLUMNS))
@@ -38,7 +35,7 @@ class Recorder:
     """The trained steps of one batch, whose latents have their channels at `axis`."""
 
     def __init__(self, recording: Recording, axis: int) -> None:
-        self.form, self.columns, self.axis = recording.form, recording.columns, axis
+        self.recording, self.axis = recording, axis
         self.nodes: list[Tensor] = []
         self.records: list[dict[str, Tensor]] = []
 
@@ -47,42 +44,41 @@ class Recorder:
         k: int,
         x: Tensor,
         stored: Tensor,
-        parent: Tensor,
+        move: Move,
         x_next: Tensor,
-        samples: Tensor,
-        distribution: StepDistribution,
+        transition: StepDistribution,
         velocity: Tensor,
     ) -> Tensor:
-        """Step k from rows `parent` [M] of x [N, ...] to x_next [M, ...].
+        """Record step k of M children.
 
         Args:
             k: the step.
-            x: where it starts.
-            stored: numbers of the rows of x among the nodes, [N], -1 where not yet there; filled in.
-            parent: row of x that each child comes from.
-            x_next: the children.
-            samples: first sample that each child leads to, [M].
-            distribution: what the children were drawn from, M of them.
+            x: latents before the step, [N, ...].
+            stored: numbers of the rows of x among the nodes, [N], -1 for new ones; filled in.
+            move: parents and first samples of the children.
+            x_next: the children, [M, ...].
+            transition: the distributions of the children, M rows.
             velocity: of the network at x, [N, ...].
 
         Returns:
             Numbers of the children among the nodes, [M].
         """
+        parent = move.parent
         new = parent.unique()
         new = new[stored[new] < 0]
         if len(new):
             stored[new] = self._store(x[new.to(x.device)])
         child = self._store(x_next)
-        extras = {"mean_old": distribution.mean, "velocity_old": velocity[parent.to(x.device)]}
+        extras = {"mean_old": transition.mean, "velocity_old": velocity[parent.to(x.device)]}
         self.records.append(
             {
                 "parent": stored[parent],
                 "child": child,
                 "step": torch.full((len(x_next),), k),
-                "sample": samples,
-                "old_log_prob": distribution.log_prob(x_next, self.form).cpu(),
+                "sample": move.leads,
+                "old_log_prob": transition.log_prob(x_next, self.recording.form).cpu(),
             }
-            | {name: extras[name].cpu() for name in self.columns}
+            | {name: extras[name].cpu() for name in self.recording.columns}
         )
         return child
 
@@ -93,7 +89,7 @@ class Recorder:
         return before + torch.arange(len(x))
 
     def edges(self, x: Tensor) -> Edges:
-        """Ordered by (sample, step); `x` gives the shape where there are none."""
+        """The edges ordered by (sample, step); `x` gives the shape if there are none."""
         if not self.records:
             none = torch.zeros(0, dtype=torch.int64)
             position = x.shape[1 : self.axis] + x.shape[self.axis + 1 :]
@@ -103,7 +99,7 @@ class Recorder:
                 child=none,
                 step=none,
                 sample=none,
-                old_log_prob=torch.zeros(0, *(position if self.form == "position" else ())),
+                old_log_prob=torch.zeros(0, *(position if self.recording.form == "position" else ())),
             )
         table = {name: torch.cat([r[name] for r in self.records]) for name in self.records[0]}
         order = table["sample"].argsort(stable=True)  # the records come by step
@@ -113,10 +109,7 @@ class Recorder:
 
 
 def join(parts: Sequence[tuple[Edges, int, int]]) -> Edges:
-    """Edges of several batches as one table; rows of nodes and samples are moved along.
-
-    A part is (edges, nodes before it, samples before it).
-    """
+    """Edges of several batches as one table, renumbered; a part is (edges, nodes before it, samples before it)."""
     names = parts[0][0].columns
     return Edges(
         nodes=torch.cat([e.nodes for e, _, _ in parts]),

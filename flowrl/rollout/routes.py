@@ -1,4 +1,4 @@
-"""Which samples of a batch are one row of the denoising loop, place by place: chains, common starts and trees alike."""
+"""The rows of the denoising loop at each place of the grid: chains, common starts and trees alike."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flowrl.diffusion.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Children that the rows of a place have in common: the same end, all by the law or none."""
+    """Children of the rows of a place: all with the same end, all stochastic or all deterministic."""
 
     end: int
     noisy: bool
     leads: Tensor
     """First sample of each child, [M] ascending."""
     parent: Tensor
-    """Row that each child comes from, [M]."""
+    """Row of each child's parent, [M]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +29,15 @@ class Routes:
     """The way of B samples over the K + 1 places of a grid."""
 
     node: Tensor
-    """First sample of the node that each sample is in, [K + 1, B] int64; -1 where it passes by."""
+    """First sample of each sample's node, [K + 1, B] int64; -1: no node at this place."""
     ends: Tensor
-    """Where its step from there ends, [K, B]; -1 where it passes by."""
+    """End of its step from there, [K, B]; -1: no node at this place."""
     noisy: Tensor
-    """Whether that step is by the law, [K, B]."""
+    """Whether that step is stochastic, [K, B]."""
 
     @classmethod
     def of(cls, plan: StepPlan, ids: Sequence[SampleId], *, shared_start: bool) -> Routes:
-        """Of a batch.
-
-        Raises:
-            ValueError: it does not hold whole trees.
-        """
+        """The routes of a batch; raises ValueError unless it holds whole trees."""
         if plan.tree is not None:
             return cls._of_trees(plan, ids)
         steps, each = len(plan), torch.arange(len(ids))
@@ -77,12 +73,12 @@ class Routes:
         return self.node[k][self.node[k] >= 0].unique()
 
     def moves(self, k: int, leads: Tensor) -> list[Move]:
-        """What becomes of the rows `leads` [N] of a place."""
+        """The steps of the rows `leads` [N] of a place."""
         here = (self.node[k] >= 0).nonzero().squeeze(1)
         child = self.node[self.ends[k, here], here].unique()
         ends, noisy, parent = self.ends[k, child], self.noisy[k, child], self.node[k, child]
         result = []
-        for end, law in torch.stack([ends, noisy.long()], dim=1).unique(dim=0).tolist():
-            chosen = (ends == end) & (noisy == bool(law))
-            result.append(Move(end, bool(law), child[chosen], torch.searchsorted(leads, parent[chosen])))
+        for end, drawn in torch.stack([ends, noisy.long()], dim=1).unique(dim=0).tolist():
+            chosen = (ends == end) & (noisy == bool(drawn))
+            result.append(Move(end, bool(drawn), child[chosen], torch.searchsorted(leads, parent[chosen])))
         return result

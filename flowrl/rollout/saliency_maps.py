@@ -1,4 +1,4 @@
-"""Saliency maps of a rollout's images: a frozen backbone looks at each frame (arXiv 2511.18719)."""
+"""Saliency maps of a rollout's images by a frozen backbone, frame by frame (arXiv 2511.18719)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from flowrl.credit.saliency import SpatialConfig, saliency, to_latent_grid
 Backbone = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 """Frames [B, 3, H, W] in [0, 1] -> patch tokens [B, h * w, d] row by row, and (h, w)."""
 Mapper = Callable[[Tensor], Tensor]
-"""Pictures [B, 3, H, W] or clips [B, F, 3, H, W] in [0, 1] -> maps [B, *pos] float32 on the CPU."""
+"""Images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1] -> maps [B, *pos] float32 on the CPU."""
 _FILTERS = 16
 _FRAMES_AT_ONCE = 16
 
 
 @torch.no_grad()
 def importance(images: Tensor, backbone: Backbone, shape: tuple[int, ...], *, keep_mean: bool = False) -> Tensor:
-    """Maps [B, *shape] of pictures [B, 3, H, W] or clips [B, F, 3, H, W] in [0, 1]; all ones for a frame of one colour.
+    """Maps [B, *shape] of images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1]; all ones for a frame of one colour.
 
-    Shapes and `keep_mean` as in `to_latent_grid`.
+    `shape` and `keep_mean` as in `to_latent_grid`.
     """
     frames = images.flatten(0, 1) if images.ndim == 5 else images
     parts = []
     for part in frames.float().split(_FRAMES_AT_ONCE):
         result = saliency(*backbone(part))
-        # Position embeddings tell patches apart even there. Half an 8-bit level is no difference.
-        spread = (part.amax(dim=(2, 3)) - part.amin(dim=(2, 3))).amax(dim=1)
-        parts.append(torch.where((spread < 0.5 / 255)[:, None, None].to(result.device), 1.0, result))
+        # Position embeddings distinguish patches even there. Half an 8-bit level is no difference.
+        contrast = (part.amax(dim=(2, 3)) - part.amin(dim=(2, 3))).amax(dim=1)
+        parts.append(torch.where((contrast < 0.5 / 255)[:, None, None].to(result.device), 1.0, result))
     maps = torch.cat(parts)
     return to_latent_grid(maps.reshape(*images.shape[:-3], *maps.shape[1:]), shape, keep_mean=keep_mean)
 
@@ -45,20 +45,24 @@ def mapper(
     grid: tuple[int, ...] | None = None,
     channel_axis: int = 1,
 ) -> Mapper:
-    """Makes the maps of a run, whose latents are [C, *pos] a sample; loads the backbone.
+    """The mapper of a run, with its backbone loaded.
 
-    `grid`: of packed latents, the (h, w) or (T, h, w) that their tokens are read from; their maps are [B, tokens].
-    `channel_axis`: of latents [B, ...], where C stands elsewhere.
+    Args:
+        config: backbone and form of the maps.
+        latent_shape: of one sample, [C, *pos].
+        device: device of the backbone.
+        grid: (h, w) or (T, h, w) of packed latents, whose maps are [B, tokens]; None: latents are not packed.
+        channel_axis: place of C in latents [B, ...].
 
     Raises:
-        ModelError: its weights cannot be loaded.
+        ModelError: the backbone's weights cannot be loaded.
     """
     backbone = load_backbone(config.backbone, device)
     shape = tuple(n for axis, n in enumerate(latent_shape, 1) if axis != channel_axis) if grid is None else grid
 
     def maps(images: Tensor) -> Tensor:
         if images.ndim == 4 and len(shape) == 3:
-            images = images[:, None]  # pictures of a model of clips
+            images = images[:, None]  # images of a video model
         result = importance(images, backbone, shape, keep_mean=config.keep_mean).cpu()
         return result if grid is None else result.flatten(1)
 
@@ -66,11 +70,7 @@ def mapper(
 
 
 def load_backbone(name: str = "fixed", device: torch.device | str = "cpu") -> Backbone:
-    """`fixed`, which needs no weights, or a DINOv2 by folder or hub id (the paper's: facebook/dinov2-large).
-
-    Raises:
-        ModelError: no such weights.
-    """
+    """`fixed`, which needs no weights, or a DINOv2 by folder or hub id (the paper's: facebook/dinov2-large)."""
     return _fixed() if name == "fixed" else _dinov2(name, device)
 
 
@@ -108,7 +108,7 @@ def _dinov2(name: str, device: torch.device | str) -> Backbone:
 
     def tokens(frames: Tensor) -> tuple[Tensor, tuple[int, int]]:
         grid = (frames.shape[-2] // patch or 1, frames.shape[-1] // patch or 1)
-        # To whole patches: the model would leave out what hangs over at the right and the bottom.
+        # To whole patches: the model would crop the rest at the right and the bottom.
         size = (grid[0] * patch, grid[1] * patch)
         pixels = F.interpolate(frames.float().to(device), size, mode="bicubic", antialias=True).clamp(0, 1)
         with torch.autocast(torch.device(device).type, enabled=False):

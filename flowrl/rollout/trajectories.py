@@ -1,4 +1,4 @@
-"""An iteration's data as the rollout leaves it: samples, edges, rewards. Shapes as in `flowrl.core.types`."""
+"""The data of an iteration after its rollout: samples, edges, rewards. Shapes as in `flowrl.core.types`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Asked:
     """B samples to draw."""
 
     ids: Sequence[SampleId]
-    """B identities; they key the noise. A tree's leaves lie together, all of them."""
+    """B identities; they key the noise. A tree's leaves are neighbours, and complete."""
     cond: Condition
     """Conditions of the prompts."""
     rows: Tensor
     """Row of `cond` of each sample, [B] int64."""
 
     def __getitem__(self, part: slice) -> Asked:
-        """Some of them, with all conditions."""
+        """A part of the samples, with all conditions."""
         return Asked(self.ids[part], self.cond, self.rows[part])
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectories:
-    """Samples of this rank with their trained edges, and what they were drawn by."""
+    """Samples of this process with their trained edges, plan and conditions."""
 
     plan: StepPlan
     samples: Samples
@@ -51,17 +51,17 @@ class Trajectories:
 
 @dataclass(frozen=True, slots=True)
 class NoiseDraws:
-    """What samples started from, where the distribution of their initial noise is learned."""
+    """The initial noise of samples, if its distribution is learned."""
 
     initial: Tensor
-    """Latents that each of this rank's samples started from, [B, ...] float32."""
+    """Initial noise of this process's samples, [B, ...] float32."""
     numbers: Tensor
     """Number of the noise distribution of each prompt of the iteration, [P] int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout(Trajectories):
-    """One iteration's data: this rank's samples and edges, everybody's rewards."""
+    """The data of one iteration: samples and edges of this process, rewards of all."""
 
     rewards: Tensor
     """Training values of the whole iteration, [R, P, G]."""
@@ -70,14 +70,14 @@ class Rollout(Trajectories):
     prompts: tuple[Identity, ...] = ()
     """Identities of all P slots of the iteration."""
     image_std: float = math.nan
-    """Mean over prompts of the pixel std inside a group (this rank's), a diversity indicator; NaN: not measured."""
+    """Mean over this process's prompts of the pixel std inside a group, a measure of diversity; NaN: not measured."""
     maps: Tensor | None = None
-    """Where in its picture each of this rank's samples counts, [B, *pos]; only for a method with `spatial`."""
+    """Saliency maps of this process's samples, [B, *pos]; None: a method without `spatial`."""
     noise: NoiseDraws | None = None
-    """Only where the distribution of the initial noise is learned."""
+    """Initial noise, if its distribution is learned."""
     paths: Tensor | None = None
-    """Old log-probs of the steps on the way to each sample, [P, G, K], NaN where none is kept; only where credit asks
-    for them."""
+    """Old log-probs of the steps on the way to each sample, [P, G, K], NaN for steps without one; None: credit does not
+    need them."""
 
     def leaf_rewards(self, weights: Tensor) -> LeafRewards:
         """The rewards with their weights [R], as credit by edge takes them; only where the plan has a tree."""
@@ -86,6 +86,6 @@ class Rollout(Trajectories):
 
     @property
     def identity(self) -> Tensor:
-        """Number of each of this rank's samples among all P * G of the iteration, [B] int64."""
+        """Number of each of this process's samples among all P * G of the iteration, [B] int64."""
         size = self.rewards.shape[2]
         return torch.tensor([i.slot * size + i.sample for i in self.samples.ids])

@@ -1,4 +1,4 @@
-"""Transitions of a run, kept over iterations, first in first out: what DPOK trains on."""
+"""Transitions of a run, kept over iterations, first in first out: the training data of DPOK."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Table:
     """n transitions on the CPU."""
 
     latents: Tensor
-    """Start of each, [n, ...]."""
+    """Latents before each transition, [n, ...]."""
     next_latents: Tensor
-    """End of each, [n, ...]."""
+    """Latents after it, [n, ...]."""
     step: Tensor
     """Index into the plan, [n] int64."""
     old_log_prob: Tensor
-    """Under the policy that drew it, [n] float32."""
+    """Log-prob under the policy of its rollout, [n] float32."""
     reward: Tensor
     """Reward of the finished image, [n] float32."""
     prompt: Tensor
@@ -47,7 +47,7 @@ class Table:
 
 
 class Transitions:
-    """The newest `capacity` transitions and the prompts that they belong to."""
+    """The newest `capacity` transitions and their prompts."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -58,7 +58,7 @@ class Transitions:
         return 0 if self.table is None else len(self.table)
 
     def add(self, new: Table, prompts: Sequence[Identity]) -> None:
-        """Take in an iteration's transitions, whose `prompt` is a place in `prompts`; the oldest fall out."""
+        """Add an iteration's transitions, whose `prompt` is a place in `prompts`; the oldest are dropped."""
         numbers = {prompt: k for k, prompt in enumerate(self.prompts)}
         for prompt in prompts:
             numbers.setdefault(prompt, len(numbers))
@@ -66,14 +66,14 @@ class Transitions:
         renamed = Table(**(new.tensors() | {"prompt": own[new.prompt]}))
         whole = renamed if self.table is None else Table.join([self.table, renamed])
         kept = whole.at(slice(max(len(whole) - self.capacity, 0), None))
-        # Prompts that are left alone by their transitions go too.
+        # Prompts without a transition are dropped too.
         used, place = kept.prompt.unique(return_inverse=True)
         known = list(numbers)
         self.prompts = [known[k] for k in used.tolist()]
         self.table = Table(**(kept.tensors() | {"prompt": place}))
 
     def state(self) -> list[list[Any]]:
-        """The prompts as plain data; `tensors` has the rest."""
+        """The prompts as plain data, for a checkpoint; `tensors` has the rest."""
         return [[text, list(images)] for text, images in self.prompts]
 
     def load_state(self, state: list[list[Any]]) -> None:

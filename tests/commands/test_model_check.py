@@ -135,7 +135,7 @@ def test_a_plan_of_an_unknown_model_names_the_way_without_the_network(unplugged,
     recipe = str(ROOT / "configs" / "quickstart.yaml")
     code, printed = command(monkeypatch, capsys, "plan", recipe, "model={path: owner/unheard-of}")
     assert code == 2, printed
-    assert "a plan asks the hub for nothing" in printed
+    assert "a plan sends no request to the hub" in printed
     assert "set model.name to one of" in printed
     assert not unplugged
 

@@ -118,8 +118,8 @@ def test_a_clip_begins_with_the_picture_of_the_option(draw):
 @pytest.mark.parametrize(
     ("case", "words", "reason"),
     [
-        ("qwen_image_edit", ["a"], "QwenImageEditPipeline needs 1 picture(s) with each prompt"),
-        ("flux", ["a", "--image", "red.png"], "1 picture(s) with a prompt, but FluxPipeline takes none"),
+        ("qwen_image_edit", ["a"], "QwenImageEditPipeline needs 1 image(s) with each prompt"),
+        ("flux", ["a", "--image", "red.png"], "1 image(s) with a prompt, but FluxPipeline takes none"),
         ("flux", ["a", "--image", "gone.png"], "--image 'gone.png' cannot be read as an image"),
         ("flux", ["gone.jsonl"], "prompts='gone.jsonl': there is no such file"),
         ("flux", ["set.xlsx"], "prompts='set.xlsx': prompts are not read from a .xlsx file; give a .txt"),

@@ -122,7 +122,7 @@ def test_a_single_file_needs_a_name(tmp_path):
 
 
 def test_what_is_no_pipeline_is_named(tmp_path, copied):
-    with pytest.raises(ModelError, match="is no pipeline folder"):
+    with pytest.raises(ModelError, match="is not a pipeline folder"):
         choose(str(tmp_path))
     with pytest.raises(ModelError, match="no such file, folder or embedded asset"):
         choose("./nowhere")

@@ -98,5 +98,5 @@ def test_noise_of_another_shape_is_refused():
 
 def test_an_adapter_without_an_encoder_is_refused_with_what_to_use():
     model = native.adapter("qwen_image", tiny.make("qwen_image"), SIZE)
-    with pytest.raises(ModelError, match=r"QwenImage makes no latents of pictures.*native adapter of an image family"):
+    with pytest.raises(ModelError, match=r"QwenImage makes no latents of images.*native adapter of an image family"):
         model.encode_images(pictures())

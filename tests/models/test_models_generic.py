@@ -73,7 +73,9 @@ def test_bfloat16_keeps_the_vae_and_the_trained_weights_in_float32(folder):
 
 
 def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"is no pipeline folder: it has no model_index\.json; give the folder that"):
+    with pytest.raises(
+        ModelError, match=r"is not a pipeline folder: it has no model_index\.json; give the folder that"
+    ):
         generic.build(Config(path=str(tmp_path)))
 
 
@@ -325,7 +327,7 @@ def test_a_part_that_depends_on_the_prompts_without_rows_is_refused():
         length = max(len(prompt) for prompt in prompts)
         return ((torch.ones(len(prompts), 4) * len(prompts[0]), torch.arange(length)),)
 
-    with pytest.raises(ModelError, match="depends on the prompts and has not one row per prompt"):
+    with pytest.raises(ModelError, match="depends on the prompts without one row per prompt"):
         learn(encode)
 
 

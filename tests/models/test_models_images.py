@@ -131,7 +131,7 @@ def test_a_first_and_a_last_frame_reach_the_call():
     assert_close(found, own_call(model, "wan_image", size, x, both, GUIDED)[0].float(), atol=1e-4, rtol=0)
     other = euler(model, x, model.encode(tiny.PROMPTS[:1], [[both[0], picture(2)]]), GUIDED)
     assert not torch.allclose(found, other, atol=1e-4)
-    with pytest.raises(ModelError, match=r"2 picture\(s\) with a prompt, but .* takes at most 1"):
+    with pytest.raises(ModelError, match=r"2 image\(s\) with a prompt, but .* takes at most 1"):
         adapter("wan_image").encode(tiny.PROMPTS[:1], [both])
 
 
@@ -241,7 +241,7 @@ def test_a_held_first_frame_is_no_latent_and_comes_back_in_the_clip():
     clips = decoded(model, x.expand(2, *x.shape[1:]), cond, torch.tensor([0, 1]))
     assert clips.shape[1] == 9
     assert not torch.allclose(clips[0, 0], clips[1, 0], atol=1e-3)
-    with pytest.raises(ValueError, match=r"holds a part of the clip: decode\(latents, cond\) needs its conditions"):
+    with pytest.raises(ValueError, match=r"holds a part of the video: decode\(latents, cond\) needs its conditions"):
         model.decode(x)
 
 
@@ -250,7 +250,7 @@ def test_a_held_first_frame_is_no_latent_and_comes_back_in_the_clip():
 
 def test_a_prompt_without_the_picture_that_its_model_needs_is_named():
     model = adapter("qwen_image_edit")
-    with pytest.raises(ModelError, match=r"needs 1 picture\(s\) with each prompt: a \.jsonl record with 'image'"):
+    with pytest.raises(ModelError, match=r"needs 1 image\(s\) with each prompt: a \.jsonl record with 'image'"):
         model.encode(tiny.PROMPTS)
     given = [Prompt("a", {}, ("a.png",)), Prompt("b")]
     message = r"data\.prompts: prompt 2, 'b', has 0 image\(s\), but QwenImageEditPipeline needs 1; give the paths"
@@ -296,14 +296,14 @@ def test_a_model_that_puts_the_picture_back_after_every_step_is_refused():
 
 
 def test_a_size_that_no_picture_can_give_is_refused_with_the_one_that_it_gives():
-    message = r"height=16, model\.width=32 is no size of HunyuanVideo15ImageToVideoPipeline: it makes 12 x 20"
+    message = r"height=16, model\.width=32 is not a size of HunyuanVideo15ImageToVideoPipeline: it makes 12 x 20"
     with pytest.raises(ModelError, match=message):
         adapter("hunyuan_video_1_5_image", (16, 32)).latent_shape()
 
 
 def test_a_picture_that_a_pipeline_does_not_take_is_named_with_its_prompt():
     model = adapter("flux_2_references")
-    with pytest.raises(ModelError, match=r"with the 1 picture\(s\) of the prompt 'b': ValueError: Image too small"):
+    with pytest.raises(ModelError, match=r"with the 1 image\(s\) of the prompt 'b': ValueError: Image too small"):
         model.encode(["a", "b"], [[picture(0, (64, 64))], [picture(0)]])
 
 

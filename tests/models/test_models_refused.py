@@ -59,7 +59,9 @@ def build(name: str, path: Path, pipeline: Any = None, **options: Any) -> Any:
 
 @EVERY
 def test_a_folder_that_is_no_pipeline(name, tmp_path):
-    with pytest.raises(ModelError, match=r"is no pipeline folder: it has no model_index\.json; give the folder that"):
+    with pytest.raises(
+        ModelError, match=r"is not a pipeline folder: it has no model_index\.json; give the folder that"
+    ):
         build(name, tmp_path)
 
 

@@ -339,7 +339,7 @@ def test_a_consistency_models_lora_is_trained_by_cps_and_replayed_exactly():
 def test_a_refiner_is_refused():
     pipe = tiny.make("sdxl")
     pipe.unet.register_to_config(projection_class_embeddings_input_dim=72)
-    with pytest.raises(ModelError, match=r"as a refiner is.*use the base checkpoint"):
+    with pytest.raises(ModelError, match=r"as a refiner does.*use the base checkpoint"):
         adapter("sdxl", pipe)
     pipe = tiny.make("sdxl")
     pipe.text_encoder = None

@@ -233,7 +233,7 @@ def test_a_backend_that_agrees_changes_nothing_but_itself():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("flsh", "is no backend of diffusers; there are: flash, "),
+        ("flsh", "is not a backend of diffusers; there are: flash, "),
         ("flash", "pip install flash-attn"),
         ("xformers", r"pip install 'flowrl\[xformers\]'"),
         ("sage", "SageAttention has no backward pass"),

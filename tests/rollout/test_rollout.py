@@ -16,7 +16,6 @@ from flowrl.diffusion.schedules import Schedule, shifted_linspace
 from flowrl.diffusion.solver_base import Node
 from flowrl.diffusion.solvers import SOLVERS
 from flowrl.diffusion.windows import MixWindow, mix_window, random_window
-from flowrl.models._experts import Experts
 from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
@@ -476,7 +475,7 @@ def test_evaluations_are_counted_by_the_first_argument_however_it_is_passed():
 
 
 def test_evaluations_of_every_expert_are_counted():
-    experts = Experts({"transformer": torch.nn.Linear(2, 2), "transformer_2": torch.nn.Linear(2, 2)})
+    experts = torch.nn.ModuleDict({"transformer": torch.nn.Linear(2, 2), "transformer_2": torch.nn.Linear(2, 2)})
     counter = Evaluations(experts)
     experts["transformer"](torch.zeros(3, 2))
     experts["transformer_2"](torch.zeros(4, 2))

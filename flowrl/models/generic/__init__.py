@@ -1,12 +1,12 @@
 """Any diffusers pipeline whose loop ends in `scheduler.step`, by entering its own call again at one timestep.
 
-Process: read off the scheduler, a flow or VP. Timesteps are the scheduler's own. `guidance_scale` is in the pipeline's
+Process: read from the scheduler, a flow or VP. Timesteps are the scheduler's own. `guidance_scale` is in the pipeline's
 units (families.py): its CFG scale, its true_cfg_scale, or an input of the network. What the pipeline does between the
 latents and `scheduler.step` (packing, guidance, renormalisation, sign) is its own code, with gradients.
 
     families   facts of pipeline classes          encoding   `encode_prompt` taken apart into rows of a Condition
     options    arguments of the call, sizes       images     reference images and first frames
-    reentry    one call at chosen timesteps       entrance   what is read off a pipeline before it is entered
+    reentry    one call at chosen timesteps       entrance   facts of a pipeline before it is entered
     adapter    the adapter                        outline    the adapter without weights, for plans
 """
 

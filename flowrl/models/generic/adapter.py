@@ -16,8 +16,8 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.models._memory import require_native
 from flowrl.models._native import NO_ENCODERS
 from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
-from flowrl.models.base import ModelAdapter, ModelConfig, autocast, torch_dtype
-from flowrl.models.generic.encoding import SHORT, Template, learn, one_by_one, without_progress_bars
+from flowrl.models.base import ModelAdapter, ModelConfig, autocast, network_config, torch_dtype
+from flowrl.models.generic.encoding import SHORT, Calls, Template, learn, one_by_one, without_warnings
 from flowrl.models.generic.entrance import PROBE_STEPS, Entrance
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.generic.images import blank
@@ -35,10 +35,10 @@ class Config(ModelConfig):
     call: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's own call, such as num_frames or max_sequence_length."""
     final_alpha: FinalAlpha = "model"
-    """Of a noise-prediction model, where the last step ends: as its scheduler says, or at the `first` training step,
-    DDPO's rule, so that the last step keeps noise and can be trained."""
+    """End of the last step of a noise-prediction model: the scheduler's, or the `first` training step, DDPO's rule, so
+    that the last step keeps noise and can be trained."""
     distilled: Distilled | None = None
-    """How the checkpoint was distilled to few steps; null: guessed by its scheduler (docs/noise_prediction.md)."""
+    """How the checkpoint was distilled to few steps; null: guessed from its scheduler (docs/noise_prediction.md)."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -50,7 +50,7 @@ class Config(ModelConfig):
 
 
 class Generic(ModelAdapter):
-    """Adapter around a pipeline; `pipeline` holds every part, `network` what is trained."""
+    """The adapter of any pipeline."""
 
     own_network = False
 
@@ -70,16 +70,16 @@ class Generic(ModelAdapter):
         self._template: Template | None = None
         self._freed = False
 
-    # ---- what the pipeline shows when it is entered
+    # ---- facts that the pipeline shows when it is entered
 
     @torch.no_grad()
     def _learned(self) -> Template:
-        """How prompts are encoded, the shape of the latents and the kind of timesteps: found once, at first use."""
+        """The encoding of prompts, the shape of the latents and the kind of timesteps: probed once, at first use."""
         if self._template is not None:
             return self._template
         if self._freed:
             raise ModelError(NO_ENCODERS)
-        with self.entrance.explained(), without_progress_bars():
+        with self.entrance.explained(), without_warnings():
             template = learn(one_by_one(self._probe_calls) if self.family.singly else self._probe_calls)
             self._template = template
             self._probe = self._encode([SHORT], self._probe_images([SHORT]))
@@ -102,7 +102,7 @@ class Generic(ModelAdapter):
         return template
 
     def _stepped(self, latents: Tensor, timestep: float) -> Tensor:
-        """What the scheduler is handed when the loop is entered with these latents [1, ...] of the probe."""
+        """The latents that reach the scheduler when the loop is entered with these [1, ...] of the probe."""
         options = {"timesteps": self._pin([timestep]), "latents": latents, "keep_dtype": True}
         with autocast(self.device, self.dtype):
             stepped = self.entrance.enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options).latents
@@ -110,22 +110,22 @@ class Generic(ModelAdapter):
         return stepped
 
     def _answers(self, cond: Condition) -> dict[str, Any]:
-        """Options of an entry that hand back what was encoded, for rows that may share a forward."""
+        """Options of an entry that hand back encoded rows; they may share a forward."""
         assert self._template is not None
         options = self.images.rebuild(cond)
         answers = {"encode_prompt": self._template.rebuild(cond), **options.pop("answers", {})}
         return {"answers": answers, **options}
 
     def _probe_images(self, prompts: Sequence[str]) -> list[Image]:
-        """Of two colours for the two probing prompts: what depends on the picture must differ between them."""
+        """Images of two colours for the two probing prompts, so that encodings of an image differ between them."""
         grey = 64 if prompts[0] == SHORT else 192
         return [blank((self.width, self.height), grey)] * self.image_limits[0]
 
-    def _probe_calls(self, prompts: list[str]) -> tuple[Any, ...]:
+    def _probe_calls(self, prompts: list[str]) -> Calls:
         images: Any = self._probe_images(prompts)
         options = {}
         if images and self.family.image_each and len(prompts) > 1:
-            # A batch is of both colours, as it is of both prompts.
+            # A batch has both colours, as it has both prompts.
             options = {self.family.images[0]: [self._probe_images([prompt])[0] for prompt in prompts]}
         arguments = self.call.arguments(len(prompts), PROBE_GUIDANCE, prompts, PROBE_STEPS, "latent")
         arguments |= options or self.images.arguments(images, len(prompts))
@@ -142,7 +142,6 @@ class Generic(ModelAdapter):
         return self._shape
 
     def grid(self) -> tuple[int, ...] | None:
-        """(h, w), or (T, h, w) of clips, that packed tokens are read from, row by row; None for other latents."""
         shape = self.latent_shape()
         return self.size.places(shape[0], self.num_frames) if len(shape) == 2 and self.channel_axis == 2 else None
 
@@ -159,7 +158,7 @@ class Generic(ModelAdapter):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], images: Sequence[Sequence[Image]] | None = None) -> Condition:
-        """Conditions of P prompts, each with its own RGB pictures."""
+        """Conditions of P prompts, each with its own RGB images."""
         if self._freed:
             raise ModelError(NO_ENCODERS)
         for one in images or [()] * len(prompts):
@@ -168,15 +167,15 @@ class Generic(ModelAdapter):
         if images is None and not self.family.singly:
             with self.entrance.explained():
                 return Condition.collate([self._encode(batch, ()) for batch in template.batches(list(prompts))])
-        # One by one: a pipeline looks at the size of the first picture of a batch only, or takes one for all.
+        # One by one: a pipeline reads the size of the first image of a batch only, or takes one for all.
         rows = []
         for prompt, own in zip(prompts, images or [()] * len(prompts), strict=True):
-            with self.entrance.explained(f"with the {len(own)} picture(s) of the prompt {prompt[:60]!r}"):
+            with self.entrance.explained(f"with the {len(own)} image(s) of the prompt {prompt[:60]!r}"):
                 rows.append(self._encode([prompt], self.images.fitted(own)))
         return Condition.collate(rows)
 
     def _encode(self, prompts: list[str], images: Sequence[Image]) -> Condition:
-        """Rows of prompts that may be encoded together; with pictures it is one prompt."""
+        """Rows of prompts that may be encoded together; one prompt if there are images."""
         assert self._template is not None
 
         def enter(batch: int) -> Visit:
@@ -217,7 +216,7 @@ class Generic(ModelAdapter):
         return torch.cat(outputs)[order.argsort().to(x.device)]
 
     def _groups(self, values: list[float], cond: Condition) -> list[list[int]]:
-        """Rows that may share a forward: of one expert, of one length where padding would be seen."""
+        """Rows that may share a forward: of one expert, and of one length if padding would be seen."""
         assert self._template is not None
         if self.family.singly:
             return [[row] for row in range(len(values))]
@@ -230,7 +229,7 @@ class Generic(ModelAdapter):
         return list(result.values())
 
     def _forward(self, x: Tensor, values: list[float], cond: Condition, guidance_scale: float) -> Tensor:
-        """One entry, pinned at the first timestep; the network gets the others through its own argument."""
+        """One entry, pinned at the first timestep; the network gets the others by its own argument."""
         times = None
         if any(value != values[0] for value in values):
             times = torch.stack([self._time(value)[1] for value in values])
@@ -250,19 +249,19 @@ class Generic(ModelAdapter):
         return visit.prediction if self._sign == 1 else -visit.prediction
 
     def _require_own_latents(self, visit: Visit, x: Tensor) -> None:
-        """The loop must work on what prepare_latents() returned, unchanged."""
+        """Raise ModelError unless the loop works on the unchanged result of prepare_latents()."""
         if visit.latents is None or not torch.equal(visit.latents.to(self._loop_dtype), x.to(self._loop_dtype)):
             raise ModelError(f"{self.kind} changes the latents between prepare_latents() and scheduler.step()")
         self._entered = True
 
     def _pin(self, values: list[float]) -> Tensor:
-        """Timesteps as the scheduler gives them: whole numbers stay whole."""
+        """Timesteps in the scheduler's type: whole numbers stay whole."""
         whole = not self._grid_dtype.is_floating_point and all(value.is_integer() for value in values)
         return torch.tensor(values, dtype=self._grid_dtype if whole else torch.float32, device=self.device)
 
     @torch.no_grad()
     def _time(self, value: float) -> tuple[str, Tensor]:
-        """(network, what it is fed) at a timestep of the scheduler: looked up in the pipeline, rounding included."""
+        """(component, its timestep input) at a timestep of the scheduler: read in the pipeline, rounding included."""
         if value not in self._times:
             x = torch.zeros(1, *self._shape, device=self.device)
             options = {"timesteps": self._pin([value]), "latents": x, "stop_at_network": True}
@@ -271,17 +270,17 @@ class Generic(ModelAdapter):
         return self._times[value]
 
     def _require_one_time(self, visit: Visit) -> Tensor:
-        """What the network was fed as its timestep."""
-        fed = torch.as_tensor(visit.inputs[self.reentry.time_argument(visit.network)], device=self.device).flatten()
+        """The timestep input of the network."""
+        fed = torch.as_tensor(visit.inputs[self.reentry.time_arguments[visit.network]], device=self.device).flatten()
         if self.family.holds:
-            fed = fed[fed != 0]  # what is held is clean
+            fed = fed[fed != 0]  # the held part is clean
         if not bool((fed == fed[0]).all()):
             raise ModelError(f"{self.kind} feeds its network different timesteps within one sample")
         return fed[0]
 
     @torch.no_grad()
     def _mixing_is_exact(self) -> bool:
-        """Two samples at different timesteps in one forward give what they give alone; on noise, in three forwards."""
+        """Whether two samples at different timesteps give the same in one forward as alone; three forwards."""
         self._mixable = True
         x = torch.randn(2, *self._shape, generator=torch.Generator().manual_seed(0)).to(self.device)
         grid = self.schedule(PROBE_STEPS).timesteps
@@ -302,14 +301,12 @@ class Generic(ModelAdapter):
         return slope, float(low) - 200.0 * slope
 
     def branches(self, guidance_scale: float) -> int:
-        """Forwards per sample: a scale that the network takes needs no second one, true CFG beside it does."""
-        config = next(iter(self.networks.values())).config
+        config = network_config(next(iter(self.networks.values())))
         if self.guidance in ("embedded", "none") or config.get("time_cond_proj_dim") is not None:
             return 1 + (self.call.fixed.get("true_cfg_scale", 1) > 1)
         return 1 + (guidance_scale > self.unguided)
 
     def check_guidance(self, guidance_scale: float) -> None:
-        """Raise ModelError where this checkpoint cannot be guided so."""
         if self.distilled and self.branches(guidance_scale) > 1:
             refuse_cfg(self.distilled, guidance_scale, self.unguided)
 
@@ -317,17 +314,14 @@ class Generic(ModelAdapter):
         self._learned()
         return 0 if self._mixable and len(self.networks) == 1 else step_index
 
-    # ---- pictures
+    # ---- images
 
     @torch.no_grad()
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1]: the pipeline's call without its loop.
-
-        `cond` has B rows; only a pipeline that holds a part of the clip needs it.
-        """
+        """Images or videos by the pipeline's call without its loop; `cond` [B] where it holds a part of the video."""
         self._learned()
         if self.family.holds and cond is None:
-            raise ValueError(f"{self.kind} holds a part of the clip: decode(latents, cond) needs its conditions")
+            raise ValueError(f"{self.kind} holds a part of the video: decode(latents, cond) needs its conditions")
         alone = self.family.holds or self.family.singly or self.family.decode_singly
         rows = torch.arange(len(latents)).split(1 if alone else len(latents))
         blank_rows = self._probe.index(torch.zeros(len(latents), dtype=torch.int64))
@@ -339,7 +333,7 @@ class Generic(ModelAdapter):
         visit = self.entrance.enter(len(latents), PROBE_GUIDANCE, latents=latents.float(), keep_dtype=True, **options)
         output = visit.output[0] if isinstance(visit.output, tuple) else visit.output
         if not torch.is_tensor(output) or len(output) != len(latents):
-            raise ModelError(f"{self.kind} decodes to {type(output).__name__}, not to one picture or clip per sample")
+            raise ModelError(f"{self.kind} decodes to {type(output).__name__}, not to one image or video per sample")
         images = output.float().clamp(0, 1)
         return images[:, 0] if images.ndim == 5 and self.num_frames == 1 else images
 

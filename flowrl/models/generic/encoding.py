@@ -1,14 +1,13 @@
-"""What a pipeline's `encode_prompt` returns, taken apart into rows of a Condition and put together again.
+"""The results of a pipeline's `encode_prompt`, taken apart into rows of a Condition and put together again.
 
-Which parts belong to a prompt is found by comparing three calls: a short prompt, a long one, and both in a
-batch of three. A part is
+Three calls are compared: a short prompt, a long one, and both in a batch of three. A part is
 
     rows      one row per prompt: stored in the Condition, as one tensor or, where lengths differ, as a list
     shared    one row per prompt, the same for every prompt (the negative embedding): one row is kept here
     constant  anything else (token ids of a fixed length, None): kept here
 
-Rows of different lengths share a forward only where a mask travels beside them; then they are padded as the
-pipelines do, with zeros on the right.
+Rows of different lengths share a forward only with a mask; they are padded as in the pipelines, with zeros on the
+right.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 
 SHORT = "a"
-# Text in quotes is encoded apart by some pipelines.
+# Some pipelines encode text in quotes separately.
 LONG = " ".join(['two blue squares on the left of a large red circle, under a sign that says "open",'] * 8)
-Calls = list[Any]
+Calls = Sequence[Any]
 Place = tuple[int | str, ...]
 
 
@@ -45,12 +44,12 @@ def leaves(value: Any, batch: int, place: Place = ()) -> Iterator[tuple[Place, A
 
 
 def _is_rows(value: Any, batch: int) -> bool:
-    # A call's own result is a tuple, and the record of all calls a list of those.
+    # The result of one call is a tuple, the record of all calls a list of those.
     return isinstance(value, list) and len(value) == batch and all(torch.is_tensor(part) for part in value)
 
 
 def rows_of(part: Any, batch: int) -> list[Tensor] | None:
-    """The rows of a part, or None if it has not one per prompt."""
+    """The rows of a part; None unless it has one per prompt."""
     if torch.is_tensor(part):
         return list(part.unbind(0)) if part.ndim and len(part) == batch else None
     return list(part) if _is_rows(part, batch) else None
@@ -58,21 +57,22 @@ def rows_of(part: Any, batch: int) -> list[Tensor] | None:
 
 @dataclass
 class Template:
-    """How to store and to rebuild what the calls of `encode_prompt` return."""
+    """How to store and to rebuild the results of the calls of `encode_prompt`."""
 
     calls: Calls
-    """Of the batch of three: gives the structure."""
+    """Results for the batch of three, as the structure."""
     listed: set[Place] = field(default_factory=set)
-    """Parts that the pipeline wants as a list of tensors."""
+    """Parts that the pipeline takes as a list of tensors."""
     varying: set[Place] = field(default_factory=set)
-    """Rows, one per prompt."""
+    """Parts with one row per prompt."""
     shared: dict[Place, Tensor] = field(default_factory=dict)
-    """One row that all prompts share."""
+    """The row of each part that all prompts share."""
     constant: dict[Place, Any] = field(default_factory=dict)
+    """All other parts."""
     masks: dict[Place, torch.dtype] = field(default_factory=dict)
-    """Masks that the pipeline leaves out where nothing is padded."""
+    """Types of the masks that the pipeline leaves out where nothing is padded."""
     ragged: bool = False
-    """Rows have lengths of their own."""
+    """Whether rows have different lengths."""
 
     def batches(self, prompts: Sequence[str]) -> Iterator[list[str]]:
         """Prompts that may be encoded together: one by one where lengths differ, so that none sees another."""
@@ -83,11 +83,11 @@ class Template:
 
     def condition(self, calls: Calls, batch: int) -> Condition:
         """Rows of encoded prompts."""
-        result = dict(leaves(calls, batch))
-        self._check_shared(result, batch)
+        parts = dict(leaves(calls, batch))
+        self._check_shared(parts, batch)
         entries: dict[str, Tensor | list[Tensor]] = {}
         for place in sorted(self.varying, key=str):
-            part = result.get(place)
+            part = parts.get(place)
             if part is None:
                 if place not in self.masks:
                     raise ModelError(f"encode_prompt() returned no part {_name(place)} this time")
@@ -99,20 +99,18 @@ class Template:
         for place, dtype in self.masks.items():
             if _name(place) not in entries:
                 entries[_name(place)] = [
-                    torch.ones(len(row), dtype=dtype, device=row.device) for row in self._beside(entries, place)
+                    torch.ones(len(row), dtype=dtype, device=row.device) for row in self._masked(entries, place)
                 ]
         return Condition(entries)
 
-    def _check_shared(self, found: dict[Place, Any], batch: int) -> None:
+    def _check_shared(self, parts: dict[Place, Any], batch: int) -> None:
         for place, kept in self.shared.items():
-            rows = rows_of(found.get(place), batch)
+            rows = rows_of(parts.get(place), batch)
             if rows is None or any(row.shape != kept.shape for row in rows) or not _alike(kept, *rows):
-                raise ModelError(
-                    f"encode_prompt() returned a part {_name(place)} that some prompts share and others not"
-                )
+                raise ModelError(f"encode_prompt() returned a part {_name(place)} that only some prompts share")
 
-    def _beside(self, entries: dict[str, Any], mask: Place) -> list[Tensor]:
-        """The tokens that a mask belongs to: the first rows of the same call."""
+    def _masked(self, entries: dict[str, Any], mask: Place) -> list[Tensor]:
+        """The tokens of a mask: the first rows of the same call."""
         return next(v for k, v in entries.items() if k.split(".")[0] == str(mask[0]) and v[0].ndim > 1)
 
     def key(self, cond: Condition, row: int) -> tuple:
@@ -126,7 +124,7 @@ class Template:
 
     @property
     def padded(self) -> bool:
-        """A mask tells padding from text."""
+        """Whether a mask separates padding from text."""
         return any(self._is_mask(place) for place in self.varying)
 
     def _is_mask(self, place: Place) -> bool:
@@ -136,7 +134,7 @@ class Template:
         )
 
     def rebuild(self, cond: Condition) -> Calls:
-        """What `encode_prompt` would return for these prompts, call by call."""
+        """The results of `encode_prompt` for these prompts, call by call."""
         batch = len(cond)
         parts: dict[Place, Any] = dict(self.constant)
         for place, row in self.shared.items():
@@ -156,10 +154,10 @@ class Template:
 
 
 def learn(encode: Callable[[list[str]], Calls]) -> Template:
-    """The template of a pipeline; `encode` gives what its calls of `encode_prompt` return for some prompts.
+    """The template of a pipeline; `encode` gives the results of its calls of `encode_prompt`.
 
     Raises:
-        ModelError: a part depends on the prompts and has not one row per prompt.
+        ModelError: a part depends on the prompts without one row per prompt.
     """
     short, long, both = encode([SHORT]), encode([LONG]), encode([SHORT, LONG, SHORT])
     if not both:
@@ -172,12 +170,11 @@ def learn(encode: Callable[[list[str]], Calls]) -> Template:
             if isinstance(part, list):
                 template.listed.add(place)
             _learn_rows(template, place, rows, one, other)
-        elif _same(one, part) and _same(other, part):
+        elif same(one, part) and same(other, part):
             template.constant[place] = part
         else:
             raise ModelError(
-                f"encode_prompt() returns a part {_name(place)} that depends on the prompts "
-                "and has not one row per prompt"
+                f"encode_prompt() returns a part {_name(place)} that depends on the prompts without one row per prompt"
             )
     if not template.varying:
         raise ModelError(
@@ -201,8 +198,8 @@ def one_by_one(encode: Callable[[list[str]], Calls]) -> Callable[[list[str]], Ca
 
 
 @contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """The probing prompts are made to be cut off; nobody needs to be warned of it."""
+def without_warnings() -> Iterator[None]:
+    """No warnings that the probing prompts are cut off: they are meant to be."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -211,13 +208,13 @@ def without_progress_bars() -> Iterator[None]:
         logging.disable(before)
 
 
-def _learn_rows(template: Template, place: Place, rows: list[Tensor], one: Any, other: Any) -> None:
+def _learn_rows(template: Template, place: Place, rows: list[Tensor], short: Any, long: Any) -> None:
+    (one,), (other,) = rows_of(short, 1) or (None,), rows_of(long, 1) or (None,)
     if one is None:
         template.varying.add(place)
         template.masks[place] = rows[0].dtype
         template.ragged = True
         return
-    one, other = rows_of(one, 1)[0], rows_of(other, 1)[0] if rows_of(other, 1) else None
     if other is not None and one.shape == other.shape == rows[0].shape and _alike(rows[0], rows[1], one, other):
         template.shared[place] = one.clone()
         return
@@ -226,13 +223,14 @@ def _learn_rows(template: Template, place: Place, rows: list[Tensor], one: Any, 
 
 
 def _alike(*rows: Tensor) -> bool:
-    """Equal but for what rounding does to a row in another batch."""
+    """Whether rows are equal up to the rounding of another batch size."""
     first = rows[0].float()
     scale = float(first.abs().max()) or 1.0
     return all(float((row.float() - first).abs().max()) <= 1e-2 * scale for row in rows[1:])
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are of one type and equal."""
     if torch.is_tensor(a) and torch.is_tensor(b):
         return a.shape == b.shape and torch.equal(a, b)
     return type(a) is type(b) and bool(a == b)

@@ -1,4 +1,4 @@
-"""A pipeline that can be entered: its parts, options and pictures found out, one call at the chosen timesteps."""
+"""A pipeline that can be entered: its parts, options and images, and one call at chosen timesteps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from flowrl.core.errors import ModelError
-from flowrl.models._experts import Experts
 from flowrl.models._schedulers import distilled, path_of, plain
-from flowrl.models.generic.families import dead_modules, family_of, guidance_of
+from flowrl.models.base import network_config, unused_modules
+from flowrl.models.generic.families import family_of, guidance_of
 from flowrl.models.generic.images import ReferenceImages, image_methods
 from flowrl.models.generic.options import Call, Size, check_components, check_fit, find_networks, frames_of
 from flowrl.models.generic.reentry import Reentry, Visit
@@ -22,10 +22,10 @@ PROBE_STEPS = 4  # Mochi's grid needs an even number; nothing else depends on it
 
 
 class Entrance:
-    """A pipeline with all that is read off it before it is entered, and the way in.
+    """A pipeline with the facts that are read from it, and the way into its call.
 
     Args:
-        pipeline: any diffusers pipeline; its scheduler is replaced by a plain one, and its parts are frozen.
+        pipeline: any diffusers pipeline; its scheduler is replaced by a plain one, its parts are frozen.
         config: the adapter's Config.
 
     Raises:
@@ -38,13 +38,13 @@ class Entrance:
         check_components(pipeline)
         check_fit(pipeline, self.family, self.networks)
         self.path, first = path_of(pipeline.scheduler), next(iter(self.networks.values()))
-        self.distilled = distilled(pipeline.scheduler, first.config, config.distilled)
+        self.distilled = distilled(pipeline.scheduler, network_config(first), config.distilled)
         pipeline.scheduler = plain(pipeline.scheduler, self.path)
-        self.network: nn.Module = first if len(self.networks) == 1 else Experts(self.networks)
+        self.network: nn.Module = first if len(self.networks) == 1 else nn.ModuleDict(self.networks)
         self.reentry = Reentry(pipeline, self.networks, image_methods(self.family), holds=self.family.holds)
         self.guidance = guidance_of(self.family, pipeline, self.reentry.parameters, first)
         self.size = Size.of(pipeline, config, self.family, self.reentry.parameters, first)
-        self.images = ReferenceImages(self.family, pipeline, first.config, self.size)
+        self.images = ReferenceImages(self.family, pipeline, network_config(first), self.size)
         self.call = Call(pipeline, config, self.family, self.guidance, self.size, self.reentry.parameters)
         self.num_frames = frames_of(pipeline, self.call.fixed, self.reentry.parameters, first)
         self._freeze()
@@ -57,26 +57,25 @@ class Entrance:
                 if not any(part is network for network in self.networks.values()):
                     part.requires_grad_(False)
         if self.pipeline.components.get("safety_checker") is not None:
-            # It would blacken what the rewards are to see.
+            # It would blacken images before they are scored.
             self.pipeline.safety_checker = None
 
     def lora_targets(self) -> tuple[str, ...]:
-        """The family's module suffixes, as far as the network has them."""
+        """The family's module suffixes that the network has."""
         names = [name for name, part in self.network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
         return tuple(t for t in self.family.lora_targets if any(name.endswith(f".{t}") for name in names))
 
     def dead_lora_modules(self) -> tuple[str, ...]:
         """Adapted modules whose output is never used, of every network."""
-        prefixes = {name: f"{name}." if len(self.networks) > 1 else "" for name in self.networks}
         return tuple(
-            module
+            f"{name}.{module}" if len(self.networks) > 1 else module
             for name, network in self.networks.items()
-            for module in dead_modules(self.family, network, prefixes[name])
+            for module in unused_modules(self.family.dead, network)
         )
 
     @contextmanager
     def explained(self, where: str = "as configured") -> Iterator[None]:
-        """Turn what an unknown pipeline can raise into the reason why it is refused."""
+        """Turn the errors of an unknown pipeline into one ModelError with the reason."""
         try:
             yield
         except (ModelError, torch.OutOfMemoryError):

@@ -1,20 +1,20 @@
-"""The pictures that a pipeline takes beside its prompt: encoded once, kept as rows of a Condition, handed back.
+"""The images that a pipeline takes with its prompt: encoded once, kept as rows of a Condition, handed back.
 
-What a pipeline makes of them comes from `encode_prompt` (models/generic/encoding.py keeps it), `prepare_latents`,
-`encode_image` and the methods that its family names. Of what those return, a part is
+Their encodings come from `encode_prompt` (models/generic/encoding.py), `prepare_latents`, `encode_image` and the
+methods that the family names. A part of those results is
 
     rows      one row per sample: stored in the Condition
-    single    made of the picture, and repeated by the pipeline for the whole batch: stored, and parts the batch
-    constant  the same for all samples whose pictures have the same sizes: kept here
+    single    of one image, repeated by the pipeline for the whole batch: stored, and splits the batch by image
+    constant  the same for all samples whose images have the same sizes: kept here
 
-Where a family holds a part of the latents (a first frame), their rows are stored too, with what the scheduler steps set
-to zero. Each entry of the pipeline still gets a blank picture of the right size, since its own code looks at the size.
+Where a family holds a part of the latents (a first frame), their rows are stored too, with zeros in the part that the
+scheduler steps. Each entry of the pipeline gets a blank image of the right size, since its own code reads the size.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
+from flowrl.models.base import network_config
+from flowrl.models.generic.encoding import same
 from flowrl.models.generic.families import Family, family_of
 from flowrl.models.generic.options import Size, find_networks
 from flowrl.models.generic.reentry import Prepared, Visit
@@ -36,19 +38,19 @@ Place = tuple[str, int, int]
 """(method, number of its call, number of the part)."""
 LAYOUT, CONTENT, HELD = "pictures.layout", "pictures.content", "pictures.held"
 PREPARE, EMBED = "prepare_latents", "encode_image"
-ANY = 1000  # a list of pictures has no limit of its own
+ANY = 1000  # a list of images has no limit of its own
 
 
 @cache
 def blank(size: tuple[int, int], grey: int = 128) -> Image:
-    """A picture of one colour; size is (width, height)."""
+    """An image of one colour; size is (width, height)."""
     from PIL import Image
 
     return Image.new("RGB", size, (grey, 255 - grey, grey // 2))
 
 
 def content(images: Sequence[Image]) -> int:
-    """A number below 2^62 that equal pictures share, and others not."""
+    """A number below 2^62, equal for equal images alone."""
     digest = hashlib.sha256()
     for image in images:
         digest.update(f"{image.size}".encode())
@@ -57,29 +59,29 @@ def content(images: Sequence[Image]) -> int:
 
 
 def image_arguments(pipeline: Any, images: Sequence[Any]) -> dict[str, Any]:
-    """Arguments with which the pipeline's own call takes the pictures of one prompt.
+    """Arguments of the pipeline's own call for the images of one prompt.
 
     Raises:
-        ModelError: it wants more of them, or fewer.
+        ModelError: too few images, or too many.
     """
     network = next(iter(find_networks(pipeline).values()))
-    taken = ReferenceImages(family_of(pipeline), pipeline, network.config, None)
+    taken = ReferenceImages(family_of(pipeline), pipeline, network_config(network), None)
     taken.require(len(images))
     return taken.arguments(images, 1)
 
 
 def image_methods(family: Family) -> tuple[str, ...]:
-    """Of the pipeline, beside `prepare_latents`: their results are kept here."""
+    """Methods of the pipeline whose results are kept here, besides `prepare_latents`."""
     return (EMBED, *family.image_methods) if family.images else ()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What pipelines make of pictures of the same sizes, without what belongs to a sample."""
+    """The encodings that all images of the same sizes share."""
 
     sizes: Sizes
     prepared: Prepared
-    """Its latents are None."""
+    """Result of `prepare_latents`, its latents None."""
     shapes: dict[tuple[str, int], bool]
     """(method, number of its call) -> whether it returns a single value."""
     constants: dict[Place, Any]
@@ -87,20 +89,20 @@ class Layout:
 
 @dataclass
 class ReferenceImages:
-    """How one pipeline's pictures are stored and handed back."""
+    """How one pipeline's images are stored and handed back."""
 
     family: Family
     pipeline: Any
-    config: Any
-    """The network's."""
+    config: Mapping[str, Any]
+    """Configuration of the network."""
     size: Size | None
-    """Of what is made; None where nothing is entered."""
+    """Size of the generated images; None if the call is never entered."""
     rows: set[Place] | None = None
-    """Parts with one row per sample; None: not learned yet."""
+    """Parts with one row per sample; None: not known yet."""
     single: set[Place] = field(default_factory=set)
     layouts: list[Layout] = field(default_factory=list)
     free: Tensor | None = None
-    """Where the scheduler's latents lie among a sample's, for a family that holds the others."""
+    """Places of the scheduler's latents among a sample's, for a family that holds the others."""
 
     @property
     def kind(self) -> str:
@@ -109,26 +111,26 @@ class ReferenceImages:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Least and most pictures of a prompt."""
+        """Fewest and most images of a prompt."""
         if self.family.images and self.config.get("image_dim"):
-            # Such a Wan embeds one picture; with a table of positions always two, the first and the last frame.
-            count = 1 if self.config.pos_embed_seq_len is None else 2
+            # Such a Wan embeds one image; with a table of positions always two, the first and the last frame.
+            count = 1 if self.config["pos_embed_seq_len"] is None else 2
             return count, count
         return int(self.family.needs_image), ANY if self.family.image_list else len(self.family.images)
 
     def require(self, count: int) -> None:
-        """Raise ModelError unless a prompt may have that many pictures."""
+        """Raise ModelError unless a prompt may have that many images."""
         least, most = self.limits
         if count < least:
             raise ModelError(
-                f"{self.kind} needs {least} picture(s) with each prompt: a .jsonl record with 'image' or 'images'"
+                f"{self.kind} needs {least} image(s) with each prompt: a .jsonl record with 'image' or 'images'"
             )
         if count > most:
             takes = f"takes at most {most} with a prompt" if most else "takes none (see docs/models.md)"
-            raise ModelError(f"{count} picture(s) with a prompt, but {self.kind} {takes}")
+            raise ModelError(f"{count} image(s) with a prompt, but {self.kind} {takes}")
 
     def arguments(self, images: Sequence[Image], batch: int) -> dict[str, Any]:
-        """Arguments of the call: the pictures for all prompts, or the same one for each."""
+        """Arguments of the call: the images for all prompts, or the same one for each."""
         if self.family.image_list:
             return {self.family.images[0]: list(images)} if images else {}
         each = self.family.image_each and batch > 1
@@ -136,7 +138,7 @@ class ReferenceImages:
         return {name: [image] * batch if each else image for name, image in named}
 
     def fitted(self, images: Sequence[Image]) -> Sequence[Image]:
-        """Cropped to the size of the clip where theirs would decide it."""
+        """The images, cropped to the size of the video if theirs would decide it."""
         if not self.family.sized_by_image:
             return images
         resize, size = self.pipeline.video_processor.resize, self.size
@@ -144,43 +146,47 @@ class ReferenceImages:
         return [resize(image, height=size.height, width=size.width, resize_mode="crop") for image in images]
 
     def find_free(self, latents: Tensor, stepped: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
-        """Shape of what the scheduler steps; where it lies among latents [1, ...] is found by handing in their places.
+        """Shape of the latents that the scheduler steps; their places in latents [1, ...] are kept in `free`.
+
+        Args:
+            latents: of the whole sample.
+            stepped: latents -> those that reach the scheduler; called with the places themselves.
 
         Raises:
-            ModelError: it is more than a choice of them in some order.
+            ModelError: these are not a selection of the others in some order.
         """
         places = torch.arange(latents.numel(), dtype=torch.float32, device=latents.device)
         given = stepped(places.view_as(latents))
-        result = given.flatten().long().clamp(0, len(places) - 1)
-        if len(result.unique()) < len(result) or not torch.equal(places[result], given.flatten().float()):
+        free = given.flatten().long().clamp(0, len(places) - 1)
+        if len(free.unique()) < len(free) or not torch.equal(places[free], given.flatten().float()):
             raise ModelError(f"{self.kind} changes the latents between prepare_latents() and scheduler.step()")
-        self.free = result
+        self.free = free
         return tuple(given.shape[1:])
 
     def learn(self, enter: Callable[[int], Visit]) -> None:
-        """Find the rows: enter(batch) calls the pipeline with the same picture for every prompt.
+        """Find the rows; enter(batch) calls the pipeline with the same image for every prompt.
 
         Raises:
-            ModelError: a part has neither one row per sample nor the same value for any number of samples.
+            ModelError: a part has neither one row per sample nor the same value for every number of samples.
         """
         if self.rows is not None:
             return
         one = self._parts(enter(1))
-        # Where a call takes one prompt only, whatever has one row has one per sample.
+        # If a call takes one prompt only, every part of one row has one per sample.
         two = None if self.family.singly else self._parts(enter(2))
         rows, single = set(), set()
         for place, a in one.items():
             b = a if two is None else two[place]
             if torch.is_tensor(a) and torch.is_tensor(b) and a.ndim and len(a) == 1 and (two is None or len(b) == 2):
                 rows.add(place)
-            elif not _same(a, b):
+            elif not same(a, b):
                 raise ModelError(f"{self.kind}: {place[0]}() returns a part {place[2]} that depends on the batch")
             elif place[0] == EMBED:
                 single.add(place)
         self.rows, self.single = rows, single
 
     def _parts(self, visit: Visit) -> dict[Place, Any]:
-        """Everything that was made of the pictures, but the latents."""
+        """All encodings of the images, without the latents."""
         prepared = visit.prepared
         assert prepared is not None
         result = {(PREPARE, 0, i): part for i, part in enumerate(prepared.parts) if i != (prepared.place or 0)}
@@ -191,10 +197,10 @@ class ReferenceImages:
         return result
 
     def entries(self, visit: Visit, images: Sequence[Image]) -> dict[str, Tensor | list[Tensor]]:
-        """Rows of a Condition for one prompt, from a call with its pictures.
+        """Rows of a Condition for one prompt, from a call with its images.
 
         Raises:
-            ModelError: a part depends on the pictures and has not one row per sample.
+            ModelError: a part depends on the images without one row per sample.
         """
         assert visit.prepared is not None
         assert self.rows is not None
@@ -220,10 +226,10 @@ class ReferenceImages:
         for number, known in enumerate(self.layouts):
             if known.sizes == sizes:
                 for place, part in known.constants.items():
-                    if not _same(part, constants.get(place)):
+                    if not same(part, constants.get(place)):
                         raise ModelError(
-                            f"{self.kind}: {place[0]}() returns a part {place[2]} that depends on the picture and has "
-                            "not one row per sample"
+                            f"{self.kind}: {place[0]}() returns a part {place[2]} that depends on the image without "
+                            "one row per sample"
                         )
                 return number
         prepared = Prepared((None,) * len(visit.prepared.parts), visit.prepared.place, visit.prepared.dtype)
@@ -236,8 +242,10 @@ class ReferenceImages:
         return len(self.layouts) - 1
 
     def key(self, cond: Condition, row: int) -> tuple:
-        """Rows of equal keys may share a forward: of the same sizes; of the same picture where it is embedded,
-        since pipelines repeat one embedding for the whole batch."""
+        """Key of a row; rows of equal keys may share a forward.
+
+        The sizes, and the image itself where it is embedded, since pipelines repeat one embedding for the whole batch.
+        """
         if LAYOUT not in cond.tensors:
             return ()
         return (int(cond[LAYOUT][row]), int(cond[CONTENT][row]) if self.single else None)
@@ -281,9 +289,3 @@ def _name(place: Place) -> str:
 
 def _on(value: Tensor | list[Tensor], device: torch.device) -> Tensor | list[Tensor]:
     return [row.to(device) for row in value] if isinstance(value, list) else value.to(device)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if torch.is_tensor(a) and torch.is_tensor(b):
-        return a.shape == b.shape and torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)

@@ -1,4 +1,4 @@
-"""The arguments of a pipeline's call: which are the user's, what each entry passes, and which sizes fit."""
+"""The arguments of a pipeline's call: the user's, those of each entry, and the sizes that fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
 from flowrl.core.registry import suggest
-from flowrl.models.base import ModelConfig
+from flowrl.models.base import ModelConfig, network_config
 from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
 from flowrl.models.paths import lacks
 
@@ -27,14 +27,14 @@ _OURS = {
     **dict.fromkeys(("latents", "timesteps", "sigmas", "eta", "output_type", "return_dict"), "flowrl itself"),
     **dict.fromkeys(("num_images_per_prompt", "num_videos_per_prompt"), "rollout.group_size"),
 }
-"""Arguments that belong to flowrl -> what decides them."""
+"""Arguments that flowrl decides -> the option that decides them."""
 
 
 def find_networks(pipeline: Any) -> dict[str, nn.Module]:
     """The denoisers by component name.
 
     Raises:
-        ModelError: none of the known names.
+        ModelError: no component of a known name.
     """
     result = {name: part for name in _NETWORKS if isinstance(part := pipeline.components.get(name), nn.Module)}
     if not result:
@@ -46,10 +46,10 @@ def find_networks(pipeline: Any) -> dict[str, nn.Module]:
 
 
 def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the pipeline's own call that set its guidance to `scale`, beside those in `call`.
+    """Arguments of the pipeline's own call that set its guidance to `scale`, in addition to `call`.
 
     Raises:
-        ModelError: it takes none.
+        ModelError: the pipeline takes no guidance scale.
     """
     parameters = inspect.signature(type(pipeline).__call__).parameters
     network = next(iter(find_networks(pipeline).values()))
@@ -57,7 +57,7 @@ def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> 
     if kind in ("cfg", "embedded"):
         return {"guidance_scale": scale}
     if kind == "true_cfg":
-        # Without a negative prompt there is nothing to guide away from, and the scale is not looked at.
+        # Without a negative prompt the pipeline ignores the scale.
         return {"true_cfg_scale": scale, "negative_prompt": call.get("negative_prompt", "")}
     if kind == "guider":
         pipeline.guider.guidance_scale = scale
@@ -66,10 +66,10 @@ def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> 
 
 
 def check_components(pipeline: Any) -> None:
-    """Raise ModelError where a part is null that the pipeline's class does not call optional."""
-    # diffusers says in a private attribute alone which parts may be null.
+    """Raise ModelError if a component is null that the pipeline's class needs."""
+    # diffusers keeps the optional components in a private attribute alone.
     optional = set(pipeline._optional_components)
-    # transformer_2 and a second or third text encoder are left out by some models of a family, on purpose.
+    # Some models of a family have no transformer_2, second or third text encoder.
     needed = {"vae", "scheduler", "text_encoder", "tokenizer"}
     for name, part in pipeline.components.items():
         if part is None and name in needed - optional:
@@ -77,10 +77,10 @@ def check_components(pipeline: Any) -> None:
 
 
 def check_fit(pipeline: Any, family: Family, networks: Mapping[str, nn.Module]) -> None:
-    """Raise ModelError where the model is of a kind that its family says cannot be entered."""
+    """Raise ModelError if the model is of a kind that its family lists as unfit."""
     for entry, (value, reason) in family.unfit.items():
-        for holder in (pipeline, *networks.values()):
-            if dict(holder.config).get(entry) == value:
+        for config in (pipeline.config, *map(network_config, networks.values())):
+            if config.get(entry) == value:
                 raise ModelError(
                     f"{type(pipeline).__name__} with {entry}={value!r} (in its configuration) cannot be trained: "
                     f"it {reason}"
@@ -89,7 +89,7 @@ def check_fit(pipeline: Any, family: Family, networks: Mapping[str, nn.Module]) 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a picture, in pixels; a side is a multiple of `unit`."""
+    """Size of an image in pixels; a side is a multiple of `unit`."""
 
     height: int
     width: int
@@ -100,10 +100,10 @@ class Size:
         """The configured size, or the pipeline's default.
 
         Raises:
-            ModelError: there is no default, or a side is no multiple of the unit.
+            ModelError: there is no default, or a side is not a multiple of the unit.
         """
         scale = _scale(pipeline)
-        patch = family.patch or network.config.get("patch_size") or 1
+        patch = family.patch or network_config(network).get("patch_size") or 1
         patch = int(patch[-1]) if isinstance(patch, list | tuple) else int(patch)
         sides = []
         for place, (name, asked) in enumerate((("height", config.height), ("width", config.width))):
@@ -117,10 +117,10 @@ class Size:
         return Size(sides[0], sides[1], scale * patch)
 
     def places(self, tokens: int, num_frames: int) -> tuple[int, ...]:
-        """(h, w), or (T, h, w) of clips, of packed tokens.
+        """(h, w), or (T, h, w) of videos, of packed tokens.
 
         Raises:
-            ModelError: they are not as many as there are places.
+            ModelError: their number does not fit the size.
         """
         rows, columns = self.height // self.unit, self.width // self.unit
         if tokens % (rows * columns) or (num_frames == 1 and tokens != rows * columns):
@@ -128,13 +128,13 @@ class Size:
         return (rows, columns) if num_frames == 1 else (tokens // (rows * columns), rows, columns)
 
     def require(self, latents: Tensor, pipeline: Any) -> None:
-        """Raise ModelError unless latents [..., h, w], made of a picture of this size, are of this size too."""
+        """Raise ModelError unless latents [..., h, w] of an image of this size have this size too."""
         scale = _scale(pipeline)
         height, width = (int(side) * scale for side in latents.shape[-2:])
         if (height, width) != (self.height, self.width):
             raise ModelError(
-                f"model.height={self.height}, model.width={self.width} is no size of {type(pipeline).__name__}: "
-                f"it makes {height} x {width} of such a picture; use those"
+                f"model.height={self.height}, model.width={self.width} is not a size of {type(pipeline).__name__}: "
+                f"it makes {height} x {width} of such an image; use those"
             )
 
 
@@ -145,35 +145,35 @@ def _scale(pipeline: Any) -> int:
 
 
 def _attribute(pipeline: Any, *names: str) -> Any:
-    """The first of a pipeline's attributes that it has and that says something, or None: classes name them freely."""
+    """The first of these attributes that the pipeline has and that is not empty, or None: classes name them freely."""
     return next((value for name in names if (value := getattr(pipeline, name, None))), None)
 
 
 def _default_side(
     pipeline: Any, name: str, place: int, parameters: Mapping, network: nn.Module, scale: int
 ) -> int | None:
-    """Pixels of a side that the pipeline itself would take."""
+    """Pixels of a side by the pipeline's own default; None: it has none."""
     default = parameters[name].default if name in parameters else None
     if isinstance(default, int):
         return default
     fixed = _attribute(pipeline, f"default_{name}")
     if isinstance(fixed, int):
         return fixed
-    sample = _attribute(pipeline, "default_sample_size") or network.config.get("sample_size")
+    sample = _attribute(pipeline, "default_sample_size") or network_config(network).get("sample_size")
     if isinstance(sample, list | tuple):
         sample = sample[place - 2]
     return int(sample) * scale if sample else None
 
 
 def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, network: nn.Module) -> int:
-    """Frames of what the pipeline decodes to; 1 for pictures. `given` are the user's arguments of its call."""
+    """Frames of a decoded video; 1 for images. `given` are the user's arguments of the call."""
     name = next((name for name in ("num_frames", "frames") if name in parameters), None)
     if name is None:
         return 1
-    asked = given.get(name) or parameters[name].default or network.config.get("sample_frames") or 1
+    asked = given.get(name) or parameters[name].default or network_config(network).get("sample_frames") or 1
     names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
     step = int(_attribute(pipeline, *names) or 1)
-    # The pipelines round down to whole latent frames behind the first.
+    # The pipelines round down to whole latent frames after the first.
     return (int(asked) - 1) // step * step + 1
 
 
@@ -181,7 +181,7 @@ class Call:
     """The arguments with which a pipeline is entered.
 
     Raises:
-        ModelError: model.call names an argument that the pipeline does not take, or that is not the user's.
+        ModelError: model.call names an argument that the pipeline does not take, or that flowrl decides.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Call:
     def arguments(
         self, batch: int, guidance_scale: float, prompts: list[str] | None, steps: int, output_type: str
     ) -> dict[str, Any]:
-        """Arguments of one call for `batch` prompts; None stands for prompts that are not read any more."""
+        """Arguments of one call for `batch` prompts; None where the encoded prompts are handed in."""
         options: dict[str, Any] = {
             "prompt": [""] * batch if prompts is None else prompts,
             "num_inference_steps": steps,
@@ -228,7 +228,7 @@ class Call:
             # FLUX Kontext scales every size to this area.
             options["max_area"] = self.size.height * self.size.width
         if "generator" in self.parameters:
-            # Noise that is thrown away, or that a decoder adds: not from the global generator.
+            # For noise that is thrown away or that a decoder adds, instead of the global generator.
             options["generator"] = torch.Generator().manual_seed(0)
         negative = self.negative
         if self.guidance in ("cfg", "embedded"):
@@ -245,7 +245,7 @@ class Call:
         return options
 
     def own(self, steps: int, guidance_scale: float) -> dict[str, Any]:
-        """The same arguments for the pipeline's own call on one prompt, as a person would write them."""
+        """The same arguments for the pipeline's own call on one prompt, as a user would write them."""
         options = self.arguments(1, guidance_scale, None, steps, "pt")
         for name in ("prompt", "output_type", "return_dict", "generator"):
             options.pop(name, None)

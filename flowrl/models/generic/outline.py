@@ -1,8 +1,8 @@
-"""The generic adapter without weights: what a pipeline's JSON files, and its own code, say of shapes, steps and memory.
+"""The generic adapter without weights: shapes, steps and memory from a pipeline's JSON files and its own code.
 
-The pipeline's call is entered as with weights (models/generic/reentry.py), up to the first call of its network: with
-stand-ins for its text encoders, whose outputs have the right shapes and depend on the tokens, and for tokenizers that
-are not in the folder. The network and the VAE lie on the meta device and work on fake tensors only.
+The pipeline's call is entered as with weights (models/generic/reentry.py), up to the first call of its network. The
+text encoders are replaced by stand-ins, whose outputs have the right shapes and depend on the tokens, and so are
+tokenizers that are not in the folder. The network and the VAE are on the meta device and take fake tensors only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,19 @@ from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.encoding import LONG
 from flowrl.models.generic.entrance import PROBE_STEPS
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 LONGEST = 256
-"""Tokens of a prompt where the pipeline sets no length."""
+"""Tokens of a prompt if the pipeline sets no length."""
 
 
 class Unmeasurable(Exception):
-    """Work that fake tensors cannot do; the message says why."""
+    """Work that fake tensors cannot do, with the reason."""
 
 
 class Outline(Generic):
-    """Shapes, schedule, LoRA targets and, on fake tensors, `predict` and `decode`; no prompt can be encoded.
+    """Shapes, schedule, LoRA targets and, on fake tensors, `predict` and `decode`; it encodes no prompt.
 
     Raises:
         ModelError: the pipeline's own code needs more than its configuration.
@@ -48,7 +51,7 @@ class Outline(Generic):
             Generic.__init__(self, pipeline, config)
             try:
                 self._learned()
-                # Where prompts keep their own lengths, a plan is of long ones.
+                # If prompts have their own lengths, a plan assumes long ones.
                 self._encoded = self._encode([LONG], self._probe_images([LONG]))
                 self._middle = float(Generic.schedule(self, PROBE_STEPS).timesteps[1])
             except NotImplementedError as error:
@@ -56,9 +59,11 @@ class Outline(Generic):
 
     @contextmanager
     def _standing_in(self, pipeline: Any) -> Iterator[None]:
-        """Stand-ins for text encoders and tokenizers; behind the pipeline's own record of its components."""
+        """The pipeline with stand-ins for text encoders and tokenizers; past its own record of its components."""
+        from transformers import PreTrainedModel
+
         before = {name: part for name, part in vars(pipeline).items() if name.startswith(("text_encoder", "tokenizer"))}
-        encoders = {name: part for name, part in before.items() if isinstance(part, nn.Module)}
+        encoders = {name: part for name, part in before.items() if isinstance(part, PreTrainedModel)}
         made: dict[str, Any] = {name: StandIn(part, name, self.text_tokens) for name, part in encoders.items()}
         for name in before.keys() - encoders.keys():
             encoder = encoders.get(name.replace("tokenizer", "text_encoder"))
@@ -77,7 +82,7 @@ class Outline(Generic):
             return Generic.schedule(self, num_inference_steps)
 
     def _mixing_is_exact(self) -> bool:
-        return True  # asked of networks with weights only; a plan counts forwards of whole batches
+        return True  # not measurable without weights; a plan counts forwards of whole batches
 
     def blank_condition(self, batch: int) -> Condition:
         """Embeddings of `batch` prompts without values."""
@@ -97,7 +102,7 @@ class Outline(Generic):
         return {name: tuple(value[0].shape) for name, value in self._encoded.tensors.items()}
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
-        """At a timestep in the middle of the grid, whatever `timestep` is: fake tensors have no values."""
+        """The prediction at a timestep in the middle of the grid, since fake tensors have no values."""
         self._entered = True
         with self._measurable():
             return self._forward(x, [self._middle] * len(x), cond, guidance_scale)
@@ -117,14 +122,14 @@ class Outline(Generic):
             raise Unmeasurable(f"{self.kind} on tensors without values: {type(error).__name__}: {reason}") from error
 
 
-def text_entries(config: Any) -> dict[str, Any]:
-    """Entries of an encoder's configuration, or of the part for text where it has several."""
+def text_entries(config: PretrainedConfig) -> dict[str, Any]:
+    """Entries of an encoder's configuration; of its part for text if it has several."""
     entries = config.to_dict()
     return entries.get("text_config") or entries
 
 
 class Answer(dict):
-    """Entries by name, as attributes, and by position, as transformers' outputs have them."""
+    """Entries by name, attribute and position, as in transformers' outputs."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -145,17 +150,17 @@ class StandIn(nn.Module):
     Args:
         encoder: on the meta device.
         name: of the component.
-        seen: is told the most tokens that it was given.
+        seen: component -> the most tokens of one prompt; filled in.
     """
 
-    def __init__(self, encoder: nn.Module, name: str, seen: dict[str, int]) -> None:
+    def __init__(self, encoder: PreTrainedModel, name: str, seen: dict[str, int]) -> None:
         super().__init__()
         self.config, self.dtype, self.device = encoder.config, encoder.dtype, torch.device("cpu")
         self._kind, self._name, self._seen = type(encoder).__name__, name, seen
         text = text_entries(encoder.config)
         self._width = next(text[key] for key in ("hidden_size", "d_model") if key in text)
         self._layers = next(text[key] for key in ("num_hidden_layers", "num_layers") if key in text)
-        self._pooled = text_entries(encoder.config).get("projection_dim") or self._width
+        self._pooled = text.get("projection_dim") or self._width
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Answer:
         batch, tokens = input_ids.shape
@@ -169,8 +174,8 @@ class StandIn(nn.Module):
         return Answer(states)
 
 
-def tokenizer(folder: Path, encoder: Any) -> Any:
-    """The folder's own tokenizer, or a stand-in where it holds none; `encoder` is its encoder's configuration."""
+def tokenizer(folder: Path, encoder: PretrainedConfig) -> Any:
+    """The folder's own tokenizer, or a stand-in without one; `encoder` is its encoder's configuration."""
     if folder.is_dir():
         from transformers import AutoTokenizer
 
@@ -180,7 +185,7 @@ def tokenizer(folder: Path, encoder: Any) -> Any:
 
 
 class Tokens:
-    """A token for four letters of a word at most; padded and cut as the pipeline asks."""
+    """A tokenizer with one token per four letters of a word; pads and truncates like the libraries' own."""
 
     padding_side, bos_token_id, eos_token_id, pad_token_id = "right", 1, 2, 0
     pad_token, eos_token = "<pad>", "</s>"

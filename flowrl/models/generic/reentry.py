@@ -1,15 +1,15 @@
-"""A pipeline's own `__call__`, entered again at one place: its scheduler, text encoding and first latents are answered.
+"""A pipeline's own `__call__`, entered again at one timestep, with its text encoding and first latents given.
 
 `Reentry.enter` runs `type(pipeline).__call__` without its `torch.no_grad` and with these parts of the pipeline
-replaced for the time of that call:
+replaced for that call:
 
-    scheduler        an instance of a subclass of its own class. Pinned, `set_timesteps` keeps the timesteps that
-                     it is given (one to predict, none to decode) and `step` ends the call with the prediction
-    encode_prompt    hands cached values back
-    prepare_latents  hands given latents back, in the place of the noise it would draw
-    encode_image, and what else makes something of pictures: hands cached values back (models/generic/images.py)
+    scheduler        an instance of a subclass of its own class. Pinned, `set_timesteps` keeps the given timesteps
+                     (one to predict, none to decode) and `step` ends the call with the prediction
+    encode_prompt    returns cached values
+    prepare_latents  returns given latents instead of noise
+    encode_image and other encoders of images: return cached values (models/generic/images.py)
 
-So packing, guidance, renormalisation and sign are the pipeline's, and nothing has to be known of its arguments.
+So packing, guidance, renormalisation and sign are the pipeline's own code.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ TIME_ARGUMENTS = ("timestep", "timesteps", "t", "time")
 
 
 class _Stop(Exception):
-    """Ends a call where it has given what it was entered for."""
+    """Ends a call early: its result is recorded."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare_latents` returned."""
+    """The result of `prepare_latents`."""
 
     parts: tuple[Any, ...]
     place: int | None
-    """Of the latents among the parts; None where they are all it returns."""
+    """Number of the latents among the parts; None: they are the whole result."""
     dtype: torch.dtype
     free: Tensor | None = None
-    """Where the scheduler's latents lie in a sample of these, in its order; None: they are these."""
+    """Places of the scheduler's latents in a sample of these, in its order; None: all of them."""
 
     @staticmethod
     def of(value: Any) -> Prepared:
@@ -69,32 +69,32 @@ class Prepared:
 
 @dataclass
 class Visit:
-    """What one call of the pipeline showed."""
+    """The record of one call of the pipeline."""
 
     returned: dict[str, list[Any]] = field(default_factory=dict)
-    """Method that was answered or let work -> what it returned by itself, call by call."""
+    """Method -> its own results, call by call; empty for a stubbed one."""
     prepared: Prepared | None = None
-    """What `prepare_latents` returned, where it was let work."""
+    """Own result of `prepare_latents`; None where it was stubbed."""
     latents: Tensor | None = None
-    """First latents of the loop, or those that it handed to `scheduler.step`, [B, ...]."""
+    """First latents of the loop, or those given to `scheduler.step`, [B, ...]."""
     network: str = ""
-    """Component that the loop called first, where the call was stopped there."""
+    """First network component of the loop, if the call was stopped there."""
     inputs: dict[str, Any] = field(default_factory=dict)
     """Its arguments by name."""
     timesteps: Tensor | None = None
     """The scheduler's grid, [K]."""
     sigmas: Tensor | None = None
-    """[K + 1], where the scheduler has them."""
+    """The scheduler's, [K + 1]; None: it has none."""
     prediction: Tensor | None = None
-    """What the loop handed to `scheduler.step`, [B, ...]."""
+    """The first argument of `scheduler.step`, [B, ...]."""
     output: Any = None
-    """What the call returned, where it ran to its end."""
+    """Result of a call that ran to its end."""
 
 
 def hooked(scheduler: Any, pinned: Tensor | None, visit: Visit) -> Any:
     """A copy of `scheduler` whose `step` ends the call; `pinned` [k] takes the place of its grid.
 
-    Signatures are kept: pipelines look at them to learn what a scheduler takes.
+    Signatures are kept: pipelines inspect them.
     """
     made = copy.copy(scheduler)
     made.__class__ = _hooked_class(type(scheduler))
@@ -111,7 +111,7 @@ def _hooked_class(base: type) -> type:
             base.set_timesteps(self, *args, **kwargs)
             return
         self.timesteps, self.num_inference_steps = pinned, len(pinned)
-        # Nothing reads these but caches and callbacks; their number must fit.
+        # Read by caches and callbacks alone; their number must fit.
         self.sigmas = torch.cat([pinned.float() / self.config.num_train_timesteps, pinned.new_zeros(1).float()])
 
     @functools.wraps(base.step)
@@ -119,7 +119,7 @@ def _hooked_class(base: type) -> type:
         self.flowrl_visit.prediction, self.flowrl_visit.latents = model_output, sample
         raise _Stop
 
-    # SDXL's Euler scheduler would scale the latents that it is given.
+    # SDXL's Euler scheduler would scale the given latents.
     members = {"set_timesteps": set_timesteps, "step": step, "init_noise_sigma": 1.0}
     return type(base.__name__, (base,), members)
 
@@ -130,11 +130,11 @@ class Reentry:
     Args:
         pipeline: any diffusers pipeline.
         networks: its denoisers.
-        answered: methods that make something of prompts and pictures, as far as it has them.
-        holds: tokens of timestep 0 keep it, whatever the timestep of their sample is.
+        answered: methods that encode images; those that the pipeline lacks are left out.
+        holds: tokens of timestep 0 keep it, whatever the timestep of their sample.
 
     Raises:
-        ModelError: the pipeline's class has not the parts that a re-entry answers.
+        ModelError: the pipeline's class lacks a part that a re-entry replaces.
     """
 
     def __init__(
@@ -154,21 +154,21 @@ class Reentry:
                     "write a native adapter (docs/models.md)"
                 )
         self._draw = pipeline.prepare_latents
+        self.time_arguments: dict[str, str] = {}
+        """Network -> the name of its timestep argument."""
         for name, network in networks.items():
-            if self.time_argument(name) is None:
+            argument = next((a for a in TIME_ARGUMENTS if a in self._signatures[name].parameters), None)
+            if argument is None:
                 raise ModelError(f"{kind.__name__}: {type(network).__name__} takes no timestep")
+            self.time_arguments[name] = argument
 
     def _method(self, name: str) -> Any:
         """The pipeline's method of that name, or None."""
         result = getattr(self.pipeline, name, None)
         return result if callable(result) else None
 
-    def time_argument(self, network: str) -> str | None:
-        """Name of the network's timestep argument."""
-        return next((name for name in TIME_ARGUMENTS if name in self._signatures[network].parameters), None)
-
     def forget(self) -> None:
-        """Drop what was kept of `prepare_latents`: it lies on the old device."""
+        """Drop the kept results of `prepare_latents`, which are on the old device."""
         self._rest.clear()
 
     def enter(
@@ -187,13 +187,13 @@ class Reentry:
 
         Args:
             options: arguments of the call.
-            answers: method -> what it shall return, call by call; the others are let work.
-            latents: what `prepare_latents` shall return, [B, ...]; None lets it draw.
-            timesteps: the grid, [k]; None is the pipeline's own.
-            times: the network's own timesteps of the samples, [B], in place of the pinned one.
-            stop_at_network: end where the loop first calls a network.
+            answers: method -> its results, call by call; the others run themselves.
+            latents: result of `prepare_latents`, [B, ...]; None: it draws.
+            timesteps: the grid, [k]; None: the pipeline's own.
+            times: the network's own timesteps of the samples, [B], instead of the pinned one.
+            stop_at_network: end at the first call of a network.
             keep_dtype: do not cast `latents` to the dtype of the loop.
-            prepared: what `prepare_latents` shall return beside `latents`: where it depends on pictures.
+            prepared: further results of `prepare_latents`, for pipelines with images.
         """
         visit = Visit()
         scheduler = hooked(self.pipeline.scheduler, timesteps, visit)
@@ -221,7 +221,7 @@ class Reentry:
         return visit
 
     def _answer(self, method: str, record: list[Any], values: Sequence[Any] | None) -> Callable[..., Any]:
-        """The pipeline's method, its results recorded; or, with `values`, a function that returns those in turn."""
+        """The pipeline's method with its results recorded; with `values`, a function that returns those in turn."""
         if values is not None:
             answers = iter(values)
             return lambda *_, **__: next(answers)
@@ -237,11 +237,11 @@ class Reentry:
     def _prepare(
         self, visit: Visit, given: Tensor | None, keep_dtype: bool, prepared: Prepared | None, *args: Any, **kwargs: Any
     ) -> Any:
-        """`prepare_latents` with its noise replaced; what else it returns is made once for each kind of call."""
+        """`prepare_latents` with its noise replaced; its further results are made once for each kind of call."""
         if given is not None and prepared is not None:
             return prepared.around(given, keep_dtype)
         plain = [*args, *sorted(kwargs.items())]
-        # Pictures are no part of the key: what depends on them comes as `prepared`.
+        # Images are not in the key: results that depend on them come as `prepared`.
         key = tuple(value for value in plain if not isinstance(value, torch.Generator) and _hashable(value))
         if given is None or key not in self._rest:
             value = self._draw(*args, **kwargs)
@@ -261,7 +261,7 @@ class Reentry:
 
     def _set_time(self, name: str, times: Tensor, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The network's arguments with one timestep per sample: repeated for doubled batches, spread over tokens."""
-        bound, key = self._bind(name, args, kwargs), self.time_argument(name)
+        bound, key = self._bind(name, args, kwargs), self.time_arguments[name]
         old, first = bound[key], next(iter(bound.values()))
         rows = len(old) if torch.is_tensor(old) and old.ndim else len(first)
         value = times.repeat(rows // len(times))

@@ -1,0 +1,1 @@
+"""The part of torchao that flowrl uses; an optional package (extra `quant`)."""
