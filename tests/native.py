@@ -166,14 +166,6 @@ def output(model: Any, guidance_scale: float) -> Tensor:
     return model.predict(x, timestep, cond, guidance_scale)
 
 
-@torch.no_grad()
-def apart(model: Any, guidance_scale: float) -> Tensor:
-    """The same from one call per sample."""
-    x, timestep, cond = point(model)
-    rows = [torch.tensor([k]) for k in range(len(x))]
-    return torch.cat([model.predict(x[r], timestep[r], cond.index(r), guidance_scale) for r in rows])
-
-
 def lora(model: Any, *, noise: float = 0.0) -> Weights:
     """LoRA on the adapter's network; `noise` fills the B matrices, so that the update is not zero."""
     weights = Weights(model.network, LORA, model.lora_targets, seed=1)

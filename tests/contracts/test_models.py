@@ -1,4 +1,4 @@
-"""What an adapter owes its pipeline: the parity law of DESIGN section 4, over every tiny pipeline."""
+"""The contract of adapters over every tiny pipeline: the laws, and parity with the pipeline's own call."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from flowrl.rollout.saliency_maps import mapper
 from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.base import StepDistribution
 from flowrl.samplers.ode import Ode
+from tests import native
 from tests import tiny_pipelines as tiny
-from tests import tiny_sd3
 
 EVERY = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.CASES.items()]
 WITH_LORA = [case for case in EVERY if case.values[0] != "pixart_sigma"]
@@ -118,6 +118,16 @@ def test_the_adapter_keeps_the_law(name: str, law: Law[Model]):
     law.hold(Model(own, weights, torch.device("cpu"), Texts(own, (), cache=False)))
 
 
+@pytest.mark.parametrize(
+    "name", [name if kind.fast else pytest.param(name, marks=pytest.mark.slow) for name, kind in native.KINDS.items()]
+)
+def test_a_native_adapter_keeps_every_law(name: str):
+    own, _ = native.kind(name)
+    model = Model(own, lora(own), torch.device("cpu"), Texts(own, (), cache=False))
+    for law in LAWS:
+        law.hold(model)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_steps_may_share_a_forward_where_one_network_makes_them_all(name):
     model = adapter(name)
@@ -180,23 +190,6 @@ def test_a_replay_is_bitwise_the_rollout_also_without_text_encoders(name):
     assert model.decode(x).isfinite().all()
     with pytest.raises(ModelError, match="encoders were freed"):
         model.encode(tiny.PROMPTS)
-
-
-def test_native_and_generic_predict_the_same_on_tiny_sd3():
-    pipe = tiny_sd3.pipeline(shift=3.0)
-    native = tiny_sd3.adapter(pipe)
-    model = Generic(pipe, Config(path="tiny", call={"max_sequence_length": tiny_sd3.TOKENS}))
-    x, t = noise_like(model), torch.tensor([900.0, 300.0])
-    assert model.latent_shape() == native.latent_shape()
-    assert torch.equal(model.schedule(7).sigmas, native.schedule(7).sigmas)
-    assert set(model.lora_targets) == set(native.lora_targets)
-    assert model.dead_lora_modules() == native.dead_lora_modules()
-    for scale in (1.0, 4.5):
-        with torch.no_grad():
-            found = model.predict(x, t, model.encode(tiny_sd3.PROMPTS), scale)
-            expected = native.predict(x, t, native.encode(tiny_sd3.PROMPTS), scale)
-        assert torch.equal(found, expected)
-    assert torch.equal(model.decode(x), native.decode(x))
 
 
 # ---- what is trained

@@ -117,8 +117,8 @@ def test_an_empty_negative_prompt_is_one_in_the_pipelines_own_call_too():
     assert "negative_prompt" not in adapter("sdxl", made("sdxl")).own_call(3, 3.0)
 
 
-@pytest.mark.parametrize("kind", ["sd", "sdxl", *(pytest.param(kind, marks=SLOW) for kind in ("sd v", "sdxl v"))])
-def test_its_prediction_and_grid_are_the_generic_adapters(kind):
+@pytest.mark.parametrize("kind", ["sd v", pytest.param("sdxl v", marks=SLOW)])
+def test_a_v_predictions_adapter_and_grid_are_the_generic_ones(kind):
     pipe = made(kind)
     model, other = adapter(kind, pipe), native.beside(pipe, SIZE)
     for scale in (1.0, 3.0):
@@ -132,9 +132,8 @@ def test_its_prediction_and_grid_are_the_generic_adapters(kind):
 
 
 @pytest.mark.parametrize("family", BOTH)
-def test_every_sample_has_its_own_timestep_whole_or_not(family):
+def test_a_timestep_need_not_be_whole(family):
     model = adapter(family)
-    assert_close(native.output(model, 3.0), native.apart(model, 3.0), atol=1e-5, rtol=1e-5)
     x, _, cond = native.point(model)
     with torch.no_grad():
         here, close, far = (model.predict(x, torch.full((2,), t), cond, 1.0) for t in (300.0, 300.01, 300.5))
@@ -173,38 +172,6 @@ def test_the_generic_adapter_ends_where_it_is_told():
     assert native.beside(turbo(), SIZE).distilled == ADVERSARIAL
 
 
-# ---- LoRA
-
-
-@pytest.mark.parametrize("family", BOTH)
-def test_every_lora_matrix_is_trained_and_the_replay_is_exact(family):
-    model = adapter(family, gradient_checkpointing=True)
-    weights = native.lora(model)
-    assert native.backward(model, weights, 3.0) == 0
-    adapted = {name.partition(".lora_")[0] for name in weights.parameters}
-    assert native.trained(weights, "lora_B") == adapted
-    assert {name.rpartition(".attn")[2][2:] for name in adapted} == set(model.lora_targets)
-
-
-@pytest.mark.parametrize("family", BOTH)
-def test_a_saved_lora_gives_the_same_picture_in_a_plain_pipeline(family, tmp_path):
-    pipe, plain = made(family), made(family)
-    model = adapter(family, pipe)
-    before = own_call(plain, Noise(0, "parity", None, model.latent_shape()), 2, guidance_scale=3.0)
-    native.lora(model, noise=0.3).save(tmp_path, type(pipe))
-    noise, x0 = drawn(model, ddim.build(ddim.Config()), 0.0, 3.0, 2)
-    plain.load_lora_weights(tmp_path)
-    after = own_call(plain, noise, 2, guidance_scale=3.0)
-    assert not torch.allclose(before, after, atol=1e-3)
-    assert_close(x0, after, atol=1e-4, rtol=1e-4)
-
-
-@SLOW
-@pytest.mark.parametrize("family", ["sd", "sdxl"])
-def test_it_trains_in_bfloat16(family):
-    native.trains_in_bfloat16(family, family, SIZE, 3.0)
-
-
 # ---- distilled checkpoints
 
 
@@ -234,12 +201,7 @@ def test_distilled_checkpoints_are_recognised_and_others_are_not():
             pipe.scheduler = kind(**BETAS | trailing | options)
             assert not adapter("sd", pipe).distilled
         pipe.scheduler = kind(**BETAS, **trailing)
-        assert adapter("sd", pipe).distilled == native.beside(copied(pipe), SIZE).distilled == ADVERSARIAL
-
-
-def copied(pipe: Any) -> Any:
-    """The same parts, of which the generic adapter may replace the scheduler."""
-    return type(pipe)(**pipe.components, requires_safety_checker=False)
+        assert adapter("sd", pipe).distilled == native.beside(native.copied(pipe), SIZE).distilled == ADVERSARIAL
 
 
 def test_a_wrong_guess_is_put_right_by_model_distilled():
@@ -250,7 +212,7 @@ def test_a_wrong_guess_is_put_right_by_model_distilled():
     size = {"height": SIZE[0], "width": SIZE[1]}
     for pipe, how in ((turbo(), "none"), (made("sd"), "adversarial")):
         other = Generic(pipe, Config(path="tiny", distilled=how, **size))
-        assert other.distilled == adapter("sd", copied(pipe), distilled=how).distilled
+        assert other.distilled == adapter("sd", native.copied(pipe), distilled=how).distilled
         assert bool(other.distilled) == (how == "adversarial")
         other.check_guidance(1.0)
         if how == "adversarial":
@@ -274,7 +236,7 @@ def test_the_generic_adapter_keeps_the_rules_of_distilled_checkpoints(kind):
 
 
 def test_a_turbo_step_is_eulers_ancestral_one():
-    """ddpo sheet 7: Euler-ancestral is DDIM with eta 1, its latents divided by sqrt(1 + (sigma / alpha)^2)."""
+    """Euler-ancestral is DDIM with eta 1, its latents divided by sqrt(1 + (sigma / alpha)^2)."""
     pipe = turbo()
     model, other = adapter("sd", pipe), pipe.scheduler
     other.set_timesteps(4)
@@ -304,7 +266,7 @@ def test_a_turbo_checkpoint_takes_no_cfg():
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_cps_with_all_its_noise_reproduces_the_consistency_models_own_call(scale, monkeypatch):
-    """ddpo sheet 7, with the guidance that the network embeds: one forward at any scale."""
+    """arXiv 2310.04378, with the guidance that the network embeds: one forward at any scale."""
     pipe = consistency()
     model = adapter("sd", pipe)
     assert [model.branches(s) for s in (1.0, 8.0)] == [1, 1]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.tiny_pipelines import image_transformers, packed_images, unets, videos
-from tests.tiny_pipelines.stubs import TOKENS
+from tests.tiny_pipelines.images import IMAGES
+from tests.tiny_pipelines.stubs import TOKENS, Recipe
+from tests.tiny_pipelines.videos import VIDEOS
 
 PROMPTS = ["a red circle", "two blue squares on the left"]
 
@@ -19,11 +19,11 @@ PROMPTS = ["a red circle", "two blue squares on the left"]
 class Case:
     """A pipeline and how it is called."""
 
-    build: Callable[[], Any]
+    build: Recipe
     call: dict[str, Any] = field(default_factory=dict)
     sizes: tuple[tuple[int, int], ...] = ((16, 16), (24, 16))
     fast: bool = False
-    """Stands for a code path in the default suite."""
+    """Part of the default suite, for its code path."""
     free: float = 1.0
     """Guidance scale without guidance."""
     batches: tuple[int, ...] = (1, 2)
@@ -36,7 +36,7 @@ class Case:
     listed: bool = False
     """They are a list under one argument."""
     enlarged: int = 0
-    """Pixels by which their sides must be longer than in other cases."""
+    """Pixels by which their sides are longer than in other cases."""
 
     def guided(self, pipe: Any, scale: float) -> dict[str, Any]:
         """Arguments of the pipeline's own call at that guidance, for one prompt."""
@@ -51,36 +51,34 @@ _TOKENS = {"max_sequence_length": TOKENS}
 _LAYERS = {**_TOKENS, "text_encoder_out_layers": [1, 2]}
 _CLIP = {"num_frames": 9, **_TOKENS}
 CASES: dict[str, Case] = {
-    "sd": Case(unets.stable_diffusion, fast=True),
-    "sdxl": Case(unets.stable_diffusion_xl),
-    "sd3": Case(image_transformers.stable_diffusion_3, _TOKENS, fast=True),
-    "flux": Case(packed_images.flux, _TOKENS, fast=True),
-    "flux_true_cfg": Case(packed_images.flux, {**_TOKENS, "true_cfg_scale": 3.0, "negative_prompt": "blue"}),
-    "chroma": Case(packed_images.chroma, _TOKENS),
-    "qwen_image": Case(packed_images.qwen_image, _TOKENS, fast=True),
-    "wan": Case(videos.wan, _CLIP, ((16, 16), (32, 16)), fast=True),
-    "wan_2_2": Case(videos.wan_2_2, _CLIP, ((16, 16), (32, 16))),
-    "sana": Case(
-        image_transformers.sana, {**_TOKENS, "complex_human_instruction": []}, ((32, 32), (64, 32)), fast=True
-    ),
-    "z_image": Case(image_transformers.z_image, _TOKENS, fast=True, free=0.0),
-    "lumina_2": Case(image_transformers.lumina_2, {**_TOKENS, "system_prompt": "a"}, ((32, 32), (48, 32))),
-    "ltx": Case(videos.ltx, {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True),
-    "mochi": Case(videos.mochi, {"num_frames": 7, "max_sequence_length": 16}, ((16, 16), (32, 16))),
+    "sd": Case(IMAGES["sd"], fast=True),
+    "sdxl": Case(IMAGES["sdxl"]),
+    "sd3": Case(IMAGES["sd3"], _TOKENS, fast=True),
+    "flux": Case(IMAGES["flux"], _TOKENS, fast=True),
+    "flux_true_cfg": Case(IMAGES["flux"], {**_TOKENS, "true_cfg_scale": 3.0, "negative_prompt": "blue"}),
+    "chroma": Case(IMAGES["chroma"], _TOKENS),
+    "qwen_image": Case(IMAGES["qwen_image"], _TOKENS, fast=True),
+    "wan": Case(VIDEOS["wan"], _CLIP, ((16, 16), (32, 16)), fast=True),
+    "wan_2_2": Case(VIDEOS["wan_2_2"], _CLIP, ((16, 16), (32, 16))),
+    "sana": Case(IMAGES["sana"], {**_TOKENS, "complex_human_instruction": []}, ((32, 32), (64, 32)), fast=True),
+    "z_image": Case(IMAGES["z_image"], _TOKENS, fast=True, free=0.0),
+    "lumina_2": Case(IMAGES["lumina_2"], {**_TOKENS, "system_prompt": "a"}, ((32, 32), (48, 32))),
+    "ltx": Case(VIDEOS["ltx"], {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True),
+    "mochi": Case(VIDEOS["mochi"], {"num_frames": 7, "max_sequence_length": 16}, ((16, 16), (32, 16))),
     "hunyuan_video": Case(
-        videos.hunyuan_video,
+        VIDEOS["hunyuan_video"],
         {"num_frames": 9, "prompt_template": {"template": "a {}", "crop_start": 1}, **_TOKENS},
         ((16, 16), (32, 16)),
     ),
-    "hunyuan_video_1_5": Case(videos.hunyuan_video_1_5, {"num_frames": 5}, ((16, 16), (32, 16)), batches=(1,)),
-    "cogvideox": Case(videos.cogvideox, _CLIP, ((16, 16), (32, 16))),
-    "cogview_4": Case(image_transformers.cogview_4, {"max_sequence_length": 16}, ((16, 16), (32, 16))),
-    "aura_flow": Case(image_transformers.aura_flow, _TOKENS, ((16, 16), (24, 16))),
-    "flux_2": Case(packed_images.flux_2, _LAYERS),
-    "flux_2_klein": Case(packed_images.flux_2_klein, _LAYERS),
-    "pixart_sigma": Case(image_transformers.pixart_sigma, _TOKENS),
+    "hunyuan_video_1_5": Case(VIDEOS["hunyuan_video_1_5"], {"num_frames": 5}, ((16, 16), (32, 16)), batches=(1,)),
+    "cogvideox": Case(VIDEOS["cogvideox"], _CLIP, ((16, 16), (32, 16))),
+    "cogview_4": Case(IMAGES["cogview_4"], {"max_sequence_length": 16}, ((16, 16), (32, 16))),
+    "aura_flow": Case(IMAGES["aura_flow"], _TOKENS, ((16, 16), (24, 16))),
+    "flux_2": Case(IMAGES["flux_2"], _LAYERS),
+    "flux_2_klein": Case(IMAGES["flux_2_klein"], _LAYERS),
+    "pixart_sigma": Case(IMAGES["pixart_sigma"], _TOKENS),
     "sana_video": Case(
-        videos.sana_video,
+        VIDEOS["sana_video"],
         {"frames": 9, "complex_human_instruction": [], "max_sequence_length": 16},
         ((32, 32), (64, 32)),
     ),
@@ -91,25 +89,23 @@ _FRAME = {"batches": (1,), "images": 1}
 _WIDE = ((16, 16), (32, 16))
 IMAGED: dict[str, Case] = {
     "flux_kontext": Case(
-        packed_images.flux_kontext,
+        IMAGES["flux_kontext"],
         {**_TOKENS, "_auto_resize": False},
         fast=True,
         own={"max_area": None},
         **_FRAME,
     ),
-    # Pictures of at least 64 pixels a side.
-    "flux_2_references": Case(packed_images.flux_2, _LAYERS, fast=True, enlarged=56, **_LISTED),
-    "flux_2_klein_references": Case(packed_images.flux_2_klein, _LAYERS, enlarged=56, **_LISTED),
-    "qwen_image_edit": Case(packed_images.qwen_image_edit, _TOKENS, fast=True, scale="true_cfg_scale", **_FRAME),
-    "qwen_image_edit_plus": Case(
-        packed_images.qwen_image_edit_plus, _TOKENS, fast=True, scale="true_cfg_scale", **_LISTED
-    ),
-    # Its network takes whatever follows the 512 tokens of text for the picture.
-    "wan_image": Case(videos.wan_image, {"num_frames": 5}, _WIDE, fast=True, **_FRAME),
-    "wan_2_2_image": Case(videos.wan_2_2_image, {"num_frames": 5, **_TOKENS}, _WIDE, **_FRAME),
-    "ltx_image": Case(videos.ltx_image, {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True, **_FRAME),
+    # Images of at least 64 pixels a side.
+    "flux_2_references": Case(IMAGES["flux_2"], _LAYERS, fast=True, enlarged=56, **_LISTED),
+    "flux_2_klein_references": Case(IMAGES["flux_2_klein"], _LAYERS, enlarged=56, **_LISTED),
+    "qwen_image_edit": Case(IMAGES["qwen_image_edit"], _TOKENS, fast=True, scale="true_cfg_scale", **_FRAME),
+    "qwen_image_edit_plus": Case(IMAGES["qwen_image_edit_plus"], _TOKENS, fast=True, scale="true_cfg_scale", **_LISTED),
+    # Its network takes whatever follows the 512 tokens of text for the image.
+    "wan_image": Case(VIDEOS["wan_image"], {"num_frames": 5}, _WIDE, fast=True, **_FRAME),
+    "wan_2_2_image": Case(VIDEOS["wan_2_2_image"], {"num_frames": 5, **_TOKENS}, _WIDE, **_FRAME),
+    "ltx_image": Case(VIDEOS["ltx_image"], {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True, **_FRAME),
     "hunyuan_video_image": Case(
-        videos.hunyuan_video_image,
+        VIDEOS["hunyuan_video_image"],
         {
             "num_frames": 9,
             # Longer than a probing prompt: a batch with a longer one fails in the pipeline itself.
@@ -127,18 +123,18 @@ IMAGED: dict[str, Case] = {
         **_FRAME,
     ),
     "hunyuan_video_1_5_image": Case(
-        videos.hunyuan_video_1_5_image, {"num_frames": 5}, ((16, 16), (24, 8)), scale=None, **_FRAME
+        VIDEOS["hunyuan_video_1_5_image"], {"num_frames": 5}, ((16, 16), (24, 8)), scale=None, **_FRAME
     ),
-    "cogvideox_image": Case(videos.cogvideox_image, _CLIP, _WIDE, **_FRAME),
+    "cogvideox_image": Case(VIDEOS["cogvideox_image"], _CLIP, _WIDE, **_FRAME),
     "sana_video_image": Case(
-        videos.sana_video_image,
+        VIDEOS["sana_video_image"],
         {"frames": 9, "complex_human_instruction": [], "max_sequence_length": 16},
         ((32, 32), (64, 32)),
         own={"use_resolution_binning": False},
         **_FRAME,
     ),
 }
-"""Those that are called with pictures; the pipelines' own calls take the same ones for a whole batch."""
+"""Those that are called with images; the pipelines' own calls take the same ones for a whole batch."""
 
 
 def make(name: str, seed: int = 0) -> Any:

@@ -1,11 +1,13 @@
-"""What several pipelines share: text encoders, word tokenizer, image VAE, schedulers.
+"""Parts of several pipelines: text encoders, word tokenizer, image VAE, schedulers; and a pipeline from its parts.
 
-CLIP and T5 encoders are transformers' own; larger language models are stood in for by `Encoder`, with a word
-tokenizer that pads and truncates as theirs do.
+CLIP and T5 encoders are transformers' own; `Encoder` replaces larger language models, with a word tokenizer that pads
+and truncates as theirs do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +57,7 @@ class Encoder(nn.Module):
 
 
 class Seeing(Encoder):
-    """An encoder that also sees the mean colour of a prompt's pictures, [B or 1, 3] or pixels [B or 1, 3, H, W]."""
+    """An encoder that also sees the mean colour of a prompt's images, [B or 1, 3] or pixels [B or 1, 3, H, W]."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -70,7 +72,7 @@ class Seeing(Encoder):
 
 
 class Looking:
-    """Processor for `Seeing`: one picture for each text, as Qwen's wants it, or several for one text."""
+    """Processor for `Seeing`: one image for each text, as for Qwen's, or several for one text."""
 
     def __call__(self, text: list[str], images: Any, **_: Any) -> Any:
         pictures = images if isinstance(images, list) else [images]
@@ -134,31 +136,92 @@ def clip(*, projection: bool = False, positions: int = 12) -> tuple[Any, Any]:
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config), tokenizer
 
 
-def vae(channels: int = 4, blocks: int = 2, **options: Any) -> Any:
-    from diffusers import AutoencoderKL
+def language(width: int, kind: type[Encoder] = Encoder, side: str = "right") -> tuple[Any, Any]:
+    """The stand-in for a language model, and its tokenizer."""
+    return kind(width), words(side)
 
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        block_out_channels=(8,) * blocks,
-        layers_per_block=1,
-        latent_channels=channels,
-        norm_num_groups=4,
-        sample_size=16,
-        mid_block_add_attention=False,
-        scaling_factor=0.7,
-        **({"shift_factor": 0.1} | options),
-    )
+
+def texts(*pairs: tuple[Any, Any]) -> dict[str, Any]:
+    """Components of text encoders with their tokenizers, numbered as pipelines number them."""
+    ends = ["", *(f"_{number}" for number in range(2, 1 + len(pairs)))]
+    return {
+        f"{kind}{end}": part
+        for end, pair in zip(ends, pairs, strict=True)
+        for kind, part in zip(("text_encoder", "tokenizer"), pair, strict=True)
+    }
+
+
+def of(name: str, **options: Any) -> Any:
+    """An object of a class of diffusers."""
+    import diffusers
+
+    return getattr(diffusers, name)(**options)
+
+
+def vae() -> Any:
+    return of("AutoencoderKL", **_VAE)
+
+
+_VAE: dict[str, Any] = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "block_out_channels": (8, 8),
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 4,
+    "sample_size": 16,
+    "mid_block_add_attention": False,
+    "scaling_factor": 0.7,
+    "shift_factor": 0.1,
+}
+
+
+def vae_of_four() -> Any:
+    """The same with four blocks, so an image is eight times as large as its latents."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    return of("AutoencoderKL", **_VAE | blocks | {"block_out_channels": (8,) * 4})
 
 
 def flow(**options: Any) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(**({"shift": 3.0} | options))
+    return of("FlowMatchEulerDiscreteScheduler", **{"shift": 3.0} | options)
 
 
-def ddim(**options: Any) -> Any:
-    from diffusers import DDIMScheduler
-
+def ddim() -> Any:
     sd = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-    return DDIMScheduler(**(sd | {"clip_sample": False, "set_alpha_to_one": False} | options))
+    return of("DDIMScheduler", **sd, clip_sample=False, set_alpha_to_one=False)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A pipeline by the names of its classes in diffusers and the options of its networks."""
+
+    pipeline: str
+    text: Callable[[], dict[str, Any]]
+    """Text encoders and tokenizers by component."""
+    network: str
+    options: dict[str, Any]
+    """Options of the denoiser."""
+    vae: Callable[[], Any] = vae
+    scheduler: Callable[[], Any] = flow
+    parts: Callable[[], dict[str, Any]] = dict
+    """Further components and arguments."""
+    experts: int = 1
+    """Number of denoisers."""
+    order: str = "parts text vae network"
+    """Order in which the random weights are drawn."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """Attributes of the finished pipeline."""
+
+    def __call__(self) -> Any:
+        made: dict[str, Any] = {}
+        for kind in self.order.split():
+            if kind == "network":
+                first = "unet" if "UNet" in self.network else "transformer"
+                for name in (first, f"{first}_2")[: self.experts]:
+                    made[name] = of(self.network, **self.options)
+            else:
+                made |= {"vae": self.vae()} if kind == "vae" else self.parts() if kind == "parts" else self.text()
+        result = of(self.pipeline, scheduler=self.scheduler(), **made)
+        for name, value in self.attributes.items():
+            setattr(result, name, value)
+        return result
