@@ -1,7 +1,7 @@
 """The contract of a reward, tried on it: what `flowrl score --check` prints.
 
 Each trial says what it saw and, where the contract is broken, what to mend. An exception that is no RewardError is
-allowed for a NaN picture (the scorer then finds and masks that sample) and nowhere else.
+allowed for a NaN image (the scorer then finds and masks that sample) and nowhere else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ ODD = (
     "word " * 600,
 )
 _TOLERANCE = 1e-4
-"""Of a score against the same sample's in another batch, relative to the larger of 1 and its size."""
+"""Largest difference between scores of a sample in two batches, relative to the larger of 1 and the score's size."""
+_ALONE = "score each sample by itself: no mean, maximum or padding over the batch (or declare needs_groups)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Trials:
         self.entry = WeightedReward(name, reward)
         self.seconds = 0.0
         self.conduct = Conduct(looks_at_inputs=True)
-        """In all trials: some rewards do only to a NaN picture what they must not do."""
+        """In all trials: some rewards do only to a NaN image what they must not do."""
 
     def once(self, given: Material) -> dict[str, Tensor]:
         return score_once(self.entry, given.images, given.prompts, given.metadata, self.conduct)
@@ -93,7 +94,7 @@ class Trials:
         trials: list[tuple[str, Callable[[], Finding]]] = [
             ("same twice", self._twice),
             ("order", self._order),
-            ("NaN picture", self._nan),
+            ("NaN image", self._nan),
             ("sizes differ", self._sizes),
             ("odd prompts", self._odd),
             ("gradient", self._gradient),
@@ -104,7 +105,7 @@ class Trials:
         if not self.card.needs_groups:
             trials.insert(2, ("alone as in a batch", self._alone))
         if self.card.modality == "any" and self._first_ndim() == 3:
-            trials.insert(-3, ("clips", self._videos))
+            trials.insert(-3, ("videos", self._videos))
         for name, trial in trials:
             yield self._tried(name, trial)
 
@@ -158,8 +159,7 @@ class Trials:
         count = len(self.samples.prompts)
         parts = [self.once(self.samples.pick([row])) for row in range(count)]
         apart = _apart(self.base, {name: torch.cat([part[name] for part in parts]) for name in self.base})
-        remedy = "score each sample by itself: no mean, maximum or padding over the batch (or declare needs_groups)"
-        return Finding("alone as in a batch", f"differs by {apart:.2g}", remedy if apart > _TOLERANCE else "")
+        return Finding("alone as in a batch", f"differs by {apart:.2g}", _ALONE if apart > _TOLERANCE else "")
 
     def _nan(self) -> Finding:
         given = self.samples.pick(range(len(self.samples.prompts)))
@@ -169,25 +169,29 @@ class Trials:
         try:
             result = self.once(Material(torch.stack(images) if same else images, given.prompts, given.metadata))
         except (Exception, SystemExit) as error:
-            return Finding("NaN picture", f"raises {type(error).__name__}, and the scorer masks that sample")
+            return Finding("NaN image", f"raises {type(error).__name__}, and the scorer masks that sample")
         numbers = [name for name, values in result.items() if not values[1].isnan()]
         if numbers:
             value = float(result[numbers[0]][1])
             remedy = "return NaN for a picture that is not finite: a failed sample must never look like a scored one"
-            return Finding("NaN picture", f"{numbers[0]} = {value:.4g} for it", remedy)
+            return Finding("NaN image", f"{numbers[0]} = {value:.4g} for it", remedy)
         rest = [row for row in range(len(images)) if row != 1]
         apart = _apart(*({name: values[rest] for name, values in each.items()} for each in (self.base, result)))
         if apart > _TOLERANCE and not self.card.needs_groups:
-            return Finding("NaN picture", f"the others change by {apart:.2g}", "let it spoil no other sample")
-        return Finding("NaN picture", "is NaN, and spoils no other")
+            return Finding("NaN image", f"the others change by {apart:.2g}", "let it spoil no other sample")
+        return Finding("NaN image", "is NaN, and spoils no other")
 
     def _sizes(self) -> Finding:
         given = self.samples.pick(range(len(self.samples.prompts)))
         images = [image[..., : image.shape[-2] - 4 * row, :] for row, image in enumerate(given.images)]
         if min(image.shape[-2] for image in images) < 8:
             images = [image[..., : image.shape[-1] - row] for row, image in enumerate(given.images)]
-        self.once(Material(images, given.prompts, given.metadata))
-        return Finding("sizes differ", "a list of images is scored")
+        result = self.once(Material(images, given.prompts, given.metadata))
+        smallest = self.once(Material(images[-1:], given.prompts[-1:], given.metadata[-1:]))
+        apart = _apart(smallest, {name: values[-1:] for name, values in result.items()})
+        if apart > _TOLERANCE and not self.card.needs_groups:
+            return Finding("sizes differ", f"an image differs by {apart:.2g} next to larger ones", _ALONE)
+        return Finding("sizes differ", "a list of images is scored, each as it is alone")
 
     def _odd(self) -> Finding:
         refused = []
@@ -229,7 +233,7 @@ class Trials:
         frames = [torch.stack([image, image.flip(-1), image.flip(-2)]) for image in given.images]
         same = all(video.shape == frames[0].shape for video in frames)
         self.once(Material(torch.stack(frames) if same else frames, given.prompts, given.metadata))
-        return Finding("clips", "are scored")
+        return Finding("videos", "are scored")
 
     def _state(self) -> Finding:
         changed = self.conduct.settings + [f"{whose} random numbers" for whose in self.conduct.random]

@@ -206,6 +206,12 @@ def needs_a_stack(images, prompts, metadata):
     return torch.stack(list(images)).flatten(1).mean(dim=1)
 
 
+def pads(images, prompts, metadata):
+    """Every image filled up to the height of the tallest."""
+    height = max(image.shape[-2] for image in images)
+    return means(images) * torch.tensor([image.shape[-2] / height for image in images])
+
+
 def wants_words(images, prompts, metadata):
     return means(images) + torch.tensor([1.0 / len(prompt.split()) for prompt in prompts])
 
@@ -241,14 +247,15 @@ def blocks(images, prompts, metadata):
     ("run_score", "card", "expected"),
     [
         (draws, {}, {"same twice", "leaves state alone", "order", "alone as in a batch"}),
-        (whole_batch, {}, {"alone as in a batch", "NaN picture"}),
-        (first_is_special, {}, {"order", "alone as in a batch"}),
-        (zero_for_nan, {}, {"NaN picture"}),
+        (whole_batch, {}, {"alone as in a batch", "NaN image", "sizes differ"}),
+        (pads, {}, {"sizes differ"}),
+        (first_is_special, {}, {"order", "alone as in a batch", "sizes differ"}),
+        (zero_for_nan, {}, {"NaN image"}),
         (needs_a_stack, {}, {"sizes differ"}),
         (wants_words, {}, {"odd prompts"}),
         (seeds_the_world, {}, {"leaves state alone"}),
         (keeps_a_graph, {}, {"gradient"}),
-        (pictures_only, {}, {"clips"}),
+        (pictures_only, {}, {"videos"}),
         (pictures_only, {"modality": "image"}, set()),
         (lambda *batch: means(*batch) + 5, {"high": 1.0}, {"scores"}),
         (lambda *batch: means(*batch)[:1], {}, {"scores"}),
@@ -289,7 +296,7 @@ def test_the_command_exits_with_1_and_says_what_to_mend(capsys, tmp_path, folder
             score.command(images, check=mine(tmp_path, text), batch_size=4)
         assert left.value.code == 1
         shown = capsys.readouterr().out
-        assert "FAIL  NaN picture: mine = " in shown
+        assert "FAIL  NaN image: mine = " in shown
         assert "expected: return NaN for a picture that is not finite" in shown
         assert shown.count("FAIL") == 1
     with pytest.raises(SystemExit) as left:

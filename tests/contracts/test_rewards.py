@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from contextlib import ExitStack
 
 import pytest
+import torch
+from torch.testing import assert_close
 
 from flowrl.contracts.rewards import Trials, material
 from flowrl.core import registry
 from flowrl.reward import Card, RewardError
 from flowrl.scoring.entries import RewardEntry
+from tests import tiny_rewards
 
 NAMES = registry.names("rewards")
-LIGHT = ("degeneracy", "diversity", "jpeg", "motion", "shapes")
-"""Rewards without weights: their contract is tried as it is. The others have tests with tiny networks."""
 
 
 @pytest.fixture(params=NAMES)
@@ -58,14 +61,80 @@ def test_no_two_rewards_share_an_output():
     assert len(outputs) == len(set(outputs))
 
 
-@pytest.mark.parametrize("name", LIGHT)
-def test_a_reward_without_weights_keeps_the_contract(name):
-    module = registry.load("rewards", name)
-    reward = module.build(module.Config())
-    assert reward.card == module.CARD
-    findings = list(Trials(name, reward, material(reward.card)).run())
-    assert len(findings) > 10
-    assert [f for f in findings if not f.good] == []
+@pytest.fixture(scope="module", params=NAMES)
+def tiny(request, tmp_path_factory):
+    """The tiny rewards of a file in rewards/, each with its samples."""
+    state = torch.get_rng_state()
+    with ExitStack() as stack:
+        made = tiny_rewards.cases(request.param, tmp_path_factory.mktemp(request.param), stack)
+        assert torch.equal(state, torch.get_rng_state()), "loading draws from torch's random numbers"
+        yield made
+
+
+def test_every_reward_keeps_its_laws(tiny):
+    for case in tiny:
+        findings = list(Trials(case.name, case.reward, case.samples).run())
+        assert len(findings) > 10
+        assert [f for f in findings if not f.good] == [], case.name
+        measured = {f.law: f.measured for f in findings}
+        assert "all alike" not in measured["scores"], f"{case.name}: its samples must tell apart for laws to mean much"
+        assert measured["NaN image"] == "is NaN, and spoils no other", case.name
+
+
+def scored(case: tiny_rewards.Case, images) -> dict[str, torch.Tensor]:
+    """Scores of images under the case's prompts and records, by output; nothing of flowrl around the reward."""
+    given = case.samples.pick(range(len(images)))
+    result = case.reward.score(images, given.prompts, given.metadata)
+    return dict(result) if isinstance(result, Mapping) else {case.reward.card.outputs[0]: result}
+
+
+def test_networks_run_in_float32_under_autocast_too_which_stays_as_it_is(tiny):
+    for case in tiny:
+        if not case.reward.card.memory_gib:
+            continue
+        images = case.samples.images[:2] if not case.reward.card.needs_groups else case.samples.images
+        expected = scored(case, images)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = scored(case, images)
+            assert torch.is_autocast_enabled("cpu"), case.name
+        assert torch.is_grad_enabled(), case.name
+        for name, values in expected.items():
+            assert torch.equal(values, result[name]), (case.name, name)
+
+
+def test_gradients_are_those_of_finite_differences_and_climb_each_on_its_own_image(tiny):
+    for case in tiny:
+        if not case.reward.card.differentiable:
+            continue
+        images = (0.25 + case.samples.images[:2] / 2).requires_grad_()
+        (output,) = case.reward.card.outputs
+        before = scored(case, images)[output]
+        assert torch.autograd.grad(before[0], images, retain_graph=True)[0][1].abs().max() == 0, case.name
+        (gradient,) = torch.autograd.grad(before.sum(), images)
+        slopes = 2e-3 * gradient.abs().double().sum(dim=(1, 2, 3))
+        with torch.no_grad():
+            ends = [scored(case, images + sign * 1e-3 * gradient.sign())[output].double() for sign in (1, -1)]
+        assert_close(ends[0] - ends[1], slopes, rtol=0.1, atol=0)
+        assert (ends[0] > before).all(), case.name
+
+
+OF_FRAMES = {"safety": torch.amin, "hpsv3": lambda frames, dim: frames[0], "ocr": lambda frames, dim: frames[0]}
+"""How a reward scores a video of three frames, where that is not by their mean."""
+
+
+def test_a_video_has_the_mean_score_of_its_frames(tiny):
+    for case in tiny:
+        card, name = case.reward.card, case.name.split()[0]
+        if card.modality != "any" or card.needs_groups:
+            continue
+        frames = case.samples.images[:3]
+        given = case.samples.pick([0])
+        apart = case.reward.score(frames, given.prompts * 3, given.metadata * 3)
+        whole = case.reward.score(frames[None], given.prompts, given.metadata)
+        apart, whole = (x if isinstance(x, Mapping) else {card.outputs[0]: x} for x in (apart, whole))
+        for output, values in apart.items():
+            expected = OF_FRAMES.get(name, torch.mean)(values, dim=0)
+            assert_close(whole[output][0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_shapes_refuses_a_caption_in_words():

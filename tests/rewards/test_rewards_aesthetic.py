@@ -3,7 +3,6 @@
 import hashlib
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.rewards import aesthetic
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
-from tests import toy_clip
+from tests.tiny_rewards import aesthetic as tiny_aesthetic
+from tests.tiny_rewards import smooth_images
+from tests.tiny_rewards.aesthetic import network
 
 VERSIONS = ("v1", "v2", "v2.5")
 # Sheet: zero, ones / sqrt(d), first unit vector, alternating, norm of the effective weights.
@@ -25,36 +25,6 @@ SHEET = {
     "v2": (768, 5.236645845, 4.883284854, 4.545052401, 5.310305383, 17.995624776),
     "v2.5": (1152, 1.939038294, 3.618319845, 2.709308143, 2.672634210, 25.452311294),
 }
-
-
-class V2(nn.Module):
-    """The class of the published v2 file, without its training."""
-
-    def __init__(self, width: int = 768) -> None:
-        super().__init__()
-        sizes = ((width, 1024), (1024, 128), (128, 64), (64, 16), (16, 1))
-        linear = [nn.Linear(*size) for size in sizes]
-        drop = [nn.Dropout(0.2), nn.Dropout(0.2), nn.Dropout(0.1)]
-        self.layers = nn.Sequential(linear[0], drop[0], linear[1], drop[1], linear[2], drop[2], linear[3], linear[4])
-
-
-class V25(nn.Module):
-    """The class of the v2.5 file."""
-
-    def __init__(self, width: int = 1152) -> None:
-        super().__init__()
-        parts: list[nn.Module] = []
-        for inside, outside, drop in ((width, 1024, 0.5), (1024, 128, 0.5), (128, 64, 0.5), (64, 16, 0.2)):
-            parts += [nn.Linear(inside, outside), nn.Dropout(drop)]
-        self.scoring_head = nn.Sequential(*parts, nn.Linear(16, 1))
-
-
-def network(version: str, seed: int = 0, **size: int) -> nn.Module:
-    """A head of the published architecture at random."""
-    kinds = {"v1": lambda: nn.Linear(size.get("width", 768), 1), "v2": lambda: V2(**size), "v2.5": lambda: V25(**size)}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return kinds[version]().eval().requires_grad_(False)
 
 
 def forward(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -180,49 +150,15 @@ def test_heads_as_safetensors_and_files_that_are_not_there(heads, tmp_path, monk
 # ---- the whole reward, on towers whose embeddings are as wide as tiny heads take
 
 
-SIZE = 16
-
-
-def siglip(folder: Path) -> str:
-    """Both towers, as the published folder has them."""
-    from transformers import SiglipConfig, SiglipModel
-
-    size = {"hidden_size": SIZE, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = SiglipConfig(
-        text_config=size | {"vocab_size": 20}, vision_config=size | {"image_size": 32, "patch_size": 8}
-    )
-    toy_clip.drawn(lambda: SiglipModel(config), 0).save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory) -> dict[str, str]:
-    return {
-        "clip": toy_clip.save(tmp_path_factory.mktemp("clip")),
-        "siglip": siglip(tmp_path_factory.mktemp("siglip")),
-    }
+    return tiny_aesthetic.save_towers(tmp_path_factory.mktemp("towers"))
 
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path, towers):
-    """Builds the reward of a version with its tower and its head at a sixteenth of the width and less."""
-
-    def made(version: str, **options):
-        known = PUBLISHED[version]
-        monkeypatch.setitem(PUBLISHED, version, replace(known, widths=(SIZE, *known.widths[1:])))
-        file = tmp_path / f"{version}.pth"
-        head = network(version, width=SIZE)
-        torch.save({name: 4 * value for name, value in head.state_dict().items()}, file)
-        tower = towers[known.tower]
-        config = Config(version=version, head=str(file), published=False, backbone=tower, device="cpu", **options)
-        return build(config), torch.load(file, weights_only=True), tower
-
-    return made
-
-
-def pictures(count: int = 5, height: int = 40, width: int = 52, seed: int = 0) -> torch.Tensor:
-    coarse = torch.rand(count, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
-    return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
+    """Builds the reward of a version; gives its head's weights and its tower too."""
+    return lambda version, **options: tiny_aesthetic.tiny(version, tmp_path, towers, monkeypatch, **options)
 
 
 def scored(reward, images) -> torch.Tensor:
@@ -259,9 +195,9 @@ def straight_line(version: str, tower: str, weights: dict, images: torch.Tensor)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_scores_equal_a_straight_line_computation(version, tiny):
     reward, weights, tower = tiny(version)
-    expected = straight_line(version, tower, weights, pictures())
+    expected = straight_line(version, tower, weights, smooth_images())
     assert expected.std() > 0.01 * expected.abs().max(), "the pictures must tell apart for this to mean anything"
-    assert_close(scored(reward, pictures()), expected, rtol=1e-5, atol=1e-4)
+    assert_close(scored(reward, smooth_images()), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_an_odd_margin_is_rounded_as_in_the_source_that_is_asked_for(tiny):
@@ -269,7 +205,7 @@ def test_an_odd_margin_is_rounded_as_in_the_source_that_is_asked_for(tiny):
     from torchvision import transforms
     from transformers import CLIPModel
 
-    images = pictures(4, 32, 35)  # three columns over: one or two are cut off on the left
+    images = smooth_images(4, 32, 35)  # three columns over: one or two are cut off on the left
     scores, versions = {}, {}
     for version in ("v1", "v2"):
         for asked in (None, False, True):
@@ -298,43 +234,12 @@ def test_a_version_without_a_crop_takes_no_rounding_of_it():
         Config(version="v2.5", head="x.pth", half_even_crop=True)
 
 
-@pytest.mark.parametrize("version", ["v2", "v2.5"])
-def test_rows_clips_sizes_and_failures_stand_for_themselves(version, tiny):
-    reward, _, _ = tiny(version)
-    images = pictures()
-    together = scored(reward, images)
-    slack = {"rtol": 1e-4, "atol": 1e-4}
-    assert_close(torch.cat([scored(reward, image[None]) for image in images]), together, **slack)
-    assert_close(scored(reward, images.flip(0)), together.flip(0), **slack)
-    broken, wide = images[0].clone(), pictures(1, 33, 64)[0]
-    broken[0, 20, 0] = math.nan
-    result = scored(reward, [wide, broken, images[:2], images[1]])
-    expected = torch.stack([scored(reward, wide[None])[0], torch.tensor(math.nan), together[:2].mean(), together[1]])
-    assert_close(result, expected, equal_nan=True, **slack)
-
-
-@pytest.mark.parametrize("version", ["v2", "v2.5"])
-def test_picture_gradients_are_those_of_finite_differences_and_climb(version, tiny):
-    reward, _, _ = tiny(version, preprocess="fast")
-    assert reward.card.differentiable
-    assert not tiny(version)[0].card.differentiable
-    images = (0.25 + pictures(2) / 2).requires_grad_()
-    before = scored(reward, images)
-    (gradient,) = torch.autograd.grad(before.sum(), images)
-    with torch.no_grad():
-        step = 1e-4 * gradient.sign()
-        ends = [scored(reward, images + sign * step).double() for sign in (1, -1)]
-        slopes = 2 * (gradient * step).sum(dim=(1, 2, 3)).double()
-        assert_close(ends[0] - ends[1], slopes, rtol=0.03, atol=1e-5 * float(before.abs().max()))
-        assert (ends[0] > before).all()
-
-
 def test_the_card_bounds_an_affine_map_of_unit_vectors(tiny):
     for version in VERSIONS:
         reward, _, _ = tiny(version)
         assert reward.card.outputs == (f"aesthetic_{version.replace('.', '_')}",)
         scorer = Scorer([WeightedReward("aesthetic", reward)], batch_size=2)
-        assert scorer.score(pictures(), ["x"] * 5, [{}] * 5).failures == 0
+        assert scorer.score(smooth_images(), ["x"] * 5, [{}] * 5).failures == 0
     assert tiny("v2.5")[0].card.resolution == "32 x 32, stretched to a square"
     _, zero, *_, norm = SHEET["v2"]
     assert (CARD.low, CARD.high) == pytest.approx((zero - norm, zero + norm))
@@ -343,13 +248,3 @@ def test_the_card_bounds_an_affine_map_of_unit_vectors(tiny):
 def test_a_backbone_of_another_width_is_refused(heads, towers):
     with pytest.raises(RewardError, match=r"embeds in 16 numbers, the head takes 768; use openai/clip-vit-large"):
         build(Config(head=heads["v2"], backbone=towers["clip"], device="cpu"))
-
-
-def test_scoring_leaves_the_random_state_and_autocast_alone(tiny):
-    state = torch.get_rng_state()
-    reward, _, _ = tiny("v2")
-    expected = scored(reward, pictures())
-    assert torch.equal(state, torch.get_rng_state())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(scored(reward, pictures()), expected)
-    assert CARD.level == aesthetic.LEVEL

@@ -97,19 +97,6 @@ def test_a_clip_has_the_share_of_its_dead_frames():
     assert all(math.isnan(value) for values in scored(frames[None]).values() for value in values)
 
 
-def test_scores_do_not_depend_on_the_batch_and_a_broken_picture_is_masked_alone():
-    images = torch.stack([noise(), wave(2), flat(0.1, 0.2, 0.3)])
-    together = scored(images)
-    for row in range(3):
-        assert scored(images[row : row + 1]) == {name: [values[row]] for name, values in together.items()}
-    assert scored(images.flip(0)) == {name: values[::-1] for name, values in together.items()}
-    assert scored([images[0], noise()[:, :9, :17], images[2]])["saturation"][::2] == together["saturation"][::2]
-    images[1, 2, 3, 4] = math.nan
-    for name, values in scored(images).items():
-        assert [math.isnan(value) for value in values] == [False, True, False]
-        assert values[::2] == together[name][::2]
-
-
 def test_the_more_of_it_the_worse():
     assert not CARD.higher_is_better
 

@@ -15,7 +15,7 @@ from flowrl.credit.advantages import AdvantageConfig, group
 from flowrl.reward import RewardError
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
-from tests import toy_clip
+from tests.tiny_rewards.diversity import save_clip, save_dinov2
 
 LN2 = math.log(2)
 
@@ -139,51 +139,12 @@ def test_the_scorer_hands_it_the_whole_batch():
     assert (card.low, card.high, card.needs_groups, card.differentiable) == (0.0, LN2, True, False)
 
 
-def test_a_picture_with_nan_is_masked_and_missed_by_none():
-    reward, shown = build(Config()), pictures(4)
-    expected = reward.score(shown[[0, 1, 3]], ["a"] * 3, [{}] * 3)
-    shown[2, 0, 0, 0] = math.nan
-    found = reward.score(shown, ["a"] * 4, [{}] * 4)
-    assert found.isnan().tolist() == [False, False, True, False]
-    assert_close(found[[0, 1, 3]], expected)
-
-
-def test_clips_and_pictures_of_different_sizes_are_scored():
-    reward = build(Config())
-    still = [pictures(1, seed=s)[0] for s in range(3)]
-    clips = [picture.expand(5, -1, -1, -1) for picture in still]
-    assert_close(reward.score(clips, ["a"] * 3, [{}] * 3), reward.score(still, ["a"] * 3, [{}] * 3))
-    assert_close(
-        reward.score([still[0], still[1][:, 4:20, ::2], still[2]], ["a", "b", "a"], [{}] * 3)[[0, 2]],
-        reward.score([still[0], still[2]], ["a"] * 2, [{}] * 2),
-    )
-
-
 # ---- networks
 
 
-def save(kind: str, folder) -> str:
-    """A tiny random CLIP or DINOv2 with its preprocessing."""
-    from transformers import BitImageProcessor, CLIPImageProcessor, Dinov2Config, Dinov2Model
-
-    if kind == "clip":
-        size = toy_clip.IMAGE_SIZE
-        CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
-            folder
-        )
-        return toy_clip.save(folder)
-    BitImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}).save_pretrained(folder)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Dinov2Model(
-            Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
-        ).save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.mark.parametrize("kind", ["clip", "dinov2"])
-def test_a_network_may_give_the_embeddings(tmp_path, kind):
-    reward = build(Config(backbone=save(kind, tmp_path), device="cpu"))
+@pytest.mark.parametrize("save", [save_clip, save_dinov2])
+def test_a_network_may_give_the_embeddings(tmp_path, save):
+    reward = build(Config(backbone=save(tmp_path), device="cpu"))
     shown = pictures(3)
     shown[1] = shown[0]
     gain = reward.score(shown, ["a"] * 3, [{}] * 3)

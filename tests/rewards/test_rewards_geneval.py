@@ -17,6 +17,7 @@ from flowrl.rewards import geneval
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests import toy_clip
+from tests.tiny_rewards import geneval as tiny
 
 PICTURE = torch.zeros(1, 3, 8, 8)
 CAT, DOG = (100.0, 0.0, 110.0, 10.0), (0.0, 0.0, 10.0, 10.0)
@@ -196,12 +197,6 @@ def test_colours_are_asked_for_only_where_the_prompt_does():
     assert reward.score(PICTURE, [""], [POSITION])["geneval_strict"].tolist() == [1]
 
 
-def test_a_picture_with_nan_is_masked_and_no_other():
-    reward = scorer(Config(), lambda pixels: [seen("dog")[0]], lambda pixels, found: [])
-    scores = reward.score(torch.cat([PICTURE * math.nan, PICTURE]), [""] * 2, [SINGLE] * 2)
-    assert all(value.isnan().tolist() == [True, False] for value in scores.values())
-
-
 def test_an_object_is_cut_out_on_grey():
     pixels = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(6, 8, 3)
     mask = np.zeros((6, 8), dtype=bool)
@@ -244,31 +239,7 @@ def test_the_colour_is_the_nearest_mean_of_three_phrasings(clip):
 
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory):
-    """A tiny random Mask2Former of three classes, saved and loaded like a real one."""
-    from transformers import (
-        Mask2FormerConfig,
-        Mask2FormerForUniversalSegmentation,
-        Mask2FormerImageProcessor,
-        SwinConfig,
-    )
-
-    backbone = SwinConfig(
-        image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )  # fmt: skip
-    config = Mask2FormerConfig(
-        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
-        encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=12,
-        id2label={0: "dog", 1: "mouse", 2: "remote"}, label2id={"dog": 0, "mouse": 1, "remote": 2},
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("mask2former")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
-    size = {"shortest_edge": 64, "longest_edge": 128}
-    Mask2FormerImageProcessor(size=size, size_divisor=32).save_pretrained(folder)
-    loaded = detectors.load_detector(str(folder), device="cpu", reward="geneval")
-    return detectors.Mask2Former(loaded.model, loaded.processor, floor=0.0)
+    return tiny.detector(tmp_path_factory.mktemp("mask2former"))
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (48, 60)])
@@ -347,18 +318,6 @@ def test_boxes_of_a_detector_without_masks_are_in_pixels_of_the_picture(boxes, h
     assert [(item.label, item.confidence, item.box) for item in found] == expected
     assert boxes.labels == {"dog", "computer keyboard"}
     assert all(item.mask is None for item in found)
-
-
-def test_the_whole_reward_runs_on_tiny_networks_and_no_score_depends_on_the_batch(detector, clip):
-    images = torch.rand(3, 3, 48, 60, generator=torch.Generator().manual_seed(0))
-    labels = [item.label for item in detector((images[0] * 255).round().byte().permute(1, 2, 0).numpy())]
-    record = {"include": [clause(max(set(labels), key=labels.count), 12, color="red")]}
-    reward = scorer(Config(confidence=0.0), detector, ClipColors(clip))
-    together = reward.score(images, [""] * 3, [record] * 3)
-    alone = [reward.score(images[i : i + 1], [""], [record]) for i in range(3)]
-    for name, values in together.items():
-        assert_close(values, torch.cat([scores[name] for scores in alone]))
-    assert (together["geneval_partial"] > 0).any()
 
 
 def test_colours_are_named_on_the_benchmarks_crops(monkeypatch, tmp_path):

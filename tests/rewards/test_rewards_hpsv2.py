@@ -7,52 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 from flowrl.rewards._vision.pixels import MEAN, STD, margins, resized_shape
-from flowrl.rewards.hpsv2 import CARD, Config, build, find_weights, prepared
+from flowrl.rewards.hpsv2 import Config, build, find_weights, prepared
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.rewards import hpsv2
-from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.weighted import WeightedReward
-from tests import toy_clip
+from tests.tiny_rewards import hpsv2 as tiny
+from tests.tiny_rewards import smooth_images
+from tests.tiny_rewards.hpsv2 import ARCHITECTURE, CONTEXT, IMAGE_SIZE
 
 PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "the sea"]
-IMAGE_SIZE, CONTEXT = 32, 24
-ARCHITECTURE = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": IMAGE_SIZE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
-    "text_cfg": {"context_length": CONTEXT, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """Both releases' files, with different weights, laid out as the published ones."""
-    import open_clip
-
-    folder = tmp_path_factory.mktemp("hps")
-    for seed, name in enumerate(("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt")):
-        network = toy_clip.drawn(lambda: open_clip.CLIP(**ARCHITECTURE), seed)
-        torch.save({"state_dict": network.state_dict()}, folder / name)
-    return str(folder)
+    return tiny.save(tmp_path_factory.mktemp("hps"))
 
 
 @pytest.fixture(autouse=True)
 def _tiny_network(monkeypatch):
-    import open_clip
-
-    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny-hps", ARCHITECTURE)
-    monkeypatch.setattr(hpsv2, "ARCHITECTURE", "tiny-hps")
+    tiny.tiny_network(monkeypatch)
 
 
 @pytest.fixture
 def reward(folder):
     return build(Config(weights=folder, device="cpu"))
-
-
-def pictures(count: int = 5, height: int = 40, width: int = 52, seed: int = 0) -> torch.Tensor:
-    coarse = torch.rand(count, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
-    return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
 
 
 def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
@@ -150,54 +128,12 @@ def straight_line(file: str, images: torch.Tensor, prompts: list[str]) -> torch.
 
 @pytest.mark.parametrize(("version", "file"), [("v2.1", "HPS_v2.1_compressed.pt"), ("v2.0", "HPS_v2_compressed.pt")])
 def test_scores_are_the_diagonal_of_all_cosines(folder, version, file):
-    images = pictures(5, IMAGE_SIZE, IMAGE_SIZE)
+    images = smooth_images(5, IMAGE_SIZE, IMAGE_SIZE)
     expected = straight_line(f"{folder}/{file}", images, PROMPTS).diagonal()
     assert expected.std() > 0.02, "the pictures and prompts must tell apart for this to mean anything"
     reward = build(Config(version=version, weights=folder, device="cpu"))
     assert_close(scored(reward, images), expected, rtol=0, atol=1e-5)
     assert reward.card.outputs == (f"hpsv2_{version[-1]}",)
-
-
-def test_rows_clips_sizes_and_failures_stand_for_themselves(reward):
-    images = pictures()
-    together = scored(reward, images)
-    alone = torch.cat([scored(reward, images[i : i + 1], PROMPTS[i : i + 1]) for i in range(5)])
-    assert_close(together, alone, rtol=0, atol=1e-5)
-    assert_close(scored(reward, images.flip(0), PROMPTS[::-1]), together.flip(0), rtol=0, atol=1e-5)
-    other = scored(reward, images, [PROMPTS[1], PROMPTS[0], *PROMPTS[2:]])
-    assert (other[:2] - together[:2]).abs().min() > 1e-3
-    broken, wide = images[0].clone(), pictures(1, 33, 64)[0]
-    broken[0, 0, 0] = math.nan
-    result = scored(reward, [wide, broken, images[:2], images[1]], ["a cat"] * 4)
-    two, one = scored(reward, images[:2], ["a cat"] * 2), scored(reward, wide[None], ["a cat"])
-    expected = torch.stack([one[0], torch.tensor(math.nan), two.mean(), two[1]])
-    assert_close(result, expected, rtol=0, atol=1e-5, equal_nan=True)
-
-
-def test_picture_gradients_are_those_of_finite_differences_and_climb(folder, reward):
-    fast = build(Config(weights=folder, device="cpu", preprocess="fast"))
-    assert (reward.card.differentiable, fast.card.differentiable) == (False, True)
-    images = (0.25 + pictures(2) / 2).requires_grad_()
-    assert not scored(reward, images, PROMPTS[:2]).requires_grad
-    before = scored(fast, images, PROMPTS[:2])
-    (gradient,) = torch.autograd.grad(before.sum(), images)
-    with torch.no_grad():
-        step = 1e-3 * gradient.sign()
-        ends = [scored(fast, images + sign * step, PROMPTS[:2]).double() for sign in (1, -1)]
-        slopes = 2 * (gradient * step).sum(dim=(1, 2, 3)).double()
-        assert_close(ends[0] - ends[1], slopes, rtol=0.03, atol=2e-6)
-        assert (ends[0] > before).all()
-
-
-def test_scoring_leaves_the_random_state_and_autocast_alone_and_keeps_to_the_card(folder):
-    state = torch.get_rng_state()
-    reward = build(Config(weights=folder, device="cpu", antialias=False))
-    expected = scored(reward, pictures())
-    assert torch.equal(state, torch.get_rng_state())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(scored(reward, pictures()), expected)
-    assert Scorer([WeightedReward("hpsv2", reward)], batch_size=2).score(pictures(), PROMPTS, [{}] * 5).failures == 0
-    assert (reward.card.version, CARD.version) == ("HPS v2.1, no antialias", "HPS v2.1")
 
 
 # ---- files
@@ -238,7 +174,7 @@ def test_safetensors_are_read_and_other_networks_refused(folder, reward, tmp_pat
     state = torch.load(f"{folder}/HPS_v2.1_compressed.pt", weights_only=True)["state_dict"]
     save_file(state, tmp_path / "hps.safetensors")
     converted = build(Config(weights=str(tmp_path / "hps.safetensors"), device="cpu"))
-    assert torch.equal(scored(converted, pictures()), scored(reward, pictures()))
+    assert torch.equal(scored(converted, smooth_images()), scored(reward, smooth_images()))
     torch.save(state, tmp_path / "bare.pt")
     with pytest.raises(RewardError, match=r"bare\.pt' is not laid out as HPS_v2\.1_compressed\.pt: KeyError"):
         build(Config(weights=str(tmp_path / "bare.pt"), device="cpu"))

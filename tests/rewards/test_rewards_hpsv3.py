@@ -1,64 +1,36 @@
 """HPSv3 on a tiny random Qwen2-VL in the published layout, against the released computation step by step."""
 
 import hashlib
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from flowrl.rewards.hpsv3 import CARD, MARK, PROMPT, PROMPT_SHA256, Config, build
+from flowrl.rewards.hpsv3 import PROMPT, PROMPT_SHA256, Config, build
 from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
 from flowrl.rewards import hpsv3
-from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.weighted import WeightedReward
 from tests import toy_qwen_vl as toy
-
-PROMPTS = ["a photo of a cat", "two {dogs} on a bench", "sea"]
-
-
-def random_head() -> torch.nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        head = hpsv3.head(toy.HIDDEN).eval()
-        for weight in head.parameters():
-            torch.nn.init.normal_(weight, std=0.3)
-    return head
+from tests.tiny_rewards import hpsv3 as tiny
+from tests.tiny_rewards import smooth_images
+from tests.tiny_rewards.hpsv3 import PROMPTS, configured, random_head
 
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
     """(folder, network, tokenizer) of a tiny HPSv3."""
-    from safetensors.torch import save_file
-
     folder = tmp_path_factory.mktemp("hpsv3")
-    base = toy.save_base(folder, [PROMPT.read_text(encoding="utf-8"), *PROMPTS])
-    model, tokenizer = toy.network(base, [MARK])
-    weights = toy.published(model) | {f"rm_head.{name}": value for name, value in random_head().state_dict().items()}
-    save_file(weights, folder / "HPSv3.safetensors")
-    return folder, model, tokenizer
+    return folder, *tiny.save(folder)
 
 
-def configured(folder, **options) -> Config:
-    return Config(model=str(folder), base=str(folder), dtype="float32", device="cpu", **options)
+@pytest.fixture
+def small(monkeypatch):
+    tiny.small_images(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def reward(toys):
     return build(configured(toys[0]))
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Pictures of 16 tokens, for what does not depend on their size."""
-    monkeypatch.setattr(hpsv3, "PIXELS", 16 * 28 * 28)
-
-
-def pictures(count: int = 3, height: int = 90, width: int = 64, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return F.interpolate(torch.rand(count, 3, 4, 5, generator=generator), (height, width), mode="bilinear")
 
 
 def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
@@ -95,7 +67,7 @@ def test_the_vendored_text_is_the_published_one():
 
 
 def test_scores_equal_the_released_computation(reward, toys):
-    images = pictures(2, 90, 64)
+    images = smooth_images(2, 90, 64)
     expected = [straight_line(toys, image, prompt, (532, 392)) for image, prompt in zip(images, PROMPTS, strict=False)]
     scores = scored(reward, images, PROMPTS[:2])
     assert_close(scores, torch.tensor(expected), rtol=0, atol=1e-4)
@@ -106,7 +78,7 @@ def test_positions_of_qwen_are_those_of_transformers(toys, small):
     """Option "mrope" is the whole network's forward; it scores otherwise than the released code."""
     reward = build(configured(toys[0], positions="mrope"))
     _, model, tokenizer = toys
-    image = pictures(1, 112, 112)
+    image = smooth_images(1, 112, 112)
     scores = scored(reward, image, PROMPTS[:1])
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -132,51 +104,19 @@ def asked(caption: str) -> str:
     return PROMPT.read_bytes().decode().replace("{text_prompt}", caption)
 
 
-def test_a_score_depends_on_its_own_picture_and_prompt_alone(reward, small):
-    images = pictures()
-    together = scored(reward, images)
-    alone = torch.cat([scored(reward, images[i : i + 1], PROMPTS[i : i + 1]) for i in range(3)])
-    assert torch.equal(together, alone)
-    assert torch.equal(scored(reward, images.flip(0), PROMPTS[::-1]), together.flip(0))
-    assert (scored(reward, images[:1], PROMPTS[1:2]) - together[:1]).abs() > 1e-3
-    mixed = [pictures(1, 40, 64, seed=1)[0], images[1]]
-    assert torch.equal(scored(reward, mixed, PROMPTS[:2])[1], together[1])
-
-
 def test_a_clip_has_the_mean_over_every_fourth_frame(reward, small):
-    clip = pictures(6)
+    clip = smooth_images(6)
     (value,) = scored(reward, clip[None], PROMPTS[:1])
     frames = scored(reward, clip[[0, 4]], [PROMPTS[0]] * 2)
     assert_close(value, frames.mean(), rtol=0, atol=1e-5)
 
 
-def test_a_picture_with_nan_is_masked_and_no_other(reward, small):
-    images = pictures()
-    expected = scored(reward, images)
-    images[1, 0, 3, 3] = math.nan
-    masked = scored(reward, images)
-    assert masked.isnan().tolist() == [False, True, False]
-    assert torch.equal(masked[[0, 2]], expected[[0, 2]])
-
-
 def test_a_caption_that_spells_the_models_own_tokens_is_refused(reward):
     for caption in ("a cat <|Reward|>", "<|image_pad|>"):
         with pytest.raises(RewardError, match=r"each of <\|Reward\|>, <\|image_pad\|> exactly once"):
-            scored(reward, pictures(1), [caption])
+            scored(reward, smooth_images(1), [caption])
     with pytest.raises(RewardError, match=r"takes \[3, H, W\] or \[F, 3, H, W\]"):
         scored(reward, [torch.rand(8, 8)], ["a"])
-
-
-def test_scoring_and_loading_leave_the_random_state_the_gradient_mode_and_autocast_alone(reward, toys, small):
-    images, state = pictures(1), torch.get_rng_state()
-    build(configured(toys[0]))
-    expected = scored(reward, images, PROMPTS[:1])
-    assert torch.equal(state, torch.get_rng_state())
-    assert torch.is_grad_enabled()
-    assert not expected.requires_grad
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(scored(reward, images, PROMPTS[:1]), expected)
-        assert torch.is_autocast_enabled("cpu")
 
 
 def test_the_body_runs_in_bfloat16_by_default_and_the_head_does_not(toys, reward, small):
@@ -186,13 +126,6 @@ def test_the_body_runs_in_bfloat16_by_default_and_the_head_does_not(toys, reward
     assert {weight.dtype for weight in model.head.parameters()} == {torch.float32}
     assert not any(weight.requires_grad or weight.is_meta for weight in model.backbone.parameters())
     assert all(not buffer.is_meta for buffer in model.backbone.buffers())
-
-
-def test_the_card_trains_on_a_tenth(reward, small):
-    assert reward.card == CARD
-    assert CARD.transform == (0.1, 0.0)
-    scores = Scorer([WeightedReward("hpsv3", reward)], batch_size=2).score(pictures(), PROMPTS, [{}] * 3)
-    assert scores.failures == 0
 
 
 def test_another_base_or_file_than_the_trained_one_is_refused(toys, tmp_path, monkeypatch):

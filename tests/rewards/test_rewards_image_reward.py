@@ -1,118 +1,32 @@
 """ImageReward on a tiny random BLIP in the published layout of weights, against BLIP written out in plain torch."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from flowrl.rewards.image_reward import CARD, Config, build, pixels, raw_score, renamed
+from flowrl.rewards.image_reward import Config, build, pixels, raw_score, renamed
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
 from flowrl.rewards import image_reward
-from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.weighted import WeightedReward
+from tests.tiny_rewards import image_reward as tiny
+from tests.tiny_rewards import smooth_images
+from tests.tiny_rewards.image_reward import LAYERS, PATCH, SIDE, TEXT_HEADS, WIDTH, configured, published_weights
 
 # The second is longer than the model reads: the tokenizer's words are letters.
 PROMPTS = ["a cat", " ".join("abcdefghijklmnopqrstuvwxyz" * 2), "a cat", "x", ""]
-WIDTH, LAYERS, PATCH, SIDE = 128, 2, 8, 4
-TEXT, TEXT_HEADS, VOCABULARY = 24, 3, 34
-
-
-def published_weights() -> dict[str, torch.Tensor]:
-    """Random weights under the names of ImageReward.pt, with those that take no part in a score."""
-    generator = torch.Generator().manual_seed(0)
-    weights: dict[str, torch.Tensor] = {}
-
-    def linear(name: str, outputs: int, inputs: int, std: float = 0.12) -> None:
-        weights[f"{name}.weight"] = torch.randn(outputs, inputs, generator=generator) * std
-        weights[f"{name}.bias"] = torch.randn(outputs, generator=generator) * 0.1
-
-    def norm(name: str, width: int) -> None:
-        weights[f"{name}.weight"] = 1 + torch.randn(width, generator=generator) * 0.1
-        weights[f"{name}.bias"] = torch.randn(width, generator=generator) * 0.1
-
-    eye, book = "blip.visual_encoder", "blip.text_encoder"
-    weights[f"{eye}.cls_token"] = torch.randn(1, 1, WIDTH, generator=generator)
-    weights[f"{eye}.pos_embed"] = torch.randn(1, SIDE**2 + 1, WIDTH, generator=generator)
-    linear(f"{eye}.patch_embed.proj", WIDTH, 3 * PATCH**2)
-    weights[f"{eye}.patch_embed.proj.weight"] = weights[f"{eye}.patch_embed.proj.weight"].view(WIDTH, 3, PATCH, PATCH)
-    # Small enough that the first norm's epsilon matters.
-    weights |= {name: value * 0.03 for name, value in weights.items()}
-    for n in range(LAYERS):
-        block = f"{eye}.blocks.{n}"
-        norm(f"{block}.norm1", WIDTH)
-        linear(f"{block}.attn.qkv", 3 * WIDTH, WIDTH)
-        linear(f"{block}.attn.proj", WIDTH, WIDTH)
-        norm(f"{block}.norm2", WIDTH)
-        linear(f"{block}.mlp.fc1", 96, WIDTH)
-        linear(f"{block}.mlp.fc2", WIDTH, 96)
-    norm(f"{eye}.norm", WIDTH)
-    weights[f"{book}.embeddings.word_embeddings.weight"] = torch.randn(VOCABULARY, TEXT, generator=generator)
-    weights[f"{book}.embeddings.position_embeddings.weight"] = torch.randn(40, TEXT, generator=generator)
-    weights[f"{book}.embeddings.position_ids"] = torch.arange(40)[None]
-    norm(f"{book}.embeddings.LayerNorm", TEXT)
-    for n in range(LAYERS):
-        layer = f"{book}.encoder.layer.{n}"
-        for part, source in (("attention", TEXT), ("crossattention", WIDTH)):
-            linear(f"{layer}.{part}.self.query", TEXT, TEXT, 0.3)
-            linear(f"{layer}.{part}.self.key", TEXT, source, 0.3)
-            linear(f"{layer}.{part}.self.value", TEXT, source, 0.3)
-            linear(f"{layer}.{part}.output.dense", TEXT, TEXT, 0.3)
-            norm(f"{layer}.{part}.output.LayerNorm", TEXT)
-        linear(f"{layer}.intermediate.dense", 40, TEXT, 0.3)
-        linear(f"{layer}.output.dense", TEXT, 40, 0.3)
-        norm(f"{layer}.output.LayerNorm", TEXT)
-    for layer, (outputs, inputs) in zip("02467", ((32, TEXT), (16, 32), (8, 16), (4, 8), (1, 4)), strict=True):
-        linear(f"mlp.layers.{layer}", outputs, inputs, 0.35)
-    linear("blip.vision_proj", 5, WIDTH)
-    linear("blip.text_proj", 5, TEXT)
-    return weights
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A BERT tokenizer whose words are single letters."""
-    from transformers import BertTokenizer
-
-    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
-    BertTokenizer(vocab={word: i for i, word in enumerate(vocabulary)}).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("image_reward")
-    torch.save(published_weights(), folder / "ImageReward.pt")
-    sizes = {
-        "hidden_size": TEXT,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": TEXT_HEADS,
-        "intermediate_size": 40,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 40,
-        "layer_norm_eps": 1e-12,
-        "hidden_act": "gelu",
-        "encoder_width": 768,
-    }
-    (folder / "med_config.json").write_text(json.dumps(sizes))
-    save_tokenizer(folder)
-    return folder
-
-
-def configured(folder: Path, **options) -> Config:
-    return Config(model=str(folder), tokenizer=str(folder), device="cpu", **options)
+    return tiny.save(tmp_path_factory.mktemp("image_reward"))
 
 
 @pytest.fixture(scope="module")
 def reward(folder):
     return build(configured(folder))
-
-
-def pictures(count: int = 5, height: int = 40, width: int = 53, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return F.interpolate(torch.rand(count, 3, 4, 5, generator=generator), (height, width), mode="bilinear")
 
 
 def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
@@ -198,88 +112,30 @@ def test_scores_equal_blip_written_out_on_the_published_weights(reward, folder):
 
     weights, tokenizer = published_weights(), BertTokenizer.from_pretrained(folder)
     expected = []
-    for image, prompt in zip(pictures(), PROMPTS, strict=True):
+    for image, prompt in zip(smooth_images(), PROMPTS, strict=True):
         tokens = tokenizer(prompt).input_ids
         assert (len(tokens) > 35) == (prompt == PROMPTS[1])
         tokens = tokens if len(tokens) <= 35 else tokens[:34] + tokens[-1:]
         expected.append(straight_line(weights, published_pixels(image, SIDE * PATCH), tokens))
-    scores = scored(reward, pictures())
+    scores = scored(reward, smooth_images())
     assert_close(scores, torch.stack(expected), rtol=0, atol=1e-5)
     assert scores.std() > 0.1, "the samples must tell apart for the comparison to mean anything"
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 53), (53, 40), (64, 64), (61, 97), (35, 32), (32, 32), (20, 27)])
 def test_exact_preprocessing_is_torchvisions(height, width):
-    image = pictures(1, height, width)[0]
+    image = smooth_images(1, height, width)[0]
     assert_close(pixels(image, 32, "exact"), published_pixels(image, 32), rtol=0, atol=1e-6)
 
 
 def test_fast_preprocessing_is_close_to_the_exact_one():
-    smooth = pictures(1, 91, 60)[0]
+    smooth = smooth_images(1, 91, 60)[0]
     # Eight bits are 1/255 apart, rounded twice; normalising divides by 0.26 at least.
     assert_close(pixels(smooth, 32, "fast"), pixels(smooth, 32, "exact"), rtol=0, atol=2.5 / 255 / 0.26)
 
 
 def test_head_outputs_meet_the_published_scale():
     assert_close(raw_score(torch.tensor([0.167173628, 1.200513125])), torch.tensor([0.0, 1.0]), rtol=0, atol=1e-6)
-
-
-def test_a_score_depends_on_its_own_picture_and_prompt_alone(reward):
-    images = pictures()
-    together = scored(reward, images)
-    alone = torch.cat([scored(reward, images[i : i + 1], PROMPTS[i : i + 1]) for i in range(5)])
-    assert_close(together, alone, rtol=0, atol=1e-5)
-    assert_close(scored(reward, images.flip(0), PROMPTS[::-1]), together.flip(0), rtol=0, atol=1e-5)
-    other = scored(reward, images, [PROMPTS[1], PROMPTS[0], *PROMPTS[2:]])
-    assert (other[:2] - together[:2]).abs().min() > 0.001
-    assert_close(other[2:], together[2:], rtol=0, atol=1e-5)
-
-
-def test_pictures_of_different_sizes_come_as_a_list(reward):
-    images = [pictures(1, 40, 52)[0], pictures(1, 33, 64, seed=1)[0]]
-    alone = [scored(reward, [image], ["a cat"])[0] for image in images]
-    assert_close(scored(reward, images, ["a cat"] * 2), torch.stack(alone), rtol=0, atol=1e-5)
-
-
-def test_a_picture_with_nan_is_masked_and_no_other(reward):
-    images = pictures()
-    expected = scored(reward, images)
-    images[1, 0, 3, 3] = math.nan
-    masked = scored(reward, images)
-    assert masked.isnan().tolist() == [False, True, False, False, False]
-    assert_close(masked[[0, 2, 3, 4]], expected[[0, 2, 3, 4]], rtol=0, atol=1e-5)
-
-
-def test_gradients_reach_the_pictures_only_where_the_card_says_so(reward, folder):
-    fast = build(configured(folder, preprocess="fast"))
-    assert (reward.card.differentiable, fast.card.differentiable) == (False, True)
-    images = pictures().requires_grad_()
-    assert not scored(reward, images).requires_grad
-    scored(fast, images)[0].backward()
-    assert images.grad[0].abs().max() > 0
-    assert images.grad[1:].abs().max() == 0, "the first score pulls on the first picture alone"
-
-
-def test_scoring_leaves_the_random_state_the_gradient_mode_and_autocast_alone(reward):
-    images, state = pictures(), torch.get_rng_state()
-    expected = scored(reward, images)
-    assert torch.equal(state, torch.get_rng_state())
-    assert torch.is_grad_enabled()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(scored(reward, images), expected), "the network runs in float32 under autocast too"
-        assert torch.is_autocast_enabled("cpu")
-
-
-def test_loading_draws_no_random_numbers(folder):
-    state = torch.get_rng_state()
-    build(configured(folder))
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_the_scorer_takes_it_with_its_card(reward):
-    assert reward.card == CARD
-    scores = Scorer([WeightedReward("image_reward", reward)], batch_size=2).score(pictures(), PROMPTS, [{}] * 5)
-    assert scores.failures == 0
 
 
 def test_every_published_name_has_its_place():

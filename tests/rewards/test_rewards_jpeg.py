@@ -71,12 +71,6 @@ def test_a_quality_outside_of_what_pil_recommends_is_refused(quality):
         Config(quality=quality)
 
 
-def test_sizes_do_not_depend_on_the_batch_and_lists_are_taken():
-    images = ladder()
-    assert sizes(images) == [sizes(images[i : i + 1])[0] for i in range(3)] == sizes(images.flip(0))[::-1]
-    assert sizes([images[1], images[2][:, :20, :32]])[0] == sizes(images[1:2])[0]
-
-
 def test_values_beyond_the_range_are_clamped_and_nan_is_masked():
     images = ladder()
     assert sizes(torch.full((1, 3, 8, 8), 1.5)) == sizes(torch.ones(1, 3, 8, 8))

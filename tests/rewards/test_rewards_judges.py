@@ -103,15 +103,6 @@ def test_nested_options_are_validated(scripted):
         reward_plan({"name": "vqa_score", "question": "Is it good?"}, "rewards[0]")
 
 
-def test_vqa_score_masks_a_broken_picture_and_keeps_the_others_prompts(scripted):
-    scripted.probabilities = lambda q: brightness(q)[0] / 255
-    images = grey(51, 102, 204).clone()
-    images[1, 0, 0, 0] = math.nan
-    values = vqa_score.build(vqa_score.Config()).score(images, ["a", "b", "c"], [{}] * 3)
-    assert_close(values, torch.tensor([0.2, math.nan, 0.8]), equal_nan=True)
-    assert [q.text[22:25] for q in scripted.asked] == ['"a"', '"c"']
-
-
 PAPER, LATER = (f'Does this figure show "{{}}"? Please answer {words}.' for words in ("yes or no", "Yes or No"))
 IMAGE = 'Does this image show "{}"? Answer the question with Yes or No'
 
@@ -438,18 +429,6 @@ def test_grades_out_of_range_are_nan_and_never_a_middle_value(scripted, source, 
     assert values["edit_score"].isnan().all()
     assert values["edit_score_sc"].isnan().all()
     assert values["edit_score_pq"].tolist() == [10]
-
-
-def test_a_broken_edit_is_masked_and_the_others_keep_their_source(scripted, source, tmp_path):
-    other = tmp_path / "other.png"
-    Image.fromarray(np.full((6, 8, 3), 99, np.uint8)).save(other)
-    scripted.words = lambda q: graded(25, 25)
-    images = grey(1, 2, 3).clone()
-    images[1, 0, 0, 0] = math.nan
-    records = [source, source, {"images": [str(other)]}]
-    values = edit_score.build(edit_score.Config()).score(images, ["x", "y", "z"], records)
-    assert values["edit_score"].isnan().tolist() == [False, True, False]
-    assert [brightness(q) for q in scripted.asked] == [[77, 1], [99, 3], [1], [3]]
 
 
 def test_a_transparent_source_is_shown_on_white(scripted, tmp_path):

@@ -113,13 +113,6 @@ def test_a_clip_with_a_broken_frame_among_those_read_is_nan(scripted):
     assert values[1] == 1, "a frame that is not looked at"
 
 
-def test_clips_and_pictures_of_different_sizes_keep_their_own_texts(scripted):
-    samples = [torch.full(shape, grey / 255) for shape, grey in (((3, 4, 5), 100), ((5, 3, 2, 2), 200), ((3, 9, 2), 0))]
-    forward = scripted.score(samples, ['"Hello World"'] * 3, [{}] * 3)
-    assert forward.tolist() == [1.0, pytest.approx(0.9), 0.0]
-    assert scripted.score(samples[::-1], ['"Hello World"'] * 3, [{}] * 3).tolist() == forward.tolist()[::-1]
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -6,34 +6,18 @@ import math
 
 import pytest
 import torch
-from flowrl.rewards.safety import CARD, Config, build, unsafe_classes
+from flowrl.rewards.safety import Config, build, unsafe_classes
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
-
-SIZE, NAMES = 32, {0: "normal", 1: "NSFW", 2: "drawing"}
+from tests.tiny_rewards.safety import NAMES, SIZE, save
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
-
-    config = ViTConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=SIZE,
-        patch_size=8, id2label=NAMES, label2id={name: number for number, name in NAMES.items()},
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("vit")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = ViTForImageClassification(config)
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                torch.nn.init.normal_(weight, std=0.3)
-    model.save_pretrained(path)
-    ViTImageProcessor(size={"height": SIZE, "width": SIZE}).save_pretrained(path)
-    return str(path)
+    return save(tmp_path_factory.mktemp("vit"))
 
 
 @pytest.fixture(scope="module")
@@ -98,36 +82,6 @@ def test_a_clip_is_as_safe_as_its_least_safe_frame(reward):
     assert_close(scored(reward, clips)["safety"], worst.expand(2))
     clips[1, 3, 0, 0, 0] = math.nan
     assert scored(reward, clips)["safety"].isnan().tolist() == [False, True]
-
-
-def test_scores_do_not_depend_on_the_batch_and_a_broken_picture_is_masked_alone(reward):
-    images = pictures(5)
-    together = scored(reward, images)
-    for name, values in together.items():
-        alone = torch.cat([scored(reward, images[i : i + 1])[name] for i in range(5)])
-        assert_close(values, alone)
-        assert_close(scored(reward, images.flip(0))[name], values.flip(0))
-    sizes = scored(reward, [images[0], torch.rand(3, 20, 50), images[1]])
-    assert_close(sizes["safety"][[0, 2]], together["safety"][:2])
-    images[2, 1, 4, 4] = math.inf
-    for name, values in scored(reward, images).items():
-        assert values.isnan().tolist() == [False, False, True, False, False]
-        assert_close(values[[0, 1, 3, 4]], together[name][[0, 1, 3, 4]])
-
-
-def test_autocast_and_the_generator_are_left_alone(reward):
-    images, before = pictures(2), torch.get_rng_state()
-    expected = scored(reward, images)["safety"]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(scored(reward, images)["safety"], expected)
-        assert torch.is_autocast_enabled("cpu")
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.is_grad_enabled()
-
-
-def test_the_card_names_both_outputs(reward):
-    assert reward.card is CARD
-    assert scored(reward, pictures(1)).keys() == set(CARD.outputs)
 
 
 @pytest.mark.parametrize(

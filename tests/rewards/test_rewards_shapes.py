@@ -341,27 +341,6 @@ def test_a_missing_object_lowers_the_partial_score():
         assert score_scene(scene, detect(paint(placed, 32)))[1] <= 0.75
 
 
-def test_scores_do_not_depend_on_the_batch():
-    rng = np.random.default_rng(8)
-    pairs = [kind(rng, 32) for kind in (*NEAR_MISSES, *[drawn] * 6)]
-    images = torch.from_numpy(np.stack([noisy(paint(placed, 32), 0.03, rng) for _, placed in pairs]))
-    prompts = [scene.caption for scene, _ in pairs]
-    score = build(Config()).score
-    together = score(images, prompts, [{}] * len(prompts))
-    backwards = score(images.flip(0), prompts[::-1], [{}] * len(prompts))
-    for name, values in together.items():
-        assert len(set(values.tolist())) > 1
-        alone = [score(images[i : i + 1], prompts[i : i + 1], [{}])[name].item() for i in range(len(prompts))]
-        assert values.tolist() == alone == backwards[name].flip(0).tolist()
-
-
-def test_pictures_of_different_sizes_come_as_a_list():
-    rng = np.random.default_rng(9)
-    scene = shapes.parse("a red circle and a blue square")
-    images = [torch.from_numpy(shapes.draw(scene, rng, size)) for size in (32, 64)]
-    assert build(Config()).score(images, [scene.caption] * 2, [{}] * 2)["shapes_strict"].tolist() == [1.0, 1.0]
-
-
 def test_a_picture_with_nan_is_masked_and_a_foreign_prompt_stops():
     score = build(Config()).score
     image = torch.from_numpy(shapes.draw(shapes.parse("a circle"), np.random.default_rng(0)))[None]

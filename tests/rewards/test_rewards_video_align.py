@@ -1,115 +1,48 @@
 """VideoAlign on a tiny random Qwen2-VL in the published layouts, against the released computation step by step."""
 
 import dataclasses
-import hashlib
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from flowrl.rewards.video_align import CARD, MARKS, Config, build, frame_indices, read_settings, values_of
+from flowrl.rewards.video_align import CARD, Config, build, frame_indices, read_settings, values_of
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.rewards import video_align
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests import toy_qwen_vl as toy
-
-PROMPTS = ["a photo of a cat", "two {dogs} on a bench", "sea"]
-# Stands in for the authors' text, which is not part of the repository: three marks, the caption before the last.
-TEXT = "\nRate sharpness: <|VQ_reward|>\nEND\n\nRate motion: <|MQ_reward|>\nEND\n\nPrompt - {text_prompt}  \n"
-TEXT += "Rate likeness: <|TA_reward|>\nEND\n"
-NORMS = {"VQ": (3.6757, 2.2476), "MQ": (1.1646, 1.3811), "TA": (2.8105, 2.5121)}
-RANK, ALPHA = 2, 6
-
-
-def settings_file(base: str, **changes) -> dict:
-    """A model_config.json; `changes` are {"section.key": value}."""
-    content = {
-        "data_config": {
-            "max_frame_pixels": 200704,
-            "num_frames": None,
-            "fps": 2.0,
-            "eval_dim": ["VQ", "MQ", "TA"],
-            "prompt_template_type": "detailed_special",
-            "sample_type": "uniform",
-        },
-        "model_config": {"model_name_or_path": base, "output_dim": 1, "use_special_tokens": True},
-        "peft_lora_config": {"lora_enable": True, "lora_r": RANK, "lora_alpha": ALPHA, "use_rslora": False},
-        "inference_config": {f"{n}_mean": m for n, (m, _) in NORMS.items()}
-        | {f"{n}_std": s for n, (_, s) in NORMS.items()},
-    }
-    for key, value in changes.items():
-        section, name = key.split(".")
-        content[section][name] = value
-    return content
-
-
-def split_lora(weights: dict) -> tuple[dict, dict]:
-    """(the weights less what LoRA adds, the factors by layer) for the language model's queries and values."""
-    generator = torch.Generator().manual_seed(5)
-    plain, factors = dict(weights), {}
-    for name in weights:
-        if name.startswith("model.layers.") and name.endswith(("q_proj.weight", "v_proj.weight")):
-            outputs, inputs = weights[name].shape
-            a, b = (torch.randn(s, generator=generator) * 0.2 for s in ((RANK, inputs), (outputs, RANK)))
-            plain[name] = weights[name] - ALPHA / RANK * b @ a
-            factors[name.removesuffix(".weight")] = (a, b)
-    return plain, factors
-
-
-@dataclasses.dataclass
-class Toy:
-    folder: Path
-    base: str
-    model: object
-    tokenizer: object
-    head: torch.Tensor
+from tests.tiny_rewards import video_align as tiny
+from tests.tiny_rewards.video_align import (
+    ALPHA,
+    NORMS,
+    PROMPTS,
+    RANK,
+    TEXT,
+    Toy,
+    configured,
+    settings_file,
+    split_lora,
+)
 
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
-    """A tiny VideoReward whose last checkpoint is one model.pth, as PEFT names weights."""
-    folder = tmp_path_factory.mktemp("video_align")
-    base = toy.save_base(folder / "base", [TEXT, *PROMPTS])
-    model, tokenizer = toy.network(base, MARKS)
-    plain, factors = split_lora(toy.published(model))
-    head = torch.randn(1, toy.HIDDEN, generator=torch.Generator().manual_seed(3))
-    saved = {"base_model.model.rm_head.weight": head}
-    for name, value in plain.items():
-        layer = name.removesuffix(".weight")
-        saved[f"base_model.model.{layer}.base_layer.weight" if layer in factors else f"base_model.model.{name}"] = value
-    for layer, pair in factors.items():
-        for part, value in zip("AB", pair, strict=True):
-            saved[f"base_model.model.{layer}.lora_{part}.default.weight"] = value
-    for step, content in (("9", {}), ("11", saved)):
-        (folder / f"checkpoint-{step}").mkdir()
-        torch.save(content, folder / f"checkpoint-{step}" / "model.pth")
-    (folder / "model_config.json").write_text(json.dumps(settings_file(base)))
-    (folder / "prompt_template.py").write_text(f"OTHER = 'x'\nDETAILED = {TEXT!r}\n")
-    digest = hashlib.sha256(TEXT.replace("{text_prompt}", "a photo of a cat").encode()).hexdigest()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(video_align, "PROMPT_SHA256", digest)
-        yield Toy(folder, base, model, tokenizer, head)
+        tiny.own_text(patch)
+        yield tiny.save(tmp_path_factory.mktemp("video_align"))
 
 
-def configured(toys: Toy, **options) -> Config:
-    given = {"model": str(toys.folder), "prompt_file": str(toys.folder / "prompt_template.py"), "fps": 4.0}
-    return Config(**{**given, "dtype": "float32", "device": "cpu", **options})
+@pytest.fixture
+def small(monkeypatch):
+    tiny.small_frames(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def reward(toys):
     return build(configured(toys))
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Frames of a few tokens, for what does not depend on their size."""
-    monkeypatch.setattr(video_align, "MIN_PIXELS", 4 * 28 * 28)
 
 
 def clips(count: int = 3, frames: int = 9, height: int = 60, width: int = 90, seed: int = 0) -> torch.Tensor:
@@ -210,16 +143,6 @@ def test_the_caption_changes_text_alignment_alone(reward, small):
     assert (alignment[:, None] - alignment).abs()[~torch.eye(3, dtype=bool)].min() > 1e-3
 
 
-def test_a_score_depends_on_its_own_clip_and_prompt_alone(reward, small):
-    images = clips()
-    together = scored(reward, images)
-    alone = torch.cat([scored(reward, images[i : i + 1], PROMPTS[i : i + 1]) for i in range(3)], dim=1)
-    assert torch.equal(together, alone)
-    assert torch.equal(scored(reward, images.flip(0), PROMPTS[::-1]), together.flip(1))
-    mixed = [clips(1, 5, 40, 64, seed=1)[0], images[1]]
-    assert torch.equal(scored(reward, mixed, PROMPTS[:2])[:, 1], together[:, 1])
-
-
 def test_the_frame_rate_says_which_frames_are_seen(reward, toys, small):
     clip = clips(1, frames=24)
     rates = [scored(reward, clip, PROMPTS[:1], [{"fps": fps}]) for fps in (24, 4)]
@@ -235,15 +158,6 @@ def test_the_frame_rate_says_which_frames_are_seen(reward, toys, small):
         Config(fps=-1.0)
 
 
-def test_a_clip_with_nan_in_a_seen_frame_is_masked_and_no_other(reward, small):
-    images = clips()
-    expected = scored(reward, images)
-    images[1, 8, 0, 3, 3] = math.nan
-    masked = scored(reward, images)
-    assert masked.isnan().tolist() == [[False, True, False]] * 4
-    assert torch.equal(masked[:, [0, 2]], expected[:, [0, 2]])
-
-
 def test_values_are_normalised_and_summed_as_published(toys):
     settings = read_settings(toys.folder / "model_config.json")
     means = torch.tensor([[mean] for mean, _ in NORMS.values()])
@@ -254,17 +168,6 @@ def test_values_are_normalised_and_summed_as_published(toys):
     # A head of three outputs: each mark has its own.
     three = dataclasses.replace(settings, output_dim=3)
     assert values_of(torch.arange(9.0).view(3, 3), three, False) == [12.0, 0.0, 4.0, 8.0]
-
-
-def test_scoring_leaves_the_random_state_the_gradient_mode_and_autocast_alone(reward, toys, small):
-    images, state = clips(1), torch.get_rng_state()
-    build(configured(toys))
-    expected = scored(reward, images, PROMPTS[:1])
-    assert torch.equal(state, torch.get_rng_state())
-    assert torch.is_grad_enabled()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(scored(reward, images, PROMPTS[:1]), expected)
-        assert torch.is_autocast_enabled("cpu")
 
 
 def test_the_scorer_takes_its_four_outputs(reward, small):

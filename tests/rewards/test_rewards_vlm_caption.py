@@ -16,36 +16,20 @@ from flowrl.rewards._vision import arrays
 from PIL import Image
 from torch.testing import assert_close
 
-from flowrl.contracts.rewards import Material, Trials, material
 from flowrl.reward import RewardError
 from flowrl.rewards import vlm_caption
 from flowrl.scoring.entries import reward_plan
 from tests import toy_vlm
 from tests.fake_chat import FakeChat, Reply
 from tests.rewards.test_rewards_judges import Scripted, brightness, grey
-from tests.toy_clip import drawn
+from tests.tiny_rewards.vlm_caption import LAYER, LAYERS, POSITIONS, options, save_roberta
 
-LAYERS, LAYER, POSITIONS = 3, 2, 24
 TEXTS = ("a red cat sits here", "The image contains a cat", "a", "blue", "a red dog runs far away from the old town")
 
 
 @pytest.fixture(scope="module")
 def roberta(tmp_path_factory) -> str:
-    """A RoBERTa of three layers that knows letters and a few words."""
-    from tokenizers import pre_tokenizers
-    from transformers import RobertaConfig, RobertaModel, RobertaTokenizer
-
-    merges = [("\u0120", "a"), ("r", "e"), ("re", "d"), ("\u0120", "red")]
-    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {piece: i for i, piece in enumerate([*pieces, *("".join(pair) for pair in merges)])}
-    folder = tmp_path_factory.mktemp("roberta")
-    RobertaTokenizer(vocab=vocabulary, merges=merges).save_pretrained(folder)
-    config = RobertaConfig(
-        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 2},
-        **{"vocab_size": len(vocabulary), "max_position_embeddings": POSITIONS + 2, "pad_token_id": 1},
-    )
-    drawn(lambda: RobertaModel(config, add_pooling_layer=False), 0).save_pretrained(folder)
-    return str(folder)
+    return save_roberta(tmp_path_factory.mktemp("roberta"))
 
 
 @functools.cache
@@ -75,10 +59,6 @@ def straight(folder: str, candidate: str, reference: str) -> list[float]:
     precisions = [max(cosine(a, b) for a in x) for b, word in zip(y, y_words, strict=True) if word]
     recall, precision = sum(recalls) / len(recalls), sum(precisions) / len(precisions)
     return [recall, precision, 2 * precision * recall / (precision + recall)]
-
-
-def options(folder: str, **own) -> Options:
-    return Options(**({"model": folder, "layer": LAYER, "device": "cpu", "batch_size": 2} | own))
 
 
 # ---- BERTScore
@@ -287,15 +267,3 @@ def test_on_this_machine_the_judge_sees_the_picture_through_the_same_jpeg(robert
     reward = build(roberta, local=vlm.Local(model=folder, dtype="float32", device="cpu"), max_tokens=4)
     reward.score(noise(), ["a cat"], [{}])
     assert np.array_equal(seen[0], through_jpeg(noise()[0], 80))
-
-
-def test_the_contract_holds_on_a_tiny_judge(roberta, tmp_path):
-    from flowrl.rewards._judges import vlm
-
-    folder = toy_vlm.save(tmp_path, "llava")
-    reward = build(roberta, local=vlm.Local(model=folder, dtype="float32", device="cpu"), max_tokens=6)
-    given = material(reward.card)
-    samples = Material(given.images[:4], given.prompts[:4], given.metadata[:4])
-    findings = list(Trials("vlm_caption", reward, samples).run())
-    assert len(findings) > 10
-    assert [f for f in findings if not f.good] == []

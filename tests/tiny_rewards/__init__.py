@@ -1,0 +1,70 @@
+"""Every reward as a tiny one: random weights of the same classes, written offline, a module for each reward.
+
+A module has `cases(folder, stack)`, {name of the case: reward}: `folder` takes the weights, `stack` ends what must not
+outlive the trials (patches, servers). Where the contract's own captions or records do not do, it has
+`samples(reward, folder)` too. A reward without weights or required options needs no module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowrl.contracts.rewards import Material, material
+from flowrl.core import registry
+from flowrl.reward import Reward
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny reward with the samples on which its contract is tried."""
+
+    name: str
+    reward: Reward
+    samples: Material
+
+
+def cases(name: str, folder: Path, stack: ExitStack) -> list[Case]:
+    """The tiny rewards of a file in rewards/.
+
+    Raises:
+        AssertionError: its weights cannot be random ones, as there is no module here.
+    """
+    if not (FOLDER / f"{name}.py").exists():
+        module = registry.load("rewards", name)
+        assert not module.CARD.memory_gib, f"reward {name!r} has weights: write {FOLDER / name}.py, see {__doc__}"
+        reward = module.build(module.Config())
+        return [Case(name, reward, material(reward.card))]
+    tiny = importlib.import_module(f"{__name__}.{name}")
+    samples = getattr(tiny, "samples", lambda reward, folder: material(reward.card))
+    made = tiny.cases(folder, stack)
+    return [Case(f"{name} {case}", reward, samples(reward, folder)) for case, reward in made.items()]
+
+
+def smooth_images(count: int = 5, height: int = 40, width: int = 52, seed: int = 0) -> Tensor:
+    """Smooth and strongly coloured images, [count, 3, height, width]: resizing matters little and scores differ."""
+    coarse = torch.rand(count, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
+
+
+def uint8(image: Tensor) -> Tensor:
+    """[H, W, 3] uint8 of an image [3, H, W]."""
+    return (image * 255).round().to(torch.uint8).permute(1, 2, 0)
+
+
+def records(given: Material, record: dict) -> Material:
+    """The same samples, each with a copy of a record."""
+    return Material(given.images, given.prompts, [dict(record) for _ in given.metadata])
+
+
+def captions(given: Material, prompts: Sequence[str]) -> Material:
+    """The same samples under other captions, taken in turn."""
+    return Material(given.images, [prompts[i % len(prompts)] for i in range(len(given.prompts))], given.metadata)
