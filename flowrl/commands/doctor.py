@@ -152,12 +152,13 @@ def _probe(plan: RewardPlan, resolved: Resolved) -> str:
     from flowrl.evaluation.held_out import run_prompts
     from flowrl.scoring.build import PROBE_PX, probe_batch
     from flowrl.scoring.one_call import score_once
+    from flowrl.scoring.surroundings import Batch
 
     result = run_prompts(resolved.run, resolved.training.own_prompts)
     prompts = (result.train or result.evaluated)[:2]  # given pairs bring no prompts
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     images = probe_batch(len(prompts), PROBE_PX, PROBE_PX, resolved.model.config.frames)
-    scores = score_once(plan.build(), images, texts, metadata)
+    scores = score_once(plan.build(), Batch(images, texts, metadata))
     return ", ".join(f"{name} {value.tolist()}" for name, value in scores.items())
 
 

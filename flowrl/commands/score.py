@@ -258,8 +258,9 @@ def _records(
 
 def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: str | None) -> bool:
     """Test the contract of a reward and print the findings; True if it holds."""
-    from flowrl.contracts.rewards import COUNT, Material, Trials, material
+    from flowrl.contracts.rewards import COUNT, RewardTrial, trial_batch
     from flowrl.core.errors import ConfigError
+    from flowrl.scoring.surroundings import Batch
 
     if plan.card is not None and plan.card.requires and prompts is None:
         raise ConfigError(
@@ -267,7 +268,7 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
             "them with --prompts"
         )
     entry = plan.build()
-    given = material(entry.reward.card)
+    given = trial_batch(entry.reward.card)
     if samples:
         if len(samples) < 2:
             raise ConfigError("--check compares samples with each other: give at least two images or videos")
@@ -277,13 +278,13 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
             import torch
 
             loaded = torch.stack(loaded)
-        given = Material(loaded, [text for _, text, _ in part], [record for _, _, record in part])
+        given = Batch(loaded, [text for _, text, _ in part], [record for _, _, record in part])
     elif prompts is not None:
         records = _records_of(prompts)
         chosen = [records[i % len(records)] for i in range(COUNT)]
-        given = Material(given.images, [text for text, _ in chosen], [record for _, record in chosen])
+        given = Batch(given.images, [text for text, _ in chosen], [record for _, record in chosen])
     good = True
-    for finding in Trials(plan.name, entry.reward, given).run():
+    for finding in RewardTrial(plan.name, entry.reward, given).run():
         good &= finding.good
         print(finding)
     return good

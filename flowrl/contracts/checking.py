@@ -68,7 +68,7 @@ def _findings(name: str, thing: Any) -> Iterable[Finding]:
     if isinstance(thing, Method):
         return _findings(name, component_of(name, thing))
     if isinstance(thing, Reward):
-        return rewards.Trials(name, thing, rewards.material(thing.card)).run()
+        return rewards.RewardTrial(name, thing, rewards.trial_batch(thing.card)).run()
     if isinstance(thing, Model):
         return (law.find(thing) for law in models.LAWS)
     raise ConfigError(

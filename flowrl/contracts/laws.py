@@ -14,23 +14,32 @@ S = TypeVar("S")
 
 
 class Broken(Exception):
-    """Raised by a trial whose law does not hold; the text is what was measured."""
+    """Raised by a trial whose law does not hold; the text is what was measured.
+
+    Args:
+        measured: in words.
+        remedy: what mends it, in place of the law's expectation; None: that.
+    """
+
+    def __init__(self, measured: str, remedy: str | None = None) -> None:
+        super().__init__(measured)
+        self.remedy = remedy
 
 
-def require(holds: bool, measured: str) -> None:
-    """Raise Broken with what was measured unless the law holds."""
+def require(holds: bool, measured: str, remedy: str | None = None) -> None:
+    """Raise Broken unless the law holds."""
     if not holds:
-        raise Broken(measured)
+        raise Broken(measured, remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A law as it was found on a component."""
+    """The outcome of a law's trial on a component."""
 
     law: str
     measured: str
     expected: str = ""
-    """Where the law does not hold: what it asks for, or what mends it."""
+    """What the law asks for, or what mends it; empty where it holds."""
 
     @property
     def good(self) -> bool:
@@ -49,7 +58,7 @@ class ContractError(Fault, AssertionError):
 
     def __init__(self, component: str, findings: Iterable[Finding]) -> None:
         self.findings = tuple(findings)
-        """Of all laws that were tried."""
+        """Outcomes of all laws that were tried."""
         self.broken = tuple(finding for finding in self.findings if not finding.good)
         count = f"{len(self.broken)} of {len(self.findings)} laws" if len(self.findings) > 1 else "a law"
         super().__init__("\n".join([f"{component} breaks {count} of its contract", *map(str, self.broken)]))
@@ -69,8 +78,8 @@ class Law(Generic[S]):
         try:
             return Finding(self.name, self.trial(subject))
         except Broken as broken:
-            return Finding(self.name, str(broken), self.expected)
-        except Exception as error:  # somebody's code may raise anything
+            return Finding(self.name, str(broken), broken.remedy or self.expected)
+        except (Exception, SystemExit) as error:  # somebody's code may raise anything
             log.debug("the law %r could not be tried", self.name, exc_info=error)
             return Finding(self.name, f"raised {described(error)}", self.expected)
 

@@ -6,17 +6,17 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import described
+from flowrl.core.errors import RewardError, described
 from flowrl.core.phases import lacking, out_of_memory
 from flowrl.scoring.cache import ScoreCache
+from flowrl.scoring.surroundings import Batch
 
 log = logging.getLogger("flowrl")
-ScoreOnce = Callable[[Any, Sequence[str], Sequence[dict]], "dict[str, Tensor]"]
+ScoreOnce = Callable[[Batch], dict[str, Tensor]]
 
 
 @dataclass(slots=True)
@@ -33,32 +33,6 @@ class Counts:
     """Samples whose score was known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Samples that are scored together."""
-
-    images: Any
-    prompts: Sequence[str]
-    metadata: Sequence[dict]
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def part(self, start: int, stop: int) -> Batch:
-        return Batch(self.images[start:stop], self.prompts[start:stop], self.metadata[start:stop])
-
-    def finite(self) -> list[int]:
-        """Rows whose pictures hold no NaN and no inf: one pass over them, without a copy."""
-        if isinstance(self.images, Tensor):
-            sums = self.images.detach().sum(dim=tuple(range(1, self.images.ndim)), dtype=torch.float32)
-            return sums.isfinite().nonzero().flatten().tolist()
-        return [row for row, image in enumerate(self.images) if image.detach().sum(dtype=torch.float32).isfinite()]
-
-    def pick(self, rows: Sequence[int]) -> Batch:
-        images = self.images[list(rows)] if isinstance(self.images, Tensor) else [self.images[i] for i in rows]
-        return Batch(images, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempts:
     """How a reward's scores are had, whatever it raises."""
@@ -67,8 +41,6 @@ class Attempts:
     once: ScoreOnce
     """Raw outputs of a batch, each [B], checked."""
     outputs: Sequence[str]
-    stops: type[Exception]
-    """An exception that is not tried again: a broken contract."""
     retries: int
     isolate: bool
     cache: ScoreCache | None
@@ -88,8 +60,7 @@ class Attempts:
         return scores
 
     def _known_or_scored(self, batch: Batch) -> dict[str, Tensor]:
-        # A score from the cache has no gradient.
-        if self.cache is None or any(getattr(image, "requires_grad", False) for image in batch.images):
+        if self.cache is None or batch.needs_gradient:  # a score from the cache has none
             return self._scored(batch)
         keys = self.cache.keys(batch.images, batch.prompts, batch.metadata)
         result = [self.cache.get(key, self.outputs) for key in keys]
@@ -97,8 +68,9 @@ class Attempts:
         self.counts.cached += len(batch) - len(rows)
         fresh = self._scored(batch.pick(rows) if len(rows) < len(batch) else batch) if rows else {}
         for place, i in enumerate(rows):
-            result[i] = {name: float(fresh[name][place]) for name in self.outputs}
-            self.cache.put(keys[i], result[i])
+            scores = {name: float(fresh[name][place]) for name in self.outputs}
+            self.cache.put(keys[i], scores)
+            result[i] = scores
         return {name: torch.tensor([scores[name] for scores in result if scores]) for name in self.outputs}
 
     def _scored(self, batch: Batch) -> dict[str, Tensor]:
@@ -115,8 +87,8 @@ class Attempts:
         """The scores of one call; None, told and counted, if it raises."""
         self.counts.calls += 1
         try:
-            return self.once(batch.images, batch.prompts, batch.metadata)
-        except self.stops:
+            return self.once(batch)
+        except RewardError:  # a broken contract is not tried again
             raise
         # A user's code may raise anything, sys.exit() included; the policy is retry, then mask.
         except (Exception, SystemExit) as error:

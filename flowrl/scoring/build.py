@@ -16,7 +16,7 @@ from flowrl.reward import Card, RewardError
 from flowrl.scoring.entries import RewardPlan
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.surroundings import MEND, Conduct
+from flowrl.scoring.surroundings import MEND, Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
 
 PROBE_PX = 64
@@ -170,7 +170,7 @@ def _probed(
 ) -> dict[str, torch.Tensor]:
     given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
     try:
-        result = score_once(entry, images, [p.text for p in prompts], [p.metadata for p in prompts], conduct)
+        result = score_once(entry, Batch(images, [p.text for p in prompts], [p.metadata for p in prompts]), conduct)
     except RewardError as error:
         if images.ndim < 5:
             raise

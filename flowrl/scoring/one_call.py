@@ -3,66 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import RewardError
 from flowrl.reward import REASONS, unscored
-from flowrl.scoring.surroundings import Conduct, Handed, kept
-
-if TYPE_CHECKING:
-    from flowrl.scoring.weighted import WeightedReward
+from flowrl.scoring.surroundings import Batch, Conduct, Handed, kept
+from flowrl.scoring.weighted import WeightedReward
 
 
-def called(
-    entry: WeightedReward,
-    images: Any,
-    prompts: Sequence[str],
-    metadata: Sequence[dict],
-    conduct: Conduct | None = None,
-) -> dict[str, Any]:
-    """What a reward returns by output, unchecked; it gets a copy of its batch, and what it changes is put back.
+def called(entry: WeightedReward, batch: Batch, conduct: Conduct | None = None) -> dict[str, Any]:
+    """Outputs of a reward by name, unchecked; it gets a copy of its batch, and what it changes is put back.
 
     Args:
         entry: the reward.
-        images: of its batch.
-        prompts: of its batch.
-        metadata: of its batch.
-        conduct: is told what the call did to its surroundings; None: nobody wants to know.
+        batch: its samples.
+        conduct: takes what the call did to its surroundings; None: it is dropped, and reasons for NaN are logged.
     """
-    given, found = Handed(images, prompts, metadata), Conduct() if conduct is None else conduct
-    token = REASONS.set(found.reasons)
+    given, noted = Handed(batch), Conduct() if conduct is None else conduct
+    token = REASONS.set(noted.reasons)
     try:
-        # A score is not to depend on the autocast of whoever asks for it; a reward that wants one enters its own.
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), kept(found):
-            result = entry.reward.score(given.images, given.prompts, given.metadata)
+        # A score must not depend on the autocast of its caller; a reward that wants one enters its own.
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), kept(noted):
+            result = entry.reward.score(given.copy.images, given.copy.prompts, given.copy.metadata)
     finally:
         REASONS.reset(token)
-    if found.looks_at_inputs:
-        found.note(inputs=given.changed())
+    if noted.looks_at_inputs:
+        noted.note(inputs=given.changed())
     if conduct is None:
-        for text in found.reasons:
+        for text in noted.reasons:
             unscored(f"reward {entry.name!r}: {text}")
     return dict(result) if isinstance(result, Mapping) else {entry.reward.card.outputs[0]: result}
 
 
-def score_once(
-    entry: WeightedReward,
-    images: Any,
-    prompts: Sequence[str],
-    metadata: Sequence[dict],
-    conduct: Conduct | None = None,
-) -> dict[str, Tensor]:
-    """Raw outputs of one reward, checked against its card; as `called` otherwise.
+def score_once(entry: WeightedReward, batch: Batch, conduct: Conduct | None = None) -> dict[str, Tensor]:
+    """Raw outputs of one reward, each [B] float32, checked against its card; as `called` otherwise.
 
     Raises:
         RewardError: no numbers, a wrong shape, other outputs than declared, a finite value outside the range.
     """
-    card, count = entry.reward.card, len(prompts)
-    named = called(entry, images, prompts, metadata, conduct)
+    card, count = entry.reward.card, len(batch)
+    named = called(entry, batch, conduct)
     if set(named) != set(card.outputs):
         raise RewardError(
             f"reward {entry.name!r} declares the outputs {list(card.outputs)} but returned {list(named)}; "

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl.core.errors import Abandoned
 from flowrl.scoring.scorer import Scorer, Scores
-from flowrl.scoring.surroundings import BESIDE, OF_THE_PROCESS, Settings
+from flowrl.scoring.surroundings import BESIDE, OF_THE_PROCESS, Batch, Settings
 from flowrl.scoring.time_limits import Ambient
 from flowrl.scoring.weighted import WeightedReward
 
@@ -37,13 +37,13 @@ class Lanes:
     def __bool__(self) -> bool:
         return bool(self.pools)
 
-    def submit(self, *batch: Any) -> dict[int, Future[Outputs]]:
+    def submit(self, batch: Batch, errors: list[str]) -> dict[int, Future[Outputs]]:
         """`Scorer.raw` on a batch, by the identity of the entry."""
-        return {id(e): pool.submit(self.ambient.run, self._beside, e, *batch) for e, pool in self.pools}
+        return {id(e): pool.submit(self.ambient.run, self._beside, e, batch, errors) for e, pool in self.pools}
 
-    def _beside(self, *batch: Any) -> Outputs:
+    def _beside(self, entry: WeightedReward, batch: Batch, errors: list[str]) -> Outputs:
         BESIDE.set(True)  # in the copy of the context that this call has
-        return self.scorer.raw(*batch)
+        return self.scorer.raw(entry, batch, errors)
 
     def settle(self) -> None:
         """No thread is at work: put back, and tell of, what their rewards changed of the process."""
@@ -66,10 +66,10 @@ class Lanes:
                 raise Abandoned
         return future.result()
 
-    def others(self, *batch: Any) -> dict[int, Outputs]:
-        """The rewards without a thread score a batch now."""
+    def others(self, batch: Batch, errors: list[str]) -> dict[int, Outputs]:
+        """Outputs of the rewards without a thread, which score the batch now."""
         own = {id(entry) for entry, _ in self.pools}
-        return {id(e): self.scorer.raw(e, *batch) for e in self.scorer.distinct if id(e) not in own}
+        return {id(e): self.scorer.raw(e, batch, errors) for e in self.scorer.distinct if id(e) not in own}
 
     def combine(self, found: Mapping[int, Outputs], errors: Sequence[str]) -> Scores:
         """The scores from every reward's outputs, in the order of the rewards."""
@@ -119,8 +119,8 @@ class Ahead:
                 if future.done():
                     future.result()
         # Laid out as a part of the whole would be: a sum over other strides may differ in its last bit.
-        batch = images.contiguous(), self.prompts[part], self.metadata[part], self.errors
-        self._found.append(self.lanes.submit(*batch))
+        batch = Batch(images.contiguous(), self.prompts[part], self.metadata[part])
+        self._found.append(self.lanes.submit(batch, self.errors))
 
     def scores(self, images: Tensor) -> Scores:
         """The scores, when all pictures [B, ...] are there; the other rewards score them now.
@@ -131,7 +131,7 @@ class Ahead:
         if not self.lanes:
             return self.scorer.score(images, self.prompts, self.metadata)
         assert self.done == len(self.prompts), "pictures are missing"
-        result = self.lanes.others(images, self.prompts, self.metadata, self.errors)
+        result = self.lanes.others(Batch(images, self.prompts, self.metadata), self.errors)
         for entry, _ in self.lanes.pools:
             parts = [self.lanes.result(futures[id(entry)]) for futures in self._found]
             result[id(entry)] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -168,9 +168,9 @@ class Beside:
         if self.lanes is None:
             return []
         errors: list[str] = []
-        batch = images, prompts, metadata, errors
-        begun = self.lanes.submit(*batch)
-        self._waiting.append((key, self.lanes.others(*batch), begun, errors))
+        batch = Batch(images, prompts, metadata)
+        begun = self.lanes.submit(batch, errors)
+        self._waiting.append((key, self.lanes.others(batch, errors), begun, errors))
         return self._take(1 if self.lanes else 0)
 
     def rest(self) -> list[tuple[Any, Scores]]:

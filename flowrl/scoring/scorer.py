@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import Abandoned, RewardError, RewardFailure
-from flowrl.scoring.attempts import Attempts, Batch, Counts
+from flowrl.scoring.attempts import Attempts, Counts
 from flowrl.scoring.one_call import score_once
-from flowrl.scoring.surroundings import MEND, Conduct
+from flowrl.scoring.surroundings import MEND, Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
 
 
@@ -140,7 +139,7 @@ class Scorer:
         self.counts = [Counts() for _ in self.distinct]
         return result
 
-    def score(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
+    def score(self, images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
         """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
 
         A reward that needs whole groups gets the batch in one piece.
@@ -151,27 +150,19 @@ class Scorer:
         errors: list[str] = []
         joined: dict[str, Tensor] = {}
         for entry in self.distinct:
-            joined |= self.raw(entry, images, prompts, metadata, errors)
+            joined |= self.raw(entry, Batch(images, prompts, metadata), errors)
         return self.combine(joined, errors)
 
-    def raw(
-        self,
-        entry: WeightedReward,
-        images: Any,
-        prompts: Sequence[str],
-        metadata: Sequence[dict],
-        errors: list[str],
-    ) -> dict[str, Tensor]:
+    def raw(self, entry: WeightedReward, batch: Batch, errors: list[str]) -> dict[str, Tensor]:
         """Outputs of one reward, each [B], NaN where it failed; what it raised is appended to `errors`.
 
         Raises:
             RewardFailure: a broken contract.
         """
-        count, counts = len(prompts), self.counts[self.distinct.index(entry)]
+        count, counts = len(batch), self.counts[self.distinct.index(entry)]
         chunk = max(count, 1) if entry.reward.card.needs_groups else self.batch_size
         attempts = self._attempts(entry, counts, errors)
         try:
-            batch = Batch(images, prompts, metadata)
             parts = [attempts(batch.part(start, start + chunk)) for start in range(0, count, chunk)]
         except RewardError as error:  # before training it would have been the user's to mend
             raise RewardFailure(str(error)) from error
@@ -196,11 +187,11 @@ class Scorer:
             errors.append(text)
             self.on_error(text)
 
-        def once(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+        def once(batch: Batch) -> dict[str, Tensor]:
             if self.stop():
                 raise Abandoned
             conduct = Conduct()
-            result = score_once(entry, images, prompts, metadata, conduct)
+            result = score_once(entry, batch, conduct)
             for reason in conduct.reasons:
                 tell(f"reward {entry.name!r}: {reason}")
             self.tell_changed(entry.name, conduct.settings)
@@ -210,7 +201,6 @@ class Scorer:
             name=entry.name,
             once=once,
             outputs=entry.reward.card.outputs,
-            stops=RewardError,
             retries=self.retries if entry.retries is None else entry.retries,
             isolate=entry.isolate and not entry.reward.card.needs_groups,
             cache=None if entry.reward.card.needs_groups else entry.cache,

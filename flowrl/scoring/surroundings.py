@@ -186,25 +186,58 @@ def kept(conduct: Conduct, *, numbers: bool = True) -> Iterator[None]:
             conduct.note(settings=before.put_back(), random=[] if drawn is None else drawn.move_on())
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples that are scored together."""
+
+    images: Tensor | Sequence[Tensor]
+    """[B, 3, H, W] or [B, F, 3, H, W] in [0, 1]; a sequence of [3, H, W] or [F, 3, H, W] where sizes differ."""
+    prompts: Sequence[str]
+    metadata: Sequence[dict]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(image.requires_grad for image in self.images)
+
+    def part(self, start: int, stop: int) -> Batch:
+        return Batch(self.images[start:stop], self.prompts[start:stop], self.metadata[start:stop])
+
+    def pick(self, rows: Sequence[int]) -> Batch:
+        images = self.images[list(rows)] if isinstance(self.images, Tensor) else [self.images[i] for i in rows]
+        return Batch(images, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows])
+
+    def finite(self) -> list[int]:
+        """Rows whose images hold no NaN and no inf: one pass over them, without a copy."""
+        if isinstance(self.images, Tensor):
+            sums = self.images.detach().sum(dim=tuple(range(1, self.images.ndim)), dtype=torch.float32)
+            return sums.isfinite().nonzero().flatten().tolist()
+        return [row for row, image in enumerate(self.images) if image.detach().sum(dtype=torch.float32).isfinite()]
+
+
 class Handed:
-    """A batch as a reward is given it: a copy of the pictures, the prompts and every record.
+    """A batch as a reward is given it: a copy of the images, the prompts and every record.
 
     Gradients go through the copy.
     """
 
-    def __init__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
-        self.originals = images, prompts, metadata
-        self.images: Any = images.clone() if isinstance(images, Tensor) else [image.clone() for image in images]
-        self.prompts, self.metadata = list(prompts), copy.deepcopy(list(metadata))
+    def __init__(self, batch: Batch) -> None:
+        own, self.original = batch.images, batch
+        images = own.clone() if isinstance(own, Tensor) else [image.clone() for image in own]
+        self.copy = Batch(images, list(batch.prompts), copy.deepcopy(list(batch.metadata)))
 
     def changed(self) -> list[str]:
         """What is no longer as it was handed out."""
-        images, prompts, metadata = self.originals
-        same = len(images) == len(self.images) and all(map(_equal, images, self.images))
-        told = [] if same else ["images"]
-        told += ["prompts"] if list(prompts) != self.prompts else []
-        # By their text: a record may hold arrays, which no == compares.
-        return told + (["metadata"] if repr(list(metadata)) != repr(self.metadata) else [])
+        own, now = self.original, self.copy
+        same = {
+            "images": len(own.images) == len(now.images) and all(map(_equal, own.images, now.images)),
+            "prompts": list(own.prompts) == now.prompts,
+            # By their text: a record may hold arrays, which no == compares.
+            "metadata": repr(list(own.metadata)) == repr(now.metadata),
+        }
+        return [name for name, unchanged in same.items() if not unchanged]
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:

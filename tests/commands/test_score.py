@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.commands import score
-from flowrl.contracts.rewards import Trials, material
+from flowrl.contracts.rewards import RewardTrial, trial_batch
 from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.reward import Card, Reward, RewardError
@@ -174,7 +174,7 @@ def test_a_check_on_a_file_that_is_no_picture_names_it(tmp_path):
 def failing(run_score, **card) -> dict[str, str]:
     """Trial -> remedy of those that a reward fails."""
     reward = Reward(run_score, Card(**({"outputs": ("mine",), "modality": "any"} | card)))
-    return {f.law: f.expected for f in Trials("mine", reward, material(reward.card)).run() if not f.good}
+    return {f.law: f.expected for f in RewardTrial("mine", reward, trial_batch(reward.card)).run() if not f.good}
 
 
 def means(images, prompts=(), metadata=()) -> Tensor:
@@ -297,7 +297,7 @@ def test_the_command_exits_with_1_and_says_what_to_mend(capsys, tmp_path, folder
         assert left.value.code == 1
         shown = capsys.readouterr().out
         assert "FAIL  NaN image: mine = " in shown
-        assert "expected: return NaN for a picture that is not finite" in shown
+        assert "expected: return NaN for an image that is not finite" in shown
         assert shown.count("FAIL") == 1
     with pytest.raises(SystemExit) as left:
         score.command(None, check="jpeg", batch_size=4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowrl.contracts.rewards import Trials, material
+from flowrl.contracts.rewards import RewardTrial, trial_batch
 from flowrl.core import registry
 from flowrl.reward import Card, RewardError
 from flowrl.scoring.entries import RewardEntry
@@ -73,7 +73,7 @@ def tiny(request, tmp_path_factory):
 
 def test_every_reward_keeps_its_laws(tiny):
     for case in tiny:
-        findings = list(Trials(case.name, case.reward, case.samples).run())
+        findings = list(RewardTrial(case.name, case.reward, case.samples).run())
         assert len(findings) > 10
         assert [f for f in findings if not f.good] == [], case.name
         measured = {f.law: f.measured for f in findings}
@@ -139,6 +139,6 @@ def test_a_video_has_the_mean_score_of_its_frames(tiny):
 
 def test_shapes_refuses_a_caption_in_words():
     module = registry.load("rewards", "shapes")
-    samples = material(module.CARD)
+    samples = trial_batch(module.CARD)
     with pytest.raises(RewardError, match="shapes"):
         module.build(module.Config()).score(samples.images[:1], ["no caption of this world"], [{}])

@@ -14,7 +14,8 @@ from flowrl.core.errors import OutOfMemory, RewardError
 from flowrl.core.phases import out_of_memory, phase
 from flowrl.models.sd3 import Sd3
 from flowrl.planning.out_of_memory import explained
-from flowrl.scoring.attempts import Attempts, Batch, Counts
+from flowrl.scoring.attempts import Attempts, Counts
+from flowrl.scoring.surroundings import Batch
 from flowrl.training.world import World
 from tests.e2e.conftest import train
 from tests.e2e.test_bad_input import command
@@ -100,7 +101,7 @@ def test_a_reward_is_not_tried_again_without_memory():
         raise CUDA
 
     kept: dict[str, Any] = {"cache": None, "counts": Counts(), "tell": lambda text: None}
-    attempts = Attempts(name="big", once=once, outputs=["big"], stops=RewardError, retries=2, isolate=True, **kept)
+    attempts = Attempts(name="big", once=once, outputs=["big"], retries=2, isolate=True, **kept)
     with pytest.raises(OutOfMemory, match="reward 'big'"):
         attempts(Batch(torch.zeros(2, 3, 4, 4), ["a", "b"], [{}, {}]))
     assert len(calls) == 1

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.surroundings import Batch
 from flowrl.scoring.weighted import WeightedReward
 
 B = 8
@@ -286,6 +287,6 @@ def test_no_samples_give_no_scores():
 
 def test_one_pass_returns_float32_without_gradient():
     images = IMAGES.double().requires_grad_()
-    value = score_once(entry(brightness), images, PROMPTS, METADATA)["mine"]
+    value = score_once(entry(brightness), Batch(images, PROMPTS, METADATA))["mine"]
     assert value.dtype == torch.float32
     assert not value.requires_grad

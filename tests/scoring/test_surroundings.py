@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.contracts.rewards import Trials, material
+from flowrl.contracts.rewards import RewardTrial, trial_batch
 from flowrl.core.errors import ConfigError, RewardError, RewardFailure
 from flowrl.data.prompts import Prompt
 from flowrl.reward import Card, Reward
@@ -24,7 +24,7 @@ from flowrl.scoring.entries import reward_plan
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.overlap import Ahead
 from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.surroundings import OF_A_THREAD, OF_THE_PROCESS, Conduct, Numbers, Settings
+from flowrl.scoring.surroundings import OF_A_THREAD, OF_THE_PROCESS, Batch, Conduct, Numbers, Settings
 from flowrl.scoring.weighted import WeightedReward
 
 B = 4
@@ -145,7 +145,7 @@ def test_the_probe_and_the_check_name_what_works_in_place(score, told):
     tried(entry(score))
     assert f"reward 'mine' works in place: it changes the {IN_PLACE[score]} that it is given" in told.text
     reward = Reward(score, Card(outputs=("mine",), modality="any"))
-    bad = {f.law: f.measured for f in Trials("mine", reward, material(reward.card)).run() if not f.good}
+    bad = {f.law: f.measured for f in RewardTrial("mine", reward, trial_batch(reward.card)).run() if not f.good}
     assert bad["leaves inputs alone"] == f"it changed {IN_PLACE[score]}"
 
 
@@ -157,7 +157,9 @@ def test_the_check_sees_what_happens_to_a_nan_picture_alone():
         return found
 
     reward = Reward(repairs, Card(outputs=("mine",), modality="any"))
-    assert "leaves inputs alone" in {f.law for f in Trials("mine", reward, material(reward.card)).run() if not f.good}
+    assert "leaves inputs alone" in {
+        f.law for f in RewardTrial("mine", reward, trial_batch(reward.card)).run() if not f.good
+    }
 
 
 def test_a_gradient_goes_through_the_copy_and_work_in_place_on_it_is_legal():
@@ -169,7 +171,7 @@ def test_a_gradient_goes_through_the_copy_and_work_in_place_on_it_is_legal():
         found.append(means(given))
         return found[0]
 
-    score_once(entry(score, differentiable=True), images, *batch()[1:])
+    score_once(entry(score, differentiable=True), Batch(images, *batch()[1:]))
     (gradient,) = torch.autograd.grad(found[0].sum(), images)
     assert torch.allclose(gradient, (weights / weights.numel()).expand(B, -1, -1, -1))
 
@@ -297,7 +299,7 @@ def test_a_seed_that_a_reward_sets_reaches_nobody_and_is_told_at_the_probe(whose
 def test_a_reward_without_random_numbers_leaves_every_generator_where_it_was():
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     conduct = Conduct()
-    score_once(entry(means), *batch(), conduct)
+    score_once(entry(means), Batch(*batch()), conduct)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
     assert conduct == Conduct()
@@ -318,7 +320,7 @@ def test_sys_exit_is_an_exception_like_any_other_and_never_a_good_end():
         tried(entry(leaves))
     assert left.value.exit_code == 2
     reward = Reward(leaves, Card(outputs=("mine",)))
-    (first, *_) = Trials("mine", reward, material(reward.card)).run()
+    (first, *_) = RewardTrial("mine", reward, trial_batch(reward.card)).run()
     assert "SystemExit: 0" in first.measured
     assert not first.good
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowrl.contracts.rewards import Material, material
+from flowrl.contracts.rewards import trial_batch
 from flowrl.core import registry
 from flowrl.reward import Reward
+from flowrl.scoring.surroundings import Batch
 
 FOLDER = Path(__file__).parent
 
@@ -29,7 +30,7 @@ class Case:
 
     name: str
     reward: Reward
-    samples: Material
+    samples: Batch
 
 
 def cases(name: str, folder: Path, stack: ExitStack) -> list[Case]:
@@ -42,9 +43,9 @@ def cases(name: str, folder: Path, stack: ExitStack) -> list[Case]:
         module = registry.load("rewards", name)
         assert not module.CARD.memory_gib, f"reward {name!r} has weights: write {FOLDER / name}.py, see {__doc__}"
         reward = module.build(module.Config())
-        return [Case(name, reward, material(reward.card))]
+        return [Case(name, reward, trial_batch(reward.card))]
     tiny = importlib.import_module(f"{__name__}.{name}")
-    samples = getattr(tiny, "samples", lambda reward, folder: material(reward.card))
+    samples = getattr(tiny, "samples", lambda reward, folder: trial_batch(reward.card))
     made = tiny.cases(folder, stack)
     return [Case(f"{name} {case}", reward, samples(reward, folder)) for case, reward in made.items()]
 
@@ -60,11 +61,11 @@ def uint8(image: Tensor) -> Tensor:
     return (image * 255).round().to(torch.uint8).permute(1, 2, 0)
 
 
-def records(given: Material, record: dict) -> Material:
+def records(given: Batch, record: dict) -> Batch:
     """The same samples, each with a copy of a record."""
-    return Material(given.images, given.prompts, [dict(record) for _ in given.metadata])
+    return Batch(given.images, given.prompts, [dict(record) for _ in given.metadata])
 
 
-def captions(given: Material, prompts: Sequence[str]) -> Material:
+def captions(given: Batch, prompts: Sequence[str]) -> Batch:
     """The same samples under other captions, taken in turn."""
-    return Material(given.images, [prompts[i % len(prompts)] for i in range(len(given.prompts))], given.metadata)
+    return Batch(given.images, [prompts[i % len(prompts)] for i in range(len(given.prompts))], given.metadata)

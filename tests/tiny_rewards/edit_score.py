@@ -9,8 +9,9 @@ import numpy as np
 from flowrl.rewards.edit_score import Config, build
 from PIL import Image
 
-from flowrl.contracts.rewards import Material, material
+from flowrl.contracts.rewards import trial_batch
 from flowrl.reward import Reward
+from flowrl.scoring.surroundings import Batch
 from tests.tiny_rewards import judges, records
 
 GRADES = '{"reasoning": "so", "score": [{0}, 2.5]}'
@@ -22,8 +23,8 @@ def save_source(folder: Path, value: int = 77, name: str = "source.png") -> dict
     return {"images": [str(folder / name)]}
 
 
-def samples(reward: Reward, folder: Path) -> Material:
-    return records(material(reward.card), save_source(folder))
+def samples(reward: Reward, folder: Path) -> Batch:
+    return records(trial_batch(reward.card), save_source(folder))
 
 
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:

@@ -11,8 +11,9 @@ from flowrl.rewards._detection.detectors import ClipColors, Mask2Former
 from flowrl.rewards._vision import clips
 from flowrl.rewards.geneval import Config, scorer
 
-from flowrl.contracts.rewards import Material, material
+from flowrl.contracts.rewards import trial_batch
 from flowrl.reward import Reward
+from flowrl.scoring.surroundings import Batch
 from tests import toy_clip
 from tests.tiny_rewards import records
 
@@ -51,8 +52,8 @@ def colors(folder: Path) -> ClipColors:
     return ClipColors(clips.load(place, place, device="cpu", preprocess="exact", reward="geneval"))
 
 
-def samples(reward: Reward, folder: Path) -> Material:
-    return records(material(reward.card), RECORD)
+def samples(reward: Reward, folder: Path) -> Batch:
+    return records(trial_batch(reward.card), RECORD)
 
 
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:

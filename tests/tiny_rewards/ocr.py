@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flowrl.rewards.ocr import Config, build
 
-from flowrl.contracts.rewards import Material, material
+from flowrl.contracts.rewards import trial_batch
 from flowrl.reward import Reward
 from flowrl.rewards import ocr
+from flowrl.scoring.surroundings import Batch
 from tests.tiny_rewards import captions
 
 TEXTS = ("Hello", "Hello W", "Hello Wrld", "Hello World", "Yellow World")
@@ -22,8 +23,8 @@ def read(images: Sequence[np.ndarray]) -> list[str]:
     return [TEXTS[int(image.astype(float).mean()) % len(TEXTS)] for image in images]
 
 
-def samples(reward: Reward, folder: Path) -> Material:
-    return captions(material(reward.card), ['a sign "Hello World"', 'a sign "Hello"'])
+def samples(reward: Reward, folder: Path) -> Batch:
+    return captions(trial_batch(reward.card), ['a sign "Hello World"', 'a sign "Hello"'])
 
 
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:

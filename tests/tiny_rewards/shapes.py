@@ -10,17 +10,18 @@ import torch
 from flowrl.rewards.shapes import Config, build
 
 from flowrl import shapes
-from flowrl.contracts.rewards import COUNT, SIDE, Material
+from flowrl.contracts.rewards import COUNT, SIDE
 from flowrl.reward import Reward
+from flowrl.scoring.surroundings import Batch
 
 CAPTIONS = ("a red circle", "a blue square", "two green triangles")
 
 
-def samples(reward: Reward, folder: Path) -> Material:
+def samples(reward: Reward, folder: Path) -> Batch:
     rng = np.random.default_rng(0)
     prompts = [CAPTIONS[i % len(CAPTIONS)] for i in range(COUNT)]
     drawn = [shapes.draw(shapes.parse(prompt), rng, SIDE) for prompt in prompts]
-    return Material(torch.from_numpy(np.stack([*drawn[:-1], drawn[0]])), prompts, [{} for _ in prompts])
+    return Batch(torch.from_numpy(np.stack([*drawn[:-1], drawn[0]])), prompts, [{} for _ in prompts])
 
 
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:

@@ -9,8 +9,9 @@ from typing import Any
 from flowrl.rewards._judges.bert import Options
 from flowrl.rewards.vlm_caption import Config, build
 
-from flowrl.contracts.rewards import Material, material
+from flowrl.contracts.rewards import trial_batch
 from flowrl.reward import Reward
+from flowrl.scoring.surroundings import Batch
 from tests.tiny_rewards import judges, records
 from tests.toy_clip import drawn
 
@@ -40,9 +41,9 @@ def options(folder: str, **own: Any) -> Options:
     return Options(**({"model": folder, "layer": LAYER, "device": "cpu", "batch_size": 2} | own))
 
 
-def samples(reward: Reward, folder: Path) -> Material:
+def samples(reward: Reward, folder: Path) -> Batch:
     """Four samples, since an answer is written token by token."""
-    return records(material(reward.card).pick(range(4)), RECORD if reward.card.requires else {})
+    return records(trial_batch(reward.card).pick(range(4)), RECORD if reward.card.requires else {})
 
 
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:

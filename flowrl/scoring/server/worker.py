@@ -26,7 +26,7 @@ from flowrl.scoring.entries import RewardPlan, reward_plan
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.server.frames import Result, failed, pack_frame, read_frame, unpack_items
 from flowrl.scoring.server.messages import Item
-from flowrl.scoring.surroundings import Conduct
+from flowrl.scoring.surroundings import Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
 
 
@@ -66,7 +66,7 @@ def _score_rows(entry: WeightedReward, items: list[Item], samples: list[Any]) ->
     with tempfile.TemporaryDirectory(prefix="flowrl-sources-") as folder:
         metadata = [_with_sources(item, Path(folder) / str(row)) for row, item in enumerate(items)]
         conduct = Conduct()
-        table = score_once(entry, images, [item.prompt for item in items], metadata, conduct)
+        table = score_once(entry, Batch(images, [item.prompt for item in items], metadata), conduct)
     results = []
     for values in zip(*(table[name].tolist() for name in entry.reward.card.outputs), strict=True):
         scores = {n: None if v != v else v for n, v in zip(entry.reward.card.outputs, values, strict=True)}
