@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from flowrl.core.errors import RewardError as RewardError
 
-ScoreFunction = Callable[[Any, Sequence[str], Sequence[dict]], "Tensor | Mapping[str, Tensor]"]
+Images = Tensor | Sequence[Tensor]
+"""Images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1]; where sizes differ a sequence, [3, H, W] or [F, 3, H, W]."""
+ScoreFunction = Callable[[Images, Sequence[str], Sequence[dict]], Tensor | Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ class Reward:
     def prefixed(self, prefix: str) -> Reward:
         """The same reward with "<prefix>_" before the name of every output."""
 
-        def renamed(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
+        def renamed(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
             result = self.score(images, prompts, metadata)
             return {f"{prefix}_{k}": v for k, v in result.items()} if isinstance(result, Mapping) else result
 

@@ -34,7 +34,7 @@ from flowrl.rewards._vision.options import ClipOptions
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 LEVEL = "experimental"
 Version = Literal["v1", "v2", "v2.5"]
@@ -103,14 +103,13 @@ _HUB_COPY = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
 _TOLERANCE = 1e-4
 
 
-def _bounds(value_at_zero: float, norm: float) -> dict[str, float]:
-    """An affine map of a unit vector stays within its norm of its value at 0."""
-    return {"low": value_at_zero - norm, "high": value_at_zero + norm}
+def _bounded(card: Card, value_at_zero: float, norm: float) -> Card:
+    """The card with the range of the head: an affine map of a unit vector stays within its norm of its value at 0."""
+    return replace(card, low=value_at_zero - norm, high=value_at_zero + norm)
 
 
-CARD = Card(
+_UNBOUNDED = Card(
     outputs=("aesthetic_v2",),
-    **_bounds(PUBLISHED["v2"].fingerprint[0], PUBLISHED["v2"].fingerprint[4]),
     modality="any",
     resolution="224 x 224, the centre square",
     memory_gib=1.2,
@@ -119,6 +118,7 @@ CARD = Card(
     licence="Apache-2.0 (head), MIT (CLIP)",
     source="christophschuhmann/improved-aesthetic-predictor",
 )
+CARD = _bounded(_UNBOUNDED, PUBLISHED["v2"].fingerprint[0], PUBLISHED["v2"].fingerprint[4])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,9 +260,8 @@ def card_of(config: Config) -> Card:
     known = PUBLISHED[config.version]
     version = config.version if config.published else f"{config.version}, own head {config.head}"
     return replace(
-        CARD,
+        _bounded(CARD, known.fingerprint[0], known.fingerprint[4]),
         outputs=(f"aesthetic_{config.version.replace('.', '_')}",),
-        **_bounds(known.fingerprint[0], known.fingerprint[4]),
         memory_gib=1.2 if known.tower == "clip" else 1.6,
         version=f"{version}, half-even crop" if config.crops_half_even else version,
         differentiable=config.preprocess == "fast",
@@ -290,11 +289,11 @@ def build(config: Config) -> Reward:
         )
     placed = head.to(vision.model.device)
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         embeddings = vision.embed_images(images)
         with torch.autocast(embeddings.device.type, enabled=False):
             return placed(embeddings)
 
     w, b = head.affine()
-    card = replace(card_of(config), **_bounds(float(b), float(w.norm())), resolution=vision.pixels.resolution)
+    card = replace(_bounded(card_of(config), float(b), float(w.norm())), resolution=vision.pixels.resolution)
     return Reward(framewise(score, config.frames), card)

@@ -28,7 +28,7 @@ from flowrl.rewards._vision.options import ClipOptions
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 LEVEL = "tested"
 CARD = Card(
@@ -77,7 +77,7 @@ def card_of(config: Config) -> Card:
 def build(config: Config) -> Reward:
     clip, factor = _load(config), _CONVENTIONS[config.convention][1]
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         cosine = (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
         return cosine if config.convention == "cos" else factor * cosine.clamp(min=0)
 

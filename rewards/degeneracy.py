@@ -25,7 +25,7 @@ from flowrl.rewards._vision.arrays import to_uint8
 from flowrl.rewards._vision.frames import framewise
 from torch import Tensor
 
-from flowrl.reward import Card, Reward
+from flowrl.reward import Card, Images, Reward
 
 _LUMINANCE = (0.2126, 0.7152, 0.0722)
 _FRAMES = 8
@@ -99,7 +99,7 @@ def build(config: Config) -> Reward:
         dead = black or flat or mean > 1 - config.black
         return float(dead), float(black), float(flat), saturation(pixels), high_frequency(luminance)
 
-    def score(images: Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         table = torch.tensor([one(image) for image in images], dtype=torch.float32)
         return dict(zip(CARD.outputs, table.unbind(dim=1), strict=True))
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward
+from flowrl.reward import Card, Images, Reward
 
 _GRID, _WAVES = 8, 256
 
@@ -84,7 +84,7 @@ def colour_waves(bandwidth: float) -> Embed:
     size = 3 * _GRID**2
     waves = torch.randn(size, _WAVES, generator=torch.Generator().manual_seed(0)) / (bandwidth * size**0.5)
 
-    def embed(images: Sequence[Tensor]) -> Tensor:
+    def embed(images: Images) -> Tensor:
         grids = torch.stack([F.adaptive_avg_pool2d(p.float().cpu(), _GRID).flatten() for p in images])
         phase = grids @ waves
         return torch.cat([phase.cos(), phase.sin()], dim=1)
@@ -110,7 +110,7 @@ def build(config: Config) -> Reward:
     else:
         embed = network(config.backbone, config.device, reward="diversity", instead="'fixed', or ")
 
-    def embeddings(images: Tensor | Sequence[Tensor]) -> Tensor:
+    def embeddings(images: Images) -> Tensor:
         """[B, D]; that of a clip is the mean over its frames. NaN where a pixel is not finite."""
         videos = [list(image) if image.ndim == 4 else [image] for image in images]
         frames = [frame for video in videos for frame in video]
@@ -118,7 +118,7 @@ def build(config: Config) -> Reward:
         unit[[not bool(frame.isfinite().all()) for frame in frames]] = math.nan
         return torch.stack([part.mean(dim=0) for part in unit.split([len(video) for video in videos])])
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         features, groups = embeddings(images), groups_of(prompts, metadata)
         table = pad_sequence([features[rows] for rows in groups], batch_first=True, padding_value=math.nan)
         gains, result = diversity_gain(table), torch.empty(len(prompts))

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from flowrl.core.media import open_image
 from flowrl.core.paths import PATH
-from flowrl.reward import Reward, RewardError
+from flowrl.reward import Images, Reward, RewardError
 
 LEVEL = "experimental"
 DEFAULT = Local(model="Qwen/Qwen2.5-VL-7B-Instruct", adapter="EditScore/EditScore-7B")
@@ -146,9 +146,7 @@ class Asker:
         grades = [(math.nan, math.nan) if answer is None else answer.model_dump()["score"] for answer in answers]
         return [combine(*sc, *pq) for sc, pq in zip(grades[: len(both)], grades[len(both) :], strict=True)]
 
-    def __call__(
-        self, images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]
-    ) -> dict[str, Tensor]:
+    def __call__(self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         # All sources first: a missing one is the user's mistake, and found before the slow part.
         sources = [source_pixels(record) for record in metadata]
         edited = [to_uint8(image) for image in images]

@@ -42,7 +42,7 @@ from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 log = logging.getLogger("flowrl")
 
@@ -125,7 +125,8 @@ def read_clauses(metadata: Mapping[str, Any], key: str) -> list[Clause]:
 
 def check_prompt(prompt: str, metadata: Mapping[str, Any]) -> None:
     """Raise RewardError for a record that is not one of GenEval's, before anything is loaded."""
-    read_clauses(metadata, "include"), read_clauses(metadata, "exclude")
+    for key in ("include", "exclude"):
+        read_clauses(metadata, key)
 
 
 def _check(clause: Clause, position: int) -> None:
@@ -254,7 +255,7 @@ def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collec
         sight = Sight(pixels, result, confidence, namer)
         return exact(sight, include) | {"official": float(official(sight, include, exclude))}
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         rows = [one(image, record) for image, record in zip(images, metadata, strict=True)]
         return {f"geneval_{name}": torch.tensor([row[name] for row in rows]) for name in names}
 

@@ -23,14 +23,14 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.nn.functional as F
 from flowrl.rewards._vision import checkpoints, clips, open_clips
-from flowrl.rewards._vision.arrays import to_uint8
+from flowrl.rewards._vision.arrays import eight_bit
 from flowrl.rewards._vision.frames import framewise
 from flowrl.rewards._vision.options import ClipOptions
 from flowrl.rewards._vision.pixels import broken, normalised, padded, resized_shape
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 LEVEL = "experimental"
 Version = Literal["v2.1", "v2.0"]
@@ -80,9 +80,10 @@ def prepared(image: Tensor, size: int, *, preprocess: clips.Preprocess = "fast",
     if not image.isfinite().all():
         return broken(image, size, preprocess)
     exact = preprocess == "exact"
-    pixels = torch.from_numpy(to_uint8(image)).permute(2, 0, 1).float() / 255 if exact else image.float()
-    shape = resized_shape(*pixels.shape[-2:], size, "pad")
-    if shape != tuple(pixels.shape[-2:]):
+    pixels = torch.from_numpy(eight_bit(image)).permute(2, 0, 1).float() / 255 if exact else image.float()
+    height, width = pixels.shape[-2:]
+    shape = resized_shape(height, width, size, "pad")
+    if shape != (height, width):
         # No clamp: the published code has none on its float tensors.
         pixels = F.interpolate(pixels[None], shape, mode="bicubic", antialias=antialias, align_corners=False)[0]
     return normalised(padded(pixels, size))
@@ -145,13 +146,13 @@ def build(config: Config) -> Reward:
     network, tokenizer = _load(find_weights(config), config.device)
     size = network.visual.image_size[0]
 
-    def pixels(images: Tensor | Sequence[Tensor]) -> Tensor:
+    def pixels(images: Images) -> Tensor:
         options = {"preprocess": config.preprocess, "antialias": config.antialias}
         return torch.stack([prepared(image, size, **options) for image in images])
 
     clip = open_clips.OpenClip(network, tokenizer, pixels)
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
 
     return Reward(framewise(score, config.frames), card_of(config))

@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 LEVEL = "experimental"
 MARK = "<|Reward|>"
@@ -118,7 +118,7 @@ def build(config: Config) -> Reward:
         pixels = resized(image)
         return math.nan if pixels is None else float(model.outputs(tokens, pixels, "image")[0, 0])
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         # All texts first: one that the model cannot be asked is found before the slow part.
         asked = [model.tokens(qwen_vl.with_caption(prompt, caption), "image") for caption in prompts]
         return torch.tensor([one(image, tokens) for image, tokens in zip(images, asked, strict=True)])

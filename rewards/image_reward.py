@@ -37,7 +37,7 @@ from flowrl.rewards._vision.pixels import Pixels
 from torch import Tensor, nn
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 LEVEL = "experimental"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
@@ -133,15 +133,15 @@ class Network(nn.Module):
         )
         same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         more = ("max_position_embeddings", "layer_norm_eps", "hidden_act")
+        options: dict[str, Any] = {"attn_implementation": "eager"} | {key: text[key] for key in same + more}
         self.text = BlipTextModel(
             # The file's own encoder_width is that of a smaller ViT: the authors' code overrides it as well.
             BlipTextConfig(
                 encoder_hidden_size=width,
-                attn_implementation="eager",
                 # Used for generation alone, and out of range in a small vocabulary.
                 bos_token_id=None,
                 sep_token_id=None,
-                **{key: text[key] for key in same + more},
+                **options,
             ),
             add_pooling_layer=False,
         )
@@ -192,9 +192,9 @@ def build(config: Config) -> Reward:
             f"reward 'image_reward' cannot load the tokenizer {config.tokenizer!r}; give a folder or a hub id that can "
             f"be reached: {error}"
         ) from error
-    device = network.head[0].weight.device
+    device = next(network.parameters()).device
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         prepared = torch.stack([pixels(image, network.image_size, config.preprocess) for image in images])
         words = tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=TEXT_LENGTH, return_tensors="pt"

@@ -18,7 +18,7 @@ import torch
 from flowrl.rewards._vision.arrays import jpeg, to_uint8
 from torch import Tensor
 
-from flowrl.reward import Card, Reward
+from flowrl.reward import Card, Images, Reward
 
 LEVEL = "tested"
 CARD = Card(
@@ -57,7 +57,7 @@ def build(config: Config) -> Reward:
         pixels = to_uint8(image)
         return math.nan if pixels is None else jpeg_kilobytes(pixels, config.quality)
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return torch.tensor([one(image) for image in images])
 
     return Reward(score, replace(CARD, higher_is_better=config.mode == "incompressibility"))

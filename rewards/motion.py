@@ -39,7 +39,7 @@ from flowrl.rewards._vision.optical_flow import Magnitude, load_raft, moving_sha
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH, PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 _GRID, _CELL, _SHARE, _FLOW_FPS = 32, 8, 0.05, 8.0
 
@@ -169,7 +169,7 @@ def build(config: Config) -> Reward:
             values["motion_degree"] = float(gate >= 1)
         return values | {"motion": min(gate, 1.0) * fmean(quality)}
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         rows = [one(video) for video in images]
         return {name: torch.tensor([row[name] for row in rows]) for name in card.outputs}
 

@@ -25,7 +25,7 @@ from flowrl.rewards._detection.ocr_reader import Pool, engine
 from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor
 
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 Reader = Callable[[Sequence[np.ndarray]], list[str]]
 """Pictures [H, W, 3] uint8 RGB -> all the text read in each, in reading order; "" where there is none."""
@@ -140,7 +140,7 @@ def build(config: Config) -> Reward:
         read = [value for value in values if value != 0]  # NaN stays
         return sum(read) / len(read) if read else 0.0
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         # All targets first: a prompt without one is the user's mistake, and found before the slow part.
         targets = [target_text(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
         samples = [[to_uint8(f) for f in (x[::_FRAME_INTERVAL] if x.ndim == 4 else [x])] for x in images]

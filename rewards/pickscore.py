@@ -18,7 +18,7 @@ from flowrl.rewards._vision.options import ClipOptions
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward
+from flowrl.reward import Card, Images, Reward
 
 LEVEL = "experimental"
 CARD = Card(
@@ -53,7 +53,7 @@ def build(config: Config) -> Reward:
     )
     scale = clip.model.logit_scale.exp()
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return scale * (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
 
     bounds = {"low": -float(scale), "high": float(scale)}

@@ -32,7 +32,7 @@ from flowrl.rewards._vision.options import FrameOptions
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 _CHUNK = 64
 
@@ -120,7 +120,7 @@ def build(config: Config) -> Reward:
             probabilities = model(pixel_values=pixels).logits.float().softmax(dim=1)
         return (1 - probabilities[:, unsafe].sum(dim=1)).clamp(0, 1).tolist()
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         looked = [x[frame_indices(len(x), config.frames)] if x.ndim == 4 else x[None] for x in images]
         pixels = [[to_uint8(frame) for frame in frames] for frames in looked]
         flat = [frame for frames in pixels for frame in frames if frame is not None]

@@ -21,7 +21,7 @@ from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 from flowrl.shapes import AREA, BACKGROUND, CENTROID_Y, COLORS, PALETTE, SHAPES, ObjectSpec, Scene, holds, parse
 from flowrl.shapes import coverage as shape_coverage
 
@@ -86,7 +86,7 @@ def detect(image: np.ndarray) -> list[Found]:
     result: list[Found] = []
     leftover = foreground
     for index in np.flatnonzero(np.bincount(nearest[foreground], minlength=_UNNAMED)[:_UNNAMED]):
-        labels, _ = ndimage.label(nearest == index)
+        labels = _pieces(nearest == index)
         for component, tight in enumerate(ndimage.find_objects(labels), start=1):
             # One pixel more on every side holds the antialiased rim.
             box = tuple(slice(max(s.start - 1, 0), s.stop + 1) for s in tight)
@@ -107,9 +107,16 @@ def detect(image: np.ndarray) -> list[Found]:
     return result + _unclaimed(leftover, scale)
 
 
+def _pieces(mask: np.ndarray, structure: np.ndarray | None = None) -> np.ndarray:
+    """Number of the connected piece that each pixel is in, 0 outside; [H, W] int32."""
+    labels = np.zeros(mask.shape, dtype=np.int32)
+    ndimage.label(mask, structure, output=labels)
+    return labels
+
+
 def _unclaimed(leftover: np.ndarray, scale: float) -> list[Found]:
     """Solid pieces of no palette hue. Noisy rims and the border of touching objects are thin, and do not count."""
-    labels, _ = ndimage.label(leftover, structure=_BLOCK)
+    labels = _pieces(leftover, _BLOCK)
     result = []
     for component, box in enumerate(ndimage.find_objects(labels), start=1):
         piece = labels[box] == component
@@ -212,7 +219,7 @@ def build(config: Config) -> Reward:
             return math.nan, math.nan
         return score_scene(scene, detect(pixels), config.surplus_penalty)
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         pairs = [one(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
         strict, partial = torch.tensor(pairs, dtype=torch.float32).reshape(-1, 2).unbind(1)
         return {"shapes_strict": strict, "shapes_partial": partial}

@@ -23,14 +23,14 @@ from typing import Literal
 
 import numpy as np
 import torch
-from flowrl.rewards._judges.backends import Backend, Score, judge_card, judge_reward
+from flowrl.rewards._judges.backends import Backend, judge_card, judge_reward
 from flowrl.rewards._judges.base import Judge, Question, Writing, log, where_asked
 from flowrl.rewards._judges.vlm import Local
 from flowrl.rewards._vision.arrays import to_uint8
 from PIL import Image
 from torch import Tensor
 
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError, ScoreFunction
 
 LEVEL = "experimental"
 DEFAULT = Local(model="CodeGoat24/UnifiedReward-2.0-qwen3vl-4b")
@@ -125,7 +125,7 @@ def _resized(pixels: np.ndarray, version: str) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).resize((512, 512))) if version == "v1.5" else pixels
 
 
-def _score(judge: Judge, config: Config, names: Sequence[str]) -> Score:
+def _score(judge: Judge, config: Config, names: Sequence[str]) -> ScoreFunction:
     writing = Writing(max_tokens=config.max_tokens)
 
     def ask(questions: list[Question]) -> Tensor:
@@ -137,7 +137,7 @@ def _score(judge: Judge, config: Config, names: Sequence[str]) -> Score:
             log.warning("reward unified_reward: %d answers hold no grades, such as %r", len(unread), unread[0][:200])
         return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(names))
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         pixels = [to_uint8(image) for image in images]
         questions = [
             None if p is None else Question(question(config.version, prompt), (_resized(p, config.version),))

@@ -31,7 +31,7 @@ from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor, nn
 
 from flowrl.core.paths import NAME_OR_PATH, PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError
 
 LEVEL = "experimental"
 DIMENSIONS = ("VQ", "MQ", "TA")
@@ -152,6 +152,8 @@ def frame_indices(total: int, video_fps: float, *, fps: float | None = 2.0, num_
         raise RewardError(f"reward 'video_align' needs clips of at least 2 frames, got {total}")
     if num_frames is not None:
         count = float(num_frames)
+    elif fps is None:
+        raise ValueError("give fps or num_frames")
     else:
         most = min(_MAX_FRAMES, total) // _FRAME_FACTOR * _FRAME_FACTOR
         count = min(max(total / video_fps * fps, _MIN_FRAMES), most)
@@ -272,9 +274,7 @@ def build(config: Config) -> Reward:
             return [math.nan] * len(CARD.outputs)
         return values_of(model.outputs(tokens, frames, "video"), settings, config.use_norm)
 
-    def score(
-        images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]
-    ) -> Mapping[str, Tensor]:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Mapping[str, Tensor]:
         # All texts and rates first: a prompt or record that cannot be used is found before the slow part.
         asked = [model.tokens(qwen_vl.with_caption(prompt, caption), "video") for caption in prompts]
         rates = [_frame_rate(record, config) for record in metadata]

@@ -24,14 +24,14 @@ from typing import Any, Literal
 
 import torch
 from flowrl.rewards._judges import bert
-from flowrl.rewards._judges.backends import Backend, Score, judge_card, judge_reward
+from flowrl.rewards._judges.backends import Backend, judge_card, judge_reward
 from flowrl.rewards._judges.base import Judge, Question, Writing, ask_about, where_asked
 from flowrl.rewards._judges.bert import BertScore
 from flowrl.rewards._judges.vlm import Local
 from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor
 
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError, ScoreFunction
 
 LEVEL = "experimental"
 DEFAULT = Local(model="llava-hf/llava-1.5-13b-hf")
@@ -81,8 +81,8 @@ def _answers(judge: Judge, questions: Sequence[Question], config: Config) -> lis
     return [text if text is not None and text.strip() else None for text in result]
 
 
-def _by_bertscore(judge: Judge, config: Config, compare: BertScore) -> Score:
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+def _by_bertscore(judge: Judge, config: Config, compare: BertScore) -> ScoreFunction:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         questions = ask_about(images, [config.question] * len(prompts), jpeg_quality=config.jpeg_quality)
         references = [
             config.reference.replace("{}", prompt)
@@ -102,24 +102,31 @@ def _by_bertscore(judge: Judge, config: Config, compare: BertScore) -> Score:
     return score
 
 
+def _texts(value: object) -> list[str]:
+    """A list of strings of which none is empty; [] for anything else."""
+    if not isinstance(value, list):
+        return []
+    texts = [text for text in value if isinstance(text, str) and text]
+    return texts if len(texts) == len(value) else []
+
+
 def questions_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(question, string that its answer must hold) of a prompt's record.
 
     Raises:
         RewardError: no lists of the same length, or an empty one.
     """
-    lists = [record.get(name) for name in ("questions", "answers")]
-    good = all(isinstance(part, list) and part and all(isinstance(t, str) and t for t in part) for part in lists)
-    if not good or len(lists[0]) != len(lists[1]):
+    lists = [_texts(record.get(name)) for name in ("questions", "answers")]
+    if not lists[0] or len(lists[0]) != len(lists[1]):
         raise RewardError(
             'reward \'vlm_caption\' in mode strict needs as many strings under "answers" as under "questions", at '
-            f"least one, in every record; got questions={lists[0]!r}, answers={lists[1]!r}"
+            f"least one, in every record; got questions={record.get('questions')!r}, answers={record.get('answers')!r}"
         )
     return list(zip(*lists, strict=True))
 
 
-def _strict(judge: Judge, config: Config) -> Score:
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+def _strict(judge: Judge, config: Config) -> ScoreFunction:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         # All records first: a bad one is the user's mistake, and found before the slow part.
         wanted = [questions_of(record) for record in metadata]
         pixels = [to_uint8(image) for image in images]

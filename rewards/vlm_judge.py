@@ -25,7 +25,7 @@ from typing import Annotated
 
 import torch
 from flowrl.rewards._judges import rubrics
-from flowrl.rewards._judges.backends import QWEN, Backend, Score, judge_card, judge_reward
+from flowrl.rewards._judges.backends import QWEN, Backend, judge_card, judge_reward
 from flowrl.rewards._judges.base import (
     DIGITS,
     FIRST_SECOND,
@@ -45,7 +45,7 @@ from flowrl.rewards.diversity import groups_of
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, Images, Reward, RewardError, ScoreFunction
 
 LEVEL = "experimental"
 CARD = judge_card(
@@ -87,8 +87,8 @@ def win_rates(first_wins: Tensor) -> Tensor:
     return torch.where(2 * known >= max(count - 1, 1), beaten.nanmean(dim=1), torch.nan)
 
 
-def _pairwise(judge: Judge, rubric: Rubric) -> Score:
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+def _pairwise(judge: Judge, rubric: Rubric) -> ScoreFunction:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         groups = groups_of(prompts, metadata)
         alone = next((rows[0] for rows in groups if len(rows) < 2), None)
         if alone is not None:
@@ -118,8 +118,8 @@ def _pairwise(judge: Judge, rubric: Rubric) -> Score:
     return score
 
 
-def _by_probability(judge: Judge, rubric: Rubric) -> Score:
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+def _by_probability(judge: Judge, rubric: Rubric) -> ScoreFunction:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         questions = ask_about(images, [rubric.ask(prompt) for prompt in prompts])
         if rubric.scale == "yes_no":
             return where_asked(questions, lambda asked: yes_share(judge, asked)).float()
@@ -128,7 +128,7 @@ def _by_probability(judge: Judge, rubric: Rubric) -> Score:
     return score
 
 
-def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int) -> Score:
+def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int) -> ScoreFunction:
     form = rubric.form()
     writing = Writing(max_tokens=max_tokens, schema=form)
 
@@ -141,7 +141,7 @@ def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int
         ]
         return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(names))
 
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         values = where_asked(ask_about(images, [rubric.ask(prompt) for prompt in prompts]), ask).float()
         return dict(zip(names, values.unbind(dim=1), strict=True))
 
@@ -167,7 +167,7 @@ def build(config: Config) -> Reward:
     how = _pairwise if rubric.scale == "pairwise" else _by_probability
     options = {"yes_no": YES_NO, "expectation": DIGITS, "pairwise": FIRST_SECOND}[rubric.scale]
 
-    def checked(judge: Judge) -> Score:
+    def checked(judge: Judge) -> ScoreFunction:
         judge.check_options(options)
         return how(judge, rubric)
 

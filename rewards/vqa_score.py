@@ -19,11 +19,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowrl.rewards._judges.backends import QWEN, Backend, Score, judge_card, reward_of_judge
+from flowrl.rewards._judges.backends import QWEN, Backend, judge_card, reward_of_judge
 from flowrl.rewards._judges.base import Judge, ask_about, where_asked
 from torch import Tensor
 
-from flowrl.reward import Reward
+from flowrl.reward import Images, Reward, ScoreFunction
 
 LEVEL = "experimental"
 CARD = judge_card(
@@ -69,8 +69,8 @@ def wording(family: str) -> str:
     return next((question for part, question in _WORDINGS.items() if part in name), _LATER)
 
 
-def _score(judge: Judge, question: str, answer: str) -> Score:
-    def score(images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+def _score(judge: Judge, question: str, answer: str) -> ScoreFunction:
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         questions = ask_about(images, [question.replace("{}", prompt) for prompt in prompts])
         return where_asked(questions, lambda asked: judge.answer_logprobs(asked, answer).exp()).float()
 

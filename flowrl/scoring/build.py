@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,6 +22,10 @@ PROBE_PX = 64
 """Side of a probe picture where the adapter does not say its own."""
 
 
+def warn(text: str) -> None:
+    log.warning("%s", text)
+
+
 def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
     """The entries in their order; those of one component with the same options share it, so its weights load once."""
     built: list[tuple[RewardPlan, WeightedReward]] = []
@@ -32,14 +35,20 @@ def build_rewards(plans: Sequence[RewardPlan]) -> list[WeightedReward]:
     return [entry for _, entry in built]
 
 
-def build_scorer(entries: Sequence[WeightedReward], **options: Any) -> Scorer:
-    """A scorer that tells the log of errors, unless `options` say otherwise.
+def build_scorer(
+    entries: Sequence[WeightedReward],
+    *,
+    batch_size: int = 64,
+    max_failed_share: float = 0.5,
+    on_error: Callable[[str], None] = warn,
+) -> Scorer:
+    """A scorer whose errors are logged; the options are the Scorer's.
 
     Raises:
         ConfigError: entries that do not go together, as only the built rewards show.
     """
     try:
-        return Scorer(entries, **({"on_error": lambda text: log.warning("%s", text)} | options))
+        return Scorer(entries, batch_size=batch_size, max_failed_share=max_failed_share, on_error=on_error)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

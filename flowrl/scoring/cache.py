@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flowrl.reward import Images
+
 FORMAT = 1
 ENTRIES = 65_536
 """Samples that the memory holds; the one that was not used for longest goes first."""
@@ -122,7 +124,7 @@ class ScoreCache:
             return None
         return digest.hexdigest()
 
-    def keys(self, images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> list:
+    def keys(self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> list:
         return [self.key(*sample) for sample in zip(images, prompts, metadata, strict=True)]
 
     def get(self, key: str | None, outputs: Sequence[str]) -> dict[str, float] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import Abandoned, RewardError, RewardFailure
+from flowrl.reward import Images
 from flowrl.scoring.attempts import Attempts, Counts
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.surroundings import MEND, Batch, Conduct
@@ -139,7 +140,7 @@ class Scorer:
         self.counts = [Counts() for _ in self.distinct]
         return result
 
-    def score(self, images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
+    def score(self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
         """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
 
         A reward that needs whole groups gets the batch in one piece.

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.reward import Images
+
 BESIDE: ContextVar[bool] = ContextVar("flowrl_beside", default=False)
 """Whether this code runs in a thread beside others that work."""
 
@@ -36,7 +38,7 @@ class Setting:
 
     name: str
     read: Callable[[], Any]
-    write: Callable[[Any], None]
+    write: Callable[[Any], object]
 
 
 def _working_directory() -> str | None:
@@ -190,8 +192,7 @@ def kept(conduct: Conduct, *, numbers: bool = True) -> Iterator[None]:
 class Batch:
     """Samples that are scored together."""
 
-    images: Tensor | Sequence[Tensor]
-    """[B, 3, H, W] or [B, F, 3, H, W] in [0, 1]; a sequence of [3, H, W] or [F, 3, H, W] where sizes differ."""
+    images: Images
     prompts: Sequence[str]
     metadata: Sequence[dict]
 

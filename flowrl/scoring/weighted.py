@@ -33,9 +33,13 @@ class Gate:
 
     def apply(self, values: Tensor, raw: Mapping[str, Tensor]) -> Tensor:
         """[B] from the entry's values [B]; where the gate is shut they do not matter, and neither does their NaN."""
-        judged = raw[self.output]
-        open_ = judged >= self.at_least if self.at_least is not None else judged <= self.at_most
-        return torch.where(judged.isnan(), torch.nan, torch.where(open_, values, self.floor))
+        gate = raw[self.output]
+        open_ = torch.ones_like(gate, dtype=torch.bool)
+        if self.at_least is not None:
+            open_ = gate >= self.at_least
+        if self.at_most is not None:
+            open_ = gate <= self.at_most
+        return torch.where(gate.isnan(), torch.nan, torch.where(open_, values, self.floor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class _Network:
         return frozenset(map(self._label, self.model.config.id2label))
 
     def _label(self, index: int) -> str:
-        name = self.model.config.id2label[index]
+        name: str = self.model.config.id2label[index]
         return RENAMED.get(name, name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,13 +12,11 @@ from flowrl.rewards._judges import chat_api, vlm
 from flowrl.rewards._judges.base import Judge, JudgeScore
 from flowrl.rewards._judges.chat_api import Http
 from flowrl.rewards._judges.vlm import Local
-from torch import Tensor
 
-from flowrl.reward import Card, Reward
+from flowrl.reward import Card, Reward, ScoreFunction
 
 QWEN = Local(model="Qwen/Qwen3-VL-4B-Instruct")
 """The judge of rewards that ask for none in particular."""
-Score = Callable[[Any, Sequence[str], Sequence[dict]], Tensor | Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +64,7 @@ def judge_card(*outputs: str, **own: Any) -> Card:
 
 
 def judge_reward(
-    name: str, card: Card, config: Backend, default: Local, score: Callable[[Judge], Score], *text: str
+    name: str, card: Card, config: Backend, default: Local, score: Callable[[Judge], ScoreFunction], *text: str
 ) -> Reward:
     """The reward with its judge loaded; the version of its card names the judge and the `text` of the questions."""
     judge = config.load(name, default)
@@ -74,7 +72,7 @@ def judge_reward(
 
 
 def reward_of_judge(
-    judge: Judge, name: str, card: Card, config: Backend, default: Local, score: Score, *text: str
+    judge: Judge, name: str, card: Card, config: Backend, default: Local, score: ScoreFunction, *text: str
 ) -> Reward:
     """The same with a judge that is loaded already, for questions that depend on it."""
     digest = hashlib.sha256(repr((config.backend, config.identity(default), *text)).encode()).hexdigest()[:12]

@@ -20,7 +20,7 @@ import torch
 from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor
 
-from flowrl.reward import RewardError, unscored
+from flowrl.reward import Images, RewardError, unscored
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -152,15 +152,15 @@ class JudgeScore:
     def counters(self) -> Counters:
         return self.judge.counters
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
+    def __call__(
+        self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]
+    ) -> Tensor | Mapping[str, Tensor]:
         result = self.function(images, prompts, metadata)
         log.info("reward %s so far: %s", self.name, self.counters)
         return result
 
 
-def ask_about(
-    images: Sequence[Tensor], texts: Sequence[str], *, jpeg_quality: int | None = None
-) -> list[Question | None]:
+def ask_about(images: Images, texts: Sequence[str], *, jpeg_quality: int | None = None) -> list[Question | None]:
     """One question a picture; None for a picture that is not finite."""
     pixels = [to_uint8(image) for image in images]
     return [

@@ -239,12 +239,17 @@ def load(
             f"reward {reward!r}: {source} embeds {len(embedding)} tokens, the tokenizer of {base!r} with "
             f"{', '.join(marks)} has {len(tokenizer)}; take the base that the model was trained from"
         )
-    config.text_config.vocab_size = len(tokenizer)
-    backbone = checkpoints.hollow(lambda: Qwen2VLModel(config))
-    rated = checkpoints.hollow(lambda: head(config.text_config.hidden_size))
+    text = config.get_text_config()
+    text.vocab_size = len(tokenizer)
+
+    def body() -> nn.Module:
+        return Qwen2VLModel(config)
+
+    backbone = checkpoints.hollow(body)
+    rated = checkpoints.hollow(lambda: head(text.hidden_size))
     in_head = {n.removeprefix("rm_head."): t.float() for n, t in tensors.items() if n.startswith("rm_head.")}
-    body = {n: t.to(getattr(torch, dtype)) for n, t in tensors.items() if not n.startswith("rm_head.")}
-    checkpoints.fill(backbone, body, reward=reward, source=source)
+    weights = {n: t.to(getattr(torch, dtype)) for n, t in tensors.items() if not n.startswith("rm_head.")}
+    checkpoints.fill(backbone, weights, reward=reward, source=source)
     checkpoints.fill(rated, in_head, reward=reward, source=source)
     place = checkpoints.place(device)
     ids = tuple(tokenizer.convert_tokens_to_ids(list(marks)))

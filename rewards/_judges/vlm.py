@@ -229,6 +229,7 @@ def load(local: Local, reward: str) -> LocalJudge:
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
+    assert local.model is not None, "Backend.resolved names one"
     try:
         options = {"dtype": getattr(torch, local.dtype), "use_safetensors": True}
         model = checkpoints.whole(AutoModelForImageTextToText, local.model, reward=reward, **options)

@@ -23,7 +23,7 @@ from torch import Tensor
 from flowrl.core.media import open_image
 from flowrl.core.transport import pack, png
 from flowrl.core.wire import SCHEMA, WireError, WireImage, require_schema, write_image
-from flowrl.reward import Card, RewardError, unscored
+from flowrl.reward import Card, Images, RewardError, unscored
 
 if TYPE_CHECKING:
     import httpx
@@ -79,7 +79,7 @@ class Client:
         self.fingerprint = ""
         self.card = self._introduce()
 
-    def score(self, images: Tensor | Sequence[Tensor], prompts: Sequence[str], metadata: Sequence[dict]) -> dict:
+    def score(self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict:
         """{output: [B]}; NaN where the servers could give no score.
 
         Raises:
@@ -345,7 +345,9 @@ def _source(path: str) -> WireImage:
 def _card(plain: dict[str, Any], config: Config) -> Card:
     """The server's card, as it is from afar: no gradients, no memory here, and scoring leaves this process idle."""
     known = {item.name for item in dataclasses.fields(Card)}
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items() if key in known}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in plain.items() if key in known
+    }
     low, high = values.pop("low", None), values.pop("high", None)
     try:
         card = Card(low=-math.inf if low is None else low, high=math.inf if high is None else high, **values)

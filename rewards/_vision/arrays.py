@@ -14,8 +14,12 @@ def to_uint8(image: Tensor) -> np.ndarray | None:
     values = image.detach().float().cpu()
     if values.ndim != 3 or values.shape[0] != 3:
         raise ValueError(f"a picture must be [3, H, W], got {list(values.shape)}")
-    if not values.isfinite().all():
-        return None
+    return eight_bit(values) if values.isfinite().all() else None
+
+
+def eight_bit(image: Tensor) -> np.ndarray:
+    """[H, W, 3] uint8 of a finite image [3, H, W] in [0, 1], rounded."""
+    values = image.detach().float().cpu()
     return (values * 255).round().clamp(0, 255).byte().permute(1, 2, 0).contiguous().numpy()
 
 

@@ -16,7 +16,7 @@ from flowrl.rewards._vision import checkpoints
 from flowrl.rewards._vision.pixels import Pixels, Preprocess
 from torch import Tensor
 
-from flowrl.reward import RewardError
+from flowrl.reward import Images, RewardError
 
 Tower = Literal["clip", "siglip"]
 
@@ -33,7 +33,7 @@ class Clip:
     def device(self) -> torch.device:
         return self.model.logit_scale.device
 
-    def embed_images(self, images: Tensor | Sequence[Tensor]) -> Tensor:
+    def embed_images(self, images: Images) -> Tensor:
         """Unit image embeddings, [B, D], of pictures in [0, 1]."""
         pixels = self.pixels(images).to(self.device)
         with torch.autocast(self.device.type, enabled=False):
@@ -61,7 +61,7 @@ class Vision:
     width: int
     """Of its embeddings."""
 
-    def embed_images(self, images: Tensor | Sequence[Tensor]) -> Tensor:
+    def embed_images(self, images: Images) -> Tensor:
         """Unit image embeddings, [B, D], of pictures in [0, 1]: CLIP's projected ones, SigLIP's pooled ones."""
         device = self.model.device
         pixels = self.pixels(images).to(device)

@@ -10,7 +10,7 @@ from flowrl.rewards._vision.arrays import to_uint8
 from flowrl.rewards._vision.clips import projected
 from torch import Tensor
 
-from flowrl.reward import RewardError
+from flowrl.reward import Images, RewardError
 
 _CHUNK = 64
 
@@ -46,7 +46,7 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "") ->
     place = checkpoints.place(device)
     model.to(place)
 
-    def part(images: Sequence[Tensor]) -> Tensor:
+    def part(images: Images) -> Tensor:
         pixels = processor(images=[to_uint8(p) for p in images], return_tensors="pt")["pixel_values"].to(place)
         with torch.autocast(place.type, enabled=False):
             if hasattr(model, "get_image_features"):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.reward import ScoreFunction
+from flowrl.reward import Images, ScoreFunction
 
 
 def frame_indices(total: int, count: int) -> list[int]:
@@ -42,7 +41,7 @@ def framewise(score: ScoreFunction, frames: int, *, chunk: int = 64) -> ScoreFun
         chunk: how many pictures `score` is handed at once, at most.
     """
 
-    def of_all(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
+    def of_all(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
         taken = [_images(image, frames) for image in images]
         rows = [row for row, pieces in enumerate(taken) for _ in pieces]
         flat = [piece for pieces in taken for piece in pieces]

@@ -18,7 +18,7 @@ from flowrl.rewards._vision.pixels import Fit, Interpolation, Pixels, Preprocess
 from torch import Tensor
 
 from flowrl.core.assets import asset_folder
-from flowrl.reward import RewardError
+from flowrl.reward import Images, RewardError
 
 CONFIG = "open_clip_config.json"
 _WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin")
@@ -38,7 +38,7 @@ class OpenClip:
     def device(self) -> torch.device:
         return self.model.logit_scale.device
 
-    def embed_images(self, images: Tensor | Sequence[Tensor]) -> Tensor:
+    def embed_images(self, images: Images) -> Tensor:
         """Unit image embeddings, [B, D], of pictures in [0, 1]."""
         pixels = self.pixels(images).to(self.device)
         with torch.autocast(self.device.type, enabled=False):
@@ -108,8 +108,15 @@ def untrained(name: str) -> tuple[Any, Any]:
     import open_clip
 
     with torch.random.fork_rng(devices=[]):
-        network = open_clip.CLIP(**open_clip.get_model_config(name))
+        network = open_clip.CLIP(**_architecture(name))
     return network.float().eval().requires_grad_(False), open_clip.get_tokenizer(name)
+
+
+def _architecture(name: str) -> dict[str, Any]:
+    """open_clip's own description of a network, {} for an unknown name."""
+    import open_clip
+
+    return open_clip.get_model_config(name) or {}
 
 
 def _create(source: _Source, who: str, model: str) -> tuple[Any, Any]:
@@ -171,7 +178,7 @@ def _named(model: str, pretrained: str, quick_gelu: bool | None, who: str) -> _S
     if tag:
         # ViT-L-14 with the tag openai is GELU by its name and QuickGELU by its weights; open_clip only warns. Others,
         # roberta-ViT-B-32 for one, are QuickGELU by their name and have tags that say nothing.
-        known = bool(tag.get("quick_gelu") or open_clip.get_model_config(model).get("quick_gelu"))
+        known = bool(tag.get("quick_gelu") or _architecture(model).get("quick_gelu"))
         if quick_gelu is not None and quick_gelu != known:
             raise RewardError(
                 f"{who}: quick_gelu={quick_gelu}, but {model}'s weights {pretrained!r} were trained with {known}; "

@@ -13,9 +13,11 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._vision.arrays import to_uint8
+from flowrl.rewards._vision.arrays import eight_bit
 from PIL import Image
 from torch import Tensor
+
+from flowrl.reward import Images
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
@@ -51,7 +53,7 @@ class Pixels:
         """For the card."""
         return f"{self.size} x {self.size}, {_SEEN[self.fit]}"
 
-    def __call__(self, images: Tensor | Sequence[Tensor]) -> Tensor:
+    def __call__(self, images: Images) -> Tensor:
         """[B, 3, size, size]; NaN all over where a picture holds NaN or inf."""
         return torch.stack([self._one(image) for image in images])
 
@@ -62,7 +64,8 @@ class Pixels:
         # Tested first: a crop or a clamp could hide it.
         if not image.isfinite().all():
             return broken(image, self.size, self.preprocess)
-        resized = resize(image, resized_shape(*image.shape[-2:], self.size, self.fit))
+        height, width = image.shape[-2:]
+        resized = resize(image, resized_shape(height, width, self.size, self.fit))
         if self.fit == "crop":
             resized = self._centre(resized)
         elif self.fit == "pad":
@@ -70,7 +73,8 @@ class Pixels:
         return normalised(resized, self.mean, self.std)
 
     def _exactly(self, image: Tensor, shape: tuple[int, int]) -> Tensor:
-        resized = Image.fromarray(to_uint8(image)).resize(shape[::-1], _PIL[self.interpolation])
+        height, width = shape
+        resized = Image.fromarray(eight_bit(image)).resize((width, height), _PIL[self.interpolation])
         return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() / 255
 
     def _fast(self, image: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -118,7 +122,8 @@ def margins(height: int, width: int, size: int) -> tuple[int, int, int, int]:
 
 def padded(pixels: Tensor, size: int, fill: float = 0.0) -> Tensor:
     """[3, size, size] of [3, H, W] within it, between bars of `fill`."""
-    left, top, right, bottom = margins(*pixels.shape[-2:], size)
+    height, width = pixels.shape[-2:]
+    left, top, right, bottom = margins(height, width, size)
     return F.pad(pixels, (left, right, top, bottom), value=fill)
 
 

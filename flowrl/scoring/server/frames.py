@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import IO, Any
+from io import BufferedIOBase
+from typing import Any
 
 from flowrl.core.wire import WireImage
 from flowrl.scoring.server.messages import Item, dumps
@@ -52,7 +53,7 @@ def failed(outputs: tuple[str, ...], kind: str, text: str) -> Result:
     return {"scores": dict.fromkeys(outputs), "error": {"kind": kind, "text": text[:2000]}}
 
 
-def read_frame(file: IO[bytes]) -> tuple[Any, bytes] | None:
+def read_frame(file: BufferedIOBase) -> tuple[Any, bytes] | None:
     """(header, pictures) of the next frame; None at the end."""
     lengths = file.read(LENGTHS.size)
     if len(lengths) < LENGTHS.size:
