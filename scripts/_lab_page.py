@@ -28,12 +28,12 @@ without comments, docstrings and levels. A cell is *stale* if that code, or the 
 seed for all, and the base's accuracy (to 1e-6) and every metric of the first three iterations (to a relative 1e-5) were
 as recorded. So evaluation, sampling, reward, credit, loss, gradient and the first updates give the same numbers. A
 replay does not see what shows later: the averaged weights (EMA) that the tuned model is evaluated with, the learning
-rate, windows, anchors and caption order after the third iteration, a resumed run, the other seeds. `+` behind a commit:
+rate, windows, anchors and caption order after the third iteration, a resumed run, the other seeds. `+` after a commit:
 with uncommitted changes.
 """
 RACE = """\
-Goal: {goal:.1f} per cent, what the quickstart has at its end on the captions of the evaluations on the way (the first
-128 held-out ones, two pictures each), mean of its seeds; it takes {whole:.0f} s of iterations. Seconds are those of
+Goal: {goal:.1f} per cent, the quickstart's accuracy at its end on the captions of the evaluations during training (the first
+128 held-out ones, two images each), mean of its seeds; it takes {whole:.0f} s of iterations. Seconds are those of
 iterations, without evaluations. A recipe is there at the first of its evaluations, one every ten iterations, that with
 the next one is at the goal on average. The runs were not made side by side: the machine's speed changes by the hour.
 """
@@ -43,14 +43,13 @@ of the shortest of these runs, between two evaluations in proportion. A run's ra
 later.
 """
 SIZES = """\
-These recipes are rewarded for the JPEG size of their pictures alone, quality 95. Bytes are those above a flat
-picture's, {flat:.0f} (`python scripts/lab.py --flat`), on the same captions and seeds; the change is the paired
-difference over the base's. Strict accuracy is only looked at: it is what such a reward costs.
+These recipes are rewarded for the JPEG size of their images alone, quality 95. Bytes are those above a flat
+image's, {flat:.0f} (`python scripts/lab.py --flat`), on the same captions and seeds; the change is the paired
+difference over the base's. Strict accuracy is not rewarded: its loss is the cost of such a reward.
 """
 WINS = """\
-What methods that learn from preferences are asked: of the held-out captions x 2 seeds, how often the tuned model's
-picture has the higher partial score (`shapes_partial`) than the base's, among those that are not tied; 95 % bootstrap
-interval.
+For methods that learn from preferences: of the held-out captions x 2 seeds, the share where the tuned model's image has
+a higher partial score (`shapes_partial`) than the base's, among those that are not tied; 95 % bootstrap interval.
 """
 MANY = 10
 
@@ -69,7 +68,7 @@ class Entry:
     states: dict[int, str]
     """Seed -> `lab.state`."""
     sized: bool = False
-    """Rewarded for the size of its pictures alone, which strict accuracy says nothing of."""
+    """Rewarded for the size of its images alone, which strict accuracy does not measure."""
     preferring: bool = False
     """Learns from pairs of which one is preferred."""
 
@@ -153,14 +152,14 @@ def cell_row(entry: Entry, seed: int) -> str:
 
 
 def flat_kilobytes() -> float:
-    """Thousands of bytes of a grey 32 x 32 picture as a JPEG of quality 95; other colours differ by under ten bytes."""
+    """Thousands of bytes of a grey 32 x 32 image as a JPEG of quality 95; other colours differ by under ten bytes."""
     from flowrl.rewards.jpeg import jpeg_kilobytes
 
     return jpeg_kilobytes(np.full((32, 32, 3), 128, dtype=np.uint8), quality=95)
 
 
 def size_row(entry: Entry, seed: int, flat: float) -> str:
-    """One seed of a recipe that is rewarded for the size of its pictures; `flat` in thousands of bytes."""
+    """One seed of a recipe that is rewarded for the size of its images; `flat` in thousands of bytes."""
     cell = entry.cells[seed]
     if cell is None:
         return _row(entry.name, entry.level, seed, *[""] * 7, "not run")
@@ -180,11 +179,11 @@ def size_row(entry: Entry, seed: int, flat: float) -> str:
 
 
 def sizes(entries: list[Entry]) -> list[str]:
-    """Lines on the recipes that are rewarded for the size of their pictures."""
+    """Lines on the recipes that are rewarded for the size of their images."""
     if not entries:
         return []
     flat = flat_kilobytes()
-    lines = ["", "## Size of the pictures", "", SIZES.format(flat=1000 * flat)]
+    lines = ["", "## Size of the images", "", SIZES.format(flat=1000 * flat)]
     lines += _table(
         *("recipe", "level", "seed", "base, bytes", "tuned, bytes", "change, per cent", "strict accuracy"),
         *("iterations", "evaluations", "seconds", "state"),
@@ -199,9 +198,9 @@ def wins(entries: list[Entry]) -> list[str]:
         for seed, cell in entry.cells.items():
             if cell is not None:
                 result = cell["summary"]["win_rate"][PARTIAL]
-                told = percent(result | {"mean": result["rate"]}), result["n"], f"{100 * result['tie_rate']:.1f}"
-                rows.append(_row(entry.name, seed, *told))
-    titles = _table("recipe", "seed", "win rate, per cent", "pictures not tied", "ties, per cent")
+                values = percent(result | {"mean": result["rate"]}), result["n"], f"{100 * result['tie_rate']:.1f}"
+                rows.append(_row(entry.name, seed, *values))
+    titles = _table("recipe", "seed", "win rate, per cent", "images not tied", "ties, per cent")
     return ["", "## Win rate", "", WINS, *titles, *rows] if rows else []
 
 

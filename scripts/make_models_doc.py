@@ -33,54 +33,54 @@ tests; do not edit.
 
 `model.name: generic` trains any diffusers pipeline whose call ends its step in `scheduler.step`. The classes below are
 tested through tiny random pipelines of the class; no real weights were run. In them the denoiser, the VAE, CLIP and T5
-are the libraries' own; larger language models (Qwen, Gemma, Llama, Mistral, GLM) are stood in for by a stub. A class
+are the libraries' own; larger language models (Qwen, Gemma, Llama, Mistral, GLM) are replaced by a stub. A class
 that is not listed is probed when it is loaded: it works, or is refused with the reason; `flowrl doctor --model PATH`
-prints what was found and compares it with the pipeline's own call.
+prints the result and compares it with the pipeline's own call.
 
-Parity means: with the plain solver and the same noise the adapter gives the latents and the pictures of the pipeline's
+Parity means: with the plain solver and the same noise the adapter gives the latents and the images of the pipeline's
 own call within 1e-4 (fp32), with and without guidance, at two sizes, for batches of one and two. `default` is checked
-by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter can be had through either: `model.name`. Left
+by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter works through either, by `model.name`. Left
 out, it is the native one of the class, where that takes the checkpoint (text alone, its scheduler), else `generic`.
 VP models, their options and distilled checkpoints: [noise_prediction.md](noise_prediction.md).
 
-| pipeline | process, prediction | what `guidance_scale` is | network's timestep | native | parity |
+| pipeline | process, prediction | meaning of `guidance_scale` | network's timestep | native | parity |
 |---|---|---|---|---|---|
 """
 TAIL = """
-`t` is the scheduler's timestep. The process and the prediction are read off the scheduler, here the one of the tiny
+`t` is the scheduler's timestep. The process and the prediction follow from the scheduler, here the one of the tiny
 pipeline. A multistep scheduler gives its grid only: flowrl takes its own steps.
 
 ## Remarks
 
 Arguments of a call are set under `model.call`. Those that flowrl decides (prompt, size, steps, guidance, seed) and
 those that take embeddings or callbacks are refused for every class. Dead modules take a LoRA and can have no gradient:
-what they make is dropped; `{last}` is the number of the last block.
+their output is dropped; `{last}` is the number of the last block.
 
 """
 
 ABOUT_IMAGES = """
-## Pictures in a prompt record
+## Images in a prompt record
 
-Records of prompts (a `.jsonl`, a `.json` list, a `.csv` or `.tsv` with a header) may name reference pictures or a first
-frame, relative to the file; a `.parquet` file or a data set of Hugging Face (`data.prompts: hf:PATH`) may hold them
+Records of prompts (a `.jsonl`, a `.json` list, a `.csv` or `.tsv` with a header) may name reference images or a first
+frame, relative to the file; a `.parquet` file or a data set of Hugging Face (`data.prompts: hf:PATH`) may have them
 in a column:
 
 ```json
-{"prompt": "make the circle blue", "image": "pictures/0001.png"}
+{"prompt": "make the circle blue", "image": "images/0001.png"}
 {"prompt": "it starts to roll", "images": ["first.png", "last.png"]}
 ```
 
 `data.image_column` names another key or column. They are opened when the file is read, so a missing or unreadable one
-ends the run before a model is loaded; a record without the picture that its model needs, or with one that its model
-does not take, before anything is trained. What a pipeline makes of them is encoded once and cached with the text. All
-records have a picture or none has. Rewards find the absolute paths, in their order, in `metadata["images"]` (a list
-also where the record says `image`). The model sees transparent places on white and 16-bit grey in 8 bits; grey of 32
-bits or of floats is refused. Pictures from inside a data set are written to `~/.cache/flowrl/pictures`
-(`FLOWRL_CACHE` says where else) under the hash of their content.
+ends the run before a model is loaded; a record without the image that its model needs, or with one that its model
+does not take, before anything is trained. A pipeline's features of them are computed once and cached with the text. All
+records have an image or none has. Rewards find the absolute paths, in their order, in `metadata["images"]` (a list
+also where the record has `image`). The model gets transparent places on white and 16-bit grey in 8 bits; grey of 32
+bits or of floats is refused. Images from inside a data set are written to `~/.cache/flowrl/pictures`
+(or below `FLOWRL_CACHE`) under the hash of their content.
 
-Pictures of one size share a forward, those of different sizes do not; where the pipeline embeds the picture by itself
-(Wan 2.1), only samples of the same picture do. Native adapters take text only and refuse such records, and so does a
-class that is not said here to take pictures.
+Images of one size share a forward, those of different sizes do not; where the pipeline embeds the image by itself
+(Wan 2.1), only samples of the same image do. Native adapters take text only and refuse such records, as do all classes
+without a remark on images above.
 """
 
 
@@ -148,7 +148,7 @@ def remarks(family: Family, found: Found | None) -> Iterator[str]:
     if family.singly:
         yield f"samples are predicted one by one: {family.singly}"
     if family.decode_singly:
-        yield f"pictures are decoded one by one: {family.decode_singly}"
+        yield f"images are decoded one by one: {family.decode_singly}"
     if family.per_step:
         yield f"samples of different steps cannot share a forward: {family.per_step}"
     for name, value in family.call.items():
@@ -167,18 +167,18 @@ def remarks(family: Family, found: Found | None) -> Iterator[str]:
 
 
 def image_remarks(family: Family) -> Iterator[str]:
-    """Sentences on what a class does with pictures."""
+    """Sentences on the images that a class takes."""
     if not family.images:
         return
     count = len(family.images)
-    many = "a picture" if count == 1 else f"a picture, or {count} where the model wants"
+    many = "an image" if count == 1 else f"an image, or {count} where the model needs them"
     if family.image_list:
-        many = "one picture or more" if family.needs_image else "any number of pictures"
+        many = "one image or more" if family.needs_image else "any number of images"
     yield f"with each prompt it {'needs' if family.needs_image else 'may have'} {many} (see below)"
     if family.holds:
-        yield "the picture's frame stays as it is: flowrl's latents are the other frames"
+        yield "the image's frame stays as it is: flowrl's latents are the other frames"
     if family.sized_by_image:
-        yield "its call has no size: pictures are cropped to `model.height` x `model.width`, one of its own sizes"
+        yield "its call has no size: images are cropped to `model.height` x `model.width`, one of its own sizes"
 
 
 def page() -> str:

@@ -20,22 +20,22 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "rewards.md"
 PAGES = ROOT / "docs" / "rewards"
 NOTES, PROXY = PAGES / "notes.md", PAGES / "proxy.md"
-SEES = {"any": "pictures, clips", "image": "pictures", "video": "clips", "edit": "source and result"}
+SEES = {"any": "images, videos", "image": "images", "video": "videos", "edit": "source and result"}
 HEAD = """# Rewards
 
 Written by `python -m scripts.make_rewards_doc` from the cards of `rewards/` and `docs/rewards/notes.md`; do not edit.
 
 `flowrl list rewards` shows the same, `flowrl list rewards NAME` the whole card with the options. Raw values are on the
-published scale of each model; logs, evaluations and reports hold nothing else. A card is that of the default options:
-others may change what is in it. Levels: *tested*, a CPU test scores with it as it is; *verified*, real weights were run
+published scale of each model; logs, evaluations and reports contain raw values only. A card is that of the default options:
+other options may change it. Levels: *tested*, a CPU test scores with it as it is; *verified*, real weights were run
 and there are numbers; *experimental*, the formulas are checked through tiny random networks of the same architecture.
 
-| reward | what it is | outputs | range, better | sees | gradient | level |
+| reward | what it is | outputs | range, better | input | gradient | level |
 |---|---|---|---|---|---|---|
 """
 DETAILS = """
-The first output is the one that is trained on unless `outputs` says otherwise. "Sees" says what a reward takes: one for
-pictures alone is refused for a model that makes clips, and the other way round.
+The first output is the one that is trained on unless `outputs` says otherwise. "Input" is the kind of sample: a reward
+for images alone is refused for a model that makes videos, and the other way round.
 
 ## What each one needs
 
@@ -45,9 +45,9 @@ pictures alone is refused for a model that makes clips, and the other way round.
 EXAMPLE = """
 ## Over-optimisation, an example
 
-A learned reward stands for what one wants and is not it. In the shapes world both can be measured: below, training is
-on the cosine of `tiny-clip`, in `multi_reward` with the verifier of `shapes` beside it, in the other recipes without.
-How the cells were run, and every one of them: [Proxy against gold](rewards/proxy.md).
+A learned reward approximates the goal. In the shapes world both can be measured: below, training is
+on the cosine of `tiny-clip`, in `multi_reward` with the verifier of `shapes` as a second reward, in the other recipes without.
+All cells and their commands: [Proxy against gold](rewards/proxy.md).
 
 ![the proxy and the strict verifier against iterations](rewards/proxy.svg)
 """
@@ -104,7 +104,7 @@ def pages() -> str:
 
 
 def example() -> str:
-    """The curves of docs/rewards/proxy.md, and what it says of them in short."""
+    """The curves of docs/rewards/proxy.md, and its summary of them."""
     _, _, rest = PROXY.read_text(encoding="utf-8").partition("## In short\n")
     short = rest.partition("\n## ")[0].strip()
     return EXAMPLE + (f"\n{short}\n" if short else "")

@@ -182,15 +182,15 @@ def in_short(cells: Cells) -> list[str]:
     for name, members in by_recipe(cells).items():
         mean = mean_curve([cell["curve"] for cell in members])
         gold, best = 100 * mean[GOLD], int(np.argmax(mean[GOLD]))
-        told = (
+        text = (
             f"With `{name}` ({len(members)} of {len(lab.SEEDS)} seeds) the proxy goes from {mean[PROXY][0]:.3f} to "
-            f"{mean[PROXY][-1]:.3f} in {mean['iteration'][-1]} iterations; of the pictures, {gold[0]:.1f} % pass the "
+            f"{mean[PROXY][-1]:.3f} in {mean['iteration'][-1]} iterations; of the images, {gold[0]:.1f} % pass the "
             f"verifier before, {gold[best]:.1f} % at the best evaluation (iteration {mean['iteration'][best]}) and "
             f"{gold[-1]:.1f} % at the end."
         )
-        falls.append((float(gold[-1] - gold[best]), told))
-    lines += list(dict.fromkeys(told for _, told in (min(falls), max(falls)))) if falls else []
-    return [*lines, "The best of several noisy means lies a little too high."] if falls else lines
+        falls.append((float(gold[-1] - gold[best]), text))
+    lines += list(dict.fromkeys(text for _, text in (min(falls), max(falls)))) if falls else []
+    return [*lines, "The best of several noisy means is a little too high."] if falls else lines
 
 
 def cells_table(cells: Cells) -> list[str]:
@@ -230,9 +230,9 @@ def proxy_tables(facts: dict[str, Any]) -> list[str]:
 HEAD = """\
 # Proxy against gold
 
-Written by `python scripts/proxy_against_gold.py`; do not edit. A learned reward stands for what one wants and is not
-it. In the shapes world what one wants can be checked, so the two can be told apart: training is on `assets/tiny-clip`
-(`clip_score`, the cosine), while `shapes_strict` is only looked at.
+Written by `python scripts/proxy_against_gold.py`; do not edit. A learned reward approximates
+the goal. In the shapes world the goal itself can be checked, so the two can be compared: training is on `assets/tiny-clip`
+(`clip_score`, the cosine), while `shapes_strict` is only evaluated.
 
 ## In short
 """
@@ -240,14 +240,14 @@ PRETRAINED = """\
 
 ## The proxy
 
-An open_clip model of 1.4 M parameters, trained contrastively on rendered pictures and captions, none of the held-out
+An open_clip model of 1.4 M parameters, trained contrastively on rendered images and captions, none of the held-out
 scenes among them: `python scripts/pretrain_tiny.py tiny-clip` (seed 0, about a minute of one core).
 `python scripts/pretrain_tiny.py tiny-clip --measure` measures it, on 16 samples a caption of tiny-sd3 as it is shipped
-(six steps, no CFG, 128 captions of each split): means over captions of what a group of 16 shows, with 95 % bootstrap
+(six steps, no CFG, 128 captions of each split): means over captions of the values in a group of 16, with 95 % bootstrap
 intervals. AUC is the chance that a right sample scores above a wrong one of the same caption.
 """
 ASCENT = """\
-It can be fooled. Adam on the pixels up the cosine (rate 0.03, pixels held in [0, 1], 64 held-out captions), by the same
+It can be fooled. Adam on the pixels, up the cosine (rate 0.03, pixels kept in [0, 1], 64 held-out captions), by the same
 command:
 """
 TRAINING = """\
@@ -255,7 +255,7 @@ TRAINING = """\
 ## Training on it
 
 Recipes: `configs/proxy`. Means over seeds 0 to 2 on the first 128 held-out captions x 2 fixed seeds, every 25
-iterations, averaged weights. The best of several noisy means lies a little too high, so a small fall after it means
+iterations, averaged weights. The best of several noisy means is a little too high, so a small fall after it means
 little. The last column is on all 512 captions x 2, with 95 % bootstrap intervals over captions.
 """
 

@@ -76,7 +76,7 @@ def block(folder: Path) -> str:
             row("tuned", "tuned"),
             row("paired difference", "difference", "+"),
             "",
-            "Recipe `configs/quickstart.yaml`, seed 0; picture and table by `python scripts/readme_picture.py "
+            "Recipe `configs/quickstart.yaml`, seed 0; image and table by `python scripts/readme_picture.py "
             f"{folder}`. The tuned numbers depend on the processor: training carries its rounding on. Other seeds, "
             "other numbers of steps, and how the recipe was chosen: "
             "[docs/lab.md](docs/lab.md).",
