@@ -32,8 +32,8 @@ rate, windows, anchors and caption order after the third iteration, a resumed ru
 with uncommitted changes.
 """
 RACE = """\
-Goal: {goal:.1f} per cent, the quickstart's accuracy at its end on the captions of the evaluations during training (the first
-128 held-out ones, two images each), mean of its seeds; it takes {whole:.0f} s of iterations. Seconds are those of
+Goal: {goal:.1f} per cent, the quickstart's accuracy at its end on the captions of the evaluations during training (the
+first 128 held-out ones, two images each), mean of its seeds; it takes {whole:.0f} s of iterations. Seconds are those of
 iterations, without evaluations. A recipe is there at the first of its evaluations, one every ten iterations, that with
 the next one is at the goal on average. The runs were not made side by side: the machine's speed changes by the hour.
 """

@@ -26,8 +26,8 @@ HEAD = """# Rewards
 Written by `python -m scripts.make_rewards_doc` from the cards of `rewards/` and `docs/rewards/notes.md`; do not edit.
 
 `flowrl list rewards` shows the same, `flowrl list rewards NAME` the whole card with the options. Raw values are on the
-published scale of each model; logs, evaluations and reports contain raw values only. A card is that of the default options:
-other options may change it. Levels: *tested*, a CPU test scores with it as it is; *verified*, real weights were run
+published scale of each model; logs, evaluations and reports contain raw values only. A card is that of the default
+options: other options may change it. Levels: *tested*, a CPU test scores with it as it is; *verified*, real weights were run
 and there are numbers; *experimental*, the formulas are checked through tiny random networks of the same architecture.
 
 | reward | what it is | outputs | range, better | input | gradient | level |
@@ -46,8 +46,8 @@ EXAMPLE = """
 ## Over-optimisation, an example
 
 A learned reward approximates the goal. In the shapes world both can be measured: below, training is
-on the cosine of `tiny-clip`, in `multi_reward` with the verifier of `shapes` as a second reward, in the other recipes without.
-All cells and their commands: [Proxy against gold](rewards/proxy.md).
+on the cosine of `tiny-clip`, in `multi_reward` with the verifier of `shapes` as a second reward, in the other recipes
+without. All cells and their commands: [Proxy against gold](rewards/proxy.md).
 
 ![the proxy and the strict verifier against iterations](rewards/proxy.svg)
 """
