@@ -27,8 +27,9 @@ Written by `python -m scripts.make_rewards_doc` from the cards of `rewards/` and
 
 `flowrl list rewards` shows the same, `flowrl list rewards NAME` the whole card with the options. Raw values are on the
 published scale of each model; logs, evaluations and reports contain raw values only. A card is that of the default
-options: other options may change it. Levels: *tested*, a CPU test scores with it as it is; *verified*, real weights were run
-and there are numbers; *experimental*, the formulas are checked through tiny random networks of the same architecture.
+options: other options may change it. Levels: *tested*, a CPU test scores with it as it is; *verified*, real weights
+were run and there are numbers; *experimental*, the formulas are checked through tiny random networks of the same
+architecture.
 
 | reward | what it is | outputs | range, better | input | gradient | level |
 |---|---|---|---|---|---|---|

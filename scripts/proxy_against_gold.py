@@ -230,8 +230,8 @@ def proxy_tables(facts: dict[str, Any]) -> list[str]:
 HEAD = """\
 # Proxy against gold
 
-Written by `python scripts/proxy_against_gold.py`; do not edit. A learned reward approximates
-the goal. In the shapes world the goal itself can be checked, so the two can be compared: training is on `assets/tiny-clip`
+Written by `python scripts/proxy_against_gold.py`; do not edit. A learned reward approximates the goal. In
+the shapes world the goal itself can be checked, so the two can be compared: training is on `assets/tiny-clip`
 (`clip_score`, the cosine), while `shapes_strict` is only evaluated.
 
 ## In short
@@ -247,8 +247,8 @@ scenes among them: `python scripts/pretrain_tiny.py tiny-clip` (seed 0, about a 
 intervals. AUC is the chance that a right sample scores above a wrong one of the same caption.
 """
 ASCENT = """\
-It can be fooled. Adam on the pixels, up the cosine (rate 0.03, pixels kept in [0, 1], 64 held-out captions), by the same
-command:
+It can be fooled. Adam on the pixels, up the cosine (rate 0.03, pixels kept in [0, 1], 64 held-out captions), by the
+same command:
 """
 TRAINING = """\
 
