@@ -5,13 +5,13 @@
     python scripts/find_against_best_of_n.py a.b=c ...         with overrides of configs/lab/find.yaml
     python scripts/find_against_best_of_n.py --judge clip_cos 'rewards=[{name: clip_score, model: tiny-clip}]'
 
-A picture costs as many evaluations whoever draws it, so costs are counted in pictures. After n pictures a prompt, spent
-on training, FIND draws from its law at one picture each. For m pictures of a prompt both spend n + m: best-of-k has
+An image costs the same number of evaluations in both, so costs are counted in images. After n images a prompt, spent
+on training, FIND draws from its Gaussian at one image each. For m images of a prompt both spend n + m: best-of-k has
 k = 1 + n / m draws from N(0, 1) for each of them and keeps the one with the best training reward (equal ones: any).
 Both are judged by the same output of a reward, the strict verifier unless `--judge` names another, on the same prompts;
 intervals are paired, over prompts. Each judge has a table of its own.
 
-The third column asks for one picture and lets FIND choose too: of the n that it drew in training, the best by the
+The third column is for one image and lets FIND choose too: of the n that it drew in training, the best by the
 training reward.
 """
 
@@ -200,7 +200,7 @@ def table(numbers: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{numbers['prompts']} prompts, seed {numbers['seed']}, {numbers['draws']} draws of FIND a prompt, a pool "
-            f"of {numbers['pool']} pictures of the base a prompt, whose mean is {base}; `python "
+            f"of {numbers['pool']} images of the base a prompt, whose mean is {base}; `python "
             f"scripts/find_against_best_of_n.py {words}`. `{numbers['judge']}`, hundredths.",
             "",
             *lines,
@@ -219,8 +219,8 @@ def write_page(numbers: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="a.b=c words")
-    parser.add_argument("--pool", type=int, default=512, help="pictures of the base a prompt; the largest n")
-    parser.add_argument("--draws", type=int, default=16, help="pictures that judge a law")
+    parser.add_argument("--pool", type=int, default=512, help="images of the base a prompt; the largest n")
+    parser.add_argument("--draws", type=int, default=16, help="images that measure a noise distribution")
     parser.add_argument("--judge", default=STRICT, help="output of a reward of the run")
     parser.add_argument("--write", action="store_true", help="only write the table")
     args = parser.parse_args()

@@ -255,7 +255,7 @@ def table(numbers: dict) -> str:
             )
     lines += [
         "",
-        "| step | std of the law | plain, flow_grpo: mean (expected) | std | normalised, grpo_guard: mean | std |",
+        "| step | std of the step | plain, flow_grpo: mean (expected) | std | normalised, grpo_guard: mean | std |",
         "|---|---|---|---|---|---|",
     ]
     plain, guard = (run[run["own"]]["steps"] for run in numbers["runs"].values())
