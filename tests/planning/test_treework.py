@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
-
 import pytest
 import torch
 
-from flowrl.algorithms import branch_grpo
 from flowrl.commands.plan import _samples_text, _tree_table, geometry, step_plan
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
@@ -203,9 +199,3 @@ def alone(tree: Branching, leaf: int) -> list[int]:
         found.append(place)
         place = int(tree.ends[place, leaf])
     return found
-
-
-def test_the_page_names_every_option():
-    page = Path("docs/algorithms/branch_grpo.md").read_text()
-    missing = [f.name for f in fields(branch_grpo.Config) if f"`algorithm.{f.name}`" not in page]
-    assert not missing

@@ -1,0 +1,55 @@
+"""The pages of docs/: links, files, and the options of the methods' pages."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from flowrl.core import registry
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+METHODS = ROOT / "docs" / "algorithms"
+SECTIONS = ["Algorithm", "Options", "Recipes and results", "What goes wrong", "Source"]
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    words = (re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in re.findall(r"^#+ (.*)$", text, re.M))
+    return {heading.replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path):
+    # The notes are parts of pages in docs/.
+    base = page.parent.parent if page.name == "notes.md" else page.parent
+    for file, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        target = base / file if file else page
+        assert target.exists(), file
+        assert not heading or heading in anchors(target), f"{file}#{heading}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_recipes_and_pages_that_a_page_names_are_there(page: Path):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w/.])(?:configs|flowrl|scripts|tests|docs)/[a-z0-9_/-]+\.(?:yaml|py|sh|md)\b", text)
+    base = [ROOT, page.parent] if page.name == "rewards.md" else [ROOT]
+    assert [file for file in named if not any((folder / file).exists() for folder in base)] == []
+
+
+@pytest.mark.parametrize("name", registry.names("algorithms"))
+def test_a_methods_page_has_its_sections_in_order_and_names_its_options(name: str):
+    text = (METHODS / f"{name}.md").read_text(encoding="utf-8")
+    headings = [h for h in re.findall(r"^## (.*)$", text, re.M) if h in SECTIONS]
+    assert headings == SECTIONS
+    assert "Choose" in text.split("\n\n")[1], "the page begins with what the method is for"
+    config = importlib.import_module(f"flowrl.algorithms.{name}").Config
+    options = {field.name for field in fields(config)}
+    own = vars(config).get("__annotations__", {}).keys() & options
+    assert not [option for option in own if f"`algorithm.{option}" not in text]
+    assert set(re.findall(r"^\| `algorithm\.(\w+)", text, re.M)) <= options
