@@ -97,7 +97,7 @@ class Pairing:
         config, options = resolved.run, resolved.model.config
         self.config, self.prompts, self.wanted, self.world = config, prompts, wanted, world
         listed = ("data.prompts", prompts)
-        scorer, _ = build_scorers(resolved.rewards, (), prompts, listed)
+        scorer, _ = build_scorers(resolved.rewards, (), prompts, ("data.prompts", ()))
         assert scorer is not None  # a method that draws samples has rewards
         adapter = resolved.model.build()
         if adapter.num_frames > 1:
