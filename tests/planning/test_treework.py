@@ -91,7 +91,7 @@ def test_the_plan_counts_the_evaluations_and_forwards_of_real_updates(name, upda
 
 
 def test_counts_of_the_published_tree():
-    """Sheet 1.3: 218 edges from 203 nodes, of which the last step's 16 are not trained here, and pruning by hand."""
+    """arXiv 2509.06040: 218 edges from 203 nodes, 16 of the last step untrained here; pruning counted by hand."""
     published = ["rollout.num_inference_steps=20", "rollout.group_size=16"]
 
     def work(options: str) -> tuple[int, float, float]:
@@ -103,7 +103,7 @@ def test_counts_of_the_published_tree():
         return sum(found.nodes), sum(found.edges), sum(found.parents)
 
     assert work("") == (203, 202, 187)
-    # Behind the last split half of 9 x 16 edges; its own 16 and all before it stay.
+    # After the last split half of 9 x 16 edges; its own 16 and all before it stay.
     assert work(", prune: parent_top1") == (203, 202 - 72, 187 - 72)
     assert work(", prune: extremes") == (203, 202 - 72, 187 - 72)
     # Steps 9..12: the last split and three of the suffix.

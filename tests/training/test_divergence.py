@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,12 @@ import torch
 
 from flowrl.config.load import load_config
 from flowrl.config.schema import EvalConfig
-from flowrl.core.errors import Abandoned, Diverged, RewardFailure
+from flowrl.core.errors import Diverged
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.divergence import Health, remedy
-from flowrl.training.world import World
 from tests.scoring.test_overlap import PROMPTS, brightness, draw, entry
-from tests.toys import ALONE, ToyAdapter, sampling_of
+from tests.toys import ToyAdapter, sampling_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -128,63 +126,3 @@ def test_finite_samples_are_handed_on_as_they_are_and_no_picture_hides_infinite_
     assert torch.equal(found[0], images[0])
     assert (health.count, health.spoiled, health.diverged) == (6, 2, False)
     assert "are inf " in health.message("x")
-
-
-# ---- several processes
-
-
-class Ring:
-    """`gather` between threads that play the processes."""
-
-    def __init__(self, size: int) -> None:
-        self.table, self.barrier = [None] * size, threading.Barrier(size)
-
-    def world(self, rank: int) -> World:
-        ring = self
-
-        class Played(World):
-            __slots__ = ()
-
-            def gather(self, value):
-                ring.table[self.rank] = value
-                ring.barrier.wait(20)
-                found = list(ring.table)
-                ring.barrier.wait(20)
-                return found
-
-        return Played(rank, len(self.table), torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("failures", "kind", "words"),
-    [
-        ([None, Diverged("NaN")], Diverged, "NaN"),
-        ([RewardFailure("away"), None], RewardFailure, "away"),
-        ([RewardFailure("away"), Diverged("NaN")], Diverged, "NaN"),
-        ([Abandoned(), RewardFailure("away")], RewardFailure, "away"),
-        ([Abandoned(), None], Abandoned, ""),
-    ],
-)
-def test_what_fails_on_one_process_ends_all_with_the_same_error(failures, kind, words):
-    ring, raised = Ring(2), [None, None]
-
-    def work(rank: int) -> None:
-        def fails() -> None:
-            if failures[rank] is not None:
-                raise failures[rank]
-
-        try:
-            ring.world(rank).in_step(fails)
-        except BaseException as error:  # whatever it is, the test looks at it
-            raised[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert [(type(error), str(error)) for error in raised] == [(kind, words)] * 2
-
-
-def test_without_a_failure_nobody_leaves():
-    assert ALONE.in_step(lambda: 3) == 3

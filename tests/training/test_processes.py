@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowrl.core import files, status
-from flowrl.core.errors import Abandoned, ConfigError, Diverged, Elsewhere, RewardError
+from flowrl.core.errors import Abandoned, ConfigError, Diverged, Elsewhere, RewardError, RewardFailure
 from flowrl.core.files import fsync, write_atomically
 from flowrl.run import checkpoint
 from flowrl.run.folder import RunFolder
@@ -91,29 +91,37 @@ def test_a_worker_whose_launcher_is_gone_ends_before_it_has_loaded_anything(tmp_
 @pytest.mark.parametrize(
     ("first", "second", "met"),
     [
-        (None, RewardError("no score"), RewardError),
-        (None, ZeroDivisionError("no spread"), Elsewhere),
-        (None, Abandoned(), Abandoned),
-        (Abandoned(), Diverged("not finite since iteration 3"), Diverged),
-        (SystemExit(0), None, SystemExit),
+        (None, RewardError("no score"), (RewardError, RewardError)),
+        (None, ZeroDivisionError("no spread"), (Elsewhere, ZeroDivisionError)),
+        (None, Diverged("NaN"), (Diverged, Diverged)),
+        (RewardFailure("away"), None, (RewardFailure, RewardFailure)),
+        (RewardFailure("away"), Diverged("NaN"), (Diverged, Diverged)),
+        (Abandoned(), Diverged("NaN"), (Diverged, Diverged)),
+        (Abandoned(), RewardFailure("away"), (RewardFailure, RewardFailure)),
+        (None, Abandoned(), (Abandoned, Abandoned)),
+        (SystemExit(0), None, (SystemExit, Elsewhere)),
+        (None, None, (type(None), type(None))),
     ],
 )
 def test_what_ends_one_process_ends_all_at_the_same_place(first, second, met):
-    def work(world: World) -> BaseException | None:
+    def work(world: World) -> tuple[BaseException, bool] | None:
         def mine() -> None:
             error = (first, second)[world.rank]
             if error is not None:
                 raise error
 
-        with pytest.raises(BaseException) as caught:  # noqa: PT011, SystemExit and Abandoned are no Exceptions
-            world.in_step(mine)
-        assert isinstance(caught.value, Abandoned) or world.shares(caught.value)
-        return caught.value
+        try:
+            return world.in_step(mine)
+        except BaseException as error:  # SystemExit and Abandoned are not Exceptions
+            return error, world.shares(error)
 
-    found = everywhere(2, work)
-    assert isinstance(found[0], met)
-    if isinstance(second, Diverged):
-        assert (found[0].status, str(found[0])) == ("diverged", str(second))
+    found, shared = zip(*(result or (None, True) for result in everywhere(2, work)), strict=True)
+    assert tuple(map(type, found)) == met
+    assert all(shared) or met[0] is Abandoned
+    if met == (Diverged, Diverged):
+        assert {(error.status, str(error)) for error in found} == {("diverged", "NaN")}
+    if met == (RewardFailure, RewardFailure):
+        assert {str(error) for error in found} == {"away"}
 
 
 # ---- the run folder
