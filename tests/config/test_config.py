@@ -126,23 +126,9 @@ def test_a_good_file_is_read_with_its_defaults(read):
 
 
 @pytest.mark.parametrize(
-    ("override", "place", "nearest"),
-    [
-        ("optm.learning_rate=1e-4", "optm", "optim"),
-        ("optim.learnig_rate=1e-4", "optim.learnig_rate", "learning_rate"),
-        ("optim.ema.dcay=0.5", "optim.ema.dcay", "decay"),
-        ("rollout.groupsize=4", "rollout.groupsize", "group_size"),
-    ],
-)
-def test_an_unknown_key_is_refused_with_its_value_and_the_nearest_valid_one(read, override, place, nearest):
-    message = refusal(read, override)
-    assert f"{place}: unknown key (value" in message
-    assert f"did you mean {nearest!r}?" in message
-
-
-@pytest.mark.parametrize(
     ("override", "words"),
     [
+        # types
         ("iterations=many", ("iterations = 'many'", "integer")),
         ("iterations=2.0", ("iterations = 2.0", "integer")),
         ("iterations='3'", ("iterations = '3'", "integer")),
@@ -155,20 +141,7 @@ def test_an_unknown_key_is_refused_with_its_value_and_the_nearest_valid_one(read
         ("optim.schedule=step", ("optim.schedule = 'step'", "'cosine'")),
         ("data=prompts.txt", ("data = 'prompts.txt'",)),
         ("optim.betas=[0.9, x]", ("optim.betas.1 = 'x'", "number")),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_refused_and_never_converted(read, override, words):
-    message = refusal(read, override)
-    assert all(word in message for word in words), message
-
-
-def test_a_whole_number_is_fine_where_a_float_is_asked_for(read):
-    assert read("rollout.guidance_scale=4").rollout.guidance_scale == 4.0
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
+        # ranges
         ("optim.learning_rate=-1e-4", ("optim", "learning_rate=-0.0001", "positive")),
         ("optim.learning_rate=0", ("optim", "learning_rate=0", "positive")),
         ("optim.learning_rate=.nan", ("optim.learning_rate", "nan")),
@@ -183,11 +156,26 @@ def test_a_whole_number_is_fine_where_a_float_is_asked_for(read):
         ("name=../elsewhere", ("name='../elsewhere'", "run folder")),
         ("name=..", ("name='..'",)),
         ("data.max_eval_prompts=0", ("data", "max_eval_prompts=0")),
+        ("rewards.1.weight=.nan", ("rewards.1.weight = nan",)),
+        # numbers that do not divide
+        (
+            "optim.updates_per_iteration=5",
+            (
+                *("optim.updates_per_iteration=5 does not divide the 24 samples",),
+                *("prompts_per_iteration=4 x group_size=6", "3, 4, 6"),
+            ),
+        ),
+        # a key twice
+        ("optim.ema={decay: 0.5, decay: 0.6}", ("'decay'",)),
     ],
 )
-def test_a_value_out_of_range_is_refused(read, override, words):
+def test_a_value_of_a_wrong_type_or_range_is_refused_and_never_converted(read, override, words):
     message = refusal(read, override)
     assert all(word in message for word in words), message
+
+
+def test_a_whole_number_is_fine_where_a_float_is_asked_for(read):
+    assert read("rollout.guidance_scale=4").rollout.guidance_scale == 4.0
 
 
 @pytest.mark.parametrize("key", ["name", "model", "data", "iterations"])
@@ -202,19 +190,7 @@ def test_two_mistakes_are_told_at_once(read):
     assert "seed = 'y'" in message
 
 
-def test_a_nan_deep_inside_a_component_is_refused(read):
-    message = refusal(read, "rewards.1.weight=.nan")
-    assert "rewards.1.weight = nan" in message
-
-
 # ---- geometry
-
-
-def test_updates_that_do_not_divide_the_samples_are_refused_with_the_nearest_that_do(read):
-    message = refusal(read, "optim.updates_per_iteration=5")
-    assert "optim.updates_per_iteration=5 does not divide the 24 samples" in message
-    assert "prompts_per_iteration=4 x group_size=6" in message
-    assert message.endswith("3, 4, 6")
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 4, 6, 8, 12, 24])
@@ -241,7 +217,6 @@ def test_a_group_of_one_is_refused_where_samples_of_a_prompt_are_compared_and_le
 
 @pytest.mark.parametrize("size", [1, 5, 7, 1000])
 def test_batch_sizes_need_not_divide_anything(read, size):
-    """DESIGN section 4."""
     run = read(f"rollout.batch_size={size}", f"optim.batch_size={size}", f"eval.batch_size={size}")
     assert run.optim.batch_size == size
 
@@ -329,22 +304,11 @@ def test_the_resolved_tree_reads_back_as_the_same_run(read, tmp_path):
         (["rewards=[]"], ("rewards is empty",)),
         (["model.name=no_such_package.model"], ("model: ", "'no_such_package.model'")),
         (["algorithm.name=json.decoder"], ("algorithm: json.decoder is not a component", "Config and build")),
-    ],
-)
-def test_a_component_that_is_unknown_or_ill_configured_is_refused(read, overrides, words):
-    run = read("rollout.sampler={name: flow_sde}", "algorithm={name: flow_grpo}", *overrides)
-    message = refusal(resolve, run)
-    assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
+        # values that do not go together
         (
             ["algorithm.guidance_scale=4.5", "rollout.guidance_scale=1.0"],
             ("algorithm.guidance_scale=4.5", "rollout.guidance_scale=1.0"),
         ),
-        (["algorithm.sde_steps=[0, 9]"], ("algorithm.sde_steps=[0, 9]", "last trainable step is 8")),
         (["algorithm.sde_steps=[0, 10]"], ("algorithm.sde_steps=[0, 10]", "last trainable step is 8")),
         (["rollout.num_inference_steps=1"], ("rollout.num_inference_steps=1", "at least 2")),
         (["rollout.sampler={name: ode}"], ("rollout.sampler={'name': 'ode'}", "deterministic")),
@@ -352,8 +316,8 @@ def test_a_component_that_is_unknown_or_ill_configured_is_refused(read, override
         (["rewards.0.weight=0", "rewards.1.weight=0"], ("every weight is 0",)),
     ],
 )
-def test_values_that_do_not_go_together_are_refused(read, overrides, words):
-    message = refusal(resolve, read("algorithm={name: flow_grpo}", *overrides))
+def test_a_component_that_is_unknown_ill_configured_or_does_not_fit_the_others_is_refused(read, overrides, words):
+    message = refusal(resolve, read("rollout.sampler={name: flow_sde}", "algorithm={name: flow_grpo}", *overrides))
     assert all(word in message for word in words), message
 
 
@@ -560,35 +524,7 @@ def test_validate_refuses_what_is_no_mapping():
         (["algorithm={name: grpo_guard, reweight: dance}"], ("'exact', 'flow_grpo', 'dance_grpo' or 'none'",)),
         (["algorithm.advantages={name: grop}"], ("'group', 'per_reward', 'gdpo', 'median' or 'batch'",)),
         (["algorithm.advantages={std: batch}"], ("'global', 'group' or 'none'",)),
-    ],
-)
-def test_combinations_that_no_component_can_judge_are_refused_before_a_model_is_loaded(read, overrides, words):
-    message = refusal(resolve, read(*overrides))
-    assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        (
-            "algorithm={name: flow_grpo_fast, sde_steps: [0]}",
-            ("algorithm.sde_steps=[0]", "by itself", "leave it out"),
-        ),
-        ("algorithm={name: dpok, old_log_prob: recompute}", ("algorithm.old_log_prob='recompute'", "leave it out")),
-        ("algorithm={name: dpok, kl: {divisor: none}}", ("algorithm.kl.divisor='none'", "algorithm.kl.form")),
-    ],
-)
-def test_an_option_that_other_methods_have_is_refused_with_what_to_do_instead(read, override, words):
-    message = refusal(read, override)
-    assert all(word in message for word in words), message
-
-
-# ---- methods on finished samples
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
+        # methods on finished samples
         (["algorithm={name: awm}", "rollout.shared_noise=true"], ("rollout.shared_noise=true", "awm", "initial noise")),
         (
             ["algorithm={name: awm}", "rollout.sampler={name: flow_sde}"],
@@ -631,8 +567,24 @@ def test_an_option_that_other_methods_have_is_refused_with_what_to_do_instead(re
         (["algorithm={name: awm, ema_kl: {weight: elbo}}"], ("algorithm.ema_kl.coef", "is required")),
     ],
 )
-def test_what_a_method_on_samples_cannot_use_is_refused_before_a_model_is_loaded(read, overrides, words):
+def test_combinations_that_no_component_can_judge_are_refused_before_a_model_is_loaded(read, overrides, words):
     message = refusal(lambda: resolve(read("optim.batch_size=16", *overrides)))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "algorithm={name: flow_grpo_fast, sde_steps: [0]}",
+            ("algorithm.sde_steps=[0]", "by itself", "leave it out"),
+        ),
+        ("algorithm={name: dpok, old_log_prob: recompute}", ("algorithm.old_log_prob='recompute'", "leave it out")),
+        ("algorithm={name: dpok, kl: {divisor: none}}", ("algorithm.kl.divisor='none'", "algorithm.kl.form")),
+    ],
+)
+def test_an_option_that_other_methods_have_is_refused_with_what_to_do_instead(read, override, words):
+    message = refusal(read, override)
     assert all(word in message for word in words), message
 
 
@@ -668,7 +620,7 @@ def test_a_method_on_edges_has_its_sampler_written_out(read):
         ("rewards:\n- name: jpeg\n- weight: 1\n  weight: 2\n", ("line 4", "'rewards.1.weight'", "line 3")),
         ("a: &loop\n  b: *loop\n", ("line 1", "a.b contains itself")),
         ("a: !!int word\n", ("not valid YAML", "tag")),
-        ("[" * 3000, ("not valid YAML", "too deeply")),
+        ("[" * 1500, ("not valid YAML", "too deeply")),
         ("a: \0\n", ("not valid YAML", "x0000")),
     ],
 )
@@ -677,8 +629,7 @@ def test_a_yaml_that_would_lose_or_break_something_is_refused_with_its_line(text
     assert all(word in message for word in ("run.yaml", *words)), message
 
 
-def test_a_key_twice_is_refused_in_an_override_too_and_merges_may_be_overridden(read):
-    assert "'decay'" in refusal(read, "optim.ema={decay: 0.5, decay: 0.6}")
+def test_merged_keys_may_be_overridden():
     assert parse_yaml("a: &x {b: 1, c: 2}\nd: {<<: *x, b: 3}\ne: *x\n", "k")["d"] == {"b": 3, "c": 2}
 
 
@@ -725,6 +676,10 @@ def test_what_another_packages_component_takes_it_judges_itself():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("optm.learning_rate=1e-4", "optm: unknown key (value {'learning_rate': 0.0001}); did you mean 'optim'?"),
+        ("optim.learnig_rate=1e-4", "optim.learnig_rate: unknown key (value 0.0001); did you mean 'learning_rate'?"),
+        ("optim.ema.dcay=0.5", "optim.ema.dcay: unknown key (value 0.5); did you mean 'decay'?"),
+        ("rollout.groupsize=4", "rollout.groupsize: unknown key (value 4); did you mean 'group_size'?"),
         ("optim.lr=1e-4", "optim.lr: unknown key (value 0.0001); did you mean 'learning_rate'?"),
         ("learning_rate=1e-4", "did you mean 'optim.learning_rate'?"),
         ("lr=1e-4", "did you mean 'optim.learning_rate'?"),

@@ -30,7 +30,7 @@ def source(count: int, per_iteration: int, seed: int = 0) -> PromptSource:
 @settings(max_examples=60, deadline=None)
 @given(count=st.integers(1, 30), per_iteration=st.integers(1, 40), seed=st.integers(0, 100))
 def test_every_prompt_comes_exactly_once_per_epoch(count, per_iteration, seed):
-    """grpo_family 1.5.6, whatever the iteration's size is to the data's."""
+    """Whatever the ratio of the iteration's size to the number of prompts."""
     order = source(count, per_iteration, seed)
     drawn = [k for iteration in range(1, 13) for k in order.draw(iteration)]
     assert len(drawn) == 12 * per_iteration
@@ -43,7 +43,7 @@ def test_every_prompt_comes_exactly_once_per_epoch(count, per_iteration, seed):
 @settings(max_examples=60, deadline=None)
 @given(prompts=st.integers(1, 9), group=st.integers(2, 6), data=st.data())
 def test_every_slot_has_exactly_its_group_over_the_union_of_any_number_of_ranks(prompts, group, data):
-    """grpo_family 1.5.6: k times each, the same whatever the number of ranks, nobody without work."""
+    """Each prompt k times, on any number of processes, none of which is idle."""
     size = data.draw(st.integers(1, prompts * group))
     parts = [shard(prompts, group, rank, size) for rank in range(size)]
     together = [pair for part in parts for pair in part]

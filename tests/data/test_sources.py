@@ -95,7 +95,7 @@ def test_a_file_in_another_encoding_is_refused(put):
 
 def test_the_shapes_world_is_a_source_of_its_own():
     train, held_out = (load_prompts(f"shapes:{split}", "data.prompts") for split in ("train", "heldout"))
-    assert len(held_out) >= 500  # DESIGN section 5
+    assert len(held_out) >= 500
     assert not {p.text for p in train} & {p.text for p in held_out}
     message = refusal("shapes:tran")
     assert "data.prompts='shapes:tran'" in message
