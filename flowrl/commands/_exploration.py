@@ -44,12 +44,12 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
             f"| {keep} | {result.kendall:.3f} | {result.spearman:.3f} | {result.hit_rate:.3f} | "
             f"{result.top_rank:.1f} | {result.bottom_rank:.1f} | {(keep // 2 + 1) / 2:g} |"
         )
-    spread = _std(full), _std(full.gather(1, _chosen(collector, first, group)))
+    stds = _std(full), _std(full.gather(1, _chosen(collector, first, group)))
     plain, explored = _timed(collector, rounds)
     ratio = [b / a for a, b in zip(plain, explored, strict=True)]
     lines += [
         "",
-        f"std of the rewards of a prompt: {spread[0]:.3f} over the pool, {spread[1]:.3f} over the {group} chosen",
+        f"std of the rewards of a prompt: {stds[0]:.3f} over the pool, {stds[1]:.3f} over the {group} chosen",
         f"rollout with exploration over the plain one: {statistics.median(ratio):.2f} times "
         f"({min(ratio):.2f} to {max(ratio):.2f}; {rounds} pairs, {torch.get_num_threads()} thread(s))",
     ]

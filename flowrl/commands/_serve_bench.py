@@ -27,7 +27,7 @@ def report(seconds: float, clients: int, items: int, core: int, warmup: float = 
     bodies, expected = requests(clients, items)
     with pinned_server(core) as (url, process):
         result = asyncio.run(_load(url, bodies, expected, warmup, seconds, process.pid))
-    rate, spent, latencies = result["pictures"] / seconds, max(result["cpu"], 1e-3), sorted(result["latencies"])
+    rate, spent, latencies = result["images"] / seconds, max(result["cpu"], 1e-3), sorted(result["latencies"])
     middle, late = (1000 * latencies[min(int(q * len(latencies)), len(latencies) - 1)] for q in (0.5, 0.99))
     verdict = f"target {TARGET:.0f}: {'met' if rate >= TARGET else 'missed'}"
     lines = (

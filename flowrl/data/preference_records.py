@@ -139,7 +139,7 @@ class Report:
     rows: int = 0
     """Number of records."""
     winners_only: int = 0
-    """Usable records without a rejected picture."""
+    """Usable records without a rejected image."""
     counts: dict[str, int] = field(default_factory=dict)
     """Reason -> number of skipped records."""
     examples: dict[str, list[str]] = field(default_factory=dict)

@@ -158,8 +158,8 @@ def _frames(run: Run) -> list[Evaluation]:
     # The last evaluation during training may have the weights of the tuned model.
     during = [e for e in run.during if tuned is None or e.iteration != tuned.iteration]
     frames = [e for e in (run.base, *during, tuned) if e is not None]
-    spread = np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))
-    return [frames[i] for i in spread.round().astype(int)]
+    chosen = np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))
+    return [frames[i] for i in chosen.round().astype(int)]
 
 
 def _frame_label(evaluation: Evaluation) -> str:

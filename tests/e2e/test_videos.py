@@ -59,7 +59,7 @@ def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
     shown = [Image.open(io.BytesIO(base64.b64decode(data))) for data in embedded]
     assert len(shown) >= 4
     assert {image.n_frames for image in shown} == {5}
-    assert "no picture saved" not in page
+    assert "no image saved" not in page
 
     # The run's weights draw clips, and any reward scores the files.
     code, printed = command(monkeypatch, capsys, "sample", "runs/run", "a red circle", "--out", "drawn")
