@@ -32,6 +32,11 @@ from flowrl.models.weights import component_names
 
 Part = Callable[[str], dict[str, Any]]
 """Name of a component -> its configuration, the JSON of a checkpoint."""
+JOINT_ATTENTION = tuple(
+    f"attn.{name}"
+    for name in ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out", "to_k", "to_out.0", "to_q", "to_v")
+)
+"""Attention projections of blocks on text and image together."""
 LONG = 1000
 """Positions above which a text encoder's table does not bound the length of prompts."""
 NO_ENCODERS = "the text encoders were freed; encode every prompt before free_text_encoders()"

@@ -16,25 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.types import Condition
-from flowrl.models._native import Family, FlowConfig, Native, decoded_frames
+from flowrl.models._native import JOINT_ATTENTION, Family, FlowConfig, Native, decoded_frames
 from flowrl.models.base import ModelAdapter, autocast
 from flowrl.models.guidance import classifier_free, guided
 
 # yifan123/flow_grpo:scripts/train_qwenimage.py
-LORA_TARGETS = (
-    "attn.add_k_proj",
-    "attn.add_q_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-    "attn.to_k",
-    "attn.to_out.0",
-    "attn.to_q",
-    "attn.to_v",
-    "img_mlp.net.0.proj",
-    "img_mlp.net.2",
-    "txt_mlp.net.0.proj",
-    "txt_mlp.net.2",
-)
+LORA_TARGETS = (*JOINT_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 LEVEL = "tested"
 

@@ -13,21 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.core.types import Condition
-from flowrl.models._native import Family, Native
+from flowrl.models._native import JOINT_ATTENTION, Family, Native
 from flowrl.models.base import ModelConfig, autocast
 from flowrl.models.guidance import guided
 
 # yifan123/flow_grpo:scripts/train_sd3.py
-LORA_TARGETS = (
-    "attn.add_k_proj",
-    "attn.add_q_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-    "attn.to_k",
-    "attn.to_out.0",
-    "attn.to_q",
-    "attn.to_v",
-)
+LORA_TARGETS = JOINT_ATTENTION
 
 LEVEL = "tested"
 

@@ -12,24 +12,18 @@ from torch.testing import assert_close
 from flowrl.contracts.laws import Law
 from flowrl.contracts.models import LAWS
 from flowrl.core.errors import ModelError
-from flowrl.core.types import SampleId
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.data.text_cache import Texts
-from flowrl.diffusion.plan import solver_plan
-from flowrl.models.base import LoraSettings, packed_grid
+from flowrl.models.base import packed_grid
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.weights import Weights
 from flowrl.rollout.library import Model
-from flowrl.rollout.loop import run
-from flowrl.rollout.noise import Noise
-from flowrl.rollout.policy import Policy
 from flowrl.rollout.saliency_maps import mapper
-from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.base import StepDistribution
-from flowrl.samplers.ode import Ode
 from tests import native
 from tests import tiny_pipelines as tiny
+from tests.native import drawn, lora
 
 EVERY = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.CASES.items()]
 WITH_LORA = [case for case in EVERY if case.values[0] != "pixart_sigma"]
@@ -41,16 +35,6 @@ def adapter(name: str, size: tuple[int, int] | None = None, **options: Any) -> G
     height, width = size or tiny.CASES[name].sizes[0]
     config = Config(path="tiny", height=height, width=width, call=tiny.CASES[name].call, **options)
     return Generic(tiny.make(name), config)
-
-
-def drawn(model: Generic, batch: int, guidance_scale: float, steps: int) -> tuple[Tensor, Tensor]:
-    """(starting noise, clean latents) of the adapter under the plain Euler plan."""
-    ids = [SampleId(slot, 0) for slot in range(batch)]
-    noise = Noise(0, "parity", None, model.latent_shape())
-    cond = model.encode(tiny.PROMPTS[:batch])
-    policy, plan = Policy(model, Ode(), guidance_scale), solver_plan(model.schedule(steps))
-    samples, _ = run(policy, plan, noise, Asked(ids, cond, torch.arange(batch)), batch_size=batch)
-    return noise.initial(ids), samples.x0
 
 
 def own_call(
@@ -98,16 +82,6 @@ def own_call(
 
 def noise_like(model: Generic, batch: int = 2) -> Tensor:
     return torch.randn(batch, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
-
-
-def lora(model: Generic, *, noise: float = 0.0) -> Weights:
-    """LoRA with alpha != rank; `noise` fills the B matrices, so that the update is not zero."""
-    weights = Weights(model.network, LoraSettings(rank=2, alpha=6), model.lora_targets, seed=1)
-    torch.manual_seed(2)
-    for name, p in weights.parameters.items():
-        if noise and "lora_B" in name:
-            p.data = noise * torch.randn_like(p)
-    return weights
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)

@@ -32,7 +32,8 @@ from flowrl.models.generic.encoding import learn, rows_of
 from flowrl.models.weights import Weights
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
-from tests.contracts.test_models import adapter, drawn, lora, noise_like
+from tests.contracts.test_models import adapter, noise_like
+from tests.native import drawn, lora
 
 CALL = {"max_sequence_length": tiny.TOKENS}
 

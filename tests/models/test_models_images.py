@@ -23,7 +23,8 @@ from flowrl.rollout.policy import Policy
 from flowrl.samplers.ode import Ode
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
-from tests.contracts.test_models import GUIDED, lora, noise_like
+from tests.contracts.test_models import GUIDED, noise_like
+from tests.native import lora
 
 ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.IMAGED.items()]
 

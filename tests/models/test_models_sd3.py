@@ -11,17 +11,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from torch.testing import assert_close
 
 from flowrl.core.errors import ModelError
-from flowrl.core.types import SampleId
-from flowrl.diffusion.plan import solver_plan
 from flowrl.models import sd3
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights import Weights, lora_file, read_lora
-from flowrl.rollout.loop import run
-from flowrl.rollout.noise import Noise
-from flowrl.rollout.policy import Policy
-from flowrl.rollout.trajectories import Asked
-from flowrl.samplers.ode import Ode
 from flowrl.training.optim import OptimConfig, Optimizer
+from tests import native
 from tests import tiny_sd3 as tiny
 
 SD35 = tiny.ROOT / "assets" / "model_configs" / "sd35-medium"
@@ -30,16 +24,6 @@ SD35 = tiny.ROOT / "assets" / "model_configs" / "sd35-medium"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("tiny"))
-
-
-def draw(model: sd3.Sd3, guidance_scale: float, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(starting noise, clean latents) of the adapter under the plain Euler plan."""
-    ids = [SampleId(0, 0), SampleId(1, 0)]
-    noise = Noise(0, "parity", None, model.latent_shape())
-    cond = model.encode(tiny.PROMPTS)
-    policy = Policy(model, Ode(), guidance_scale)
-    samples, _ = run(policy, solver_plan(model.schedule(steps)), noise, Asked(ids, cond, torch.arange(2)), batch_size=2)
-    return noise.initial(ids), samples.x0
 
 
 # ---- the adapter is the pipeline
@@ -51,9 +35,9 @@ def draw(model: sd3.Sd3, guidance_scale: float, steps: int) -> tuple[torch.Tenso
 def test_the_euler_plan_reproduces_the_pipelines_own_call(guidance_scale, sd35, shift):
     scheduler = {"use_dynamic_shifting": True} if shift == "dynamic" else {"shift": shift}
     pipe = tiny.pipeline(sd35=sd35, **scheduler)
-    noise, x0 = draw(tiny.adapter(pipe), guidance_scale, 6)
+    noise, x0 = native.drawn(tiny.adapter(pipe), 2, guidance_scale, 6)
     expected = pipe(
-        tiny.PROMPTS,
+        native.PROMPTS,
         latents=noise,
         num_inference_steps=6,
         guidance_scale=guidance_scale,
@@ -67,9 +51,9 @@ def test_the_euler_plan_reproduces_the_pipelines_own_call(guidance_scale, sd35, 
 def test_it_reproduces_the_pipeline_at_another_size_down_to_the_pictures():
     pipe = tiny.pipeline()
     model = tiny.adapter(pipe, height=48, width=16)
-    noise, x0 = draw(model, 3.0, 4)
+    noise, x0 = native.drawn(model, 2, 3.0, 4)
     options = {"num_inference_steps": 4, "guidance_scale": 3.0, "max_sequence_length": tiny.TOKENS}
-    expected = pipe(tiny.PROMPTS, latents=noise, height=48, width=16, output_type="pt", **options).images
+    expected = pipe(native.PROMPTS, latents=noise, height=48, width=16, output_type="pt", **options).images
     images = model.decode(x0)
     assert images.shape == (2, 3, 48, 16)
     assert expected.std() > 0.01

@@ -1,4 +1,4 @@
-"""Two-stage exploration: trees_and_exploration sheet 5.6, the choice, its fidelity, and the cheaper copy."""
+"""Two-stage exploration (arXiv 2604.06916): the choice, its fidelity, and the cheaper copy."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_progress_counts_every_sample():
 
 
 def test_a_vp_rollout_starts_from_unscaled_noise_and_walks_the_ddim_grid():
-    """ddpo sheet 1.2: the terminal SNR is not 0, yet the start state is N(0, I), as in the pipeline."""
+    """The terminal SNR is not 0, yet the start state is N(0, I), as in the pipeline."""
     from diffusers import DDIMScheduler
 
     adapter = ToyAdapter(vp=True)
@@ -194,7 +194,7 @@ def test_a_vp_rollout_starts_from_unscaled_noise_and_walks_the_ddim_grid():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_a_rollout_does_not_depend_on_the_batch_size(batch_size):
-    """DESIGN section 4: noise bitwise, latents within rounding."""
+    """Noise bitwise, latents up to rounding."""
     whole = roll_out(ToyAdapter(), batch_size=6)
     split = roll_out(ToyAdapter(), batch_size=batch_size)
     assert_close(split.samples.x0, whole.samples.x0, rtol=0, atol=1e-6)
@@ -251,7 +251,7 @@ def test_evaluation_noise_has_no_iteration():
 
 
 def test_shared_noise_is_one_start_per_prompt_and_still_separate_steps():
-    """DESIGN section 4: shared noise drops `sample`; grpo_family 4.5.4: a group shares its start, prompts do not."""
+    """Shared noise drops `sample` from the key: a group shares its start, prompts do not."""
     session = roll_out(ToyAdapter(), shared_start=True)
     edges = session.edges
     starts = edges.nodes[edges.parent[edges.step == 0]].reshape(2, 3, *SHAPE)
@@ -323,7 +323,7 @@ def assert_same(first: tuple[Samples, Edges], second: tuple[Samples, Edges]) -> 
 
 
 def test_a_window_of_all_steps_but_the_last_is_flow_grpo():
-    """grpo_family 2.4.1: Fast without a window; and a random window that has only that place."""
+    """Flow-GRPO-Fast without a window; and a random window that has only that place."""
     session = roll_out(ToyAdapter())
     everything = walk(session, window(session.plan.schedule, 0.7))
     assert everything[1].step.reshape(6, 5).tolist() == [[0, 1, 2, 3, 4]] * 6
@@ -332,7 +332,7 @@ def test_a_window_of_all_steps_but_the_last_is_flow_grpo():
 
 
 def test_a_mix_window_as_wide_as_the_grid_is_flow_grpo_without_its_last_two_steps():
-    """grpo_family 5.6.1 with 5.1, which never trains the last two; without a window the plan is the pure ODE."""
+    """MixGRPO never trains the last two steps; without a window its plan is the pure ODE."""
     session = roll_out(ToyAdapter())
     schedule = session.plan.schedule
     steps = mix_window(MixWindow(size=5), 6, seed=0, iteration=1)
@@ -350,7 +350,7 @@ def test_a_mix_window_as_wide_as_the_grid_is_flow_grpo_without_its_last_two_step
 
 
 def test_latents_at_the_windows_entry_are_those_of_the_ode():
-    """grpo_family 2.4.2: bitwise, since both walk the same steps in the same batch."""
+    """Bitwise, since both take the same steps in the same batch."""
     session = roll_out(ToyAdapter())
     entry, _ = nodes_of(walk(session, window(session.plan.schedule, 0.7, [3, 4]))[1], 3)
     x = session.noise.initial(session.ids)
@@ -363,7 +363,7 @@ def test_latents_at_the_windows_entry_are_those_of_the_ode():
 
 
 def test_a_group_with_one_start_is_bitwise_one_latent_at_the_windows_entry():
-    """grpo_family 2.4.4: the shared prefix of a branch bundle."""
+    """The shared prefix of a branch bundle."""
     session = roll_out(ToyAdapter(), shared_start=True)
     entry, after = nodes_of(walk(session, window(session.plan.schedule, 0.7, [2]))[1], 2)
     entry, after = entry.reshape(2, 3, *SHAPE), after.reshape(2, 3, *SHAPE)
@@ -373,7 +373,7 @@ def test_a_group_with_one_start_is_bitwise_one_latent_at_the_windows_entry():
 
 
 def test_the_decoded_latent_is_the_last_belief_whatever_the_last_noise(monkeypatch):
-    """grpo_family 4.5.3, DanceGRPO: the deterministic last step gives x0_hat(sigma_{S-1}) exactly."""
+    """DanceGRPO (arXiv 2505.07818): the deterministic last step gives x0_hat(sigma_{S-1}) exactly."""
     session, beliefs = roll_out(ToyAdapter()), []
     predict, step_noise = Policy.predict, Noise.step
 
@@ -400,7 +400,7 @@ def test_naming_the_ode_as_solver_changes_nothing():
 
 @pytest.mark.parametrize("solver", ["dpm1", "dpm2_midpoint", "dpm2_heun"])
 def test_a_solver_goes_on_from_the_beliefs_of_the_window_before_it(solver):
-    """grpo_family 5.3: x0_hat of stochastic steps is in the history; order 1 on the last step. By hand."""
+    """MixGRPO-Flash (arXiv 2507.21802), by hand: x0_hat of stochastic steps is kept; order 1 on the last step."""
     session = roll_out(ToyAdapter())
     plan = flash(dance_grid(10), 0.7, (1, 2), ratio=0.6, shift=3.0, solver=solver)
     assert len(plan) == 2 + int(8 * 0.6)
@@ -421,7 +421,7 @@ def test_a_solver_goes_on_from_the_beliefs_of_the_window_before_it(solver):
 
 
 def test_the_steps_of_a_flash_plan_up_to_its_window_are_those_of_the_full_grid():
-    """grpo_family 5.6.6: latents and log-probs bitwise; the images differ, and the window's grid costs less."""
+    """Latents and log-probs bitwise; the images differ, and the window's grid costs less."""
     session = roll_out(ToyAdapter())
     full = walk(session, window(dance_grid(10), 0.7, (1, 2)))
     short = walk(session, flash(dance_grid(10), 0.7, (1, 2), ratio=0.5, shift=3.0))
@@ -435,7 +435,7 @@ def test_the_steps_of_a_flash_plan_up_to_its_window_are_those_of_the_full_grid()
 
 @pytest.mark.parametrize(("guidance_scale", "doubled"), [(1.0, 1), (3.0, 2)])
 def test_evaluations_are_counted_per_sample_and_doubled_by_guidance(guidance_scale, doubled):
-    """grpo_family 2.4.5: as many as steps in a rollout, as many as trained steps in the update; 5.3: e + n in Flash."""
+    """As many as steps in a rollout, as trained steps in the update, and as steps of the shorter plan in Flash."""
     adapter = ToyAdapter()
     counter = Evaluations(adapter.network)
     session = roll_out(adapter, Config(sde_steps=[1, 3]), guidance_scale=guidance_scale)
@@ -449,7 +449,7 @@ def test_evaluations_are_counted_per_sample_and_doubled_by_guidance(guidance_sca
 
 @pytest.mark.parametrize(("recompute", "forwards"), [("rollout", 1), ("recompute", 2)])
 def test_training_is_counted_per_sample_without_the_parity_gate(recompute, forwards):
-    """grpo_family 2.4.5; the gate runs once per start of a program, so counting it would tell a resumed run apart."""
+    """The gate runs once per start of a program, so a count with it would differ in a resumed run."""
     config = Config(sde_steps=[1, 3], old_log_prob=recompute)
     session, counts = roll_out(ToyAdapter(), config), []
     rewards = torch.arange(6.0).reshape(1, 2, 3)
