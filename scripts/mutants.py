@@ -34,7 +34,7 @@ _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs", "buil
 
 NEAR = {
     "samplers": ("tests/samplers", "tests/contracts/test_samplers.py", "tests/contracts/test_vp.py"),
-    "losses": ("tests/losses",),
+    "losses": ("tests/losses", *(f"tests/algorithms/test_{name}.py" for name in ("dpok", "find", "imitation"))),
     "credit": ("tests/credit",),
     "rollout": ("tests/rollout", "tests/contracts/test_iteration.py"),
     "diffusion": ("tests/diffusion", "tests/samplers"),
@@ -119,9 +119,12 @@ def _child(root: Path, arguments: list[str], output: Path, modules: Path) -> Non
     # Without bytecode: its check is by whole seconds and size, so a change and its removal could go unseen.
     sys.dont_write_bytecode = True
     sys.path[:] = [str(root), *(entry for entry in sys.path if Path(entry).resolve() not in (HERE, HERE / "scripts"))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("flowrl", "rewards", "tests")]:
+        del sys.modules[name]
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
+    sys.stdout = sys.stderr = os.fdopen(descriptor, "w")
     status = pytest.main(arguments)
     modules.write_text("\n".join(sys.modules))
     sys.stdout.flush()
@@ -136,7 +139,10 @@ def run_tests(root: Path, paths: Sequence[str], left_out: Sequence[str] = (), *,
     """
     arguments = ["--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not gpu"]
     arguments += [*(["-x"] if first else []), *(f"--deselect={test}" for test in left_out)]
-    arguments += [path for path in paths if (root / path).exists()]
+    present = [path for path in paths if (root / path).exists()]
+    if not present:
+        raise RuntimeError(f"none of {', '.join(paths)} is in {root}")
+    arguments += present
     output, modules = root.parent / "output.txt", root.parent / "modules.txt"
     child = multiprocessing.get_context("fork").Process(target=_child, args=(root, arguments, output, modules))
     child.start()

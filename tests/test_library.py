@@ -61,7 +61,8 @@ def test_a_method_a_sampler_and_a_reward_take_at_most_thirty_lines_each():
         assert len(LISTINGS[name].splitlines()) <= 30, name
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == QUICK else pytest.mark.slow) for n in RUN])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN)
 def test_a_listing_runs(folder, name):
     shown = execute(folder, name)
     assert "FAIL" not in shown

@@ -95,6 +95,7 @@ def test_the_interval_of_a_median_holds_it():
     assert (low, high) != (1.0, 9.0)
 
 
+@pytest.mark.slow
 def test_native_and_generic_are_timed_on_the_same_prediction_and_the_result_is_put_in_its_place(tmp_path):
     found = reentry_cost(10, 1, 4.5)
     assert set(found) == {"rollout", "training, forward"}

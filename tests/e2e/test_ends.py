@@ -113,6 +113,7 @@ def test_a_run_that_a_signal_stops_in_a_rollout_becomes_the_undisturbed_one(run,
     assert_undisturbed(f"call-{call}")
 
 
+@pytest.mark.slow
 def test_a_signal_is_followed_between_two_forwards_of_a_batch(run, monkeypatch):
     predict, forwards = Policy.predict, []
 

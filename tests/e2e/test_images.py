@@ -51,6 +51,7 @@ def test_a_pipeline_with_pictures_is_trained_and_its_rewards_find_them(records: 
     assert all(row["grad/norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_native_adapter_refuses_pictures_before_training(records: Path, monkeypatch, capsys):
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", "data.prompts=pictures.jsonl")
     assert code == 2, printed

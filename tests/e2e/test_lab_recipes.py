@@ -41,8 +41,8 @@ def fit(recipe: Path, *overrides: str, resume: bool = False) -> dict:
     return Trainer(resolve(load_config(recipe, [*small(recipe), *overrides]))).fit(resume=resume)
 
 
-QUICK = ("flow_grpo", "sd-ddpo", "branch_grpo", "diffusion_nft", "diffusion_dpo", "find")
-"""One of each kind of training data and of process; the others wait for the long suite."""
+QUICK = ("flow_grpo", "sd-ddpo", "branch_grpo", "diffusion_nft")
+"""Chains on both kinds of process, trees, finished samples; pairs and noise: test_preferences.py, test_find.py."""
 
 
 @pytest.mark.parametrize(

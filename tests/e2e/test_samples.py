@@ -91,6 +91,7 @@ def test_a_method_with_log_probs_does_not_explore(place: Path):
 # ---- retired prompts
 
 
+@pytest.mark.slow
 def test_a_solved_prompt_is_drawn_no_more_and_a_run_without_prompts_ends(place: Path):
     (place / "solved.py").write_text(
         "import torch\n\n\ndef score(images, prompts, metadata):\n"

@@ -56,6 +56,7 @@ def stored_bytes(network: nn.Module) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", False), ("bfloat16", True)])
 def test_layerwise_casting_is_measured_as_it_is(folder, dtype, checkpointing):
     memory_ = {"layerwise_casting": "float8_e4m3fn"}

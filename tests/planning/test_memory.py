@@ -288,6 +288,7 @@ def test_checkpointing_trades_memory_for_a_forward(folder):
 # ---- the real shape
 
 
+@pytest.mark.slow
 def test_the_real_model_is_measured_without_weights():
     run_ = resolved(
         SD35,
