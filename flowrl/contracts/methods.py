@@ -24,7 +24,7 @@ from flowrl.core.types import Edges
 from flowrl.credit.advantages import Advantages
 from flowrl.diffusion.process import Process
 from flowrl.diffusion.schedules import Schedule
-from flowrl.losses.batches import Microbatch
+from flowrl.losses.batches import InitialBatch, Microbatch
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.session import Session
 from flowrl.samplers.base import Sampler, step_std
@@ -252,15 +252,33 @@ def forwards(batch: Any) -> int:
     return len(batch.latents) if isinstance(batch, Microbatch) else len(batch)
 
 
+def part_of(batch: Microbatch | InitialBatch, rows: Tensor) -> Microbatch | InitialBatch:
+    """The edges or samples `rows` [n] of a batch; the latents of edges stay together."""
+    if isinstance(batch, InitialBatch):
+        return InitialBatch(batch.latents[rows], batch.numbers[rows], batch.advantage[rows], batch.old_log_prob[rows])
+    return dataclasses.replace(
+        batch,
+        parent=batch.parent[rows],
+        next_latents=batch.next_latents[rows],
+        step=batch.step.at(rows),
+        old_log_prob=batch.old_log_prob[rows],
+        advantage=batch.advantage[rows],
+        place=batch.place[rows],
+        columns={name: column[rows] for name, column in batch.columns.items()},
+    )
+
+
 @law("sum", "the loss is a sum over its batch, whatever batches it comes in: the gradients of the parts add up")
 def summed(trial: MethodTrial) -> str:
     method, whole = trial.session.method, trial.batches
     if isinstance(method, NoiseMethod) or (isinstance(method, EdgeMethod) and method.transitions is not None):
-        return "it learns while its batches are made, which so differ from call to call: not tried"
-    # A prompt is the most that a forward may have to hold whole.
-    half = -(-sum(map(forwards, whole)) // trial.rollout.rewards.shape[1])
-    parts = list(trial.session.batches(trial.rollout, trial.credit, batch_size=half))
-    require(len(parts) > len(whole), f"{len(parts)} batches of {half} rows")
+        # It learns while its batches are made, which so differ from call to call: these are cut instead.
+        parts = [part_of(batch, rows) for batch in whole for rows in torch.arange(len(batch)).tensor_split(2)]
+    else:
+        # A prompt is the most that a forward may have to hold whole.
+        half = -(-sum(map(forwards, whole)) // trial.rollout.rewards.shape[1])
+        parts = list(trial.session.batches(trial.rollout, trial.credit, batch_size=half))
+    require(len(parts) > len(whole), f"{len(parts)} parts of {len(whole)} batches")
     first, second = trial.gradient(whole), trial.gradient(parts)
     size = float(torch.cat([value.flatten() for value in first.values()]).norm())
     apart = float(torch.cat([(second[name] - value).flatten() for name, value in first.items()]).norm())
