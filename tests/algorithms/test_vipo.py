@@ -169,15 +169,6 @@ def test_an_advantage_is_normalised_then_multiplied_then_clipped():
     assert_close(apply_map(credit.values.flatten(0, 1), maps, "sample", credit.bound)[:, 0], found[:, 0].mean(dim=1))
 
 
-def test_a_dense_advantage_has_the_sign_of_its_sample():
-    """sign(A^p) = sign(A)."""
-    credit = advantages(rewards(), WEIGHTS, RULES["group"]).values.flatten(0, 1)
-    maps = mapper(SpatialConfig(keep_mean=True), (4, 4, 6))(pictures(len(credit)))
-    found = apply_map(credit, maps, "position", torch.tensor([5.0]))
-    sign = credit.sign()[:, :, None, None].expand_as(found)
-    assert torch.equal(found.sign(), torch.where(maps[:, None] > 0, sign, 0.0))
-
-
 def test_one_ratio_for_all_positions_may_take_the_mean_advantage():
     """max(-A r, -A clamp(r)) is linear in |A|, so for M >= 0 the mean over positions of the losses is the same."""
     log_ratio, maps = 0.05 * draw_advantages(64), uniform(64, 5, 7)
@@ -190,7 +181,7 @@ def test_one_ratio_for_all_positions_may_take_the_mean_advantage():
 
 
 def test_bounds_belong_to_columns():
-    with pytest.raises(ValueError, match="one bound for each of 2 columns"):
+    with pytest.raises(ValueError, match="must be one for each of 2 columns"):
         apply_map(torch.ones(3, 2), torch.ones(3, 4), "position", torch.ones(3))
 
 

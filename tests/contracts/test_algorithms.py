@@ -35,7 +35,6 @@ from tests.toys import (
     learner_of,
     loss_of,
     noising_of,
-    nudge,
     outputs_of,
     roll_out,
     rollout_of,
@@ -168,53 +167,6 @@ def test_times_are_repeatable_and_as_many_as_announced(name):
         if algorithm.unit in ("group", "prompt"):  # or its forwards would not hold whole groups of one time
             by_prompt = found.sigma.reshape(2, 3, -1)
             assert torch.equal(by_prompt, by_prompt[:, :1].expand_as(by_prompt))
-
-
-@pytest.mark.parametrize("name", EDGES)
-@pytest.mark.parametrize("moved", [False, True])
-def test_the_loss_is_finite_and_its_gradient_reaches_every_weight(name, moved):
-    session = roll_out(ToyAdapter(), algorithm=build(name))
-    if moved:
-        nudge(session.adapter.network, 1e-4)
-    advantage = draw_advantages(len(session.edges))
-    for batch in session.batches(advantage):
-        output = session.algorithm.loss(batch, session.networks)
-        assert bool(output.loss.isfinite())
-        assert output.loss.shape == ()
-        assert set(session.algorithm.feedback) <= set(output.metrics)
-        values = [*output.metrics.values(), *output.per_step.values()]
-        assert all(bool(value.isfinite().all()) and not value.requires_grad for value in values)
-        assert all(value.shape == (len(batch),) for value in output.per_step.values())
-    for weight, gradient in session.gradient(advantage).items():
-        assert bool(gradient.isfinite().all()), weight
-        assert float(gradient.abs().max()) > 0, weight
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("vp", [False, True], ids=["flow", "vp"])
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_loss_on_samples_is_finite_and_its_gradient_reaches_every_weight(name, vp, moved):
-    """Written against `Process`: velocities on a flow, noise on VP."""
-    session = samples_session(name, vp)
-    if moved:
-        nudge(session.adapter.network, 1e-3)
-    part = noising_of(session, rewards_of(name), updates=2, batch_size=9)
-    part.prepare()
-    for number in (0, 1):
-        for batch, _ in part.batches(number):
-            output = session.algorithm.loss(batch, session.networks)
-            assert bool(output.loss.isfinite())
-            assert output.loss.shape == ()
-            assert not output.per_step
-            assert {"policy/loss", "matching/error"} <= set(output.metrics)
-            assert set(session.algorithm.feedback) <= set(output.metrics)
-            for metric, value in output.metrics.items():
-                assert bool(value.isfinite()), metric
-                assert value.shape == (), metric
-                assert not value.requires_grad, metric
-    for weight, gradient in terms_gradient(session, part).items():
-        assert bool(gradient.isfinite().all()), weight
-        assert float(gradient.abs().max()) > 0, weight
 
 
 @pytest.mark.parametrize("name", SAMPLES)

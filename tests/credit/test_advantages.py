@@ -48,17 +48,6 @@ def test_advantages_are_those_of_the_official_code(std, total):
     assert_close(found.double(), torch.from_numpy(expected(total, std)), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("std", RULES)
-@settings(max_examples=60, deadline=None)
-@given(total=tables)
-def test_advantages_sum_to_zero_in_every_group(std, total):
-    """Also with a global std."""
-    found = group(total, std=std, clip=None).values
-    # G float32 roundings of values up to |A| <= 20 / 1e-4 where a global std is tiny.
-    bound = 1e-6 * found.abs().sum(dim=1) + 1e-6
-    assert bool((found.double().sum(dim=1).abs() <= bound).all())
-
-
 @pytest.mark.parametrize("std", ["global", "group"])
 @settings(max_examples=60, deadline=None)
 @given(total=tables, scale=st.floats(0.1, 10), shift=st.floats(-5, 5))
@@ -69,27 +58,6 @@ def test_advantages_ignore_affine_reward_changes(std, total, scale, shift):
     # scale * r + shift rounds at 2^-53 * 105 (float64) against a spread of at least 1/64: 1e-11 relative.
     live = ~before.dead
     assert_close(after.values[live], before.values[live], rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=40, deadline=None)
-@given(scale=st.floats(0.1, 10), shift=st.floats(-5, 5))
-def test_advantages_with_the_default_eps_nearly_ignore_affine_changes(scale, shift):
-    """style 2.7: eps 1e-4 against a std of at least 0.1 * 1.1 leaves 1e-3."""
-    r = torch.arange(8.0).reshape(2, 4)
-    assert_close(group(scale * r + shift).values, group(r).values, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("std", RULES)
-@settings(max_examples=60, deadline=None)
-@given(total=tables, seed=st.integers(0, 1000))
-def test_permuting_prompts_and_samples_permutes_the_advantages(std, total, seed):
-    """Which rank or row a sample has does not matter."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(total.shape[0], generator=generator)
-    columns = torch.randperm(total.shape[1], generator=generator)
-    before, after = group(total, std=std), group(total[rows][:, columns], std=std)
-    assert_close(after.values, before.values[rows][:, columns], rtol=1e-6, atol=1e-6)
-    assert torch.equal(after.dead, before.dead[rows])
 
 
 @pytest.mark.parametrize("std", RULES)
@@ -109,23 +77,6 @@ def test_an_iteration_of_constant_groups_is_all_zero_and_not_nan(std):
     found = group(torch.tensor([[1.0, 1.0], [2.0, 2.0]]), std=std, eps=0.0)
     assert found.dead.tolist() == [True, True]
     assert found.values.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-
-
-def test_a_global_std_is_that_of_all_samples_and_not_the_mean_of_the_groups():
-    total = torch.tensor([[0.0, 1.0], [10.0, 11.0]])
-    found = group(total, std="global", eps=0.0, clip=None)
-    assert_close(found.values, torch.tensor([[-0.5, 0.5], [-0.5, 0.5]]) / float(np.std([0, 1, 10, 11])))
-
-
-@pytest.mark.parametrize("std", RULES)
-def test_a_masked_sample_enters_no_statistic_and_gets_zero(std):
-    masked = group(torch.tensor([[1.0, NAN, 3.0], [0.0, 4.0, NAN]]), std=std)
-    alone = group(torch.tensor([[1.0, 3.0], [0.0, 4.0]]), std=std)
-    assert_close(masked.values[:, [0, 2]][0], alone.values[0])
-    assert_close(masked.values[1, :2], alone.values[1])
-    assert masked.values[0, 1] == masked.values[1, 2] == 0
-    assert masked.valid.tolist() == [[True, False, True], [True, True, False]]
-    assert not masked.dead.any()
 
 
 @pytest.mark.parametrize("std", RULES)
@@ -149,12 +100,6 @@ def test_advantages_are_clipped_after_scaling():
     assert float(group(total, clip=None).values.max()) == pytest.approx(9.94, abs=0.01)
     assert float(group(total, clip=5.0).values.max()) == 5.0
     assert float(group(-total, clip=5.0).values.min()) == -5.0
-
-
-def test_without_a_std_the_advantage_is_the_centred_reward():
-    """Dr. GRPO."""
-    found = group(torch.tensor([[1.0, 2.0, 6.0]]), std="none")
-    assert_close(found.values, torch.tensor([[-2.0, -1.0, 3.0]]))
 
 
 def test_rewards_that_differ_by_float_noise_get_next_to_no_advantage():
@@ -201,18 +146,6 @@ def test_with_ddof_1_advantages_are_those_of_dance_grpo(total):
     found = group(total, ddof=1, eps=1e-8)
     official = (total - total.mean(dim=1, keepdim=True)) / (total.std(dim=1, keepdim=True) + 1e-8)
     assert_close(found.values.double(), official.clamp(-5, 5), rtol=1e-6, atol=1e-6)
-
-
-def test_a_global_std_gives_small_updates_to_prompts_of_low_variance():
-    total = torch.tensor([[0.0, 0.1], [0.0, 1.0], [3.0, 3.0]])
-    found = group(total, std="global").values
-    assert_close(found[1, 1] / found[0, 1], torch.tensor(10.0))
-    assert found[2].tolist() == [0.0, 0.0]
-
-
-def test_without_a_std_the_reward_scale_acts_as_learning_rate():
-    total = torch.tensor([[1.0, 2.0, 6.0]])
-    assert_close(group(10 * total, std="none", clip=None).values, 10 * group(total, std="none").values)
 
 
 @pytest.mark.parametrize("std", ["global", "group"])

@@ -13,7 +13,6 @@ from flowrl.core.errors import ModelError
 from flowrl.credit.saliency import dense_advantages, saliency, to_latent_grid
 from flowrl.losses.ratio import clipped_ratio_loss
 from flowrl.rollout.saliency_maps import importance, load_backbone
-from flowrl.samplers.base import StepDistribution
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -247,25 +246,6 @@ def test_a_dense_advantage_has_the_sign_of_its_sample_and_is_clipped_last():
     assert torch.equal(found.sign(), advantage.sign()[:, :, None, None, None].expand_as(found))
     assert_close(found[1, 0], (-8 * maps[1]).clamp(-5, 5))
     assert_close(dense_advantages(advantage, maps, None)[1, 0], -8 * maps[1])
-
-
-@pytest.mark.parametrize("shape", [(4, 3, 5), (4, 2, 3, 5)])
-def test_a_map_of_ones_has_the_gradient_of_the_plain_loss_on_policy(shape):
-    """Channel and space mean, unclipped; the dense log-prob has the dense advantage's shape."""
-    advantage, x_next = torch.tensor([[1.5], [-0.5]]), draw(2, *shape, seed=1)
-
-    def gradient(dense: bool) -> torch.Tensor:
-        mean = draw(2, *shape).requires_grad_()
-        log_prob = StepDistribution(mean, torch.tensor([0.5, 0.9])).log_prob(x_next, "position" if dense else "mean")
-        weight = advantage.squeeze(1)
-        if dense:
-            weight = dense_advantages(advantage, torch.ones(2, *shape[1:]), None).squeeze(1)
-            assert weight.shape == log_prob.shape
-        loss, _ = clipped_ratio_loss(log_prob - log_prob.detach(), weight, (1e-4, 1e-4))
-        loss.flatten(1).mean(dim=1).sum().backward() if dense else loss.sum().backward()
-        return mean.grad
-
-    assert_close(gradient(dense=True), gradient(dense=False))
 
 
 def test_nothing_is_broadcast():

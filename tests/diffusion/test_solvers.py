@@ -67,13 +67,6 @@ def test_every_name_has_its_solver():
 # ---- one step
 
 
-def test_order_1_takes_the_golden_euler_step():
-    """x 1, v 0.5, sigma 0.8 -> 0.6 gives 0.9."""
-    x, step = torch.ones(1, 3), step_between(FLOW, 0.8, 0.6)
-    prediction = FLOW.predict(torch.full((1, 3), 0.5), x, step.sigma, "velocity")
-    assert_close(solve("dpm1", prediction, x, step, None), torch.full((1, 3), 0.9), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("process", "schedule"),
     [(FLOW, flow_schedule(10)), (FLOW, Schedule(shifted_linspace(25, 3.0), torch.zeros(25))), (VP, vp_schedule(20))],
