@@ -173,7 +173,7 @@ def test_a_broken_picture_is_counted_and_many_stop_the_run_with_what_was_trained
         scene(99, 0.5).save(pairs / "pairs" / f"{name}-{readable}.png")
     many = (*words, "name=many", "checkpoint={every: 9}", "optim.updates_per_iteration=1")
     # After 4 pairs up to 3.8 may be lost, after 8 up to 5.2.
-    with pytest.raises(ConfigError, match=r"of 8 pairs drawn so far have a picture that cannot be read"):
+    with pytest.raises(ConfigError, match=r"of 8 pairs drawn so far have an image that cannot be read"):
         train(*many)
     assert [folder.name for folder in Path("runs/many/checkpoints").glob("iteration-*")] == ["iteration-000001"]
     train(*many, "data.pairs.records={max_broken: 1}", resume=True)
