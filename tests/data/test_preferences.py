@@ -20,7 +20,7 @@ from flowrl.data.preference_records import StoredImage, Unreadable
 from flowrl.data.preferences import PreferenceOptions, PreferenceSet, PreferenceSource, load_preferences
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import WINDOW_BYTES
-from tests.row_groups import Stored, png, shards, voted
+from tests.data.row_groups import Stored, png, shards, voted
 
 ALL = PreferenceOptions(max_broken=1.0)
 

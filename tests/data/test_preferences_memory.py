@@ -32,7 +32,7 @@ def noise() -> list[bytes]:
 
 def epoch(source: Path, method: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.preference_epoch", str(source), method],
+        [sys.executable, "-m", "tests.data.preference_epoch", str(source), method],
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""DESIGN section 4, Randomness, Checkpoint and Processes, on a real pipeline."""
+"""Runs that are killed, stopped, resumed, repeated or shared: bitwise, or as near as floats allow."""
 
 from __future__ import annotations
 

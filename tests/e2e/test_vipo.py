@@ -1,4 +1,4 @@
-"""grpo_family 7.6 through the real loop on the embedded model."""
+"""Maps and ratios by position (ViPO) through the real loop on the embedded model."""
 
 from __future__ import annotations
 

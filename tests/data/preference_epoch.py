@@ -1,6 +1,6 @@
 """One epoch over a preference set in a process of its own, so that its memory can be told from the test's.
 
-`python -m tests.preference_epoch SOURCE METHOD` opens every picture that METHOD (`pairs` or `labelled`) draws in an
+`python -m tests.data.preference_epoch SOURCE METHOD` opens every image that METHOD (`pairs` or `labelled`) draws in an
 epoch and prints a line of JSON: records drawn, how many different ones, seconds, and the peak of resident memory.
 """
 
