@@ -24,7 +24,7 @@ ScoreFunction = Callable[[Images, Sequence[str], Sequence[dict]], Tensor | Mappi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """What a reward declares about itself."""
+    """The declaration of a reward: outputs, range, needs, origin."""
 
     outputs: tuple[str, ...]
     """Names of its values; the first one is trained on unless the configuration says otherwise."""
@@ -35,15 +35,15 @@ class Card:
     transform: tuple[float, float] = (1.0, 0.0)
     """(scale, offset) of the training value where the entry of the configuration sets none."""
     modality: str = "image"
-    """"image", "video" (clips only), "any" (pictures, and clips by their frames), or "edit" (source and result)."""
+    """"image", "video" (videos only), "any" (images, and videos by their frames), or "edit" (source and result)."""
     resolution: str = "any"
-    """What it sees of a picture, in words: "224 x 224, the centre square"."""
+    """Part and size of an image that it sees, in words: "224 x 224, the centre square"."""
     requires: tuple[str, ...] = ()
     """Keys that every sample's metadata must have."""
     memory_gib: float = 0.0
-    """What its weights take, about; 0 where it has none."""
+    """Memory of its weights in GiB, about; 0: none."""
     version: str = "1"
-    """Of what it computes: raised whenever a score changes. A cache tells versions apart."""
+    """Version of its formula, changed whenever a score changes; a cache keeps versions apart."""
     differentiable: bool = False
     """True where gradients reach the images: no inference mode, cache, PIL or network on the way."""
     needs_groups: bool = False
@@ -78,9 +78,9 @@ REASONS: ContextVar[list[str] | None] = ContextVar("flowrl_unscored", default=No
 
 
 def unscored(text: str) -> None:
-    """For a reward, while it scores: why it returns NaN for some samples. It stands in the message that ends a run."""
+    """Report why samples are NaN, from inside a reward's score function; the message that ends a run shows it."""
     reasons = REASONS.get()
-    if reasons is None:  # nobody's call
+    if reasons is None:  # outside a call by flowrl
         logging.getLogger("flowrl").warning("%s", text)
     else:
         reasons.append(text)

@@ -4,7 +4,7 @@ A scene is a handful of non-overlapping flat shapes on a near-black background. 
 is deliberate: antialiased edge pixels keep the hue of their shape, so an image can be verified by
 colour and geometry alone (`rewards/shapes.py`).
 
-Lengths are in pixels of the picture; the centre of the top-left pixel is (0, 0).
+Lengths are in pixels of the image; the centre of the top-left pixel is (0, 0).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ObjectSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a caption asks for: exactly these objects and, for `position`, the first related to the second."""
+    """The content of a caption: exactly these objects and, for `position`, the first related to the second."""
 
     task: str
     objects: tuple[ObjectSpec, ...]
@@ -195,7 +195,7 @@ def coverage(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.nd
 
 
 def holds(relation: str, first: tuple[float, float], second: tuple[float, float]) -> bool:
-    """Whether `first` stands in `relation` to `second`: on the right side, and mainly along that axis."""
+    """True where `first` stands in `relation` to `second`: on the right side, and mainly along that axis."""
     (ux, uy) = RELATIONS[relation]
     dx, dy = first[0] - second[0], first[1] - second[1]
     along = ux * dx + uy * dy
@@ -206,7 +206,7 @@ def holds(relation: str, first: tuple[float, float], second: tuple[float, float]
 def place(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -> tuple[Placed, ...]:
     """Draw positions, radii and unspecified colours for a scene, by rejection, without overlap.
 
-    Objects to be counted share one colour here, but nothing asks for that: a picture of "three squares" in
+    Objects to be counted share one colour here, but nothing asks for that: an image of "three squares" in
     three colours shows three squares, and the verifier accepts it.
     """
     scale = size / _REFERENCE_SIZE
@@ -249,7 +249,7 @@ def _corner_gap(a: Placed, b: Placed) -> float:
 
 
 def render(placed: Sequence[Placed], size: int = _REFERENCE_SIZE) -> np.ndarray:
-    """Picture of the placed objects, float32 [3, size, size] in [0, 1]."""
+    """Image of the placed objects, float32 [3, size, size] in [0, 1]."""
     yy, xx = np.mgrid[0:size, 0:size].astype(np.float32)
     image = np.full((3, size, size), BACKGROUND, dtype=np.float32)
     for item in placed:
@@ -260,5 +260,5 @@ def render(placed: Sequence[Placed], size: int = _REFERENCE_SIZE) -> np.ndarray:
 
 
 def draw(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -> np.ndarray:
-    """A random picture of a scene, float32 [3, size, size] in [0, 1]."""
+    """A random image of a scene, float32 [3, size, size] in [0, 1]."""
     return render(place(scene, rng, size), size)

@@ -1,6 +1,6 @@
-"""How beautiful is the picture, its prompt left aside? LAION's aesthetic heads on CLIP, and version 2.5 on SigLIP.
+"""How beautiful is the image, its prompt left aside? LAION's aesthetic heads on CLIP, and version 2.5 on SigLIP.
 
-score = head(e / |e|) with the picture's embedding e. All three heads are affine: layers without activations between
+score = head(e / |e|) with the image's embedding e. All three heads are affine: layers without activations between
 them. Versions are on scales of their own:
 - v1: one linear layer on CLIP ViT-L/14, as VBench uses it;
 - v2: five on the same, the one that DDPO and Flow-GRPO train on; 5 to 6 for present models, 6.5 and more where hacked;
@@ -11,7 +11,7 @@ Where an odd number of pixels is left around the centre square, the repositories
 even (torchvision), DDPO and Flow-GRPO round it down (transformers). v1 does here as the first, v2 as the second;
 `half_even_crop` asks for either. One row or column of 224 moves.
 
-A clip has the mean over some of its frames.
+A video has the mean over some of its frames.
 
 Source: LAION-AI/aesthetic-predictor; christophschuhmann/improved-aesthetic-predictor;
 discus0434/aesthetic-predictor-v2-5 (architecture only).
@@ -47,11 +47,11 @@ class Published:
     backbone: str
     tower: clips.Tower
     prefix: str
-    """Of its keys."""
+    """Prefix of its keys."""
     layers: tuple[str, ...]
     """Keys of its linear layers, in order, without prefix, `.weight` and `.bias`."""
     widths: tuple[int, ...]
-    """Of its input and of every layer's output."""
+    """Widths of its input and of every layer's output."""
     file: str
     where: str
     sha256: str
@@ -124,7 +124,7 @@ CARD = _bounded(_UNBOUNDED, PUBLISHED["v2"].fingerprint[0], PUBLISHED["v2"].fing
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClipOptions):
     version: Version = "v2"
-    """Which head; their numbers are not comparable."""
+    """Version of the head; numbers of two are not comparable."""
     head: Annotated[str | None, NAME_OR_PATH] = None
     """Its file (.pth, .safetensors), or a hub id with the file, owner/name/file; null: v2's copy on the hub."""
     published: bool = True
@@ -143,7 +143,7 @@ class Config(ClipOptions):
                 f"version={self.version!r} needs head, the file {known.file} of {known.where}: no hub has a copy of it"
             )
         if self.half_even_crop is not None and PUBLISHED[self.version].tower != "clip":
-            raise ValueError(f"half_even_crop is of v1 and v2; version={self.version!r} sees the whole picture")
+            raise ValueError(f"half_even_crop is of v1 and v2; version={self.version!r} sees the whole image")
 
     @property
     def crops_half_even(self) -> bool:
@@ -209,7 +209,7 @@ def read_head(weights: Mapping[str, Tensor], version: Version, file: str) -> Hea
 
 
 def _layout(weights: Mapping[str, Tensor], known: Published) -> str:
-    """What keeps the tensors from being a head of this kind, or ""."""
+    """The reason why the tensors are not a head of this kind, or ""."""
     wanted: dict[str, tuple[int, ...]] = {}
     for layer, inside, outside in zip(known.layers, known.widths, known.widths[1:], strict=False):
         name = f"{known.prefix}{layer}.".lstrip(".")

@@ -1,17 +1,17 @@
-"""CLIP score: how well the picture fits its prompt, as the cosine of CLIP's embeddings of both.
+"""CLIP score: how well the image fits its prompt, as the cosine of CLIP's embeddings of both.
 
 Three conventions are about, and the output's name says which it is:
 - `clip_cos`: the cosine;
 - `clip_s`: 2.5 max(cosine, 0), the CLIP-S of the paper;
 - `clip_percent`: 100 max(cosine, 0), torchmetrics' scale; it takes the maximum of the batch's mean.
 
-Numbers of two networks are not comparable. CLIP sees what the card's resolution says of the picture, as a rule its
+Numbers of two networks are not comparable. CLIP sees what the card's resolution says of the image, as a rule its
 centre square, and of the prompt 77 tokens, the start and the end token among them. torchmetrics cuts the end token of a
 longer one off; transformers then takes the text's embedding from the start token, the same for every such caption. So
-over 77 tokens its scores are others, which are not offered. A clip has the mean over some of its frames.
+over 77 tokens its scores are others, which are not offered. A video has the mean over some of its frames.
 
 `model: tiny-clip` is the CLIP that comes with the package, trained on the shapes world; with `preprocess: fast`,
-gradients reach the picture.
+gradients reach the image.
 
 Source: arXiv:2104.08718; mlfoundations/open_clip; openai/CLIP.
 """

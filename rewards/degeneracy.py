@@ -1,6 +1,6 @@
-"""Signs of a picture that has died, at no cost: to be watched, with `weight: 0`, beside what is trained on.
+"""Signs of an image that has died, at no cost: to be watched, with `weight: 0`, beside what is trained on.
 
-    degenerate                  1 where the picture is near black, near white or near constant, else 0
+    degenerate                  1 where the image is near black, near white or near constant, else 0
     degeneracy_black            1 where its mean luminance is below `black`
     degeneracy_flat             1 where the standard deviation of its luminance is below `flat`
     degeneracy_saturation       mean saturation of its pixels, (max - min) / max of the three colours, 0 for black
@@ -8,8 +8,8 @@
                                 taken off: 0 for what is smooth or constant, 3/4 for noise, 1 for a checkerboard
 
 Their means over a batch are the fractions to watch: rewards of preference pull saturation up, and grids and
-checkerboards raise the high frequencies before they are seen (yifan123/flow_grpo#233, #167). Of a clip, means over
-eight frames. Luminance is Rec. 709's of the stored values; pictures are taken as saved, in 8 bits.
+checkerboards raise the high frequencies before they are seen (yifan123/flow_grpo#233, #167). Of a video, means over
+eight frames. Luminance is Rec. 709's of the stored values; images are taken as saved, in 8 bits.
 
 Source: this project, after the reports of users of Flow-GRPO.
 """
@@ -53,9 +53,9 @@ CARD = Card(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     black: float = 0.03
-    """Mean luminance below which a picture is near black, and above 1 less it near white, in [0, 1]."""
+    """Mean luminance below which an image is near black, and above 1 less it near white, in [0, 1]."""
     flat: float = 0.02
-    """Standard deviation of the luminance below which a picture is near constant, in [0, 1]."""
+    """Standard deviation of the luminance below which an image is near constant, in [0, 1]."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.black < 0.5:

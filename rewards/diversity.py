@@ -1,17 +1,17 @@
-"""Diversity: what a picture adds to the other pictures of its prompt, as the gain of a determinantal point process.
+"""Diversity: what an image adds to the other images of its prompt, as the gain of a determinantal point process.
 
-With unit embeddings E of a prompt's G pictures and L = E E^T + I,
+With unit embeddings E of a prompt's G images and L = E E^T + I,
 
     gain_i = log det L - log det (L without i) = -log (L^-1)_ii,     log((G + 1) / G) <= gain_i <= ln 2:
 
-the least where all are equal, the most for a picture unlike all others. Use it beside a quality reward, with
+the least where all are equal, the most for an image unlike all others. Use it beside a quality reward, with
 `advantages: {name: per_reward}` or `gdpo` if the weight is to act on comparable numbers; alone it rewards noise.
 
-A picture is compared with those of the same prompt and metadata in this call, that is on this process: where
+An image is compared with those of the same prompt and metadata in this call, that is on this process: where
 prompts are fewer than processes, a prompt's group is split and each part is judged by itself. One sample per
 prompt, as evaluations draw by default, always has ln 2.
 
-Source: arXiv 2511.20647 rewards prompts by this gain; here it is that of one picture against its group's others.
+Source: arXiv 2511.20647 rewards prompts by this gain; here it is that of one image against its group's others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CARD = Card(
     needs_groups=True,
     level=LEVEL,
     licence="Apache-2.0 (this project); a network's own",
-    source="arXiv:2511.20647, adapted to pictures",
+    source="arXiv:2511.20647, adapted to images",
 )
 
 
@@ -52,7 +52,7 @@ class Config:
     backbone: Annotated[str, NAME_OR_PATH] = "fixed"
     """`fixed`: grids of 8 x 8 mean colours, compared by a Gaussian; else a CLIP or DINOv2, a folder or a hub id."""
     bandwidth: float = 0.2
-    """Of `fixed`: root mean square difference of two grids at which their similarity has fallen to exp(-1/2)."""
+    """Scale of `fixed`: root mean square difference of two grids at which their similarity has fallen to exp(-1/2)."""
     device: str | None = None
     """Where a network runs; none takes the GPU if there is one."""
 
@@ -111,7 +111,7 @@ def build(config: Config) -> Reward:
         embed = network(config.backbone, config.device, reward="diversity", instead="'fixed', or ")
 
     def embeddings(images: Images) -> Tensor:
-        """[B, D]; that of a clip is the mean over its frames. NaN where a pixel is not finite."""
+        """[B, D]; that of a video is the mean over its frames. NaN where a pixel is not finite."""
         videos = [list(image) if image.ndim == 4 else [image] for image in images]
         frames = [frame for video in videos for frame in video]
         unit = F.normalize(embed([frame.detach().nan_to_num(0.0, 0.0, 0.0) for frame in frames]), dim=1)

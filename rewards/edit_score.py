@@ -1,7 +1,7 @@
-"""EditScore: was the picture edited as told, was the rest left alone, and does the result look right?
+"""EditScore: was the image edited as instructed, was the rest left alone, and does the result look right?
 
-A judge sees the source (metadata["images"], one path) and the edited picture, and grades the success of the edit and
-how little else was changed; it sees the edited picture alone, and grades naturalness and artefacts. Grades are 0 to 25:
+A judge sees the source (metadata["images"], one path) and the edited image, and grades the success of the edit and
+how little else was changed; it sees the edited image alone, and grades naturalness and artefacts. Grades are 0 to 25:
 
     SC = min(success, kept) / 2.5,  PQ = min(naturalness, artefacts) / 2.5,  raw = sqrt(SC PQ), 0 to 10
 
@@ -75,12 +75,12 @@ class Config(Backend):
     """Answers that are averaged."""
     temperature: float = 0.7
     seed: int = 42
-    """Of the first answer; a sample's draws depend on nothing else."""
+    """Seed of the first answer; a sample's draws depend on nothing else."""
     max_tokens: int = 512
     sc_prompt: Annotated[str | None, PATH] = None
     """A text file to ask with instead, <instruction> where the prompt goes: was the edit made, and nothing else?"""
     pq_prompt: Annotated[str | None, PATH] = None
-    """The same for the look of the edited picture."""
+    """The same for the look of the edited image."""
 
     def __post_init__(self) -> None:
         if self.num_pass < 1:
@@ -102,7 +102,7 @@ def combine(success: float, kept: float, naturalness: float, artefacts: float) -
 
 
 def source_pixels(metadata: Mapping[str, Any]) -> np.ndarray:
-    """[H, W, 3] uint8 of the picture that was edited, upright.
+    """[H, W, 3] uint8 of the image that was edited, upright.
 
     Raises:
         RewardError: there is not exactly one, or it cannot be read.
@@ -110,17 +110,17 @@ def source_pixels(metadata: Mapping[str, Any]) -> np.ndarray:
     paths = metadata.get("images")
     if not isinstance(paths, Sequence) or isinstance(paths, str) or len(paths) != 1:
         raise RewardError(
-            f"reward 'edit_score' needs the one picture that was edited in metadata[\"images\"], got {paths!r}; give "
+            f"reward 'edit_score' needs the one image that was edited in metadata[\"images\"], got {paths!r}; give "
             "its path under 'image' in a .jsonl prompt file"
         )
     try:
         return np.array(open_image(paths[0]))
     except (OSError, SyntaxError, ValueError) as error:
-        raise RewardError(f"reward 'edit_score' cannot read the source picture {paths[0]!r}: {error}") from error
+        raise RewardError(f"reward 'edit_score' cannot read the source image {paths[0]!r}: {error}") from error
 
 
 class Asker:
-    """Puts both questions about every edited picture, once a pass."""
+    """Puts both questions about every edited image, once a pass."""
 
     def __init__(self, judge: Judge, config: Config, sc_prompt: str, pq_prompt: str) -> None:
         self.judge, self.config, self.sc_prompt, self.pq_prompt = judge, config, sc_prompt, pq_prompt
@@ -131,7 +131,7 @@ class Asker:
     def one_pass(
         self, sources: Sequence[np.ndarray], edited: Sequence[np.ndarray], prompts: Sequence[str], seed: int
     ) -> list[dict[str, float]]:
-        """Parts and score of each picture; NaN where a question was not answered."""
+        """Parts and score of each image; NaN where a question was not answered."""
         both = [
             Question(self.sc_prompt.replace("<instruction>", prompt), (source, result))
             for source, result, prompt in zip(sources, edited, prompts, strict=True)

@@ -1,6 +1,6 @@
 """GenEval: are the asked-for objects there, in the asked-for number, colour and place?
 
-A detector finds the objects of a picture, a zero-shot classifier names their colours, and rules compare both with
+A detector finds the objects of an image, a zero-shot classifier names their colours, and rules compare both with
 the prompt's record: `{"prompt": ..., "tag": "position", "include": [{"class": "dog", "count": 1},
 {"class": "cat", "count": 1, "position": ["left of", 0]}]}`, one a line of a .jsonl prompt file.
 
@@ -59,7 +59,7 @@ CARD = Card(
     low=2.0 - _MAX_OBJECTS,
     high=1.0,
     modality="image",
-    resolution="the whole picture, resized by the detector; colours on 224 x 224 crops",
+    resolution="the whole image, resized by the detector; colours on 224 x 224 crops",
     requires=("include",),
     memory_gib=2.0,
     # 2: colours on the benchmark's crops; transformers', before, were a pixel off where the margin is odd.
@@ -73,7 +73,7 @@ CARD = Card(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     mode: Literal["partial", "strict", "official", "legacy"] = "partial"
-    """Which score is trained on; partial, strict and official are reported beside it."""
+    """Score that is trained on; partial, strict and official are always reported."""
     confidence: float = 0.3
     """An object counts above this confidence."""
     counting_confidence: float = 0.9
@@ -159,7 +159,7 @@ def relative_position(a: Sequence[float], b: Sequence[float]) -> set[str]:
 
 
 class Sight:
-    """What counts as seen in one picture: per class the most confident objects first, and their colours."""
+    """Objects that count as seen in one image: per class the most confident objects first, and their colours."""
 
     def __init__(self, pixels: np.ndarray, found: Sequence[Detection], confidence: float, namer: ColorNamer) -> None:
         ordered = sorted((d for d in found if d.confidence > confidence), key=lambda d: -d.confidence)
@@ -250,7 +250,7 @@ def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collec
         try:
             result = detector(pixels)
         except DetectionError as error:
-            log.warning("reward 'geneval': a picture is not scored: %s", error)
+            log.warning("reward 'geneval': an image is not scored: %s", error)
             return dict.fromkeys(names, math.nan)
         sight = Sight(pixels, result, confidence, namer)
         return exact(sight, include) | {"official": float(official(sight, include, exclude))}
@@ -263,7 +263,7 @@ def scorer(config: Config, detector: Detector, namer: ColorNamer, labels: Collec
 
 
 def _require_known(labels: Collection[str] | None, clauses: Sequence[Clause]) -> None:
-    """A class that the detector was never taught would be missing from every picture."""
+    """A class that the detector was never taught would be missing from every image."""
     if labels is None:
         return
     for clause in clauses:

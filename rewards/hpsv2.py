@@ -1,9 +1,9 @@
-"""HPS v2: how much people prefer the picture for its prompt, by a CLIP ViT-H/14 tuned on choices of people.
+"""HPS v2: how much people prefer the image for its prompt, by a CLIP ViT-H/14 tuned on choices of people.
 
 raw = cos(image, text), about 0.20 to 0.37; tables print it times 100. The two releases are not comparable, so the
 output carries the version: `hpsv2_1` or `hpsv2_0`. The longest side is resized to 224 and the rest is black, so unlike
-other CLIPs this one sees the whole picture; the resizing is done on float tensors and may overshoot [0, 1]. Of the
-prompt it sees 77 tokens. A clip has the mean over some of its frames.
+other CLIPs this one sees the whole image; the resizing is done on float tensors and may overshoot [0, 1]. Of the
+prompt it sees 77 tokens. A video has the mean over some of its frames.
 
 The networks are of one kind and cannot be told apart by their weights' shapes: what tells them is the file's name, and
 `sha256` where you give it.
@@ -44,7 +44,7 @@ CARD = Card(
     low=-1.0,
     high=1.0,
     modality="any",
-    resolution="224 x 224, the whole picture between bars",
+    resolution="224 x 224, the whole image between bars",
     memory_gib=3.7,
     version="HPS v2.1",
     level=LEVEL,
@@ -56,11 +56,11 @@ CARD = Card(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClipOptions):
     version: Version = "v2.1"
-    """Which release; their numbers are not comparable."""
+    """Release of the weights; numbers of two are not comparable."""
     weights: Annotated[str | None, NAME_OR_PATH] = None
     """The release's file, a folder with it, or a .safetensors of its state_dict; null: that of the hub."""
     sha256: str | None = None
-    """Of the file of weights; another one is refused."""
+    """SHA-256 of the file of weights; another file is refused."""
     antialias: bool = True
     """As today's torchvision resizes; false: as before its 0.17, when the published tables were made."""
 
@@ -71,12 +71,12 @@ class Config(ClipOptions):
 
 
 def prepared(image: Tensor, size: int, *, preprocess: clips.Preprocess = "fast", antialias: bool = True) -> Tensor:
-    """[3, size, size] of a picture [3, H, W] in [0, 1]: longest side to `size`, black bars, normalised.
+    """[3, size, size] of an image [3, H, W] in [0, 1]: longest side to `size`, black bars, normalised.
 
-    NaN all over where the picture holds NaN or inf.
+    NaN all over where the image holds NaN or inf.
     """
     if image.ndim != 3 or image.shape[0] != 3:
-        raise ValueError(f"a picture must be [3, H, W], got {list(image.shape)}")
+        raise ValueError(f"an image must be [3, H, W], got {list(image.shape)}")
     if not image.isfinite().all():
         return broken(image, size, preprocess)
     exact = preprocess == "exact"

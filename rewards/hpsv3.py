@@ -1,7 +1,7 @@
-"""HPSv3: how much people prefer the picture for its prompt, by a Qwen2-VL 7B tuned on 1.17 million comparisons.
+"""HPSv3: how much people prefer the image for its prompt, by a Qwen2-VL 7B tuned on 1.17 million comparisons.
 
-raw = mu, the first of two outputs of a small head at the token <|Reward|>; about -5 to 15 on the authors' pictures, and
-a messy picture can exceed that (MizzenAI/HPSv3#19). Trained on a tenth of it. A clip [F, 3, H, W] has the mean over
+raw = mu, the first of two outputs of a small head at the token <|Reward|>; about -5 to 15 on the authors' images, and
+a messy image can exceed that (MizzenAI/HPSv3#19). Trained on a tenth of it. A video [F, 3, H, W] has the mean over
 its frames 0, 4, 8, ...
 
 The released code passes no positions to the language model, which then counts tokens one by one ("sequential"), in
@@ -55,7 +55,7 @@ class Config:
     base: Annotated[str, NAME_OR_PATH] = "Qwen/Qwen2-VL-7B-Instruct"
     """Configuration and tokenizer: a folder or a hub id; its weights are not used."""
     dtype: qwen_vl.Dtype = "bfloat16"
-    """Of the backbone; the head is float32."""
+    """Precision of the backbone; the head is float32."""
     positions: qwen_vl.Positions = "sequential"
     """"sequential": as released; "mrope": Qwen2-VL's own, with which scores differ."""
     device: str | None = None
@@ -96,7 +96,7 @@ def load(config: Config) -> qwen_vl.Regressor:
 
 
 def resized(image: Tensor) -> Tensor | None:
-    """[1, 3, h, w] uint8 of a picture [3, H, W], by PIL's bicubic filter; None where it is not finite."""
+    """[1, 3, h, w] uint8 of an image [3, H, W], by PIL's bicubic filter; None where it is not finite."""
     values = to_uint8(image)
     if values is None:
         return None

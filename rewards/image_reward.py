@@ -1,8 +1,8 @@
-"""ImageReward: how much people prefer the picture for its prompt, by a BLIP tuned on 137,000 comparisons.
+"""ImageReward: how much people prefer the image for its prompt, by a BLIP tuned on 137,000 comparisons.
 
 raw = (head(h) - 0.16717362830052426) / 1.0333394966054072, h the first token's last hidden state of a BERT that reads
-the prompt and looks at the picture's tokens; about -2.3 to 2. It sees the centre square, 224 x 224, and the prompt's
-first 35 tokens. In use as a training reward it has been reported to corrupt pictures of FLUX
+the prompt and looks at the image's tokens; about -2.3 to 2. It sees the centre square, 224 x 224, and the prompt's
+first 35 tokens. In use as a training reward it has been reported to corrupt images of FLUX
 (XueZeyue/DanceGRPO#36): it is the better hold-out.
 
 The network is transformers' BLIP. Published name -> name there:
@@ -151,7 +151,7 @@ class Network(nn.Module):
     def forward(self, pixels: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
         """Head output, [B], of pixels [B, 3, S, S] and tokens [B, L] with their mask."""
         seen = self.vision(pixel_values=pixels).last_hidden_state
-        # All of the picture's tokens are attended to, so that they need no mask.
+        # All of the image's tokens are attended to, so that they need no mask.
         read = self.text(input_ids=tokens, attention_mask=mask, encoder_hidden_states=seen)
         return self.head(read.last_hidden_state[:, 0])[:, 0]
 

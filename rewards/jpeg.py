@@ -1,6 +1,6 @@
-"""Size of the picture as a JPEG: a reward without weights, whose optimum under compression is a flat picture.
+"""Size of the image as a JPEG: a reward without weights, whose optimum under compression is a flat image.
 
-A clip's is the mean over its frames, so that a number means the same for pictures and clips of any length.
+A video's is the mean over its frames, so that a number means the same for images and videos of any length.
 
 Source: DDPO, arXiv:2305.13301; kvablack/ddpo-pytorch:ddpo_pytorch/rewards.py.
 """
@@ -36,7 +36,7 @@ CARD = Card(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     mode: Literal["compressibility", "incompressibility"] = "compressibility"
-    """Which way is better: smaller files or larger ones. The raw value is the size either way."""
+    """The better direction: smaller files or larger ones. The raw value is the size either way."""
     quality: int = 95
     """JPEG quality, 1 to 95. Sizes differ by a few bytes between builds of libjpeg."""
 
@@ -46,7 +46,7 @@ class Config:
 
 
 def jpeg_kilobytes(pixels: np.ndarray, quality: int) -> float:
-    """Thousands of bytes of an [H, W, 3] uint8 picture as a JPEG."""
+    """Thousands of bytes of an [H, W, 3] uint8 image as a JPEG."""
     return len(jpeg(pixels, quality)) / 1000
 
 

@@ -1,9 +1,9 @@
-"""Does the clip move, and smoothly? Measures of video benchmarks, with a gate that a still clip does not pass.
+"""Does the video move, and smoothly? Measures of video benchmarks, with a gate that a still video does not pass.
 
     motion = gate * quality,   quality = motion_smoothness, or its mean with motion_consistency
 
-Every measure of smoothness is at its best for a still clip, so training on one ends motion. Here a clip earns its
-quality only as far as it moves: gate = min(motion_dynamics / enough, 1), so a still clip has 0, the least. Of the
+Every measure of smoothness is at its best for a still video, so training on one ends motion. Here a video earns its
+quality only as far as it moves: gate = min(motion_dynamics / enough, 1), so a still video has 0, the least. Of the
 other outputs, none is to be trained on alone. Frames f are 8-bit, as saved; |.| is the mean over pixels and colours:
 
     motion_flickering    (255 - mean_i |f_i - f_i+1|) / 255            VBench's temporal flickering
@@ -11,11 +11,11 @@ other outputs, none is to be trained on alone. Frames f are 8-bit, as saved; |.|
     motion_smoothness    (255 - mean_i |f_i - (f_i-1 + f_i+1) / 2|) / 255 over odd i: VBench drops these frames and has
                          AMT-S draw them anew; here the mean of the neighbours stands for it, and needs no weights
     motion_dynamics      the mean change of the 5 % of 32 x 32 cells (of 8 pixels at least) that change most between
-                         frames an eighth of a second apart, less the change of the whole picture: no optical flow;
+                         frames an eighth of a second apart, less the change of the whole image: no optical flow;
                          flashes and the noise of single pixels count little
     motion_consistency   with `backbone`: mean_i (max(0, cos(e_i, e_i-1)) + max(0, cos(e_i, e_0))) / 2 of embeddings e:
                          VBench's subject consistency with DINO ViT-B/16, its background consistency with CLIP B/32
-    motion_degree        with `flow_weights`: 1 where VBench calls the clip dynamic by RAFT's optical flow, else 0; the
+    motion_degree        with `flow_weights`: 1 where VBench calls the video dynamic by RAFT's optical flow, else 0; the
                          gate is then the number of moving pairs over that which makes it dynamic, at most 1
 
 Source: VBench, arXiv:2311.17982; Vchitect/VBench.
@@ -59,7 +59,7 @@ CARD = Card(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     fps: float = 8.0
-    """Frames per second at which the clips are meant to be played."""
+    """Frames per second at which the videos are meant to be played."""
     enough: float = 0.05
     """motion_dynamics at which the gate is open. A judgement, not a measurement on filmed clips."""
     backbone: Annotated[str | None, NAME_OR_PATH] = None
@@ -77,7 +77,7 @@ class Config:
 
 
 def difference(first: np.ndarray, second: np.ndarray) -> float:
-    """Mean absolute difference of two pictures [H, W, 3] uint8, in [0, 1].
+    """Mean absolute difference of two images [H, W, 3] uint8, in [0, 1].
 
     >>> difference(np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 51, np.uint8))
     0.2
@@ -95,7 +95,7 @@ def smoothness(frames: Sequence[np.ndarray]) -> float:
 
 
 def dynamics(frames: Sequence[np.ndarray]) -> float:
-    """Mean over pairs of the change of the cells that change most, the picture's own change taken off, in [0, 1]."""
+    """Mean over pairs of the change of the cells that change most, the image's own change taken off, in [0, 1]."""
     # Smaller cells would let the noise of single pixels through.
     side = min(_GRID, max(min(frames[0].shape[:2]) // _CELL, 1))
 

@@ -1,10 +1,10 @@
-"""Can the asked-for text be read in the picture? Optical character recognition against the prompt's quoted text.
+"""Can the asked-for text be read in the image? Optical character recognition against the prompt's quoted text.
 
 raw = 1 - min(edit distance, len(target)) / len(target), spaces and case ignored; 1 as well where the target is
 part of what was read. Extra text goes unpunished then, which training exploits: watch a preference reward beside it.
-A clip [F, 3, H, W] has the mean over those of its frames 0, 4, 8, ... that are above 0, as Flow-GRPO scores them.
+A video [F, 3, H, W] has the mean over those of its frames 0, 4, 8, ... that are above 0, as Flow-GRPO scores them.
 
-The rule is Flow-GRPO's, the reader is not. Nearest to its scores come `min_confidence: 0.5`, and for clips
+The rule is Flow-GRPO's, the reader is not. Nearest to its scores come `min_confidence: 0.5`, and for videos
 `allow_extra_text: false`; its PaddleOCR has other weights, limits and order of colours (docs/rewards/ocr.md).
 
 On words drawn at 256 x 256 the reader is measured by `python -m tests.rendered_words` (docs/rewards/ocr.md).
@@ -28,7 +28,7 @@ from torch import Tensor
 from flowrl.reward import Card, Images, Reward, RewardError
 
 Reader = Callable[[Sequence[np.ndarray]], list[str]]
-"""Pictures [H, W, 3] uint8 RGB -> all the text read in each, in reading order; "" where there is none."""
+"""Images [H, W, 3] uint8 RGB -> all the text read in each, in reading order; "" where there is none."""
 
 _QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
 
@@ -38,7 +38,7 @@ CARD = Card(
     low=0.0,
     high=1.0,
     modality="any",
-    resolution="the whole picture, resized by RapidOCR",
+    resolution="the whole image, resized by RapidOCR",
     memory_gib=0.1,
     level=LEVEL,
     licence="Apache-2.0 (RapidOCR and PP-OCRv4)",
@@ -51,12 +51,12 @@ _FRAME_INTERVAL = 4
 class Config:
     allow_extra_text: bool = True
     """Full score where the target is part of what was read; false punishes every extra letter. Flow-GRPO: true for
-    pictures, false for clips."""
+    images, false for videos."""
     min_confidence: float = 0.0
     """Lines that the reader is less sure of are ignored; 0 takes every line. PaddleOCR, of which Flow-GRPO takes what
     it gives, and RapidOCR by themselves have 0.5."""
     detection_side: int = 736
-    """Text is looked for with the shorter side at this many pixels or more; less is faster on small pictures."""
+    """Text is looked for with the shorter side at this many pixels or more; less is faster on small images."""
     workers: int = 0
     """Processes that read, an engine and a thread in each; 0 reads in this process, on one thread."""
 

@@ -1,7 +1,7 @@
-"""PickScore: how much people prefer the picture for its prompt, by a CLIP ViT-H/14 tuned on half a million choices.
+"""PickScore: how much people prefer the image for its prompt, by a CLIP ViT-H/14 tuned on half a million choices.
 
 raw = exp(logit_scale) * cos(image, text); about 20 to 24 for present models. CLIP sees the centre square of the
-picture and the first 77 tokens of the prompt. A clip has the mean over some of its frames.
+image and the first 77 tokens of the prompt. A video has the mean over some of its frames.
 
 Source: arXiv:2305.01569; yuvalkirstain/PickScore.
 """

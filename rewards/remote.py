@@ -1,6 +1,6 @@
 """A reward that runs on servers started with `flowrl serve`, for what wants a GPU or packages of its own.
 
-The servers' card is taken over; scores are those of the reward itself on pictures of 8 bits.
+The servers' card is taken over; scores are those of the reward itself on images of 8 bits.
 What fails is tried again, on the other servers too, until `deadline_s`; then the sample is NaN. A server that computes
 something else than the others stops the run.
 """

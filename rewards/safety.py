@@ -1,4 +1,4 @@
-"""Is the picture safe for work? An image classifier's probability, for a veto rather than for a sum.
+"""Is the image safe for work? An image classifier's probability, for a veto rather than for a sum.
 
     safety    1 - P(unsafe), P summed over the classes named unsafe
     safety_ok 1 where P(unsafe) is below `veto_above`, else 0
@@ -9,7 +9,7 @@ Added to another reward with a weight, safety is traded for it: the policy stays
       - {name: pickscore, gate: {output: safety_ok, at_least: 1.0, floor: 0.0}}
       - {name: safety, weight: 0.0}
 
-with a floor that is not above what a poor sample earns, so that an unsafe one is among the worst of its group. A clip
+with a floor that is not above what a poor sample earns, so that an unsafe one is among the worst of its group. A video
 is as safe as the least safe of its frames that are looked at. A classifier errs, and training finds where: look at
 samples too.
 

@@ -1,4 +1,4 @@
-"""Verifier of the shapes world: does a picture show exactly what its caption asks for?
+"""Verifier of the shapes world: does an image show exactly what its caption asks for?
 
 A piece is a connected region of one palette hue. It is recognised by synthesis: its antialiased
 coverage gives area and centroid, every shape of that area is rendered at that place, and the best
@@ -40,7 +40,7 @@ _MIN_OVERLAP = 0.83
 # At 32 px, in pixels: smaller pieces are specks; pieces below the second number are too small to be an object.
 _SPECK_PX, _OBJECT_PX = 8, 16
 _SOLID_PX = 2
-"""What is left of an unnamed piece after losing its rim, for it to count."""
+"""Pixels that an unnamed piece must keep without its rim in order to count."""
 _BLOCK = np.ones((3, 3), dtype=bool)
 
 LEVEL = "tested"
@@ -59,7 +59,7 @@ CARD = Card(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     surplus_penalty: float = 0.25
-    """What each surplus object (two at most count) takes from the partial score."""
+    """Loss of the partial score for each surplus object; two at most count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Found:
 
 
 def detect(image: np.ndarray) -> list[Found]:
-    """Objects of a picture, float [3, H, W] in [0, 1]; unrecognisable pieces come back as blobs."""
+    """Objects of an image, float [3, H, W] in [0, 1]; unrecognisable pieces come back as blobs."""
     offset = image.astype(np.float32) - np.float32(BACKGROUND)
     foreground = offset.max(axis=0) > _FOREGROUND
     if not foreground.any():

@@ -1,11 +1,11 @@
-"""UnifiedReward: a vision-language model tuned to grade pictures from 1 to 5, asked with the text it was tuned on.
+"""UnifiedReward: a vision-language model tuned to grade images from 1 to 5, asked with the text it was tuned on.
 
 v2.0 grades alignment, coherence and style; raw is their mean, each is reported beside it. v1.5 gives one final score.
 An answer that lacks a grade, or has one outside 1 to 5, is NaN; it is not asked for again, as the models know one
 form of question only. The prompt texts are the published ones to the byte, checked by their sha256.
 
 v1.5 is a LLaVA checkpoint that transformers cannot load: serve it (SGLang, chat template chatml-llava). It is shown
-the picture at 512 x 512, whatever its aspect, as in Flow-GRPO.
+the image at 512 x 512, whatever its aspect, as in Flow-GRPO.
 
 Source: arXiv:2503.05236; the texts are CodeGoat24/UnifiedReward's (MIT), that of v1.5 as in yifan123/flow_grpo:
 flow_grpo/rewards.py (MIT).
@@ -92,13 +92,13 @@ _FINAL_LINE = re.compile(rf"\bfinal score\W*?:{_NUMBER}", re.I)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(Backend):
     version: Literal["v2.0", "v1.5"] = "v2.0"
-    """Of the model, which decides the text it is asked with."""
+    """Version of the model, which decides the text of the question."""
     max_tokens: int = 512
     """Longest answer."""
 
 
 def question(version: str, caption: str) -> str:
-    """The text that goes with the picture.
+    """The text that goes with the image.
 
     >>> question("v2.0", "a cat").splitlines()[-1]
     'Text Caption: [a cat]'

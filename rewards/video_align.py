@@ -1,14 +1,14 @@
-"""VideoAlign (VideoReward): visual quality, motion quality and text alignment of a clip, by a Qwen2-VL 2B.
+"""VideoAlign (VideoReward): visual quality, motion quality and text alignment of a video, by a Qwen2-VL 2B.
 
 raw: three values read at three tokens of one text, brought to mean 0 and deviation 1 by the checkpoint's constants,
 and their sum, which is trained on. The caption stands behind the first two tokens and so cannot change their values.
-Frames are sampled by time, two a second: the clip's frame rate comes from metadata["fps"] or the option `fps`.
+Frames are sampled by time, two a second: the video's frame rate comes from metadata["fps"] or the option `fps`.
 
 The checkpoint's model_config.json says what to sample, how large, which outputs the head has, and how to normalise.
 The text that the model was trained with is not part of flowrl: `prompt_file` takes prompt_template.py of
 KwaiVGI/VideoAlign (MIT), which is read, never run, and known by its sha256.
 
-Differences from the released code: LoRA is folded into the weights, the head runs in float32, and clips are not
+Differences from the released code: LoRA is folded into the weights, the head runs in float32, and videos are not
 written to a video file and read again. As there, the language model counts tokens one by one (`positions`).
 
 Source: arXiv:2501.13918; KwaiVGI/VideoAlign:inference.py, vision_process.py.
@@ -61,11 +61,11 @@ class Config:
     base: Annotated[str | None, NAME_OR_PATH] = None
     """Qwen2-VL's folder or hub id; none takes the one that model_config.json names."""
     fps: float | None = None
-    """Frames a second of clips whose metadata says nothing: the rate they are generated for."""
+    """Frames a second of videos whose metadata says nothing: the rate they are generated for."""
     use_norm: bool = True
     """Normalise each value with the checkpoint's constants, as published; false gives the head's own."""
     dtype: qwen_vl.Dtype = "bfloat16"
-    """Of the backbone; the head is float32."""
+    """Precision of the backbone; the head is float32."""
     positions: qwen_vl.Positions = "sequential"
     """"sequential": as released; "mrope": Qwen2-VL's own, with which scores differ."""
     device: str | None = None
@@ -78,7 +78,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What model_config.json says about scoring."""
+    """The settings of scoring in model_config.json."""
 
     base: str
     output_dim: int
@@ -134,7 +134,7 @@ def read_settings(path: Path) -> Settings:
 
 
 def frame_indices(total: int, video_fps: float, *, fps: float | None = 2.0, num_frames: int | None = None) -> list[int]:
-    """Which frames of a clip are looked at, evenly from the first to the last.
+    """Indices of the frames that are looked at, evenly from the first to the last.
 
     Args:
         total: frames of the clip.
@@ -143,13 +143,13 @@ def frame_indices(total: int, video_fps: float, *, fps: float | None = 2.0, num_
         num_frames: how many in all, instead of `fps`.
 
     Raises:
-        RewardError: a clip of fewer than two frames.
+        RewardError: a video of fewer than two frames.
 
     >>> frame_indices(16, 8)
     [0, 5, 10, 15]
     """
     if total < _FRAME_FACTOR:
-        raise RewardError(f"reward 'video_align' needs clips of at least 2 frames, got {total}")
+        raise RewardError(f"reward 'video_align' needs videos of at least 2 frames, got {total}")
     if num_frames is not None:
         count = float(num_frames)
     elif fps is None:
@@ -165,7 +165,7 @@ def _frame_rate(metadata: dict, config: Config) -> float:
     rate = metadata.get("fps", config.fps)
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not (math.isfinite(rate) and rate > 0):
         raise RewardError(
-            f"reward 'video_align' needs each clip's frames a second, got {rate!r}: set fps in the reward's entry, or "
+            f"reward 'video_align' needs each video's frames a second, got {rate!r}: set fps in the reward's entry, or "
             f'"fps" in a .jsonl prompt file'
         )
     return float(rate)
@@ -229,7 +229,7 @@ def load(config: Config, folder: Path, settings: Settings) -> qwen_vl.Regressor:
 
 
 def sampled(video: Tensor, rate: float, settings: Settings) -> Tensor | None:
-    """[n, 3, h, w] uint8: the frames of a clip [F, 3, H, W] that are looked at; None where one is not finite."""
+    """[n, 3, h, w] uint8: the frames of a video [F, 3, H, W] that are looked at; None where one is not finite."""
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.functional import resize
 
@@ -268,7 +268,7 @@ def build(config: Config) -> Reward:
 
     def one(video: Tensor, tokens: list[int], rate: float) -> list[float]:
         if video.ndim != 4:
-            raise RewardError(f"reward 'video_align' takes clips [F, 3, H, W], got {list(video.shape)}")
+            raise RewardError(f"reward 'video_align' takes videos [F, 3, H, W], got {list(video.shape)}")
         frames = sampled(video, rate, settings)
         if frames is None:
             return [math.nan] * len(CARD.outputs)

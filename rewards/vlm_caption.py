@@ -49,13 +49,13 @@ CARD = judge_card(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(Backend):
     mode: Literal["bertscore", "strict"] = "bertscore"
-    """Which answers are scored: to `question`, or to the record's own questions."""
+    """Scored answers: to `question`, or to the record's own questions."""
     question: str = "Answer concisely: what is going on in this image?"
     reference: str = "The image contains {}"
-    """What the answer is compared with; {} stands for the prompt."""
+    """Text that the answer is compared with; {} stands for the prompt."""
     bertscore: bert.Options = field(default_factory=bert.Options)
     jpeg_quality: int | None = 80
-    """Of the JPEG through which the judge sees a picture; null: the picture itself, without loss."""
+    """Quality of the JPEG through which the judge sees an image, 1 to 95; null: the image itself, without loss."""
     max_tokens: int = 64
     """Longest answer."""
 

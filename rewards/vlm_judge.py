@@ -1,11 +1,11 @@
-"""A vision-language model judges the picture by a rubric: yes or no, 0 to 5, numbers by axis, or in pairs.
+"""A vision-language model judges the image by a rubric: yes or no, 0 to 5, numbers by axis, or in pairs.
 
 The rubric (`rewards/rubrics/*.yaml`, or a file of yours) holds the question and its scale; raw by scale:
 
 - yes_no: P(Yes) / (P(Yes) + P(No)) of the first answer token, 0 to 1;
 - expectation: the expected digit of 0 to 5 under their probabilities, divided by 5;
 - score: a JSON answer with a number an axis; raw is the weighted mean, every axis is reported beside it;
-- pairwise: every ordered pair of the pictures of a prompt is judged; raw is the share of the others that a picture
+- pairwise: every ordered pair of the images of a prompt is judged; raw is the share of the others that an image
   beats. It beats another where it wins in both orders; where the orders disagree, the mean probability counts.
 
 docs/rewards/judges.md tells how to run either backend, what it costs, and what goes wrong.
@@ -65,13 +65,13 @@ class Config(Backend):
 
 
 def win_rates(first_wins: Tensor) -> Tensor:
-    """Share of the others that each of n pictures beats, [n], from both orders of every pair.
+    """Share of the others that each of n images beats, [n], from both orders of every pair.
 
     Args:
         first_wins: [n, n]; entry (i, j) is the probability that i, shown first, is preferred to j; NaN: not known.
 
-    A pair whose orders disagree (the judge follows the place) counts as the mean probability, so equal pictures get
-    1/2. A picture of which fewer than half the pairs are known is NaN.
+    A pair whose orders disagree (the judge follows the place) counts as the mean probability, so equal images get
+    1/2. An image of which fewer than half the pairs are known is NaN.
 
     >>> win_rates(torch.tensor([[torch.nan, 0.9], [0.2, torch.nan]])).tolist()
     [1.0, 0.0]
@@ -93,8 +93,8 @@ def _pairwise(judge: Judge, rubric: Rubric) -> ScoreFunction:
         alone = next((rows[0] for rows in groups if len(rows) < 2), None)
         if alone is not None:
             raise RewardError(
-                f"reward 'vlm_judge': the prompt {prompts[alone]!r} has one picture, and a pairwise rubric compares "
-                "the pictures of a prompt; take 2 or more a prompt, or a rubric of another scale"
+                f"reward 'vlm_judge': the prompt {prompts[alone]!r} has one image, and a pairwise rubric compares "
+                "the images of a prompt; take 2 or more a prompt, or a rubric of another scale"
             )
         pixels = [to_uint8(image) for image in images]
         pairs, questions = [], []
@@ -110,7 +110,7 @@ def _pairwise(judge: Judge, rubric: Rubric) -> ScoreFunction:
             tables[number][i, j] = value
         result = torch.full((len(prompts),), torch.nan)
         for rows, table in zip(groups, tables, strict=True):
-            # A broken picture says nothing about the others.
+            # A broken image says nothing about the others.
             whole = [i for i, row in enumerate(rows) if pixels[row] is not None]
             result[[rows[i] for i in whole]] = win_rates(table[whole][:, whole]).float()
         return result

@@ -1,4 +1,4 @@
-"""VQAScore: the probability that a vision-language model says Yes when asked whether the picture shows the prompt.
+"""VQAScore: the probability that a vision-language model says Yes when asked whether the image shows the prompt.
 
 raw = P("Yes") over the whole vocabulary at temperature 1, the geometric mean over its tokens where it has several.
 Unlike `vlm_judge`, an answer that is neither Yes nor No lowers it.

@@ -35,7 +35,7 @@ def check(thing: Any, **options: Any) -> tuple[Finding, ...]:
 
     Args:
         thing: a file, a module or the name of a built-in component; or a Sampler, Method, Reward or Model.
-        options: of the component's own Config, where it is a file, module or name.
+        options: fields of the component's own Config, where it is a file, module or name.
 
     Returns:
         The findings, one a law; `print(*flowrl.check(...), sep="\\n")` shows them.

@@ -39,7 +39,7 @@ class Finding:
     law: str
     measured: str
     expected: str = ""
-    """What the law asks for, or what mends it; empty where it holds."""
+    """The law's expectation, or the remedy; empty where it holds."""
 
     @property
     def good(self) -> bool:

@@ -111,7 +111,7 @@ class MethodTrial:
 
     @property
     def weights(self) -> Tensor:
-        """Of the rewards, [R]."""
+        """Weights of the rewards, [R]."""
         return torch.ones(len(self.rollout.rewards))
 
     def gradient(self, batches: list[Any]) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def require_plan(method: Method, sampler: Sampler, grid: Schedule, process: Proc
         where = f"iteration {iteration} on {len(grid)} steps"
         require(bool(plan.train) == trains, f"{where}: the trained steps are {plan.train}")
         same = (again.train, again.noise_level, again.solver) == (plan.train, plan.noise_level, plan.solver)
-        require(same, f"{where}: another plan when asked once more")
+        require(same, f"{where}: another plan in a second call")
         if trains:
             std = step_std(sampler, process, plan.steps(torch.tensor(plan.train), process))
             require(bool((std > 0).all()), f"{where}: the trained steps {plan.train} have std {std.tolist()}")
@@ -181,7 +181,7 @@ def credit(trial: MethodTrial) -> str:
     shapes = tuple(map(tuple, (result.valid.shape, result.kept.shape, result.dead.shape)))
     require(shapes == (shape, shape, shape[:1]), f"valid, kept and dead are {shapes} for {shape} samples")
     require(bool(result.values.isfinite().all()), "not finite")
-    require(torch.equal(result.values, again.values), "another one when it is asked once more")
+    require(torch.equal(result.values, again.values), "another one in a second call")
     return f"{tuple(result.values.shape)}, from {float(result.values.min()):.3g} to {float(result.values.max()):.3g}"
 
 

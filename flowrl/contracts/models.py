@@ -48,7 +48,7 @@ def grid(model: Model) -> str:
     return f"sigma from {float(result.sigmas[0]):g} to {float(result.sigmas[-1]):g}"
 
 
-@law("conditions", "encode gives one row a prompt, the same alone as beside others")
+@law("conditions", "encode gives one row a prompt, the same alone as next to others")
 def conditions(model: Model) -> str:
     together = model.adapter.encode(list(PROMPTS))
     require(len(together) == len(PROMPTS), f"{len(together)} rows for {len(PROMPTS)} prompts")
@@ -100,10 +100,10 @@ def forwards(model: Model) -> str:
     counter, x, costs = Evaluations(model.adapter.network), latents(model, 1), []
     guided_scale(model)  # the first forward may look at the pipeline too
     for scale in (model.adapter.unguided, guided_scale(model)):
-        before, told = counter.rows, model.adapter.branches(scale)
+        before, declared = counter.rows, model.adapter.branches(scale)
         predicted(model, x, [1], (0,), scale)
         costs.append(counter.rows - before)
-        require(costs[-1] == told, f"{costs[-1]} at guidance {scale:g}, and it says {told}")
+        require(costs[-1] == declared, f"{costs[-1]} at guidance {scale:g}, and it says {declared}")
     return f"{costs[0]} without guidance, {costs[1]} with it"
 
 

@@ -67,7 +67,7 @@ class RewardTrial:
         self.seconds = 0.0
         """Duration of the first call."""
         self.conduct = Conduct(looks_at_inputs=True)
-        """Of all trials: some rewards do only to a NaN image what they must not do."""
+        """Side effects in all trials: some rewards have them only with a NaN image."""
 
     def unguarded(self, batch: Batch) -> dict[str, Tensor]:
         """Scores of a batch, [B] each; raises whatever the reward raises."""

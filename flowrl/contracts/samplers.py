@@ -78,12 +78,12 @@ def on_each(sampler: Sampler) -> list[OnPath]:
     return result
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
+def apart(result: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the larger of 1 and the size."""
-    return float(((found - expected).abs() / expected.abs().clamp(min=1)).max())
+    return float(((result - expected).abs() / expected.abs().clamp(min=1)).max())
 
 
-@law("what it says of itself", "log_prob_form is one of mean, sum, unscaled, position; the noise level is not negative")
+@law("declarations", "log_prob_form is one of mean, sum, unscaled, position; the noise level is not negative")
 def declared(sampler: Sampler) -> str:
     form, level = sampler.log_prob_form, sampler.default_noise_level()
     require(form in FORMS, f"log_prob_form={form!r}")
@@ -252,7 +252,7 @@ def grids(path: str) -> tuple[Schedule, ...]:
 
 @functools.cache
 def all_steps(path: str) -> Step:
-    """Every step of every grid as one batch, the noisiest ends first: the steps that are refused lie together."""
+    """Every step of every grid as one batch, the noisiest ends first: refused steps are next to each other."""
     process = PATHS[path][0]
     parts = [StepPlan(g, (1.0,) * len(g), ()).steps(torch.arange(len(g)), process) for g in grids(path)]
     tensors = [dataclasses.asdict(part) for part in parts]

@@ -21,10 +21,10 @@ ScoreOnce = Callable[[Batch], dict[str, Tensor]]
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to one reward since it was last asked."""
+    """Counts of one reward since they were last taken."""
 
     calls: int = 0
-    """Of its score function."""
+    """Calls of its score function."""
     failures: int = 0
     """Calls that raised."""
     masked: int = 0
@@ -45,15 +45,15 @@ class Attempts:
     isolate: bool
     cache: ScoreCache | None
     counts: Counts
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Each output, [B] float32; NaN where every try failed, and for a picture that is not finite."""
+        """Each output, [B] float32; NaN where every try failed, and for an image that is not finite."""
         rows = batch.finite()
         if len(rows) == len(batch):
             return self._known_or_scored(batch)
-        # No reward's fault, so none is asked: it could only raise, or make a number of what is none.
-        self.tell(f"{len(batch) - len(rows)} of {len(batch)} pictures hold NaN or inf, so they have no score")
+        # No reward is called: it could only raise, or return a number for something that has none.
+        self.report(f"{len(batch) - len(rows)} of {len(batch)} images hold NaN or inf, so they have no score")
         scores = self.masked(len(batch))
         for name, values in (self._known_or_scored(batch.pick(rows)) if rows else {}).items():
             scores[name][rows] = values
@@ -84,7 +84,7 @@ class Attempts:
         return self.masked(len(batch))
 
     def attempt(self, batch: Batch, note: str) -> dict[str, Tensor] | None:
-        """The scores of one call; None, told and counted, if it raises."""
+        """The scores of one call; None, reported and counted, if it raises."""
         self.counts.calls += 1
         try:
             return self.once(batch)
@@ -95,7 +95,7 @@ class Attempts:
             if out_of_memory(error):  # no sample's fault, and a mask would hide it
                 raise lacking(error, f"reward {self.name!r}") from error
             self.counts.failures += 1
-            self.tell(f"reward {self.name!r} raised {described(error)}, {note}")
+            self.report(f"reward {self.name!r} raised {described(error)}, {note}")
             log.debug("reward %r raised this, %s", self.name, note, exc_info=error)
             return None
 
@@ -109,7 +109,7 @@ class Search:
 
     One bad sample of n costs 2 log2 n calls, and no batch more than 2 n. Where the first 2 log2 n calls have all
     failed, it is no sample's fault (a server is away) and the rest is masked untried. Both halves are tried before
-    either is cut: bad samples beside each other, as those of a bad prompt are, do not look like that.
+    either is cut: bad samples next to each other, as those of a bad prompt are, do not look like that.
     """
 
     def __init__(self, attempts: Attempts, batch: Batch) -> None:
@@ -128,7 +128,7 @@ class Search:
             self._halves(*part)
 
     def _tried(self, low: int, high: int) -> bool:
-        """Whether there is nothing more to be done about a part."""
+        """True where nothing more can be done about a part."""
         if low == high or self.left == 0:
             return True
         part = self.batch.part(low, high)

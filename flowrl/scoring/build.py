@@ -19,7 +19,7 @@ from flowrl.scoring.surroundings import MEND, Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
 
 PROBE_PX = 64
-"""Side of a probe picture where the adapter does not say its own."""
+"""Side of a probe image where the adapter does not say its own."""
 
 
 def warn(text: str) -> None:
@@ -83,7 +83,7 @@ def build_scorers(
 
 
 def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:
-    """Noise to try rewards on: pictures [count, 3, H, W], or clips [count, F, 3, H, W] where there are more frames."""
+    """Noise to try rewards on: images [count, 3, H, W], or videos [count, F, 3, H, W] where there are more frames."""
     frames = (num_frames,) if num_frames > 1 else ()
     return torch.rand(count, *frames, 3, height, width, generator=torch.Generator().manual_seed(0))
 
@@ -131,24 +131,24 @@ def require_modality(name: str, card: Card, *, videos: bool) -> None:
     """
     if card.modality == "video" and not videos:
         raise ConfigError(
-            f"reward {name!r} judges clips, and the model makes pictures; leave it out, or use a video model with more "
+            f"reward {name!r} judges videos, and the model makes images; leave it out, or use a video model with more "
             "than one frame"
         )
     if card.modality in ("image", "edit") and videos:
         raise ConfigError(
-            f"reward {name!r} judges pictures, and the model makes clips; leave it out, or use a reward that "
+            f"reward {name!r} judges images, and the model makes videos; leave it out, or use a reward that "
             "`flowrl list rewards` shows for video or any"
         )
 
 
 def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapter, known: Scorer | None = None) -> None:
-    """Score noise: a broken reward ends the run here; what it does in vain, and what is put back, is told of.
+    """Score noise: a broken reward ends the run here; a warning names what it changes and is put back.
 
     Args:
         scorer: whose rewards are tried; None: nothing is.
         prompts: of the noise.
-        adapter: makes pictures of such a size.
-        known: its rewards were told of before.
+        adapter: makes images of such a size.
+        known: a scorer whose rewards have been warned of; None: none have.
 
     Raises:
         RewardError: a reward raises, breaks its contract, or leaves a setting of the process changed.
@@ -156,13 +156,13 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
     if scorer is None:
         return
     images = probe_batch(len(prompts), adapter.height, adapter.width, adapter.num_frames)
-    given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
-    told = [] if known is None else [entry.reward for entry in known.distinct]
+    given = f"{'videos' if images.ndim == 5 else 'images'} {list(images.shape)}"
+    warned = [] if known is None else [entry.reward for entry in known.distinct]
     joined: dict[str, torch.Tensor] = {}
     for entry in scorer.distinct:
         conduct = Conduct(looks_at_inputs=True)
         joined |= _probed(entry, images, prompts, conduct)
-        if not any(entry.reward is reward for reward in told):
+        if not any(entry.reward is reward for reward in warned):
             _warn_of_conduct(entry.name, conduct)
     for entry in scorer.entries:
         if entry.training_value(joined).isnan().all():
@@ -177,13 +177,13 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
 def _probed(
     entry: WeightedReward, images: torch.Tensor, prompts: Sequence[Prompt], conduct: Conduct
 ) -> dict[str, torch.Tensor]:
-    given = f"{'clips' if images.ndim == 5 else 'pictures'} {list(images.shape)}"
+    given = f"{'videos' if images.ndim == 5 else 'images'} {list(images.shape)}"
     try:
         result = score_once(entry, Batch(images, [p.text for p in prompts], [p.metadata for p in prompts]), conduct)
     except RewardError as error:
         if images.ndim < 5:
             raise
-        raise RewardError(f"{error} (the model makes clips: it was given {given})") from error
+        raise RewardError(f"{error} (the model makes videos: it was given {given})") from error
     except (Exception, SystemExit) as error:  # somebody's code may raise anything
         if out_of_memory(error):
             raise lacking(error, f"reward {entry.name!r}") from error
@@ -200,13 +200,13 @@ def _probed(
 
 
 def _warn_of_conduct(name: str, conduct: Conduct) -> None:
-    """What a reward does that hurts nobody, since it gets a copy, or since it is put back."""
+    """Warn of side effects that reach nobody, since the reward gets a copy and settings are put back."""
     for reason in conduct.reasons:
         log.warning("reward %r: %s", name, reason)
     if conduct.inputs:
         log.warning(
             "reward %r works in place: it changes the %s that it is given; these are a copy, so that other rewards and "
-            "the saved pictures do not change, but work on copies of your own (`flowrl score --check` fails on it)",
+            "the saved images do not change, but work on copies of your own (`flowrl score --check` fails on it)",
             name,
             " and ".join(conduct.inputs),
         )

@@ -1,4 +1,4 @@
-"""Scores that are known already: by the exact picture, the prompt, its record, and what scores them.
+"""Scores that are known already: by the exact image, the prompt, its record, and what scores them.
 
 A sample's key is a SHA-256 over the pixels with their shape and dtype, the prompt, the whole metadata record, and the
 scorer's fingerprint (name, version, options). NaN is never kept, so a failure is tried again the next time.
@@ -85,7 +85,7 @@ class ScoreCache:
     """Scores of one scorer.
 
     Args:
-        store: where they lie; several scorers may share one.
+        store: keeps them; several scorers may share one.
         fingerprint: whatever tells this scorer from every other, its version and options included.
         place: of the store, as the configuration names it.
         images: whether the files under metadata["images"] are part of what is scored, as an edit's source is.
@@ -105,15 +105,15 @@ class ScoreCache:
         self.prefix = "" if prefix is None else f"{prefix}_"
 
     def key(self, image: Tensor, prompt: str, record: Mapping) -> str | None:
-        """Of one picture [3, H, W] or clip [F, 3, H, W].
+        """The key of one image [3, H, W] or video [F, 3, H, W].
 
-        None, no key, where the record is no plain data, or a picture it names cannot be read: the reward will say so.
+        None where the record is not plain data, or an image that it names cannot be read, which the reward reports.
         """
         try:
-            told = json.dumps([FORMAT, self.fingerprint, prompt, dict(record)], sort_keys=True)
+            known = json.dumps([FORMAT, self.fingerprint, prompt, dict(record)], sort_keys=True)
         except (TypeError, ValueError):
             return None
-        digest = hashlib.sha256(told.encode())
+        digest = hashlib.sha256(known.encode())
         pixels = image.detach().cpu().contiguous()
         digest.update(f"{pixels.dtype} {list(pixels.shape)}".encode())
         digest.update(pixels.view(torch.uint8).numpy().tobytes())

@@ -42,7 +42,7 @@ class RewardEntry:
     weight: float = 1.0
     """Share in the training value; 0 only looks at it."""
     outputs: dict[str, float] = field(default_factory=dict)
-    """Of a reward with several values: value -> share; empty: its first."""
+    """Share of each output in the training value, by name; empty: the first output alone."""
     scale: float | None = None
     """The training value is clip(scale * raw + offset); raw is what is logged. Both null: the transform of the card."""
     offset: float | None = None
@@ -50,7 +50,7 @@ class RewardEntry:
     gate: Gate | None = None
     """Count the training value only where an output is good enough: {output, at_least or at_most, floor}."""
     cache: Annotated[str | None, CACHE] = None
-    """Keep scores by picture, prompt and version: `memory`, or a folder that runs and processes may share."""
+    """Keep scores by image, prompt and version: `memory`, or a folder that runs and processes may share."""
     retries: int | None = None
     """Further tries after an exception; null: 2."""
     isolate: bool = True
@@ -68,7 +68,7 @@ class RewardEntry:
         if self.retries is not None and self.retries < 0:
             raise ValueError(f"retries={self.retries} must not be negative")
         if self.max_failed_share is not None and not 0 <= self.max_failed_share <= 1:
-            raise ValueError(f"max_failed_share={self.max_failed_share} must lie in [0, 1]")
+            raise ValueError(f"max_failed_share={self.max_failed_share} must be in [0, 1]")
         if self.cache == "":
             raise ValueError("cache='' is no folder; give a path, or memory")
         if self.prefix is not None and not re.fullmatch("[A-Za-z0-9_]+", self.prefix):
@@ -96,7 +96,7 @@ class RewardPlan:
 
     @property
     def card(self) -> Card | None:
-        """What is declared for these options before anything is loaded, if anything is; without the prefix.
+        """The card declared for these options before anything is loaded, without the prefix; None: none is.
 
         That of the built reward may say more, but has the same outputs.
         """
@@ -112,7 +112,7 @@ class RewardPlan:
         return tuple(known if self.entry.prefix is None else (f"{self.entry.prefix}_{name}" for name in known))
 
     def same_component(self, other: RewardPlan) -> bool:
-        """Whether both entries name one component with the same options of its own: it is then built and run once."""
+        """True where both entries name one component with the same own options: it is built and run once."""
         # By name and plain values: a user's file is a new module, with a new Config class, each time it is loaded.
         if self.module.__name__ != other.module.__name__:
             return False
@@ -206,8 +206,8 @@ class RewardPlan:
         options = self.config and dataclasses.asdict(self.config)
         start = 0 if self.entry.prefix is None else len(f"{self.entry.prefix}_")
         outputs = [output[start:] for output in card.outputs]
-        told = json.dumps([name, source, card.version, outputs, options], sort_keys=True, default=str)
-        return hashlib.sha256(told.encode()).hexdigest()
+        identity = json.dumps([name, source, card.version, outputs, options], sort_keys=True, default=str)
+        return hashlib.sha256(identity.encode()).hexdigest()
 
 
 def reward_plan(options: Options, where: str) -> RewardPlan:

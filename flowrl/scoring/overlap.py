@@ -1,4 +1,4 @@
-"""Scoring beside other work: some rewards score what is there while the next pictures are sampled or read.
+"""Scoring in parallel: some rewards score finished images while the next ones are sampled or read.
 
 Only rewards whose cards say `overlap` take part, each in one thread of its own, which has its batches in their order.
 Each sample meets the reward as it would without, tries and masks are the Scorer's, and the batches do not depend on
@@ -24,7 +24,7 @@ from flowrl.scoring.weighted import WeightedReward
 
 Outputs = dict[str, Tensor]
 _ASK_S = 0.2
-"""How often it is asked whether to leave off while a slow reward is waited for."""
+"""Seconds between two looks at whether to stop, while a slow reward is waited for."""
 
 
 class Lanes:
@@ -46,20 +46,20 @@ class Lanes:
         return self.scorer.raw(entry, batch, errors)
 
     def settle(self) -> None:
-        """No thread is at work: put back, and tell of, what their rewards changed of the process."""
+        """Put back, and report, what the rewards changed of the process; no thread may be at work."""
         changed = self.before.put_back() if self.pools else []
-        self.scorer.tell_changed(" or ".join(entry.name for entry, _ in self.pools), changed)
+        self.scorer.report_changed(" or ".join(entry.name for entry, _ in self.pools), changed)
 
     def close(self) -> None:
-        """What waits is not scored; what is under way ends by itself, so that a slow server holds up no one's end."""
+        """Drop the batches that wait; the one under way ends by itself, so that a slow server delays no exit."""
         for _, pool in self.pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def result(self, future: Future[Outputs]) -> Outputs:
-        """What a thread has found.
+        """The outputs of a thread, once they are there.
 
         Raises:
-            Abandoned: to be left off while it is waited for.
+            Abandoned: the run is to stop.
         """
         while not wait((future,), timeout=_ASK_S).done:
             if self.scorer.stop():
@@ -80,11 +80,11 @@ class Lanes:
 
 
 class Ahead:
-    """Scores of B samples whose pictures come batch by batch. Rewards of whole groups wait for the groups.
+    """Scores of B samples whose images come batch by batch. Rewards of whole groups wait for the groups.
 
     Args:
         scorer: of the run.
-        prompts, metadata: of all B samples, in the order in which the pictures will come.
+        prompts, metadata: of all B samples, in the order in which the images will come.
     """
 
     def __init__(self, scorer: Scorer, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
@@ -93,17 +93,17 @@ class Ahead:
         self.errors: list[str] = []
         cards = [(entry, entry.reward.card) for entry in scorer.distinct]
         self.lanes = Lanes(scorer, [entry for entry, card in cards if card.overlap and not card.needs_groups])
-        self._found: list[dict[int, Future[Outputs]]] = []
+        self._begun: list[dict[int, Future[Outputs]]] = []
 
     def __bool__(self) -> bool:
-        """Whether any reward takes part."""
+        """True where a reward takes part."""
         return bool(self.lanes)
 
     def close(self) -> None:
         self.lanes.close()
 
     def add(self, images: Tensor, *, early: bool = True) -> None:
-        """The next pictures, [b, ...].
+        """The next images, [b, ...].
 
         Args:
             images: of the samples that come next.
@@ -114,26 +114,26 @@ class Ahead:
         """
         part = slice(self.done, self.done + len(images))
         self.done = part.stop
-        for earlier in self._found if early else ():
+        for earlier in self._begun if early else ():
             for future in earlier.values():
                 if future.done():
                     future.result()
         # Laid out as a part of the whole would be: a sum over other strides may differ in its last bit.
         batch = Batch(images.contiguous(), self.prompts[part], self.metadata[part])
-        self._found.append(self.lanes.submit(batch, self.errors))
+        self._begun.append(self.lanes.submit(batch, self.errors))
 
     def scores(self, images: Tensor) -> Scores:
-        """The scores, when all pictures [B, ...] are there; the other rewards score them now.
+        """The scores, when all images [B, ...] are there; the other rewards score them now.
 
         Raises:
             RewardError: as `Scorer.score`.
         """
         if not self.lanes:
             return self.scorer.score(images, self.prompts, self.metadata)
-        assert self.done == len(self.prompts), "pictures are missing"
+        assert self.done == len(self.prompts), "images are missing"
         result = self.lanes.others(Batch(images, self.prompts, self.metadata), self.errors)
         for entry, _ in self.lanes.pools:
-            parts = [self.lanes.result(futures[id(entry)]) for futures in self._found]
+            parts = [self.lanes.result(futures[id(entry)]) for futures in self._begun]
             result[id(entry)] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         self.lanes.settle()
         return self.lanes.combine(result, self.errors)
@@ -143,7 +143,7 @@ class Beside:
     """Scores of one batch after another, each as `Scorer.score` gives them; used as a context.
 
     Where a reward overlaps, a batch's scores come back when the next batch is added, or with the rest; so no more than
-    two batches of pictures are held, however slow the reward is. Without a scorer nothing is ever due.
+    two batches of images are held, however slow the reward is. Without a scorer nothing is ever due.
     """
 
     def __init__(self, scorer: Scorer | None) -> None:
@@ -174,7 +174,7 @@ class Beside:
         return self._take(1 if self.lanes else 0)
 
     def rest(self) -> list[tuple[Any, Scores]]:
-        """What has not come back yet."""
+        """(key, scores) of the batches that have not come back yet."""
         due = self._take(0)
         if self.lanes is not None:
             self.lanes.settle()

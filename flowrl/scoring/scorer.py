@@ -37,7 +37,7 @@ class Scores:
 
 
 def doubled_output(rewards: Sequence[tuple[str, Sequence[str]]]) -> str | None:
-    """What is wrong, and the remedy, where two of different rewards (who, outputs) share an output; None: nothing."""
+    """The error, with its remedy, where two different rewards (who, outputs) share an output; None: there is none."""
     owner: dict[str, str] = {}
     for who, outputs in rewards:
         for name in outputs:
@@ -96,7 +96,7 @@ class Scorer:
         batch_size: samples handed to a reward at once.
         retries: further tries after an exception, where an entry does not say.
         max_failed_share: above this share of masked samples in one call the run stops, where an entry does not say.
-        on_error: is told of every exception, and of every sample that is masked by one.
+        on_error: called with the text of every exception, and of every sample that one masks.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class Scorer:
         """Asked before every call of a reward whether to leave off, which raises `Abandoned`."""
         self.counts = [Counts() for _ in self.distinct]
         self._changed: set[tuple[str, str]] = set()
-        """(reward, setting) that was told of."""
+        """(reward, setting) that was reported."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(name for entry in self.distinct for name in entry.reward.card.outputs)
 
     def take_counts(self) -> dict[str, int]:
-        """What happened since the last time this was asked, by metric: "<first output of the reward>_calls", ..."""
+        """Counts since they were last taken, by metric: "<first output of the reward>_calls", ..."""
         result = {
             f"{entry.reward.card.outputs[0]}_{what}": value
             for entry, counts in zip(self.distinct, self.counts, strict=True)
@@ -184,7 +184,7 @@ class Scorer:
         return Scores(raw=joined, values=values, weights=weights, failures=int(values.isnan().any(dim=0).sum()))
 
     def _attempts(self, entry: WeightedReward, counts: Counts, errors: list[str]) -> Attempts:
-        def tell(text: str) -> None:
+        def report(text: str) -> None:
             errors.append(text)
             self.on_error(text)
 
@@ -194,8 +194,8 @@ class Scorer:
             conduct = Conduct()
             result = score_once(entry, batch, conduct)
             for reason in conduct.reasons:
-                tell(f"reward {entry.name!r}: {reason}")
-            self.tell_changed(entry.name, conduct.settings)
+                report(f"reward {entry.name!r}: {reason}")
+            self.report_changed(entry.name, conduct.settings)
             return result
 
         return Attempts(
@@ -206,10 +206,10 @@ class Scorer:
             isolate=entry.isolate and not entry.reward.card.needs_groups,
             cache=None if entry.reward.card.needs_groups else entry.cache,
             counts=counts,
-            tell=tell,
+            report=report,
         )
 
-    def tell_changed(self, name: str, settings: Sequence[str]) -> None:
+    def report_changed(self, name: str, settings: Sequence[str]) -> None:
         """That a reward has left settings of the process changed; once for each."""
         new = [setting for setting in settings if (name, setting) not in self._changed]
         self._changed.update((name, setting) for setting in new)
@@ -227,7 +227,7 @@ class Scorer:
                     f"{lost} of {count} samples have no value of reward {entry.name!r}, more than its "
                     f"max_failed_share={share} allows; {why}"
                 )
-        # An entry with a limit of its own has been judged by that.
+        # An entry with a limit of its own was held to that above.
         rest = live & torch.tensor([entry.max_failed_share is None for entry in self.entries])
         lost = int(values[rest].isnan().any(dim=0).sum()) if bool(rest.any()) else 0
         if lost > self.max_failed_share * count:

@@ -1,10 +1,10 @@
-"""What other people's code shares with a run: handed out as copies, looked at after a call, and put back.
+"""The state that a reward shares with a run: handed out as copies, compared after a call, and put back.
 
-    its batch           a copy for every call, so that work in place spoils no other reward, saved picture or retry
+    its batch           a copy for every call, so that work in place spoils no other reward, saved image or retry
     settings            grad mode, default dtype, working directory, ...: put back after every call
     random numbers      put back and moved on, whatever was seeded or drawn; nothing of flowrl draws from them
 
-In a thread beside others only what belongs to the thread can be put back: another may need the rest at that moment.
+In a thread next to others only what belongs to the thread can be put back: another may need the rest at that moment.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 from flowrl.reward import Images
 
 BESIDE: ContextVar[bool] = ContextVar("flowrl_beside", default=False)
-"""Whether this code runs in a thread beside others that work."""
+"""True in a thread next to others that work."""
 
 MEND = "set it in a `with` block inside score(), or put it back there"
-"""What is to be done about a setting that was left changed."""
+"""The remedy for a setting that was left changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +155,15 @@ def _seed(state: Tensor) -> int:
 
 @dataclass(slots=True)
 class Conduct:
-    """What calls did to what they share with others, each name once, and what they said of samples without a score."""
+    """Side effects of calls, each name once, and their reasons for samples without a score."""
 
     looks_at_inputs: bool = False
-    """Whether the batch is compared with what was handed out: as much work as the copy."""
+    """True: the batch is compared with the copy that was handed out, as much work as the copy."""
     settings: list[str] = field(default_factory=list)
     random: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    """Of `unscored`, in their order."""
+    """Texts given to `unscored`, in their order."""
 
     def note(self, *, settings: Sequence[str] = (), random: Sequence[str] = (), inputs: Sequence[str] = ()) -> None:
         for names, new in ((self.settings, settings), (self.random, random), (self.inputs, inputs)):
@@ -230,7 +230,7 @@ class Handed:
         self.copy = Batch(images, list(batch.prompts), copy.deepcopy(list(batch.metadata)))
 
     def changed(self) -> list[str]:
-        """What is no longer as it was handed out."""
+        """Names of the parts that the reward has changed."""
         own, now = self.original, self.copy
         same = {
             "images": len(own.images) == len(now.images) and all(map(_equal, own.images, now.images)),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Ambient:
-    """What surrounds the thread that makes this, for functions that other threads run."""
+    """Grad mode, autocast, GPU and context variables of this thread, for functions that other threads run."""
 
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -44,11 +44,11 @@ class TimeLimit:
     """A score function that is waited for no longer than `limit_s` seconds; then the batch has failed.
 
     Python cannot end a thread, so a call that is given up goes on, holding its memory, its device and its batch, and
-    what it returns in the end is dropped. No second call is made beside it, since few rewards can be called twice at
+    what it returns in the end is dropped. No second call is made next to it, since few rewards can be called twice at
     once: the next try waits up to `limit_s` for its end, and every later one fails at once until it has ended. A call
     that keeps the interpreter's lock, or one on a GPU that blocks what others ask of it, still hangs the process.
 
-    Calls must come one at a time, as a Scorer makes them. Pictures that ask for their gradient are scored by the
+    Calls must come one at a time, as a Scorer makes them. Images that ask for their gradient are scored by the
     caller's thread without a limit: their graph is to be walked from there.
 
     Raises (when called):

@@ -63,7 +63,7 @@ class WeightedReward:
     retries: int | None = None
     """Further tries after an exception; none: the Scorer's. This, `isolate` and `cache` belong to the reward."""
     isolate: bool = True
-    """Whether a batch that fails to the last is searched for the samples that make it fail."""
+    """True: a batch that fails in every try is searched for the samples that make it fail."""
     max_failed_share: float | None = None
     """Above this share of samples that this entry could not score the run stops; none: the Scorer's."""
     cache: ScoreCache | None = None

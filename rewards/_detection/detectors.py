@@ -27,7 +27,7 @@ _GREY = 0x99
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """An object in a picture."""
+    """An object in an image."""
 
     label: str
     confidence: float
@@ -38,15 +38,15 @@ class Detection:
 
 
 class DetectionError(RuntimeError):
-    """This one picture could not be looked at."""
+    """This one image could not be looked at."""
 
 
 class Detector(Protocol):
     def __call__(self, pixels: np.ndarray) -> Sequence[Detection]:
-        """Objects of a picture, [H, W, 3] uint8, in any order and of any confidence.
+        """Objects of an image, [H, W, 3] uint8, in any order and of any confidence.
 
         Raises:
-            DetectionError: not with this picture; others may do.
+            DetectionError: not with this image; others may do.
         """
         ...
 
@@ -59,7 +59,7 @@ class ColorNamer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """A detector of transformers, one picture at a time, so that no score depends on the padding of a batch."""
+    """A detector of transformers, one image at a time, so that no score depends on the padding of a batch."""
 
     model: Any
     processor: Any
@@ -83,7 +83,7 @@ class Mask2Former(_Network):
     def __call__(self, pixels: np.ndarray) -> list[Detection]:
         device = self.model.device
         inputs = self.processor(images=[pixels], return_tensors="pt").to(device)
-        # One picture is resized to multiples of 32 and never padded, so a mask covers the whole of it.
+        # One image is resized to multiples of 32 and never padded, so a mask covers the whole of it.
         assert bool(inputs["pixel_mask"].all())
         with torch.autocast(device.type, enabled=False):
             outputs = self.model(pixel_values=inputs["pixel_values"], pixel_mask=inputs["pixel_mask"])
@@ -197,6 +197,6 @@ def cut_out(pixels: np.ndarray, item: Detection) -> np.ndarray:
     if item.mask is not None:
         pixels = np.where(item.mask[:, :, None], pixels, np.uint8(_GREY))
     left, top, right, bottom = (round(value) for value in item.box)
-    # A sliver at the far border rounds to nothing inside the picture.
+    # A sliver at the far border rounds to nothing inside the image.
     left, top = min(left, pixels.shape[1] - 1), min(top, pixels.shape[0] - 1)
     return np.ascontiguousarray(pixels[top : max(bottom, top + 1), left : max(right, left + 1)])

@@ -1,7 +1,7 @@
 """RapidOCR (PP-OCRv4) for rewards: in this process, or in a pool of processes. A helper, not a reward.
 
-Imports no torch, so that a worker of the pool starts soon and stays small. Every picture is read by itself, on one
-thread of onnxruntime: what is read does not depend on the other pictures or on the number of workers.
+Imports no torch, so that a worker of the pool starts soon and stays small. Every image is read by itself, on one
+thread of onnxruntime: what is read does not depend on the other images or on the number of workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def engine(min_confidence: float, detection_side: int) -> Read:
     # Upright lines only, as in Flow-GRPO (use_angle_cls=False).
     options = {"text_score": min_confidence, "det_limit_side_len": detection_side, "use_cls": False}
     ocr = RapidOCR(**options, intra_op_num_threads=1, inter_op_num_threads=1)
-    # The package keeps what it knows of the current picture in the engine.
+    # The package keeps what it knows of the current image in the engine.
     lock = threading.Lock()
 
     def read(pixels: np.ndarray) -> str:
@@ -57,7 +57,7 @@ def _read(pixels: np.ndarray) -> str:
 
 @dataclass(slots=True)
 class Pool:
-    """`workers` processes with an engine each; they start at the first picture."""
+    """`workers` processes with an engine each; they start at the first image."""
 
     min_confidence: float
     detection_side: int
@@ -65,7 +65,7 @@ class Pool:
     _executor: ProcessPoolExecutor | None = field(default=None, init=False)
 
     def __call__(self, images: Sequence[np.ndarray]) -> list[str]:
-        """The text of each picture.
+        """The text of each image.
 
         Raises:
             BrokenProcessPool: a worker died; the next call starts new ones.

@@ -6,9 +6,9 @@ The benchmark's mmdet checkpoint runs on Python 3.10 and older only; a small ser
     {"schema": 1, "id": "...", "image": "<base64 of a PNG>"}
     200 {"schema": 1, "id": "...", "objects": [{"label": "dog", "confidence": 0.97,
             "box": [left, top, right, bottom], "mask": "<base64 of a PNG>" or null}]}
-    200 {"schema": 1, "id": "...", "error": "why this picture could not be looked at"}
+    200 {"schema": 1, "id": "...", "error": "why this image could not be looked at"}
 
-Labels are GenEval's, boxes pixels with right and bottom exclusive, a mask is a picture of the same size that is 0
+Labels are GenEval's, boxes pixels with right and bottom exclusive, a mask is an image of the same size that is 0
 outside of the object. The id is the request's: an answer to another request is refused. PNG loses nothing.
 """
 
@@ -39,10 +39,10 @@ class Unreachable(RuntimeError):
 
 @dataclass(slots=True)
 class RemoteDetector:
-    """Objects of a picture as a server sees them.
+    """Objects of an image as a server sees them.
 
     Raises (when called):
-        DetectionError: the server says that it cannot look at this picture.
+        DetectionError: the server says that it cannot look at this image.
         RewardError: the server does not speak this schema.
         Unreachable: no answer after `tries`.
     """
@@ -52,7 +52,7 @@ class RemoteDetector:
     tries: int = 4
     backoff_s: float = 0.5
     _client: Any = field(init=False, repr=False)
-    """One for all pictures: it keeps the connection."""
+    """One for all images: it keeps the connection."""
 
     def __post_init__(self) -> None:
         try:
@@ -108,7 +108,7 @@ class RemoteDetector:
 
 
 def _detection(item: dict[str, Any], size: tuple[int, ...]) -> Detection:
-    """One object of an answer for a picture of `size` (height, width).
+    """One object of an answer for an image of `size` (height, width).
 
     Raises:
         ValueError, KeyError, TypeError: it is none.
@@ -121,11 +121,11 @@ def _detection(item: dict[str, Any], size: tuple[int, ...]) -> Detection:
     # Regressed corners may lie a little outside.
     left, top, right, bottom = corners.clip(0, (width, height, width, height)).tolist()
     if not (left < right and top < bottom):
-        raise ValueError(f"box {item['box']} holds no pixel of a picture of {width} x {height}")
+        raise ValueError(f"box {item['box']} holds no pixel of an image of {width} x {height}")
     mask = None
     if item.get("mask") is not None:
         image = Image.open(io.BytesIO(base64.b64decode(item["mask"], validate=True)))
         if image.size != (width, height):
-            raise ValueError(f"a mask of {image.size} for a picture of {(width, height)}")
+            raise ValueError(f"a mask of {image.size} for an image of {(width, height)}")
         mask = np.asarray(image.convert("L")) > 0
     return Detection(label, confidence, (left, top, right, bottom), mask)

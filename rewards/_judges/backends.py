@@ -1,4 +1,4 @@
-"""Which judge a reward asks: the options all judges have, and loading one. A helper, not a reward."""
+"""The judge of a reward: the options all judges have, and loading one. A helper, not a reward."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Backend:
         return vlm.load(self.resolved(default), reward)
 
     def identity(self, default: Local) -> str:
-        """What of the judge decides a score."""
+        """The parts of the judge that decide a score."""
         if self.backend == "http":
             return f"{self.http.base_url} {self.http.model} {self.http.extra_body}"
         local = self.resolved(default)
@@ -54,7 +54,7 @@ class Backend:
 
 
 def judge_card(*outputs: str, **own: Any) -> Card:
-    """A card with what the judges of pictures have in common; `own` comes before it.
+    """A card with what the judges of images have in common; `own` comes before it.
 
     Memory is that of a judge of 4 billion parameters in bfloat16.
     """

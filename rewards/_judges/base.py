@@ -1,6 +1,6 @@
-"""What every judge shares: questions, counters, scales from answer probabilities, JSON answers. A helper, not a reward.
+"""Shared by every judge: questions, counters, scales from answer probabilities, JSON answers. A helper, not a reward.
 
-A judge is a vision-language model that is asked about pictures: `vlm.Local` runs one here, `chat_api.Http` asks a
+A judge is a vision-language model that is asked about images: `vlm.Local` runs one here, `chat_api.Http` asks a
 server. A question that was not answered is NaN, never 0.
 """
 
@@ -40,7 +40,7 @@ _LOW_MASS = 0.5
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Question:
-    """A user's turn: pictures, then text."""
+    """A user's turn: images, then text."""
 
     text: str
     images: tuple[np.ndarray, ...]
@@ -48,10 +48,10 @@ class Question:
     exchange: tuple[str, str] | None = None
     """An answer that could not be used, and what was wrong with it: the question is asked once more."""
     jpeg_quality: int | None = None
-    """Of the JPEG through which the pictures are seen; none: as they are."""
+    """Quality of the JPEG through which the images are seen; None: as they are."""
 
     def key(self) -> str:
-        """Equal for equal text, exchange and pictures as they are seen."""
+        """Equal for equal text, exchange and images as they are seen."""
         digest = hashlib.sha256(repr((self.text, self.exchange, self.jpeg_quality)).encode())
         for image in self.images:
             digest.update(repr(image.shape).encode())
@@ -59,7 +59,7 @@ class Question:
         return digest.hexdigest()
 
     def turns(self) -> list[tuple[str, str]]:
-        """(role, text) of the conversation; the pictures belong to the first."""
+        """(role, text) of the conversation; the images belong to the first."""
         if self.exchange is None:
             return [("user", self.text)]
         return [("user", self.text), ("assistant", self.exchange[0]), ("user", self.exchange[1])]
@@ -78,7 +78,7 @@ class Writing:
 
 
 class Counters:
-    """What a judge has cost so far; safe to add to from several threads."""
+    """Cost of a judge so far; safe to add to from several threads."""
 
     NAMES = (
         *("questions", "requests", "retries", "reasks", "failures", "low_mass"),
@@ -118,7 +118,7 @@ class Judge(Protocol):
 
     counters: Counters
     family: str
-    """What kind of model it is: `model_type` of its configuration, or the name that the server knows it by."""
+    """Kind of model: `model_type` of its configuration, or the name that the server knows it by."""
 
     def check_options(self, options: Mapping[str, tuple[str, ...]]) -> None:
         """Raise RewardError where the model is known to be unable to answer with one of the options."""
@@ -161,7 +161,7 @@ class JudgeScore:
 
 
 def ask_about(images: Images, texts: Sequence[str], *, jpeg_quality: int | None = None) -> list[Question | None]:
-    """One question a picture; None for a picture that is not finite."""
+    """One question an image; None for an image that is not finite."""
     pixels = [to_uint8(image) for image in images]
     return [
         None if p is None else Question(text, (p,), jpeg_quality=jpeg_quality)

@@ -33,7 +33,7 @@ _SPACE_BEFORE = {"roberta", "gpt2"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Which embeddings are compared."""
+    """The embeddings that are compared."""
 
     model: Annotated[str, NAME_OR_PATH] = "FacebookAI/roberta-large"
     """An encoder of transformers, a folder or a hub id; roberta-large is the authors' choice for English."""
@@ -83,7 +83,7 @@ class BertScore:
         return torch.stack(rows) if rows else torch.empty(0, 3, dtype=torch.float64)
 
     def _embedded(self, texts: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-        """Of each text its tokens' unit embeddings [L, D] and which of them count [L]."""
+        """Unit embeddings of each text's tokens, [L, D], and which of them count, [L]."""
         space = " " if self.model.config.model_type in _SPACE_BEFORE else ""
         special = torch.tensor([self.tokenizer.cls_token_id, self.tokenizer.sep_token_id])
         result: list[tuple[Tensor, Tensor]] = []

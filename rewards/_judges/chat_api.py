@@ -57,13 +57,13 @@ class Http:
     top_logprobs: int = 20
     """Likeliest first tokens that the server lists."""
     token_limit: Literal["max_completion_tokens", "max_tokens"] = "max_completion_tokens"
-    """What the server calls the limit; older ones know `max_tokens` alone."""
+    """Name of the limit in the server's API; older ones know `max_tokens` alone."""
     disable_thinking: bool = True
     """Sends chat_template_kwargs {enable_thinking: false}; set false for servers that refuse unknown keys (OpenAI)."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further keys of every request."""
     price_prompt: float = 0.0
-    """Of a million prompt tokens, for the cost counter."""
+    """Price of a million prompt tokens, for the cost counter."""
     price_completion: float = 0.0
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ class HttpJudge:
     ) -> Any:
         """One question with its retries; None, and a line in `errors`, where it failed."""
         async with gate:
-            # Built only now: pictures of questions that wait are not held in base 64.
+            # Built only now: images of questions that wait are not held in base 64.
             request = {"model": self.config.model, "messages": _messages(question), **body, "extra_body": self._extra()}
             end = time.monotonic() + self.config.deadline_s
             tries = 1 if self._unreachable else self.config.retries + 1

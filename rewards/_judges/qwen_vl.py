@@ -1,7 +1,7 @@
 """Qwen2-VL with a regression head on marked tokens: how HPSv3 and VideoAlign score. A helper, not a reward.
 
 Rows are run one by one, so that a score cannot depend on the others. The frozen backbone runs in the chosen dtype,
-the head in float32. Pictures go in as 8-bit values in patches of 14 x 14, two frames deep, four patches to a token.
+the head in float32. Images go in as 8-bit values in patches of 14 x 14, two frames deep, four patches to a token.
 
 Source: MizzenAI/HPSv3:hpsv3/model/qwen2vl_trainer.py and dataset/utils.py; KwaiVGI/VideoAlign; Qwen2-VL
 (arXiv:2409.12191) of transformers.
@@ -35,7 +35,7 @@ Positions = Literal["sequential", "mrope"]
 
 
 def smart_resize(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) that Qwen2-VL is fed for a picture: multiples of 28, about as many pixels as asked for.
+    """(height, width) that Qwen2-VL is fed for an image: multiples of 28, about as many pixels as asked for.
 
     The bounds are not exact: enlarging rounds up, past `max_pixels` where both are equal, as the released code does.
 
@@ -46,7 +46,7 @@ def smart_resize(height: int, width: int, *, min_pixels: int, max_pixels: int) -
     (336, 588)
     """
     if max(height, width) / min(height, width) > _MAX_ASPECT:
-        raise ValueError(f"a picture of {height} x {width} is longer than {_MAX_ASPECT} times its width")
+        raise ValueError(f"an image of {height} x {width} is longer than {_MAX_ASPECT} times its width")
     sides = (height, width)
     near = [max(FACTOR, round(side / FACTOR) * FACTOR) for side in sides]
     if near[0] * near[1] > max_pixels:
@@ -149,10 +149,10 @@ class Regressor:
         return self.backbone.device
 
     def tokens(self, text: str, kind: Kind) -> list[int]:
-        """Ids of one user turn, the picture before the text, with one place for the picture.
+        """Ids of one user turn, the image before the text, with one place for the image.
 
         Raises:
-            RewardError: a mark or the picture's place stands there twice, as where a caption spells it.
+            RewardError: a mark or the image's place stands there twice, as where a caption spells it.
         """
         message = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": text}]}]
         chat = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

@@ -26,7 +26,7 @@ class Axis(BaseModel):
     model_config = _STRICT
 
     about: str = Field(min_length=1)
-    """What the number is for, shown to the judge."""
+    """Meaning of the number, shown to the judge."""
     weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Share in the score; the score is the weighted mean."""
 
@@ -39,12 +39,12 @@ class Rubric(BaseModel):
     scale: Literal["yes_no", "expectation", "score", "pairwise"]
     question: str = Field(min_length=1)
     axes: dict[str, Axis] = {}
-    """Of scale `score`: name -> axis."""
+    """Axes of scale `score` by name."""
     low: float = Field(default=1.0, allow_inf_nan=False)
     high: float = Field(default=5.0, allow_inf_nan=False)
-    """Of scale `score`: the range of every axis."""
+    """Range of every axis of scale `score`."""
     reasons: bool = False
-    """Of scale `score`: the judge writes its reasons before the numbers; slower."""
+    """For scale `score`: the judge writes its reasons before the numbers; slower."""
 
     @model_validator(mode="after")
     def _fits_its_scale(self) -> Rubric:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flowrl")
 _OVERHEAD_BYTES = 1024
-"""Of an item beside its picture, prompt and metadata."""
+"""Bytes of an item without its image, prompt and metadata."""
 _AGAIN = (408, 429)
 """Statuses below 500 after which another try may do better."""
 _LONGEST_REST_S = 60.0
@@ -334,11 +334,11 @@ def _http_client(config: Config) -> httpx.Client:
 
 
 def _source(path: str) -> WireImage:
-    """A reference picture of the prompt, as the server will find it."""
+    """A reference image of the prompt, as the server will find it."""
     try:
         image = open_image(path)
     except (OSError, SyntaxError, ValueError) as error:
-        raise RewardError(f"reward 'remote': the picture {path!r} of a prompt cannot be read: {error}") from None
+        raise RewardError(f"reward 'remote': the image {path!r} of a prompt cannot be read: {error}") from None
     return WireImage("png", (3, image.height, image.width), png(image))
 
 
@@ -374,7 +374,7 @@ def _error(answer: httpx.Response) -> str:
 
 
 def _seconds(text: str | None) -> float:
-    """Of a Retry-After header; 0 where there is none that is a number."""
+    """Seconds of a Retry-After header; 0 where it is not a number."""
     try:
         return min(max(float(text or 0), 0.0), _LONGEST_REST_S)
     except ValueError:

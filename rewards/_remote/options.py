@@ -15,18 +15,18 @@ class Config:
     reward: str
     """Its name there."""
     encoding: Literal["png", "uint8", "float32"] = "png"
-    """Of the pictures: 8 bits, packed ("png") or plain ("uint8", quicker in a fast network), or exactly as here
+    """Encoding of the images: 8 bits, packed ("png") or plain ("uint8", quicker in a fast network), or exactly as here
     ("float32", about four times as large as "uint8")."""
     max_items: int = 64
     """Samples of a request; the server's own limit holds too."""
     max_megabytes: float = 16.0
-    """Of a request's body; the server's own limit holds too."""
+    """Megabytes of a request's body; the server's own limit holds too."""
     concurrency: int = 8
     """Requests under way at once, to all servers together."""
     timeout_s: float = 150.0
-    """Of one request: longer than the server gives a batch (--score-s)."""
+    """Seconds of one request: longer than the server gives a batch (--score-s)."""
     deadline_s: float = 900.0
-    """Of a call with all its tries; samples without a score are then NaN."""
+    """Seconds of a call with all its tries; samples without a score are then NaN."""
     start_s: float = 60.0
     """How long to wait for a first server when the run starts."""
     token_file: Annotated[str | None, SECRET] = None

@@ -14,7 +14,7 @@ _LONGEST_PAUSE_S = 15.0
 
 @dataclass(slots=True)
 class Server:
-    """What is known of one."""
+    """State of one server."""
 
     url: str
     outstanding: int = 0

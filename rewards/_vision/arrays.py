@@ -1,4 +1,4 @@
-"""Pictures as the libraries behind rewards want them. A helper, not a reward."""
+"""Images as the libraries behind rewards want them. A helper, not a reward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def to_uint8(image: Tensor) -> np.ndarray | None:
-    """[H, W, 3] uint8 of a [3, H, W] picture in [0, 1], rounded, as it would be saved; None if it holds NaN or inf."""
+    """[H, W, 3] uint8 of a [3, H, W] image in [0, 1], rounded, as it would be saved; None if it holds NaN or inf."""
     values = image.detach().float().cpu()
     if values.ndim != 3 or values.shape[0] != 3:
-        raise ValueError(f"a picture must be [3, H, W], got {list(values.shape)}")
+        raise ValueError(f"an image must be [3, H, W], got {list(values.shape)}")
     return eight_bit(values) if values.isfinite().all() else None
 
 
@@ -24,7 +24,7 @@ def eight_bit(image: Tensor) -> np.ndarray:
 
 
 def jpeg(pixels: np.ndarray, quality: int) -> bytes:
-    """An [H, W, 3] uint8 picture as a JPEG file."""
+    """An [H, W, 3] uint8 image as a JPEG file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="JPEG", quality=quality)
     return file.getvalue()

@@ -1,6 +1,6 @@
 """CLIP and SigLIP from transformers for rewards: unit embeddings. A helper, not a reward.
 
-The networks are frozen and float32; autocast is off inside. No graph is kept unless a picture asks for gradients.
+The networks are frozen and float32; autocast is off inside. No graph is kept unless an image asks for gradients.
 Source: `CLIPModel` and `SiglipVisionModel` of transformers.
 """
 
@@ -34,7 +34,7 @@ class Clip:
         return self.model.logit_scale.device
 
     def embed_images(self, images: Images) -> Tensor:
-        """Unit image embeddings, [B, D], of pictures in [0, 1]."""
+        """Unit image embeddings, [B, D], of images in [0, 1]."""
         pixels = self.pixels(images).to(self.device)
         with torch.autocast(self.device.type, enabled=False):
             return F.normalize(projected(self.model.get_image_features(pixel_values=pixels)), dim=-1)
@@ -59,10 +59,10 @@ class Vision:
     model: Any
     pixels: Pixels
     width: int
-    """Of its embeddings."""
+    """Size of its embeddings."""
 
     def embed_images(self, images: Images) -> Tensor:
-        """Unit image embeddings, [B, D], of pictures in [0, 1]: CLIP's projected ones, SigLIP's pooled ones."""
+        """Unit image embeddings, [B, D], of images in [0, 1]: CLIP's projected ones, SigLIP's pooled ones."""
         device = self.model.device
         pixels = self.pixels(images).to(device)
         forward = getattr(self.model, "get_image_features", self.model)
@@ -103,7 +103,7 @@ def load_vision(
 ) -> Vision:
     """The frozen float32 image tower of a CLIP or a SigLIP, from a folder or the hub.
 
-    SigLIP sees the whole picture; `half_even_crop` is of CLIP's centre square, as in `Pixels`.
+    SigLIP sees the whole image; `half_even_crop` is of CLIP's centre square, as in `Pixels`.
 
     Raises:
         RewardError: the weights can neither be found nor downloaded, or are of another network.

@@ -1,4 +1,4 @@
-"""Image embeddings of any CLIP or DINO of transformers, for rewards that compare pictures. A helper, not a reward."""
+"""Image embeddings of any CLIP or DINO of transformers, for rewards that compare images. A helper, not a reward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowrl.reward import Images, RewardError
 _CHUNK = 64
 
 Embed = Callable[[Sequence[Tensor]], Tensor]
-"""n finite pictures [3, H, W] in [0, 1] -> [n, D] on the CPU."""
+"""n finite images [3, H, W] in [0, 1] -> [n, D] on the CPU."""
 
 
 def network(name: str, device: str | None, *, reward: str, instead: str = "") -> Embed:

@@ -1,4 +1,4 @@
-"""Rewards of pictures on clips: the mean over some of the frames. A helper, not a reward."""
+"""Rewards of images on videos: the mean over some of the frames. A helper, not a reward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowrl.reward import Images, ScoreFunction
 
 
 def frame_indices(total: int, count: int) -> list[int]:
-    """Which `count` of `total` frames stand for a clip: the middle one of each of `count` equal stretches.
+    """Indices of `count` of `total` frames that stand for a video: the middle one of each of `count` equal stretches.
 
     All of them where there are no more than `count`.
 
@@ -22,23 +22,23 @@ def frame_indices(total: int, count: int) -> list[int]:
     ([10, 30, 50, 70], [0, 1, 2], [2])
     """
     if total < 1:
-        raise ValueError(f"a clip of {total} frames cannot be scored")
+        raise ValueError(f"a video of {total} frames cannot be scored")
     if count < 1:
-        raise ValueError(f"{count} frames of a clip cannot be scored; take 1 at least")
+        raise ValueError(f"{count} frames of a video cannot be scored; take 1 at least")
     used = min(total, count)
     return [(2 * i + 1) * total // (2 * used) for i in range(used)]
 
 
 def framewise(score: ScoreFunction, frames: int, *, chunk: int = 64) -> ScoreFunction:
-    """A reward of pictures [3, H, W] as one of pictures and clips [F, 3, H, W], mixed as they come.
+    """A reward of images [3, H, W] as one of images and videos [F, 3, H, W], mixed as they come.
 
-    A clip has the mean over `frames` of its frames (`frame_indices`), each scored with the clip's prompt and metadata;
+    A video has the mean over `frames` of its frames (`frame_indices`), each scored with its prompt and metadata;
     NaN if any of them is NaN. Gradients flow through the mean.
 
     Args:
-        score: takes pictures in a list; returns [n] or {output: [n]}.
-        frames: how many frames of a clip are looked at.
-        chunk: how many pictures `score` is handed at once, at most.
+        score: takes images in a list; returns [n] or {output: [n]}.
+        frames: how many frames of a video are looked at.
+        chunk: how many images `score` is handed at once, at most.
     """
 
     def of_all(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
@@ -59,11 +59,11 @@ def framewise(score: ScoreFunction, frames: int, *, chunk: int = 64) -> ScoreFun
 
 
 def _images(image: Tensor, frames: int) -> list[Tensor]:
-    """The picture itself, or the frames that stand for a clip."""
+    """The image itself, or the frames that stand for a video."""
     if image.ndim == 3:
         return [image]
     if image.ndim != 4:
-        raise ValueError(f"a picture must be [3, H, W] and a clip [F, 3, H, W], got {list(image.shape)}")
+        raise ValueError(f"an image must be [3, H, W] and a video [F, 3, H, W], got {list(image.shape)}")
     return [image[index] for index in frame_indices(len(image), frames)]
 
 

@@ -1,6 +1,6 @@
 """CLIP of open_clip for rewards: finding, loading and unit embeddings. A helper, not a reward.
 
-The networks are frozen and float32; autocast is off inside. No graph is kept unless a picture asks for gradients.
+The networks are frozen and float32; autocast is off inside. No graph is kept unless an image asks for gradients.
 Source: mlfoundations/open_clip:src/open_clip/factory.py.
 """
 
@@ -32,14 +32,14 @@ class OpenClip:
     model: Any
     tokenizer: Any
     pixels: Callable[[Any], Tensor]
-    """Pictures in [0, 1] -> [B, 3, size, size]: `Pixels`, or a reward's own."""
+    """Images in [0, 1] -> [B, 3, size, size]: `Pixels`, or a reward's own."""
 
     @property
     def device(self) -> torch.device:
         return self.model.logit_scale.device
 
     def embed_images(self, images: Images) -> Tensor:
-        """Unit image embeddings, [B, D], of pictures in [0, 1]."""
+        """Unit image embeddings, [B, D], of images in [0, 1]."""
         pixels = self.pixels(images).to(self.device)
         with torch.autocast(self.device.type, enabled=False):
             return F.normalize(self.model.encode_image(pixels), dim=-1)
@@ -55,7 +55,7 @@ class OpenClip:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What open_clip is asked for."""
+    """The arguments for open_clip."""
 
     name: str
     """A network's name, or `local-dir:` or `hf-hub:` and where."""
@@ -66,7 +66,7 @@ class _Source:
 
 
 def is_source(model: str) -> bool:
-    """Whether `model` is open_clip's: an embedded CLIP, a folder of its layout, an `hf-hub:` or a network's name."""
+    """True where `model` is open_clip's: an embedded CLIP, a folder of its layout, an `hf-hub:` or a network's name."""
     if model.startswith("hf-hub:") or asset_folder(model, CONFIG) or (Path(model).expanduser() / CONFIG).is_file():
         return True
     if "/" in model:
@@ -92,7 +92,7 @@ def load(
         pretrained: of a network's name: its weights, a tag of open_clip, a file, a folder or a hub id.
         quick_gelu: the activation the weights were trained with; None takes what tag or configuration say.
         device: where the network runs; None takes the GPU if there is one.
-        preprocess: how pictures are resized.
+        preprocess: how images are resized.
         reward: whom messages name.
 
     Raises:
@@ -233,7 +233,7 @@ def _pixels(network: Any, preprocess: Preprocess, who: str) -> Pixels:
     sides = set(size) if isinstance(size, (tuple, list)) else {size}
     if len(sides) != 1 or options["interpolation"] not in get_args(Interpolation):
         raise RewardError(
-            f"{who}: pictures of size {size} by {options['interpolation']} interpolation are not supported; squares by "
+            f"{who}: images of size {size} by {options['interpolation']} interpolation are not supported; squares by "
             f"{' or '.join(get_args(Interpolation))} are"
         )
     return Pixels(

@@ -25,7 +25,7 @@ from flowrl.reward import RewardError
 log = logging.getLogger("flowrl")
 
 Magnitude = Callable[[np.ndarray, np.ndarray], float]
-"""Two frames [H, W, 3] uint8 -> pixels that the fastest 5 % of the picture move, on the mean."""
+"""Two frames [H, W, 3] uint8 -> pixels that the fastest 5 % of the image move, on the mean."""
 
 _DIGEST = "22a6c225"
 _UPDATES, _SHARE = 20, 0.05
@@ -79,10 +79,10 @@ def load_raft(file: str, *, device: str | None, reward: str) -> Magnitude:
 
 
 def moving_share(magnitudes: Sequence[float], *, frames: int, shorter_side: int, fps: float) -> float:
-    """How many pairs move, over how many must for VBench to call a clip dynamic: 1 or more where it is.
+    """How many pairs move, over how many must for VBench to call a video dynamic: 1 or more where it is.
 
     A pair moves above 6 * shorter_side / 256 pixels, more where there are fewer than 8 frames a second. A quarter of
-    the frames must, one at least: the released code calls clips of one or two frames dynamic whatever they show.
+    the frames must, one at least: the released code calls videos of one or two frames dynamic whatever they show.
 
     >>> moving_share([9.0, 9.0, 1.0, 1.0, 1.0, 1.0, 9.0], frames=8, shorter_side=256, fps=8.0)
     1.5

@@ -1,4 +1,4 @@
-"""Pictures as CLIP-like networks want them: a normalised square. A helper, not a reward.
+"""Images as CLIP-like networks want them: a normalised square. A helper, not a reward.
 
 Source: openai/CLIP (shortest side by bicubic, centre crop); transformers' CLIPImageProcessor and SiglipImageProcessor;
 mlfoundations/open_clip:src/open_clip/transform.py.
@@ -26,12 +26,12 @@ Preprocess = Literal["exact", "fast"]
 Fit = Literal["crop", "pad", "squash"]
 Interpolation = Literal["bicubic", "bilinear"]
 _PIL = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
-_SEEN = {"crop": "the centre square", "pad": "the whole picture between bars", "squash": "stretched to a square"}
+_SEEN = {"crop": "the centre square", "pad": "the whole image between bars", "squash": "stretched to a square"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pixels:
-    """The way of one network from pictures in [0, 1] to its input.
+    """The way of one network from images in [0, 1] to its input.
 
     "fast" differs from "exact" by rounding to 8 bits, and at hard edges by the kernel's overshoot between its passes.
     """
@@ -54,13 +54,13 @@ class Pixels:
         return f"{self.size} x {self.size}, {_SEEN[self.fit]}"
 
     def __call__(self, images: Images) -> Tensor:
-        """[B, 3, size, size]; NaN all over where a picture holds NaN or inf."""
+        """[B, 3, size, size]; NaN all over where an image holds NaN or inf."""
         return torch.stack([self._one(image) for image in images])
 
     def _one(self, image: Tensor) -> Tensor:
         resize = self._exactly if self.preprocess == "exact" else self._fast
         if image.ndim != 3 or image.shape[0] != 3:
-            raise ValueError(f"a picture must be [3, H, W], got {list(image.shape)}")
+            raise ValueError(f"an image must be [3, H, W], got {list(image.shape)}")
         # Tested first: a crop or a clamp could hide it.
         if not image.isfinite().all():
             return broken(image, self.size, self.preprocess)
@@ -89,7 +89,7 @@ class Pixels:
 
 
 def broken(image: Tensor, size: int, preprocess: Preprocess) -> Tensor:
-    """[3, size, size] of NaN for a picture that is not finite, where the others of its batch are: PIL's in memory."""
+    """[3, size, size] of NaN for an image that is not finite, where the others of its batch are: PIL's in memory."""
     return torch.full((3, size, size), torch.nan, device="cpu" if preprocess == "exact" else image.device)
 
 
@@ -111,7 +111,7 @@ def resized_shape(height: int, width: int, size: int, fit: Fit) -> tuple[int, in
 
 
 def margins(height: int, width: int, size: int) -> tuple[int, int, int, int]:
-    """Bars around a picture that becomes a square of `size`: left, top, right, bottom; an odd pixel goes last.
+    """Bars around an image that becomes a square of `size`: left, top, right, bottom; an odd pixel goes last.
 
     >>> margins(149, 224, 224)
     (0, 37, 0, 38)

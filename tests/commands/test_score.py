@@ -124,7 +124,7 @@ def test_clips_are_scored_by_a_reward_that_takes_them_and_refused_by_one_that_do
     media.write(clip, tmp_path / "clip")
     lines, _ = run(capsys, tmp_path, ["jpeg"])
     assert lines[0]["jpeg_kb"] > 0
-    with pytest.raises(ConfigError, match=r"'shapes' judges pictures, and the model makes clips"):
+    with pytest.raises(ConfigError, match=r"'shapes' judges images, and the model makes videos"):
         score.command(tmp_path, ["shapes"], batch_size=1)
 
 

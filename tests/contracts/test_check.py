@@ -38,7 +38,7 @@ def test_a_name_a_file_a_module_and_an_object_are_told_apart(tmp_path):
 
 def test_options_are_those_of_its_config(tmp_path):
     found = {finding.law: finding.measured for finding in flowrl.check(write(tmp_path, SAMPLER), noise_level=0.25)}
-    assert found["what it says of itself"].endswith("noise level 0.25")
+    assert found["declarations"].endswith("noise level 0.25")
     with pytest.raises(ConfigError, match=r"flowrl\.check\.noise: unknown key"):
         flowrl.check("flow_sde", noise=1.0)
     with pytest.raises(ConfigError, match=r"options \['noise_level'\] are for a file"):

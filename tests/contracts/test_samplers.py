@@ -149,7 +149,7 @@ class AfraidOfNoise(Sound):
 
 
 BREAKS: dict[str, type[Sampler]] = {
-    "what it says of itself": Misdeclared,
+    "declarations": Misdeclared,
     "paths": Nowhere,
     "without noise": NoisyAtZero,
     "with noise": Deaf,

@@ -100,7 +100,7 @@ def test_a_reward_is_not_tried_again_without_memory():
         calls.append(1)
         raise CUDA
 
-    kept: dict[str, Any] = {"cache": None, "counts": Counts(), "tell": lambda text: None}
+    kept: dict[str, Any] = {"cache": None, "counts": Counts(), "report": lambda text: None}
     attempts = Attempts(name="big", once=once, outputs=["big"], retries=2, isolate=True, **kept)
     with pytest.raises(OutOfMemory, match="reward 'big'"):
         attempts(Batch(torch.zeros(2, 3, 4, 4), ["a", "b"], [{}, {}]))

@@ -73,7 +73,7 @@ def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ("{name: shapes}", ["'shapes' judges pictures, and the model makes clips", "leave it out"]),
+        ("{name: shapes}", ["'shapes' judges images, and the model makes videos", "leave it out"]),
         ("{path: brightness.py}", ["returned shape (2, 16)", "it was given clips [2, 5, 3, 16, 16]"]),
     ],
 )

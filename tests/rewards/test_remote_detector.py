@@ -119,7 +119,7 @@ def test_a_picture_that_the_server_cannot_look_at_is_one_failure(served):
         (reply(objects=[DOG | {"box": [5, 2, 1, 6]}]), "holds no pixel"),
         (reply(objects=[DOG | {"box": [float("nan"), 2, 1, 6]}]), "holds no pixel"),
         (reply(objects=[DOG | {"box": [1, 2, 3]}]), "ValueError"),
-        (reply(objects=[DOG | {"mask": png(np.ones((3, 3)))}]), r"a mask of \(3, 3\) for a picture of \(8, 6\)"),
+        (reply(objects=[DOG | {"mask": png(np.ones((3, 3)))}]), r"a mask of \(3, 3\) for an image of \(8, 6\)"),
         (reply(objects=[DOG | {"mask": "AAAA"}]), "UnidentifiedImageError"),
     ],
 )

@@ -230,7 +230,7 @@ def test_an_odd_margin_is_rounded_as_in_the_source_that_is_asked_for(tiny):
 
 
 def test_a_version_without_a_crop_takes_no_rounding_of_it():
-    with pytest.raises(ValueError, match=r"half_even_crop is of v1 and v2; version='v2.5' sees the whole picture"):
+    with pytest.raises(ValueError, match=r"half_even_crop is of v1 and v2; version='v2.5' sees the whole image"):
         Config(version="v2.5", head="x.pth", half_even_crop=True)
 
 

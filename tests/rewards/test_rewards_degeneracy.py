@@ -90,13 +90,6 @@ def test_saturation_and_luminance_are_those_of_the_definitions():
     assert scored(flat(1.0, 0.0, 0.0)[None])["saturation"] == [1.0]
 
 
-def test_a_clip_has_the_share_of_its_dead_frames():
-    frames = torch.stack([flat(0.0, 0.0, 0.0), noise(), noise(1), noise(2)])
-    assert scored(frames[None])["degenerate"] == [0.25]
-    frames[2, 0, 0, 0] = math.nan
-    assert all(math.isnan(value) for values in scored(frames[None]).values() for value in values)
-
-
 def test_the_more_of_it_the_worse():
     assert not CARD.higher_is_better
 

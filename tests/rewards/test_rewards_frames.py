@@ -34,7 +34,7 @@ def test_frames_are_distinct_in_order_and_evenly_spread(total, count):
 
 
 def test_a_clip_without_frames_and_a_count_of_none_are_refused():
-    with pytest.raises(ValueError, match="clip of 0 frames"):
+    with pytest.raises(ValueError, match="video of 0 frames"):
         frame_indices(0, 4)
     with pytest.raises(ValueError, match="take 1 at least"):
         frame_indices(4, 0)

@@ -88,5 +88,5 @@ def test_a_clip_is_the_mean_of_its_frames_and_masked_by_a_single_nan():
 
 
 def test_what_is_no_picture_is_refused():
-    with pytest.raises(ValueError, match=r"a picture must be \[3, H, W\], got \[4, 8, 8\]"):
+    with pytest.raises(ValueError, match=r"an image must be \[3, H, W\], got \[4, 8, 8\]"):
         sizes(torch.zeros(1, 4, 8, 8))

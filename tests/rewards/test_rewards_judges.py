@@ -277,7 +277,7 @@ def test_a_broken_picture_is_left_out_of_the_pairs(scripted):
 
 def test_a_prompt_with_one_picture_has_no_pairs(scripted):
     reward = vlm_judge.build(vlm_judge.Config(rubric="preference"))
-    with pytest.raises(RewardError, match=r"the prompt 'b' has one picture.*take 2 or more"):
+    with pytest.raises(RewardError, match=r"the prompt 'b' has one image.*take 2 or more"):
         reward.score(grey(1, 2, 3), ["a", "b", "a"], [{}] * 3)
 
 
@@ -440,12 +440,12 @@ def test_a_transparent_source_is_shown_on_white(scripted, tmp_path):
 
 @pytest.mark.parametrize("record", [{}, {"images": []}, {"images": ["a", "b"]}, {"images": "a.png"}])
 def test_a_sample_without_its_one_source_stops_with_the_remedy(scripted, record):
-    with pytest.raises(RewardError, match="needs the one picture that was edited"):
+    with pytest.raises(RewardError, match="needs the one image that was edited"):
         edit_score.build(edit_score.Config()).score(grey(1), ["x"], [record])
 
 
 def test_a_source_that_cannot_be_read_is_named(scripted, tmp_path):
-    with pytest.raises(RewardError, match=r"cannot read the source picture '.*gone\.png'"):
+    with pytest.raises(RewardError, match=r"cannot read the source image '.*gone\.png'"):
         edit_score.build(edit_score.Config()).score(grey(1), ["x"], [{"images": [str(tmp_path / "gone.png")]}])
 
 

@@ -13,6 +13,7 @@ from flowrl.reward import RewardError
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests import toy_clip
+from tests.rewards.test_rewards_clip_score import embeddings
 from tests.tiny_rewards import smooth_images
 
 PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "sea"]
@@ -33,25 +34,11 @@ def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
 
 
 def straight_line(folder: str, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-    """One sample at a time: transformers' own PIL preprocessing, the two towers, the two projections."""
-    from transformers import CLIPModel, CLIPTokenizer
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    """Cosines of the embeddings that transformers' own code gives one sample at a time, at the CLIP's temperature."""
+    from transformers import CLIPModel
 
-    size = toy_clip.IMAGE_SIZE
-    processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
-    model, tokenizer = CLIPModel.from_pretrained(folder).eval(), CLIPTokenizer.from_pretrained(folder)
-    scores = []
-    for image, prompt in zip(images, prompts, strict=True):
-        eight_bit = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-        pixels = torch.as_tensor(processor(images=[eight_bit], return_tensors="pt")["pixel_values"])
-        tokens = tokenizer(prompt).input_ids
-        tokens = tokens[: toy_clip.TEXT_LENGTH - 1] + tokens[-1:] if len(tokens) > toy_clip.TEXT_LENGTH else tokens
-        with torch.no_grad():
-            seen = model.vision_model(pixels).pooler_output[0] @ model.visual_projection.weight.T
-            said = model.text_model(torch.tensor([tokens])).pooler_output[0] @ model.text_projection.weight.T
-        cosine = (seen * said).sum() / (seen.square().sum().sqrt() * said.square().sum().sqrt())
-        scores.append(model.logit_scale.exp() * cosine)
-    return torch.stack(scores)
+    seen, said = embeddings("transformers", folder, images, prompts)
+    return CLIPModel.from_pretrained(folder).logit_scale.exp().detach() * (seen * said).sum(dim=1)
 
 
 def test_scores_equal_a_straight_line_computation(reward, folder):

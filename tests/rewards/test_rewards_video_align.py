@@ -152,7 +152,7 @@ def test_the_frame_rate_says_which_frames_are_seen(reward, toys, small):
     assert (without.card.requires, reward.card.requires) == (("fps",), ())
     assert torch.equal(scored(without, clip, PROMPTS[:1], [{"fps": 4}]), rates[1])
     for record in ({}, {"fps": "24"}, {"fps": 0}, {"fps": math.nan}):
-        with pytest.raises(RewardError, match="needs each clip's frames a second"):
+        with pytest.raises(RewardError, match="needs each video's frames a second"):
             scored(without, clip, PROMPTS[:1], [record])
     with pytest.raises(ValueError, match=r"fps=-1.* must be above 0"):
         Config(fps=-1.0)
@@ -183,7 +183,7 @@ def test_captions_and_pictures_that_cannot_be_asked_about_are_refused(reward):
         RewardError, match=r"each of <\|VQ_reward\|>, <\|MQ_reward\|>, <\|TA_reward\|>, .* exactly once"
     ):
         scored(reward, clips(1), ["a cat <|VQ_reward|>"])
-    with pytest.raises(RewardError, match=r"takes clips \[F, 3, H, W\], got \[3, 60, 90\]"):
+    with pytest.raises(RewardError, match=r"takes videos \[F, 3, H, W\], got \[3, 60, 90\]"):
         scored(reward, clips(1)[:, 0], ["a cat"])
 
 

@@ -142,12 +142,12 @@ def test_a_reward_on_edits_needs_source_pictures():
     ("modality", "clips", "words"),
     [
         ("image", False, None),
-        ("image", True, "judges pictures, and the model makes clips"),
+        ("image", True, "judges images, and the model makes videos"),
         ("video", True, None),
-        ("video", False, "judges clips, and the model makes pictures"),
+        ("video", False, "judges videos, and the model makes images"),
         ("any", False, None),
         ("any", True, None),
-        ("edit", True, "judges pictures"),
+        ("edit", True, "judges images"),
     ],
 )
 def test_a_reward_that_cannot_judge_what_the_model_makes_is_refused(modality, clips, words):

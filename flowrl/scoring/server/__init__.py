@@ -4,7 +4,7 @@ messages.py   limits, and requests read strictly
 app.py        endpoints: token, body, repeated requests
 batching.py   requests of many clients joined into batches for one reward
 process.py    a worker process as the server sees it: started, given a deadline, killed
-worker.py     what runs in it: decodes pictures and scores them
+worker.py     what runs in it: decodes images and scores them
 counters.py   numbers for Prometheus
 listener.py   sockets, deadlines of connections, signals
 """

@@ -1,6 +1,6 @@
 """The endpoints of a reward server: GET /health, GET /rewards, GET /metrics, POST /score.
 
-A request is refused as early as can be: the token before the body is read, its size while it is read, its pictures by
+A request is refused as early as can be: the token before the body is read, its size while it is read, its images by
 their headers before they are decoded. Everything but /health wants the token where there is one.
 """
 
@@ -27,7 +27,7 @@ _RETRY_AFTER_S = "1"
 
 
 class Service:
-    """What stands behind the endpoints.
+    """The work of the endpoints.
 
     Args:
         token: that clients must show; None lets everybody in.

@@ -74,7 +74,7 @@ class Batcher:
         self.name, self.runners, self.limits, self.counters = name, runners, limits, counters
         self.max_batch, self.max_wait_s = max_batch, max_wait_s
         self.about: dict[str, Any] = {}
-        """Of the reward: card, fingerprint, options, versions; known when its workers have started."""
+        """The reward: card, fingerprint, options, versions; known when its workers have started."""
         self.live = 0
         self._queue: deque[_Waiting] = deque()
         self._held = 0
@@ -116,7 +116,7 @@ class Batcher:
             raise Refusal(503, "busy", text)
         size = sum(len(image.data) for item in items for image in (item.image, *item.sources))
         if self._held + size > self.limits.waiting_bytes:
-            text = f"{self._held} bytes of pictures are waiting for {self.name!r}; try again, or another server"
+            text = f"{self._held} bytes of images are waiting for {self.name!r}; try again, or another server"
             raise Refusal(503, "busy", text)
         self._held += size
         job = _Job(items, [None] * len(items), asyncio.get_running_loop().create_future())

@@ -1,6 +1,6 @@
-"""What a server and its workers say to each other over a socket.
+"""The messages between a server and its workers over a socket.
 
-A frame is the length of a JSON header and of what follows it, the header, and the pictures' bytes one behind the other.
+A frame is the length of a JSON header and of what follows it, the header, and the images' bytes one after the other.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from flowrl.core.wire import WireImage
 from flowrl.scoring.server.messages import Item, dumps
 
 LENGTHS = struct.Struct(">IQ")
-"""Bytes of the header, and of the pictures."""
+"""Bytes of the header, and of the images."""
 Result = dict[str, Any]
 """{"scores": {output: number or None}, "error": {"kind", "text"} or None}."""
 
 
 def pack_frame(header: Any, images: tuple[bytes, ...] = ()) -> list[bytes]:
-    """The parts of a frame, to be written one behind the other."""
+    """The parts of a frame, to be written one after the other."""
     head = dumps(header)
     return [LENGTHS.pack(len(head), sum(map(len, images))), head, *images]
 
@@ -37,7 +37,7 @@ def pack_items(items: list[Item]) -> list[bytes]:
 
 
 def unpack_items(records: list[dict[str, Any]], data: bytes) -> list[Item]:
-    """The batch of a frame's header and pictures."""
+    """The batch of a frame's header and images."""
     items, place = [], 0
     for record in records:
         images = []
@@ -54,7 +54,7 @@ def failed(outputs: tuple[str, ...], kind: str, text: str) -> Result:
 
 
 def read_frame(file: BufferedIOBase) -> tuple[Any, bytes] | None:
-    """(header, pictures) of the next frame; None at the end."""
+    """(header, images) of the next frame; None at the end."""
     lengths = file.read(LENGTHS.size)
     if len(lengths) < LENGTHS.size:
         return None

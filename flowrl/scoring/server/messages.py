@@ -1,4 +1,4 @@
-"""What a server takes: its limits, and a request read strictly before anything is decoded."""
+"""The limits of a server, and its requests, read strictly before anything is decoded."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _DEPTH = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of one server; the first three are told to clients, which cut their requests by them."""
+    """Limits of one server; the first three are sent to clients, which cut their requests by them."""
 
     items: int = 256
     """Samples of a request."""
     bytes: int = 64 << 20
-    """Of a request's body."""
+    """Bytes of a request's body."""
     pixels: int = 1 << 26
-    """Of all pictures of a request together, and of a batch: a few kB of PNG may hold gigapixels."""
+    """Pixels of all images of a request together, and of a batch: a few kB of PNG may hold gigapixels."""
     sources: int = 8
-    """Pictures in the metadata of a sample."""
+    """Images in the metadata of a sample."""
     waiting: int = 4096
     """Samples of a reward that may wait; more are refused (503)."""
     waiting_bytes: int = 2 << 30
-    """Of pictures of a reward that wait or are being scored; more are refused (503)."""
+    """Bytes of a reward's images that wait or are being scored; more are refused (503)."""
     held_bytes: int = 256 << 20
     """Bodies being read, together; more are refused (503)."""
     connections: int = 256
@@ -150,9 +150,9 @@ def _item(record: Any, where: str, limits: Limits) -> Item:
     if _deeper(metadata, _DEPTH):
         raise Refusal(400, "form", f"{where}.metadata: more than {_DEPTH} lists and objects inside each other")
     if "images" in metadata:
-        raise Refusal(400, "form", f"{where}.metadata.images: paths are not read here; send the pictures in sources")
+        raise Refusal(400, "form", f"{where}.metadata.images: paths are not read here; send the images in sources")
     if not isinstance(sources, list) or len(sources) > limits.sources:
-        raise Refusal(413, "items", f"{where}.sources: must be a list of at most {limits.sources} pictures")
+        raise Refusal(413, "items", f"{where}.sources: must be a list of at most {limits.sources} images")
     try:
         images = [read_image(source, f"{where}.sources[{k}]") for k, source in enumerate(sources)]
         if any(image.format != "png" for image in images):
@@ -182,7 +182,7 @@ def _finite(text: str) -> float:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether more than `levels` lists and objects lie inside each other: what can just be read cannot be written."""
+    """True where more than `levels` lists and objects are nested: what can just be read cannot be written."""
     if not isinstance(value, dict | list):
         return False
     inside = value.values() if isinstance(value, dict) else value

@@ -1,7 +1,7 @@
 """A worker process as the server sees it: started, handed batches with a deadline, ended when it hangs.
 
 A process and not a thread, for a thread cannot be ended: a reward that hangs would keep its memory, its GPU and, inside
-a library that holds the interpreter's lock, the whole server. A process also dies alone where a picture crashes a
+a library that holds the interpreter's lock, the whole server. A process also dies alone where an image crashes a
 decoder. Workers are forked from a process that has imported torch and nothing more: one takes the place of another at
 once, and inherits no thread, socket or GPU context of the server.
 """

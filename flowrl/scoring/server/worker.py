@@ -1,6 +1,6 @@
-"""What runs in a worker process: it builds one reward, and scores the batches it is handed over a socket.
+"""The worker process: it builds one reward, and scores the batches it is handed over a socket.
 
-Pictures are decoded here and not in the server, so that a file that crashes a decoder ends a worker, not the service.
+Images are decoded here and not in the server, so that a file that crashes a decoder ends a worker, not the service.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:
     for row, item in enumerate(items):
         try:
             samples[row] = unpack(item.image)
-        except Exception as error:  # PIL raises many kinds for what is no picture; none may end the worker
-            results[row] = failed(outputs, "picture", f"the picture cannot be decoded: {error}")
+        except Exception as error:  # PIL raises many kinds for what is no image; none may end the worker
+            results[row] = failed(outputs, "picture", f"the image cannot be decoded: {error}")
     if whole and results:
-        text = "another picture of the group cannot be decoded"
+        text = "another image of the group cannot be decoded"
         return [results.get(row) or failed(outputs, "raised", text) for row in range(len(items))]
     rows = list(samples)
     batches = [rows] if rows else []
@@ -78,7 +78,7 @@ def _score_rows(entry: WeightedReward, items: list[Item], samples: list[Any]) ->
 
 
 def _with_sources(item: Item, stem: Path) -> dict[str, Any]:
-    """The metadata, with the pictures sent along as files of ours."""
+    """The metadata, with the images sent along as files of ours."""
     if not item.sources:
         return item.metadata
     paths = [stem.with_name(f"{stem.name}-{k}.png") for k in range(len(item.sources))]
@@ -91,7 +91,7 @@ def _with_sources(item: Item, stem: Path) -> dict[str, Any]:
 
 
 def introduce(plan: RewardPlan, entry: WeightedReward) -> dict[str, Any]:
-    """What the server must know of the reward."""
+    """The reward as the server announces it."""
     card = plain_card(entry.reward.card)
     source = None
     if plan.entry.path is not None:
