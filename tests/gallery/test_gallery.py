@@ -25,6 +25,7 @@ from flowrl.gallery.runs import load_run
 
 NUM_PROMPTS = 40
 SEEDS = (0, 1)
+WORSE = {"mean": -0.2, "low": -0.3, "high": -0.1, "n": 4}
 EVIL = "<script>alert('prompt')</script> & \"quoted\""
 VOID = {"meta", "img", "input", "br", "hr", "link"}
 
@@ -213,6 +214,13 @@ def make_run(
     return folder
 
 
+def change(file: Path, **values: object) -> dict:
+    """Set values of a JSON file; returns what it held before."""
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps(before | values))
+    return before
+
+
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "quickstart")
@@ -392,20 +400,16 @@ def test_a_run_that_has_only_a_configuration_still_builds(tmp_path):
 
 def test_a_metric_that_got_worse_beside_the_primary_is_pointed_out(tmp_path):
     folder = make_run(tmp_path / "hacked", num_prompts=4)
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["difference"]["shapes_partial"] = {"mean": -0.2, "low": -0.3, "high": -0.1, "n": 4}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    change(folder / "summary.json", difference={"shapes_partial": WORSE})
     assert "Partial score got worse: \u22120.2" in Page(build([folder])).text("span")
 
 
 def test_the_base_models_own_guidance_is_no_rival_where_no_other_was_tried(tmp_path):
     folder = make_run(tmp_path / "alone", num_prompts=4)
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["base_best_guidance"] = {**summary["base"], "guidance_scale": 1.0}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    base = json.loads((folder / "summary.json").read_text())["base"]
+    change(folder / "summary.json", base_best_guidance={**base, "guidance_scale": 1.0})
     assert "The fair rival" not in Page(build([folder])).text()
-    config = json.loads((folder / "config.yaml").read_text())
-    (folder / "config.yaml").write_text(json.dumps({**config, "eval": {"best_guidance": [2.0, 3.0]}}))
+    change(folder / "config.yaml", eval={"best_guidance": [2.0, 3.0]})
     assert "best guidance (scale 1, its own), reaches" in Page(build([folder])).text("span")
 
 
@@ -413,9 +417,8 @@ def test_the_base_line_of_a_curve_covers_the_prompts_of_the_curve(tmp_path):
     folder = make_run(tmp_path / "subset", num_prompts=8)
     for path in (folder / "eval").glob("iteration-*.json"):
         document = json.loads(path.read_text())
-        document["prompts"] = document["prompts"][:3]
-        document["scores"] = {name: table[:3] for name, table in document["scores"].items()}
-        path.write_text(json.dumps(document))
+        scores = {name: table[:3] for name, table in document["scores"].items()}
+        change(path, prompts=document["prompts"][:3], scores=scores)
     run = load_run(folder)
     expected = run.base.scores["shapes_strict"][:3].mean()
     metric = results.metrics_of(run)[0]
@@ -437,8 +440,7 @@ def test_the_tuned_model_ends_the_curve_of_evaluations(tmp_path):
 
 def test_lower_is_better_turns_the_ranking_and_the_colours(tmp_path):
     folder = make_run(tmp_path / "lower", num_prompts=20, tuned=0.95)
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps({**summary, "lower_is_better": ["shapes_strict"]}))
+    change(folder / "summary.json", lower_is_better=["shapes_strict"])
     lower = Page(build([folder]))
     assert ("class", "verdict worse") in lower.attributes
     assert min(lower.deltas["worst"]) > 0 > max(lower.deltas["best"] or [-1])
@@ -459,10 +461,8 @@ def test_two_runs_get_a_table_on_top_and_a_part_each(tmp_path, run_folder):
 
 def told_of(folder: Path, name: str | None, **data: object) -> Path:
     """The run as one that was evaluated on prompts of that name; None: its version did not say."""
-    summary = json.loads((folder / "summary.json").read_text()) | ({} if name is None else {"evaluated_on": name})
-    (folder / "summary.json").write_text(json.dumps(summary))
-    config = json.loads((folder / "config.yaml").read_text())
-    (folder / "config.yaml").write_text(json.dumps(config | ({"data": data} if data else {})))
+    change(folder / "summary.json", **({} if name is None else {"evaluated_on": name}))
+    change(folder / "config.yaml", **({"data": data} if data else {}))
     return folder
 
 
@@ -477,9 +477,7 @@ def told_of(folder: Path, name: str | None, **data: object) -> Path:
 )
 def test_training_prompts_are_called_so_everywhere_and_get_no_verdict(tmp_path, name, data):
     folder = told_of(make_run(tmp_path / "run", num_prompts=8), name, **data)
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["difference"]["shapes_partial"] = {"mean": -0.2, "low": -0.3, "high": -0.1, "n": 8}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    change(folder / "summary.json", difference={"shapes_partial": WORSE})
     page = Page(build([folder]))
     seen = page.text(*(tag for tag in page.texts if tag not in ("script", "style", "pre")))
     assert "held-out" not in seen.lower()
@@ -512,9 +510,8 @@ def test_runs_on_different_prompts_are_told_apart_where_they_are_compared(tmp_pa
 
 def test_a_share_of_the_prompts_says_where_it_comes_from(tmp_path):
     folder = told_of(make_run(tmp_path / "share", num_prompts=8), "held-out prompts", prompts="list.txt")
-    summary = json.loads((folder / "summary.json").read_text())
     held_out = {"source": "data.eval_share=0.1 of data.prompts=list.txt", "prompts": 8, "share": 0.1}
-    (folder / "summary.json").write_text(json.dumps(summary | {"held_out": held_out}))
+    change(folder / "summary.json", held_out=held_out)
     page = Page(build([folder]))
     assert "8 held-out prompts (data.eval_share=0.1 of data.prompts=list.txt)" in page.text("dd")
     assert page.text("h1").startswith("Strict accuracy did not change measurably: from")
@@ -525,37 +522,30 @@ def test_copies_of_a_prompt_are_counted_once(tmp_path):
     folder = make_run(tmp_path / "copies", prompts=twice)
     assert "6 prompts" in Page(build([folder])).text("td")
     for path in (folder / "eval").glob("*.json"):
-        document = json.loads(path.read_text())
-        path.write_text(json.dumps(document | {"distinct": list(range(12))}))  # of other pictures
+        change(path, distinct=list(range(12)))  # with other reference images
     assert "12 prompts" in Page(build([folder])).text("td")
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_folder_that_is_no_run_is_named_with_the_remedy(tmp_path, exists):
-    folder = tmp_path / "nothing"
-    if exists:
-        folder.mkdir()
-    with pytest.raises(ValueError, match=r"nothing is not a run: .*; pass the folder that flowrl train wrote"):
-        build([folder])
-
-
-def test_no_folder_at_all_is_refused():
+def test_a_folder_that_is_no_run_is_named_with_the_remedy_and_one_is_required(tmp_path):
+    for reason in ("there is no such folder", "it has no config.yaml"):
+        with pytest.raises(ValueError, match=rf"nothing is not a run: {reason}; pass the folder that flowrl train"):
+            build([tmp_path / "nothing"])
+        (tmp_path / "nothing").mkdir(exist_ok=True)
     with pytest.raises(ValueError, match="name at least one run folder"):
         build([])
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("values", "message"),
     [
         ({"scores": {"shapes_strict": [[1.0, 0.0]]}}, r"base\.json: scores\.shapes_strict is \[1, 2\], expected \[4 "),
         ({"images": "../../elsewhere"}, r"base\.json: images='\.\./\.\./elsewhere' is outside the run folder"),
         ({"seeds": None}, r"base\.json is not an evaluation"),
     ],
 )
-def test_a_broken_evaluation_is_named_with_the_remedy(tmp_path, change, message):
+def test_a_broken_evaluation_is_named_with_the_remedy(tmp_path, values, message):
     folder = make_run(tmp_path / "broken", num_prompts=4)
-    path = folder / "eval" / "base.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    change(folder / "eval" / "base.json", **values)
     with pytest.raises(ValueError, match=message) as raised:
         build([folder])
     assert "restore it from a copy" in str(raised.value)

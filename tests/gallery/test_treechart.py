@@ -397,25 +397,12 @@ def test_a_file_that_is_no_tree_is_named(tmp_path, what):
         trees.read(file)
 
 
-def test_an_unknown_number_is_none_and_a_way_ends_where_a_number_changes():
+def test_an_unknown_number_is_none_and_a_way_ends_where_a_number_changes(tmp_path):
     edges = tuple(Edge(k, k + 1, True, None if k == 1 else 1.0, k == 3) for k in range(4))
-    tree = Tree(
-        "base",
-        0,
-        "m",
-        "p",
-        (1.0, 0.7, 0.5, 0.2, 0.0),
-        (),
-        tuple(range(5)),
-        (None,) * 5,
-        edges,
-        (4,),
-        (0.5,),
-        {},
-        1,
-        (8, 8),
-        None,
-        None,
+    tree = replace(
+        trees.read(saved(tmp_path, grown(SHAPES["two"]))),
+        **{"sigmas": (1.0, 0.7, 0.5, 0.2, 0.0), "splits": (), "place": tuple(range(5)), "reward": (None,) * 5},
+        **{"edges": edges, "leaves": (4,), "leaf_reward": (0.5,), "raw": {}},
     )
     assert [[edge.parent for edge in way] for way in tree.ways()] == [[0], [1], [2], [3]]
     assert "advantage \u2013" in drawing(tree)
