@@ -67,7 +67,6 @@ class Config(DrawnOptions):
 
 
 class Awm(SampleMethod[Config]):
-    level = LEVEL
     keeps_old = True
 
     def __init__(self, config: Config) -> None:
@@ -107,5 +106,4 @@ class Awm(SampleMethod[Config]):
         return summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
 
 
-def build(config: Config) -> Awm:
-    return Awm(config)
+build = Awm

@@ -11,6 +11,7 @@ and writes its plan, its credit rule and its loss. Everything else has a default
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -73,7 +74,6 @@ class Method(Generic[C]):
 
     Config: ClassVar[type[Options]] = Options
     """The options of a method whose file defines no `Config`; one that does extends it."""
-    level: str = "experimental"
     members: tuple[Member, ...] = ()
     """Origin of each sample of a slot; empty: the rollout draws all of them."""
     prefers: bool = False
@@ -99,6 +99,11 @@ class Method(Generic[C]):
         rule = RuleConfig() if config.advantages is None else config.advantages.rule()
         self.config, self.rule = config, Rule(rule)
         self.passes, self.spatial = config.passes, config.spatial
+
+    @property
+    def level(self) -> str:
+        """How well the method is tested: `LEVEL` of its file."""
+        return vars(sys.modules[type(self).__module__]).get("LEVEL", "experimental")
 
     @property
     def frozen(self) -> int:

@@ -124,7 +124,6 @@ class Config(ClippedOptions):
 
 
 class BranchGrpo(EdgeMethod[Config]):
-    level = LEVEL
     loss = clipped_loss
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
@@ -153,5 +152,4 @@ class BranchGrpo(EdgeMethod[Config]):
         return left_out
 
 
-def build(config: Config) -> BranchGrpo:
-    return BranchGrpo(config)
+build = BranchGrpo

@@ -66,7 +66,6 @@ class Config(DrawnOptions):
 
 
 class Crd(SampleMethod[Config]):
-    level = LEVEL
     unit = "group"
     shared_times = "group"
     behaviour = "sampling"
@@ -117,5 +116,4 @@ def pool_weights(given: Tensor, advantage: Tensor, group: Tensor, pools: float |
     ]
 
 
-def build(config: Config) -> Crd:
-    return Crd(config)
+build = Crd

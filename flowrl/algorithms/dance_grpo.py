@@ -84,7 +84,6 @@ def random_steps(self: EdgeMethod[Any], ids: Sequence[SampleId], plan: StepPlan,
 
 
 class DanceGrpo(EdgeMethod[Config]):
-    level = LEVEL
     kept_edges = random_steps
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
@@ -95,5 +94,4 @@ class DanceGrpo(EdgeMethod[Config]):
         return with_reference(terms, policy, batch, networks, self.config.kl)
 
 
-def build(config: Config) -> DanceGrpo:
-    return DanceGrpo(config)
+build = DanceGrpo

@@ -88,7 +88,6 @@ def noisy_plan(self: EdgeMethod[Any], schedule: Schedule, sampler: Sampler, iter
 
 
 class Ddpo(EdgeMethod[Config]):
-    level = LEVEL
     plan = noisy_plan
     kept_edges = random_steps
 
@@ -103,5 +102,4 @@ class Ddpo(EdgeMethod[Config]):
         return with_reference(terms, policy, batch, networks, self.config.kl)
 
 
-def build(config: Config) -> Ddpo:
-    return Ddpo(config)
+build = Ddpo

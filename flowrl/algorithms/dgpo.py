@@ -57,7 +57,6 @@ class Config(DrawnOptions):
 
 
 class Dgpo(SampleMethod[Config]):
-    level = LEVEL
     unit = "group"
     shared_times = "all"
     shared_eps = True
@@ -91,5 +90,4 @@ def overshot(error: Tensor, error_old: Tensor, advantage: Tensor, clip_range: fl
     return torch.where(advantage > 0, ratio > 1 + clip_range, ratio < 1 - clip_range)
 
 
-def build(config: Config) -> Dgpo:
-    return Dgpo(config)
+build = Dgpo

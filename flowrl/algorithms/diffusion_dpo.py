@@ -44,7 +44,6 @@ class Config(GivenOptions):
 
 
 class DiffusionDpo(SampleMethod[Config]):
-    level = LEVEL
     members = ("chosen", "rejected")
     prefers = True
     unit = "group"
@@ -63,5 +62,4 @@ class DiffusionDpo(SampleMethod[Config]):
         return -margin(self.outputs(batch, networks), "reference", self.config.space).detach()
 
 
-def build(config: Config) -> DiffusionDpo:
-    return DiffusionDpo(config)
+build = DiffusionDpo

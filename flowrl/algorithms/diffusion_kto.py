@@ -52,7 +52,6 @@ class Config(GivenOptions):
 
 
 class DiffusionKto(SampleMethod[Config]):
-    level = LEVEL
     members = ("labelled",)
     prefers = True
     centres = True
@@ -97,5 +96,4 @@ def reference_point(means: Tensor, how: Literal["mean", "class_means"]) -> Tenso
     return torch.stack(classes).mean()
 
 
-def build(config: Config) -> DiffusionKto:
-    return DiffusionKto(config)
+build = DiffusionKto

@@ -87,7 +87,6 @@ class Config(DrawnOptions):
 
 
 class DiffusionNft(SampleMethod[Config]):
-    level = LEVEL
     behaviour = "old"
 
     def __init__(self, config: Config) -> None:
@@ -144,5 +143,4 @@ def group_moments(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return square.sqrt(), mean
 
 
-def build(config: Config) -> DiffusionNft:
-    return DiffusionNft(config)
+build = DiffusionNft

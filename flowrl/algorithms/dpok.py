@@ -125,7 +125,6 @@ class Config(Options):
 
 
 class Dpok(EdgeMethod[Config]):
-    level = LEVEL
     plan = noisy_plan
 
     def __init__(self, config: Config) -> None:
@@ -191,5 +190,4 @@ class Dpok(EdgeMethod[Config]):
         self.critic, self.saved = None, parts["value"]
 
 
-def build(config: Config) -> Dpok:
-    return Dpok(config)
+build = Dpok

@@ -113,8 +113,6 @@ class Config(ClippedOptions):
 
 
 class DynamicTreeRpo(EdgeMethod[Config]):
-    level = LEVEL
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         if config.tuning is not None:
@@ -184,5 +182,4 @@ class DynamicTreeRpo(EdgeMethod[Config]):
         return with_reference(terms, transition, batch, networks, config.kl)
 
 
-def build(config: Config) -> DynamicTreeRpo:
-    return DynamicTreeRpo(config)
+build = DynamicTreeRpo

@@ -87,7 +87,6 @@ class Config(Options):
 
 
 class Find(NoiseMethod[Config]):
-    level = LEVEL
     remembers = ("iterations",)
 
     def __init__(self, config: Config) -> None:
@@ -152,5 +151,4 @@ class Find(NoiseMethod[Config]):
             weights.snapshot("old")
 
 
-def build(config: Config) -> Find:
-    return Find(config)
+build = Find

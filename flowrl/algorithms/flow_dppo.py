@@ -75,7 +75,6 @@ def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tupl
 
 
 class FlowDppo(EdgeMethod[Config]):
-    level = LEVEL
     columns = ("mean_old",)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
@@ -93,5 +92,4 @@ class FlowDppo(EdgeMethod[Config]):
         return with_reference(Terms(loss, metrics, per_step), policy, batch, networks, self.config.kl)
 
 
-def build(config: Config) -> FlowDppo:
-    return FlowDppo(config)
+build = FlowDppo

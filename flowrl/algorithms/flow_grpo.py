@@ -148,8 +148,6 @@ class Config(ClippedOptions):
 
 
 class FlowGrpo(EdgeMethod[Config]):
-    level = LEVEL
-
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
 
@@ -264,5 +262,4 @@ def check_steps(steps: list[int] | None) -> None:
         raise ValueError(f"sde_steps={steps} names a step twice; use {sorted(set(steps))}")
 
 
-def build(config: Config) -> FlowGrpo:
-    return FlowGrpo(config)
+build = FlowGrpo

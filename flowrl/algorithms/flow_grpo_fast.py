@@ -80,7 +80,6 @@ class Config(ClippedOptions):
 
 
 class FlowGrpoFast(EdgeMethod[Config]):
-    level = LEVEL
     loss = clipped_loss
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
@@ -91,5 +90,4 @@ class FlowGrpoFast(EdgeMethod[Config]):
         return replace(plan, tree=splits(count, {plan.train[0]: config.branch}, plan.train))
 
 
-def build(config: Config) -> FlowGrpoFast:
-    return FlowGrpoFast(config)
+build = FlowGrpoFast

@@ -51,7 +51,6 @@ class Config(DrawnOptions):
 
 
 class Fpo(SampleMethod[Config]):
-    level = LEVEL
     keeps_old = True
 
     def __init__(self, config: Config) -> None:
@@ -82,5 +81,4 @@ class Fpo(SampleMethod[Config]):
         return summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
 
 
-def build(config: Config) -> Fpo:
-    return Fpo(config)
+build = Fpo

@@ -64,7 +64,6 @@ class Config(ClippedOptions):
 
 
 class G2rpo(EdgeMethod[Config]):
-    level = LEVEL
     plan = tree_plan
     loss = clipped_loss
 
@@ -76,5 +75,4 @@ class G2rpo(EdgeMethod[Config]):
         return by_grain(total, tree, len(self.config.strides), self.config.scale)
 
 
-def build(config: Config) -> G2rpo:
-    return G2rpo(config)
+build = G2rpo

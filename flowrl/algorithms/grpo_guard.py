@@ -81,7 +81,6 @@ def step_weight(form: Reweight, sampler: Sampler, step: Step) -> Tensor | None:
 
 
 class GrpoGuard(EdgeMethod[Config]):
-    level = LEVEL
     columns = ("mean_old",)
 
     def log_ratio(self, policy: StepDistribution, batch: Microbatch, sampler: Sampler) -> Tensor:
@@ -95,5 +94,4 @@ class GrpoGuard(EdgeMethod[Config]):
         )
 
 
-def build(config: Config) -> GrpoGuard:
-    return GrpoGuard(config)
+build = GrpoGuard

@@ -43,7 +43,6 @@ class Config(ClippedOptions):
 
 
 class MixGrpo(EdgeMethod[Config]):
-    level = LEVEL
     loss = clipped_loss
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
@@ -51,5 +50,4 @@ class MixGrpo(EdgeMethod[Config]):
         return window(schedule, sampler.default_noise_level(), steps)
 
 
-def build(config: Config) -> MixGrpo:
-    return MixGrpo(config)
+build = MixGrpo

@@ -57,7 +57,6 @@ class Config(ClippedOptions):
 
 
 class MixGrpoFlash(EdgeMethod[Config]):
-    level = LEVEL
     loss = clipped_loss
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
@@ -73,5 +72,4 @@ class MixGrpoFlash(EdgeMethod[Config]):
         )
 
 
-def build(config: Config) -> MixGrpoFlash:
-    return MixGrpoFlash(config)
+build = MixGrpoFlash

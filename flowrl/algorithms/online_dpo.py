@@ -71,7 +71,6 @@ class Config(DrawnOptions):
 
 
 class OnlineDpo(SampleMethod[Config]):
-    level = LEVEL
     unit = "group"
     shared_times = "group"
     shared_eps = True
@@ -118,5 +117,4 @@ def best_against_worst(credit: Advantages, total: Tensor, least_gap: float) -> A
     return replace(credit, values=torch.where(kept, signs, 0.0)[:, :, None], kept=kept)
 
 
-def build(config: Config) -> OnlineDpo:
-    return OnlineDpo(config)
+build = OnlineDpo

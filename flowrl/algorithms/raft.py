@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import imitation
-from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
-from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pulling
+from flowrl.algorithms.base import SampleMethod
+from flowrl.algorithms.rwr import weighted_loss
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, aggregate
-from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 
 LEVEL = "experimental"
 
@@ -55,8 +55,8 @@ class Config(DrawnOptions):
 
 
 class Raft(SampleMethod[Config]):
-    level = LEVEL
     remembers = ("refreshes",)
+    loss = weighted_loss
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -75,12 +75,6 @@ class Raft(SampleMethod[Config]):
         low, high = total.nan_to_num(torch.inf).amin(dim=1), total.nan_to_num(-torch.inf).amax(dim=1)
         return Advantages(credit.values, credit.valid, ~(high > low), credit.kept & (high > low)[:, None])
 
-    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs, weight = self.outputs(batch, networks), batch.advantage.double()
-        policy = weight * outputs.error()
-        metrics = {"policy/loss": policy, "policy/weight": weight, "policy/weight_square": weight.square()}
-        return summed(policy + pull(self.config.kl, outputs, "reference"), metrics | outputs.metrics())
-
 
 def best_of(total: Tensor, count: int, *, ties: bool) -> Tensor:
     """1 for the `count` best of each row of total [P, G], else 0; NaN is never among them. [P, G] float64."""
@@ -93,5 +87,4 @@ def best_of(total: Tensor, count: int, *, ties: bool) -> Tensor:
     return torch.where(total.isfinite(), chosen, 0.0)
 
 
-def build(config: Config) -> Raft:
-    return Raft(config)
+build = Raft

@@ -39,7 +39,6 @@ class Config(DrawnOptions):
 
 
 class Ram(SampleMethod[Config]):
-    level = LEVEL
     behaviour = "old"
 
     def __init__(self, config: Config) -> None:
@@ -54,5 +53,4 @@ class Ram(SampleMethod[Config]):
         return summed(loss, {"policy/loss": loss} | outputs.metrics())
 
 
-def build(config: Config) -> Ram:
-    return Ram(config)
+build = Ram

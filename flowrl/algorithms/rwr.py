@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,9 +56,17 @@ class Config(DrawnOptions):
         require_positive(temperature=self.temperature)
 
 
+def weighted_loss(self: SampleMethod[Any], batch: NoisedBatch, networks: Networks) -> LossOutput:
+    """The loss of step 3, summed over the terms; the advantages are the weights."""
+    outputs, weight = self.outputs(batch, networks), batch.advantage.double()
+    policy = weight * outputs.error()
+    metrics = {"policy/loss": policy, "policy/weight": weight, "policy/weight_square": weight.square()}
+    return summed(policy + pull(self.config.kl, outputs, "reference"), metrics | outputs.metrics())
+
+
 class Rwr(SampleMethod[Config]):
-    level = LEVEL
     remembers = ("refreshes",)
+    loss = weighted_loss
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -68,12 +76,6 @@ class Rwr(SampleMethod[Config]):
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         return imitation(self.weights(aggregate(rewards, weights)), aggregate(rewards, weights))
-
-    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        outputs, weight = self.outputs(batch, networks), batch.advantage.double()
-        policy = weight * outputs.error()
-        metrics = {"policy/loss": policy, "policy/weight": weight, "policy/weight_square": weight.square()}
-        return summed(policy + pull(self.config.kl, outputs, "reference"), metrics | outputs.metrics())
 
     def weights(self, total: Tensor) -> Tensor:
         """Weights [P, G] float64 of weighted rewards [P, G], never negative; 0 for NaN."""
@@ -86,5 +88,4 @@ class Rwr(SampleMethod[Config]):
         return filled.clamp(min=0) if config.weighting == "reward" else (filled >= config.threshold).double()
 
 
-def build(config: Config) -> Rwr:
-    return Rwr(config)
+build = Rwr

@@ -94,7 +94,6 @@ def equaliser(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:
 
 
 class SageGrpo(EdgeMethod[Config]):
-    level = LEVEL
     remembers = ("trust_coef",)
 
     def __init__(self, config: Config) -> None:
@@ -149,5 +148,4 @@ class SageGrpo(EdgeMethod[Config]):
             weights.snapshot("anchor")
 
 
-def build(config: Config) -> SageGrpo:
-    return SageGrpo(config)
+build = SageGrpo

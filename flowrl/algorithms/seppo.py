@@ -76,7 +76,6 @@ class Config(GivenOptions):
 
 
 class Seppo(SampleMethod[Config]):
-    level = LEVEL
     members = ("chosen", "drawn")
     prefers = True
     unit = "prompt"
@@ -151,5 +150,4 @@ def drawn_checkpoint(made: int, keep: int, seed: int) -> int:
     return first + int(stream(seed, "earlier_self", made).integers(made - first))
 
 
-def build(config: Config) -> Seppo:
-    return Seppo(config)
+build = Seppo

@@ -25,7 +25,6 @@ class Config(GivenOptions):
 
 
 class Sft(SampleMethod[Config]):
-    level = LEVEL
     members = ("chosen",)
 
     def __init__(self, config: Config) -> None:
@@ -38,5 +37,4 @@ class Sft(SampleMethod[Config]):
         return summed(error + pull(self.config.kl, outputs, "reference"), {"policy/loss": error} | outputs.metrics())
 
 
-def build(config: Config) -> Sft:
-    return Sft(config)
+build = Sft

@@ -65,7 +65,6 @@ class Config(ClippedOptions):
 
 
 class TempFlowGrpo(EdgeMethod[Config]):
-    level = LEVEL
     plan = tree_plan
 
     def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
@@ -95,5 +94,4 @@ class TempFlowGrpo(EdgeMethod[Config]):
         return std / step_std(networks.policy.sampler, process, step).mean().to(std)
 
 
-def build(config: Config) -> TempFlowGrpo:
-    return TempFlowGrpo(config)
+build = TempFlowGrpo

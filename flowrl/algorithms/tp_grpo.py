@@ -65,7 +65,6 @@ class Config(ClippedOptions):
 
 
 class TpGrpo(EdgeMethod[Config]):
-    level = LEVEL
     plan = tree_plan
     loss = clipped_loss
 
@@ -78,5 +77,4 @@ class TpGrpo(EdgeMethod[Config]):
         return increments(total, tree, gain=config.gain, turning=config.turning, scale=config.scale)
 
 
-def build(config: Config) -> TpGrpo:
-    return TpGrpo(config)
+build = TpGrpo

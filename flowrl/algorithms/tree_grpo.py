@@ -60,10 +60,8 @@ class Config(ClippedOptions):
 
 
 class TreeGrpo(EdgeMethod[Config]):
-    level = LEVEL
     plan = tree_plan
     loss = clipped_loss
 
 
-def build(config: Config) -> TreeGrpo:
-    return TreeGrpo(config)
+build = TreeGrpo

@@ -59,5 +59,4 @@ class Cps(Sampler):
         return ddim_gain(step, direction(step))
 
 
-def build(config: Config) -> Cps:
-    return Cps(config)
+build = Cps

@@ -42,5 +42,4 @@ class DanceSde(FlowSampler):
         return step.noise_level
 
 
-def build(config: Config) -> DanceSde:
-    return DanceSde(config)
+build = DanceSde

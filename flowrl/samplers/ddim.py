@@ -82,5 +82,4 @@ class Ddim(Sampler):
         return ddim_gain(step, direction(step))
 
 
-def build(config: Config) -> Ddim:
-    return Ddim(config)
+build = Ddim

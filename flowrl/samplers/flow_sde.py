@@ -49,5 +49,4 @@ class FlowSde(FlowSampler):
         return flow_sde_diffusion(step, step.noise_level)
 
 
-def build(config: Config) -> FlowSde:
-    return FlowSde(config)
+build = FlowSde

@@ -79,5 +79,4 @@ class Sage(FlowSampler):
         return step.noise_level * g.float().to(step.noise_level.device)
 
 
-def build(config: Config) -> Sage:
-    return Sage(config)
+build = Sage

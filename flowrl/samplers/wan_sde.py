@@ -47,5 +47,4 @@ class WanSde(FlowSampler):
         return 1.0
 
 
-def build(config: Config) -> WanSde:
-    return WanSde()
+build = WanSde
