@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.losses.ratio import clipped_ratio_loss
+from flowrl.losses.ratio import clamped_ratio_loss, clipped_ratio_loss
 
 CLIP = (0.1, 0.2)
 
@@ -84,3 +84,10 @@ def test_losses_keep_the_shape_of_per_position_ratios():
 def test_shapes_that_would_broadcast_are_refused(shape):
     with pytest.raises(ValueError, match="must agree"):
         clipped_ratio_loss(torch.zeros(2), torch.zeros(shape), CLIP)
+
+
+def test_a_clamped_ratio_has_a_bound_of_its_own_on_either_side():
+    log_ratio = torch.tensor([0.5, 1.0, 2.0]).log()
+    loss, clamped = clamped_ratio_loss(log_ratio, torch.tensor([1.0, 1.0, -1.0]), (0.2, 0.4))
+    assert_close(loss, torch.tensor([-0.8, -1.0, 1.4]))
+    assert clamped.tolist() == [True, False, True]
