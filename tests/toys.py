@@ -369,6 +369,28 @@ def loss_of(algorithm: SampleMethod, outputs: Outputs) -> LossOutput:
     return algorithm.loss(batch, None)
 
 
+def draw(seed: int, *shape: int) -> Tensor:
+    """Normal numbers in float64; six rows of eight unless another shape is given."""
+    return torch.randn(shape or (6, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def loss_and_gradient(
+    algorithm: SampleMethod, v: Tensor, roles: dict[str, Tensor], **scene: Any
+) -> tuple[LossOutput, Tensor]:
+    """The loss and its metrics without a graph, and the gradient on the policy's output v."""
+    v = v.clone().requires_grad_(True)
+    output = loss_of(algorithm, outputs_of({"policy": v} | roles, **scene))
+    (gradient,) = torch.autograd.grad(output.loss, v)
+    return replace(output, loss=output.loss.detach()), gradient
+
+
+class Moves(list[tuple[str, float]]):
+    """Weights that note which role followed the policy, and with which decay."""
+
+    def follow(self, role: str, decay: float) -> None:
+        self.append((role, decay))
+
+
 def nudge(network: nn.Module, size: float = 0.02, seed: int = 1) -> None:
     """Move every weight a little, as an update would."""
     generator = torch.Generator().manual_seed(seed)

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.algorithms import awm, rwr
-from flowrl.algorithms._matching import AnchorConfig, LagConfig
+from flowrl.algorithms._matching import AnchorConfig
 from flowrl.credit.advantages import AdvantageConfig, advantages
 from flowrl.losses.matching import elbo_weight, matching_log_prob, mean_square
-from tests.toys import loss_of, outputs_of
+from tests.toys import draw, loss_and_gradient
 
 M, OFF = 6, AnchorConfig(coef=0.0)
 SIGMA = torch.tensor([0.9, 0.5, 0.2, 0.9, 0.5, 0.2])
@@ -19,22 +19,16 @@ SAMPLE = torch.tensor([0, 0, 0, 1, 1, 1])
 ADVANTAGE = torch.tensor([0.8, 0.8, 0.8, -0.3, -0.3, -0.3])
 
 
-def draw(seed: int) -> Tensor:
-    return torch.randn(M, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-CLEAN, EPS = draw(1), draw(2)
+CLEAN, EPS, V = draw(1), draw(2), draw(3)
 TARGET = EPS - CLEAN
 
 
-def found(config: awm.Config, *, old: Tensor | None = None, v: Tensor | None = None, **options: Tensor):
+def found(config: awm.Config, *, old: Tensor | None = None, **options: Tensor):
     """(loss, metrics, gradient on v) with the average and the reference nearby."""
-    v = (draw(3) if v is None else v).clone().requires_grad_(True)
-    roles = {"policy": v, "reference": v.detach() + 0.1, "anchor": v.detach() - 0.2}
-    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": ADVANTAGE, "sample": SAMPLE}
-    output = loss_of(awm.build(config), outputs_of(roles, **(scene | options), old=old))
-    (gradient,) = torch.autograd.grad(output.loss, v)
-    return float(output.loss.detach()), {k: float(x) for k, x in output.metrics.items()}, gradient
+    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": ADVANTAGE, "sample": SAMPLE} | options
+    roles = {"reference": V + 0.1, "anchor": V - 0.2}
+    output, gradient = loss_and_gradient(awm.build(config), V, roles, **scene, old=old)
+    return float(output.loss), {k: float(x) for k, x in output.metrics.items()}, gradient
 
 
 def plain(**options) -> awm.Config:
@@ -44,7 +38,7 @@ def plain(**options) -> awm.Config:
 @pytest.mark.parametrize("ratio", ["term", "sample"])
 @pytest.mark.parametrize("weighting", ["uniform", "sigma", "sigma2", "huber", "ghuber"])
 def test_on_policy_the_ratio_is_1_and_the_gradient_that_of_the_weighted_error(ratio, weighting):
-    """1.8.1, 1.8.2, I3: whether times are averaged before or after the exponential."""
+    """Whether times are averaged before or after the exponential."""
     loss, metrics, gradient = found(plain(ratio=ratio, weighting=weighting))
     assert loss == pytest.approx(-float(ADVANTAGE.sum()))
     assert metrics["policy/ratio_mean"] == M
@@ -56,8 +50,7 @@ def test_on_policy_the_ratio_is_1_and_the_gradient_that_of_the_weighted_error(ra
 
 
 def test_off_policy_the_two_ratios_differ_and_the_clip_acts_in_their_own_units():
-    v = draw(3)
-    now = matching_log_prob(mean_square(v, TARGET), SIGMA, "ghuber")
+    now = matching_log_prob(mean_square(V, TARGET), SIGMA, "ghuber")
     shift = torch.tensor([0.02, -0.01, 0.05, 0.01, 0.03, -0.02], dtype=torch.float64)  # log ratios
     _, term, _ = found(plain(), old=now - shift)
     _, sample, _ = found(plain(ratio="sample"), old=now - shift)
@@ -70,18 +63,15 @@ def test_off_policy_the_two_ratios_differ_and_the_clip_acts_in_their_own_units()
 
 
 def test_without_advantage_and_pulls_there_is_no_gradient():
-    """1.8.5."""
     assert float(found(plain(), advantage=torch.zeros(M))[2].abs().max()) == 0
 
 
 def test_equal_advantages_at_the_reference_are_supervised_training_times_the_advantage():
     """The pulls have no gradient where all networks agree."""
-    v = draw(3).requires_grad_(True)
-    roles = dict.fromkeys(("reference", "anchor"), v.detach())
     scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": torch.full((M,), 0.7)}
-    output = loss_of(awm.build(awm.Config(weighting="uniform")), outputs_of({"policy": v} | roles, **scene))
-    (gradient,) = torch.autograd.grad(output.loss, v)
-    assert_close(gradient, 0.7 * 2 * (v.detach() - TARGET) / 8, rtol=1e-6, atol=1e-9)
+    method = awm.build(awm.Config(weighting="uniform"))
+    _, gradient = loss_and_gradient(method, V, {"reference": V, "anchor": V}, **scene)
+    assert_close(gradient, 0.7 * 2 * (V - TARGET) / 8, rtol=1e-6, atol=1e-9)
 
 
 def test_the_pulls_are_added_with_their_coefficients_and_weights():
@@ -105,11 +95,10 @@ def test_advantages_are_rescaled_to_their_bound_not_clipped_at_it():
 
 
 def test_awm_with_advantages_that_are_not_negative_is_weighted_imitation():
-    """8, tests: uniform weighting, the weights of RWR as advantages."""
+    """Uniform weighting, the weights of RWR as advantages."""
     weight = torch.tensor([0.0, 2.0, 0.5, 1.0, 0.0, 3.0])
     scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": weight}
-    v = draw(3).requires_grad_(True)
-    (imitated,) = torch.autograd.grad(loss_of(rwr.build(rwr.Config()), outputs_of({"policy": v}, **scene)).loss, v)
+    _, imitated = loss_and_gradient(rwr.build(rwr.Config()), V, {}, **scene)
     assert_close(found(plain(weighting="uniform"), advantage=weight)[2], imitated, rtol=1e-9, atol=1e-12)
 
 
@@ -117,39 +106,3 @@ def test_the_average_follows_as_published():
     """min(0.3, 0.001 steps)."""
     lag = awm.Config().ema
     assert [lag.decay(step) for step in (0, 100, 300, 5000)] == pytest.approx([0.0, 0.1, 0.3, 0.3])
-
-
-def test_roles_are_those_that_are_used():
-    assert awm.build(plain()).roles == ()
-    assert awm.build(plain(off_policy=True)).roles == ("anchor",)
-    assert awm.build(plain(off_policy=True)).behaviour == "anchor"
-    assert awm.build(awm.Config()).roles == ("reference", "anchor")
-    assert awm.build(awm.Config()).behaviour == "policy"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"power": 0.0}, "power=0.0 must be in"),
-        ({"clip_range": 0.0}, "must be positive"),
-        ({"advantages": AdvantageConfig(clip=None)}, "advantages.clip=null"),
-        ({"passes": 0}, "passes=0"),
-        ({"solver_noise": 0.4}, "only the solver 'sa' adds noise"),
-    ],
-)
-def test_options_without_a_meaning_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        awm.Config(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"start": 0.6}, "start=0.6 is above limit=0.5"),
-        ({"limit": 1.5}, "limit=1.5 must be in"),
-        ({"slope": -1.0}, "must not be negative"),
-    ],
-)
-def test_a_lag_that_is_none_is_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        LagConfig(**options)

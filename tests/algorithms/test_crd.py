@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +9,8 @@ from torch.testing import assert_close
 
 from flowrl.algorithms._matching import AnchorConfig
 from flowrl.algorithms.crd import Config, build, fit, pool_weights
-from flowrl.credit.advantages import AdvantageConfig
 from flowrl.losses.matching import implicit_reward, optimality
-from tests.toys import loss_of, outputs_of
+from tests.toys import draw, loss_and_gradient
 
 M, OFF = 6, AnchorConfig(coef=0.0)
 SIGMA = torch.tensor([0.9, 0.9, 0.9, 0.4, 0.4, 0.4])
@@ -21,22 +18,14 @@ GROUP = torch.tensor([5, 5, 5, 1, 1, 1])
 ADVANTAGE = torch.tensor([1.5, -0.5, -1.0, 5.0, 2.5, -5.0])
 
 
-def draw(seed: int) -> Tensor:
-    return torch.randn(M, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 CLEAN, EPS, V, OLD = draw(1), draw(2), draw(3), draw(4)
 TARGET = EPS - CLEAN
 
 
 def found(config: Config, v: Tensor = V, old: Tensor = OLD, rows: slice = slice(None), **roles: Tensor):
-    v = v[rows].clone().requires_grad_(True)
     scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": ADVANTAGE, "group": GROUP}
-    scene = {name: value[rows] for name, value in scene.items()}
-    networks = {"policy": v, "old": old[rows]} | {name: value[rows] for name, value in roles.items()}
-    output = loss_of(build(config), outputs_of(networks, **scene))
-    (gradient,) = torch.autograd.grad(output.loss, v)
-    return replace(output, loss=output.loss.detach()), gradient
+    scene, networks = ({name: value[rows] for name, value in part.items()} for part in (scene, {"old": old} | roles))
+    return loss_and_gradient(build(config), v[rows], networks, **scene)
 
 
 @pytest.mark.parametrize("options", [{}, {"pools": 0.0}, {"pools": 0.3}, {"fit": "bce"}, {"adaptive": False}])
@@ -114,17 +103,3 @@ def test_the_published_schedules():
     assert [lags["old"].decay(step) for step in (0, 100, 149, 1000)] == pytest.approx([0.25, 0.75, 0.995, 0.999])
     assert [lags["sampling"].decay(step) for step in (74, 75, 175, 1000)] == pytest.approx([0.0, 0.0, 0.75, 0.999])
     assert build(Config()).behaviour == "sampling"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"beta": 0.0}, "beta=0.0"),
-        ({"least_pull": 1.5}, "least_pull=1.5"),
-        ({"advantages": AdvantageConfig(clip=None)}, "advantages.clip=null"),
-        ({"pools": -0.1}, "pools=-0.1"),
-    ],
-)
-def test_options_without_a_meaning_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        Config(**options)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from flowrl.algorithms.base import Networks
 from flowrl.algorithms.dgpo import Config, build, overshot
 from flowrl.rollout.policy import Policy
 from flowrl.samplers.ode import Ode
-from tests.toys import ToyAdapter, loss_of, outputs_of
+from tests.toys import Moves, ToyAdapter, draw, loss_and_gradient
 
 M, OFF = 6, AnchorConfig(coef=0.0)
 SIGMA = torch.tensor([0.9, 0.9, 0.9, 0.4, 0.4, 0.4])
@@ -23,20 +21,13 @@ GROUP = torch.tensor([5, 5, 5, 1, 1, 1])
 ADVANTAGE = torch.tensor([1.2, -0.2, -1.0, 0.5, 0.5, -1.0])
 
 
-def draw(seed: int) -> Tensor:
-    return torch.randn(M, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 CLEAN, EPS, V = draw(1), draw(2), draw(3)
 TARGET = EPS - CLEAN
 
 
 def found(config: Config, reference: Tensor, average: Tensor, **options: Tensor):
-    v = V.clone().requires_grad_(True)
     scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": ADVANTAGE, "group": GROUP} | options
-    output = loss_of(build(config), outputs_of({"policy": v, "reference": reference, "average": average}, **scene))
-    (gradient,) = torch.autograd.grad(output.loss, v)
-    return replace(output, loss=output.loss.detach()), gradient
+    return loss_and_gradient(build(config), V, {"reference": reference, "average": average}, **scene)
 
 
 def preference(reference: Tensor, beta: float) -> Tensor:
@@ -50,7 +41,7 @@ def preference(reference: Tensor, beta: float) -> Tensor:
 @pytest.mark.parametrize("beta", [1.0, 30.0])
 @pytest.mark.parametrize("against_average", [False, True])
 def test_its_gradient_is_that_of_the_group_preference_over_beta_by_g(beta, against_average):
-    """I4, at the method; the mask does not act, since the average is the policy itself."""
+    """The mask does not act, since the average is the policy itself."""
     config = Config(beta=beta, kl=OFF, against_average=against_average)
     near, far = V + 0.1 * draw(4), V + 0.3 * draw(5)
     _, gradient = found(config, near, V)
@@ -94,19 +85,16 @@ def test_the_pull_is_added_and_has_its_gradient_where_the_mask_acts():
 
 
 def test_the_average_draws_the_samples_from_its_step_on_and_a_checkpoint_keeps_that():
-    class NoWeights:
-        def follow(self, role: str, decay: float) -> None:
-            assert role == "average"
-
-    method = build(Config(sample_average_from=200))
+    method, weights = build(Config(sample_average_from=200)), Moves()
     for updates, expected in ((199, "policy"), (200, "average"), (201, "average")):
-        method.after_iteration(updates, NoWeights())
+        method.after_iteration(updates, weights)
         assert method.behaviour == expected
+    assert [role for role, _ in weights] == ["average"] * 3
     other = build(Config())
     other.load_state_dict(method.state_dict())
     assert other.behaviour == "average"
     never = build(Config(sample_average_from=None))
-    never.after_iteration(10_000, NoWeights())
+    never.after_iteration(10_000, weights)
     assert never.behaviour == "policy"
     with pytest.raises(ValueError, match="behaviour"):
         other.load_state_dict({"behaviour": "nobody"})
@@ -121,7 +109,7 @@ class Embedded(ToyAdapter):
 
 @pytest.mark.parametrize("module", [build, crd.build], ids=["dgpo", "crd"])
 def test_the_reference_has_guidance_of_its_own_only_where_guidance_is_cfg(module):
-    """9.5: with CFG the trained forwards go without; an embedded value is the same for all networks."""
+    """With CFG the trained forwards go without; an embedded value is the same for all networks."""
     config = Config(reference_guidance=4.0) if module is build else crd.Config(reference_guidance=4.0)
     cfg, embedded = (
         module(config).guidance(Networks(Policy(adapter, Ode(), 3.5), None), module(config).compared)
@@ -131,8 +119,3 @@ def test_the_reference_has_guidance_of_its_own_only_where_guidance_is_cfg(module
     assert set(cfg.values()) == {1.0}
     assert set(embedded.values()) == {3.5}
     assert "sampling" not in cfg
-
-
-def test_the_untouched_network_is_left_out_where_nothing_asks_for_it():
-    assert build(Config(kl=OFF, against_average=True)).roles == ("average",)
-    assert build(Config(kl=OFF)).roles == ("reference", "average")

@@ -37,7 +37,7 @@ def gradient(config: Config, out: Tensor, old: Tensor, *, vp: bool = False) -> t
 @pytest.mark.parametrize("vp", [False, True], ids=["flow", "vp"])
 @pytest.mark.parametrize("mix", [0.1, 1.0])
 def test_at_the_old_policy_the_gradient_is_the_clipped_advantage_times_that_of_the_weighted_error(vp, mix):
-    """I1, 2.7.1. On VP x0_hat = (x - sigma eps_hat) / alpha, so the error of x0 is (sigma / alpha)^2 that of eps."""
+    """On VP x0_hat = (x - sigma eps_hat) / alpha, so the error of x0 is (sigma / alpha)^2 that of eps."""
     old = draw(3)
     scale = SIGMA / (1 - SIGMA.square()).sqrt() if vp else SIGMA
     target = EPS if vp else EPS - CLEAN
@@ -51,7 +51,7 @@ def test_at_the_old_policy_the_gradient_is_the_clipped_advantage_times_that_of_t
 
 @pytest.mark.parametrize("vp", [False, True], ids=["flow", "vp"])
 def test_the_mirror_images_are_taken_around_the_old_networks_clean_prediction(vp):
-    """2.2.6 with plain tensors, away from the old policy, both branches and their weights."""
+    """With plain tensors, away from the old policy, both branches and their weights."""
     out, old, mix = draw(3), draw(4), 0.5
 
     def clean(output: Tensor) -> Tensor:
@@ -70,7 +70,6 @@ def test_the_mirror_images_are_taken_around_the_old_networks_clean_prediction(vp
 
 
 def test_the_published_schedules_of_the_old_network():
-    """2.7.4."""
     ramp, late, none = (Config(old=name).lag for name in ("ramp", "late", "none"))
     assert ramp.decay(600) == 0.5
     assert ramp.decay(120) == pytest.approx(0.12)
@@ -90,7 +89,6 @@ def test_the_published_schedules_of_the_old_network():
     ],
 )
 def test_modes_leave_of_the_advantages_what_they_say(mode, expected):
-    """2.2.2."""
     assert by_mode(torch.tensor([-2.0, 0.0, 3.0]), mode).tolist() == expected
     rewards = torch.rand(1, 2, 6, generator=torch.Generator().manual_seed(0))
     own = build(Config(mode=mode)).advantages(rewards, torch.ones(1))
@@ -145,18 +143,3 @@ def test_two_steps_of_its_solver_are_ddim_twice():
     ]
     assert_close(found[0], found[1], rtol=0, atol=0)
     assert_close(found[0], found[2], rtol=1e-5, atol=1e-5)
-
-
-def test_samples_are_drawn_by_the_lagging_network():
-    assert build(Config()).behaviour == "old"
-    assert build(Config()).roles == ("reference", "old")
-    assert build(Config(kl=AnchorConfig(coef=0.0))).roles == ("old",)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"mix": 0.0}, "mix=0.0"), ({"advantages": AdvantageConfig(clip=None)}, "advantages.clip=null")],
-)
-def test_options_without_a_meaning_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        Config(**options)

@@ -328,21 +328,6 @@ def test_a_run_whose_every_sample_failed_leaves_the_weights_alone():
 # ---- options
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"buffer": 0}, "buffer=0 must be positive"),
-        ({"policy_steps": 0}, "policy_steps=0"),
-        ({"kl": {"coef": -1.0}}, "coef=-1"),
-        ({"value": {"batch_size": 0}}, "batch_size=0"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    parts = {"kl": AnchorKL, "value": CriticConfig}
-    with pytest.raises(ValueError, match=message):
-        Config(**{name: parts[name](**value) if name in parts else value for name, value in options.items()})
-
-
 def test_its_geometry_is_checked_before_a_model_is_loaded():
     config = Config()
     config.check_group(1)

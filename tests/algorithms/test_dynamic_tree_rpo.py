@@ -215,14 +215,3 @@ def test_the_running_mean_survives_a_checkpoint():
     other.load_state_dict(state)
     assert other.mean == session.algorithm.mean == pytest.approx(0.9 * -0.525 + 0.1 * 0.475)
     assert DynamicTreeRpo(Config()).state_dict() == {}
-
-
-@pytest.mark.parametrize("options", [{"children": 1}, {"growth": -0.1}, {"clip_sensitivity": -1.0}])
-def test_wrong_options_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        Config(**options)
-
-
-def test_a_tuning_without_weight_is_refused():
-    with pytest.raises(ValueError, match="must be positive"):
-        TuningConfig(coef=0.0)

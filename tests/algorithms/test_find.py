@@ -131,14 +131,6 @@ def test_the_log_density_is_the_gaussians_but_for_its_constant_and_divisor(form)
     assert_close(gaussian_log_prob(z, mean, std, form), exact.flatten(1).sum(dim=1) / divisor)
 
 
-def test_the_gradient_by_the_mean_is_z_less_mean_over_the_variance_and_the_dims():
-    torch.manual_seed(0)
-    z, std = torch.randn(2, *SHAPE, dtype=torch.float64), torch.rand(2, *SHAPE, dtype=torch.float64) + 0.2
-    mean = torch.randn(2, *SHAPE, dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad(gaussian_log_prob(z, mean, std, "mean").sum(), mean)
-    assert_close(found, (z - mean.detach()) / std.square() / DIMS)
-
-
 def test_under_the_root_form_the_spread_of_the_log_ratio_is_the_move_in_stds_whatever_the_dims():
     torch.manual_seed(0)
     for dims in (16, 1024):
@@ -394,22 +386,6 @@ def test_an_evaluation_on_other_prompts_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"solver": "sa"}, "solver=sa adds noise"),
-        ({"clip_range": 0.0}, "clip_range=0.0"),
-        ({"least_std": 0.0}, "least_std=0.0"),
-        ({"prior_coef": -1.0}, "prior_coef=-1.0"),
-        ({"keep_moment": True, "train_std": False}, "keep_moment=true needs train_std=true"),
-        ({"advantages": dataclasses.replace(Config().advantages, std="global")}, "rule of baseline=group"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Config(**options)
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["rollout.sampler={name: flow_sde}"], r"rollout\.sampler=.*would not decide the image"),
@@ -463,9 +439,3 @@ def test_best_of_n_is_the_mean_over_all_choices_with_ties_at_random(script):
     assert script.best_of_share(values, judged, 2.5) == pytest.approx(half)
     with pytest.raises(ValueError, match="there are 5"):
         script.best_of(values, judged, 6)
-
-
-def test_the_method_trains_on_the_initial_noise():
-    assert isinstance(training_of(build(Config())), NoiseTraining)
-    assert (build(Config()).passes, build(Config()).value) == (1, Config().value)
-    assert build(group()).value is None

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms import flow_dppo, grpo_guard, sage_grpo
+from flowrl.algorithms import dance_grpo, ddpo, flow_dppo, flow_grpo_fast, grpo_guard, mix_grpo, sage_grpo
 from flowrl.algorithms.flow_grpo import Config, KLConfig, build
 from flowrl.contracts.grids import flow_schedule
 from flowrl.credit.advantages import AdvantageConfig
-from flowrl.samplers import flow_sde
+from flowrl.diffusion.windows import MixWindow
+from flowrl.samplers import dance_sde, flow_sde
 from tests.toys import Session, ToyAdapter, assert_same_gradient, bitwise, draw_advantages, nudge, off_policy, roll_out
 
 LEVEL = 0.7
@@ -204,34 +205,67 @@ def test_reading_the_reference_leaves_the_policy_as_it_is():
     assert all(torch.equal(p, before[name]) for name, p in session.adapter.network.named_parameters())
 
 
-def test_without_a_kl_no_reference_is_kept():
-    assert build(Config()).roles == ()
-    assert build(Config(kl=KLConfig(coef=0.01))).roles == ("reference",)
-
-
 # ---- reductions
 
 
+def plain(**options) -> Config:
+    return Config(**({"clip_range": 0.02} | options))
+
+
+REDUCTIONS = {
+    "all steps of DanceGRPO": (dance_grpo.Config(clip_range=0.02, timestep_fraction=1.0), plain(), dance_sde),
+    "importance form of DDPO": (ddpo.Config(clip_range=0.02), plain(), flow_sde),
+    "no window of Fast": (flow_grpo_fast.Config(clip_range=0.02, window_size=0), plain(), flow_sde),
+    "full window of Fast": (flow_grpo_fast.Config(clip_range=0.02, window_size=5, high=5), plain(), flow_sde),
+    "full window of MixGRPO, which never holds the last two steps": (
+        mix_grpo.Config(clip_range=0.02, window=MixWindow(strategy="frozen", size=4)),
+        plain(sde_steps=[0, 1, 2, 3]),
+        flow_sde,
+    ),
+    "GRPO-Guard": (grpo_guard.Config(clip_range=0.02, ratio_norm=False, reweight="none"), plain(), flow_sde),
+    "SAGE-GRPO": (
+        sage_grpo.Config(clip_range=0.02, equalise=False, trust=sage_grpo.TrustConfig(coef=0.0)),
+        plain(),
+        flow_sde,
+    ),
+}
+
+
+def built(config):
+    return importlib.import_module(type(config).__module__).build(config)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_with_its_own_parts_off_a_method_is_flow_grpo_bitwise(name):
+    config, same, law = REDUCTIONS[name]
+    found, expected = (off_policy(built(each), law.build(law.Config())) for each in (config, same))
+    assert bitwise(found, expected)
+
+
+@pytest.mark.parametrize(("size", "same"), [(0.0, True), (0.02, False)])
+def test_at_threshold_0_flow_dppo_is_flow_grpo_on_policy_alone(size, same):
+    found, expected = (off_policy(built(each), size=size) for each in (flow_dppo.Config(threshold=0.0), plain()))
+    assert bitwise(found, expected) == same
+
+
 OTHER_METHODS = {
+    "score form of DDPO": ddpo.Config(clip_range=0.02, estimator="score"),
     "RatioNorm": grpo_guard.Config(clip_range=0.02, reweight="none"),
     "weights of GRPO-Guard": grpo_guard.Config(clip_range=0.02, ratio_norm=False),
     "equaliser": sage_grpo.Config(clip_range=0.02, trust=sage_grpo.TrustConfig(coef=0.0)),
     "trust region": sage_grpo.Config(
         clip_range=0.02, equalise=False, trust=sage_grpo.TrustConfig(coef=1.0, adaptive=False)
     ),
-    "one step less": Config(clip_range=0.02, sde_steps=[0, 1, 2, 3]),
-    "clip range": Config(clip_range=0.01),
-    "KL": Config(clip_range=0.02, kl=KLConfig(coef=0.1)),
-    "Flow-DPPO": flow_dppo.Config(threshold=0.0),
+    "one step less": plain(sde_steps=[0, 1, 2, 3]),
+    "clip range": plain(clip_range=0.01),
+    "KL": plain(kl=KLConfig(coef=0.1)),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_METHODS)
 def test_what_the_reductions_compare_tells_every_switch_from_flow_grpo(name):
     """Their bitwise comparison is not empty."""
-    config = OTHER_METHODS[name]
-    module = importlib.import_module(type(config).__module__)
-    assert not bitwise(off_policy(module.build(config)), off_policy(build(Config(clip_range=0.02))))
+    assert not bitwise(off_policy(built(OTHER_METHODS[name])), off_policy(build(plain())))
 
 
 # ---- what it declares
@@ -255,19 +289,3 @@ def test_rewards_are_merged_raw_and_then_normalised():
         .advantages(rewards, torch.tensor([1.0, 0.1]))
         .values.max()
     ) == pytest.approx(1.2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"clip_range": 0.0}, r"clip_range=0\.0"),
-        ({"sde_steps": []}, "at least one step"),
-        ({"sde_steps": [-1]}, "counted from 0"),
-        ({"sde_steps": [2, 0, 2]}, r"names a step twice; use \[0, 2\]"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Config(**options)
-    with pytest.raises(ValueError, match=r"coef=-1\.0 must not be negative"):
-        KLConfig(coef=-1.0)

@@ -13,7 +13,7 @@ from flowrl.algorithms._options import Options
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
-from tests.toys import ToyAdapter, assert_same_gradient, noising_of, roll_out, terms_gradient
+from tests.toys import Moves, ToyAdapter, assert_same_gradient, noising_of, roll_out, terms_gradient
 
 REWARDS = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])
 OFF = AnchorConfig(coef=0.0)
@@ -53,11 +53,6 @@ class Followed(SampleMethod[Lagging]):
         super().__init__(config)
         self.behaviour = "drawing"
         self.lags, self.refresh = {"slow": LagConfig(start=0.5)}, ("drawing", 10)
-
-
-class Moves(list):
-    def follow(self, role: str, decay: float) -> None:
-        self.append((role, decay))
 
 
 def test_roles_are_those_that_are_compared_that_lag_and_that_draw_each_once():

@@ -235,7 +235,7 @@ def test_the_median_ignores_an_outlier():
 
 
 def test_a_deviation_of_zero_is_floored_by_the_std_of_the_group():
-    """pitfall: {0, 1, 1} gives -1000 in the official code."""
+    """{0, 1, 1} gives -1000 in the official code."""
     total = torch.tensor([[0.0, 1.0, 1.0]])
     std = (2 / 9) ** 0.5
     found = rules.alone("median", total, clip=9.0, min_deviation=0.5, eps=1e-3)

@@ -161,31 +161,6 @@ def test_a_memory_that_is_not_told_the_prompts_says_so():
         rule()(torch.zeros(1, 2, 3), ONE)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_count": 1}, "min_count=1 must be at least 2"),
-        ({"buffer_size": 8, "min_count": 9}, "min_count=9 is more than buffer_size=8"),
-    ],
-)
-def test_a_memory_that_cannot_serve_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        HistoryConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"history": HistoryConfig()}, "history: the rule 'group' compares within a group"),
-        ({"name": "batch", "std": "group"}, "std='group'"),
-        ({"name": "batch", "trimmed_ratio": 0.2}, r"trimmed_ratio=0\.2"),
-    ],
-)
-def test_options_that_do_not_fit_the_rule_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        AdvantageConfig(**options)
-
-
 def test_a_group_of_one_is_a_matter_of_the_rule():
     AdvantageConfig(name="batch").check_group(1)
     for name in ("group", "per_reward", "separate", "median"):

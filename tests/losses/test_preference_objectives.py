@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from flowrl.losses.batches import LossOutput, NoisedBatch
 from flowrl.losses.matching import mean_square
 from flowrl.losses.preference import anchor_sign, label_loss, pair_margin, preference_loss
 from flowrl.rollout.outputs import Outputs
-from tests.toys import ToyAdapter, loss_of, nudge, outputs_of, roll_out
+from tests.toys import Moves, ToyAdapter, draw, loss_and_gradient, loss_of, nudge, outputs_of, roll_out
 
 PAIRS, DIMS, BETA = 3, 8, 7.0
 SIGN = torch.tensor([1.0, -1.0] * PAIRS, dtype=torch.float64)
@@ -29,38 +28,25 @@ PAIR = torch.arange(PAIRS).repeat_interleave(2)
 SIGMA = torch.tensor([0.2, 0.6, 0.9], dtype=torch.float64).repeat_interleave(2)
 
 
-def draw(seed: int, rows: int = 2 * PAIRS) -> Tensor:
-    return torch.randn(rows, DIMS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+CLEAN, EPS, V, REF = draw(1), draw(2, PAIRS, DIMS).repeat_interleave(2, dim=0), draw(3), draw(4)
 
 
-CLEAN, EPS, V, REF = draw(1), draw(2, PAIRS).repeat_interleave(2, dim=0), draw(3), draw(4)
+def said(v: Tensor, reference: Tensor, **options) -> Outputs:
+    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "group": PAIR, "advantage": SIGN}
+    return outputs_of({"policy": v, "reference": reference}, **scene, **options)
 
 
-def said(v: Tensor, reference: Tensor, *, role: str = "reference", advantage: Tensor = SIGN, **options) -> Outputs:
-    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "group": PAIR} | options
-    return outputs_of({"policy": v, role: reference}, advantage=advantage, **scene)
-
-
-def found(method, v: Tensor = V, reference: Tensor = REF, **options) -> tuple[LossOutput, Tensor]:
+def found(
+    method, v: Tensor = V, reference: Tensor = REF, role: str = "reference", **options
+) -> tuple[LossOutput, Tensor]:
     """(loss and metrics, gradient on v) of the mean over pairs, as the learner takes it."""
-    v = v.clone().requires_grad_(True)
-    output = loss_of(method, said(v, reference, **options))
-    (gradient,) = torch.autograd.grad(output.loss / len(v), v)
-    return replace(output, loss=output.loss.detach()), gradient
+    scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "group": PAIR, "advantage": SIGN} | options
+    output, gradient = loss_and_gradient(method, v, {role: reference}, **scene)
+    return output, gradient / len(v)
 
 
 def dpo(**options):
     return diffusion_dpo.build(diffusion_dpo.Config(beta=BETA, **options))
-
-
-class Followed:
-    """Weights that note which role was set to the policy."""
-
-    def __init__(self) -> None:
-        self.moves: list[tuple[str, float]] = []
-
-    def follow(self, role: str, decay: float) -> None:
-        self.moves.append((role, decay))
 
 
 def error_gradient(v: Tensor) -> Tensor:
@@ -120,7 +106,7 @@ def test_winner_and_loser_errors_and_the_accuracy_are_told_apart():
 
 
 def test_in_the_space_of_eps_a_flows_margin_is_weighted_by_1_less_sigma_squared():
-    """4.2: eps_hat - eps = (1 - sigma)(v - v*)."""
+    """eps_hat - eps = (1 - sigma)(v - v*)."""
     at_v, at_eps = (loss_of(dpo(space=space), said(V, REF)).metrics for space in ("output", "eps"))
     errors = (mean_square(x, EPS - CLEAN) for x in (V, REF))
     margin = pair_margin(SIGN, *errors, PAIR)
@@ -130,7 +116,7 @@ def test_in_the_space_of_eps_a_flows_margin_is_weighted_by_1_less_sigma_squared(
 
 
 def test_beta_is_by_default_that_of_the_process():
-    """4.1 and 4.2. A loss of one pair tells which beta it was."""
+    """A loss of one pair tells which beta it was."""
     method = diffusion_dpo.build(diffusion_dpo.Config())
     for vp, beta in ((False, 2000.0), (True, 5000.0)):
         target = EPS if vp else EPS - CLEAN
@@ -141,12 +127,10 @@ def test_beta_is_by_default_that_of_the_process():
 
 
 def test_dgpo_with_two_samples_of_advantage_plus_and_minus_1_is_diffusion_dpo():
-    """I4. DGPO's gradient is over beta / G, its sum over rows: both are brought to a mean over pairs."""
+    """DGPO's gradient is over beta / G, its sum over rows: both are brought to a mean over pairs."""
     method = dgpo.build(dgpo.Config(beta=BETA, kl=AnchorConfig(coef=0.0), clip_range=1e9))
-    v = V.clone().requires_grad_(True)
-    roles = {"policy": v, "reference": REF, "average": V}
     scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "group": PAIR, "advantage": SIGN}
-    (gradient,) = torch.autograd.grad(loss_of(method, outputs_of(roles, **scene)).loss, v)
+    _, gradient = loss_and_gradient(method, V, {"reference": REF, "average": V}, **scene)
     assert_close(gradient * BETA / 2 / PAIRS, found(dpo())[1], rtol=1e-6, atol=1e-12)
 
 
@@ -201,16 +185,16 @@ def test_its_loss_is_diffusion_dpos():
 
 
 def test_a_lagging_behaviour_draws_and_is_the_reference_until_it_is_refreshed():
-    weights = Followed()
+    weights = Moves()
     method = online_dpo.build(online_dpo.Config(behaviour="lagged", ref_update=10))
     assert (method.behaviour, method.roles, method.against) == ("lagged", ("lagged",), "lagged")
     for updates in (4, 8, 12, 16, 20, 24):
         method.after_iteration(updates, weights)
-    assert weights.moves == [("lagged", 0.0)] * 2
+    assert weights == [("lagged", 0.0)] * 2
     other = online_dpo.build(online_dpo.Config(behaviour="lagged", ref_update=10))
     other.load_state_dict(method.state_dict())
     other.after_iteration(24, weights)
-    assert len(weights.moves) == 2
+    assert len(weights) == 2
     plain = online_dpo.build(online_dpo.Config(behaviour="reference"))
     assert (plain.behaviour, plain.roles) == ("reference", ("reference",))
 
@@ -349,7 +333,7 @@ def test_the_criterion_is_of_the_slot_over_all_its_times():
 
 
 def test_its_reference_is_drawn_uniformly_from_the_kept_checkpoints():
-    """5: of k checkpoints each with chance 1 / k, of more than `keep` the newest alone."""
+    """Of k checkpoints each with chance 1 / k, of more than `keep` the newest alone."""
     draws = torch.tensor([seppo.drawn_checkpoint(4, 7, seed) for seed in range(2000)])
     counts = draws.bincount(minlength=5)
     assert counts[4] == 0
@@ -360,10 +344,10 @@ def test_its_reference_is_drawn_uniformly_from_the_kept_checkpoints():
 
 
 def test_checkpoints_are_kept_at_their_time_and_the_oldest_is_overwritten():
-    method, weights = own(every=4, keep=3), Followed()
+    method, weights = own(every=4, keep=3), Moves()
     for updates in range(2, 19, 2):
         method.after_iteration(updates, weights)
-    assert weights.moves == [(f"checkpoint_{place}", 0.0) for place in (1, 2, 0, 1)]
+    assert weights == [(f"checkpoint_{place}", 0.0) for place in (1, 2, 0, 1)]
     assert method.made == 5
     method.plan(flow_schedule(4), None, 1, 0)
     other = own(every=4, keep=3)
