@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from flowrl.core.media import open_image
 from flowrl.data.prompt_sources import Columns, image_folder, load_prompts
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
+from tests.data.row_groups import png
 from tests.toys import ToyAdapter
 
 
@@ -40,36 +40,7 @@ def refusal(source: str, columns: Columns | None = None) -> str:
 
 def test_a_text_file_holds_one_prompt_a_line(put):
     found = load_prompts(put("a red circle\n\n  two crosses  \r\n\u00fcber\n"), "data.prompts")
-    assert [p.text for p in found] == ["a red circle", "two crosses", "\u00fcber"]
-    assert all(p.metadata == {} for p in found)
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_prompt(put):
-    assert load_prompts(put(b"\xef\xbb\xbfa cat\n"), "k") == [Prompt("a cat")]
-    assert load_prompts(put(b'\xef\xbb\xbf{"prompt": "a cat"}\n', "p.jsonl"), "k") == [Prompt("a cat")]
-
-
-def test_a_jsonl_file_keeps_everything_but_the_prompt_as_metadata(put):
-    found = load_prompts(put('{"prompt": "a", "tag": [1]}\n\n{"prompt": "b"}\n', "p.jsonl"), "data.prompts")
-    assert found == [Prompt("a", {"tag": [1]}), Prompt("b")]
-
-
-def test_line_separators_inside_a_json_string_do_not_break_the_line(put):
-    """U+2028 and U+0085 are legal there; str.splitlines would cut."""
-    found = load_prompts(put('{"prompt": "one\u2028two\x85three"}\n', "p.jsonl"), "data.prompts")
-    assert [p.text for p in found] == ["one\u2028two\x85three"]
-
-
-def test_a_missing_file_is_refused_with_the_key():
-    message = refusal("nowhere/prompts.txt")
-    assert "data.prompts='nowhere/prompts.txt'" in message
-    assert "no such file" in message
-
-
-@pytest.mark.parametrize("content", ["", "\n\n  \n"])
-@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
-def test_an_empty_file_is_refused(put, content, name):
-    assert "there is no prompt in it" in refusal(put(content, name))
+    assert found == [Prompt("a red circle"), Prompt("two crosses"), Prompt("\u00fcber")]
 
 
 @pytest.mark.parametrize(
@@ -81,24 +52,33 @@ def test_an_empty_file_is_refused(put, content, name):
         ('{"prompt": 3}', "string under 'prompt'"),
         ('["b"]', "needs an object"),
         ("plain words", "not valid JSON"),
+        *(
+            (f'{{"prompt": "y", {entry}}}', reason)
+            for entry, reason in (
+                ('"image": "gone.png"', "there is no image 'gone.png'"),
+                ('"images": ["a.png", "gone.png"]', "there is no image 'gone.png'"),
+                ('"image": "text.png"', "'text.png' cannot be read as an image"),
+                ('"image": "cut.png"', "'cut.png' cannot be read as an image"),
+                ('"image": "a.png", "images": ["a.png"]', "both 'image' and 'images'"),
+                ('"image": 3', "needs a path under 'image'"),
+                ('"images": "a.png"', "a list of paths under 'images'"),
+                ('"images": []', "a list of paths under 'images'"),
+            )
+        ),
     ],
 )
-def test_a_broken_jsonl_line_is_refused_with_its_number_in_the_file(put, line, reason):
-    message = refusal(put('{"prompt": "a"}\n\n' + line + '\n{"prompt": "c"}\n', "p.jsonl"))
+def test_a_broken_jsonl_line_is_refused_with_its_number_in_the_file(put, pictures, line, reason):
+    message = refusal(put('{"prompt": "a", "image": "a.png"}\n\n' + line + '\n{"prompt": "c"}\n', "p.jsonl"))
     assert "line 3" in message
     assert reason in message
 
 
-def test_a_file_in_another_encoding_is_refused(put):
-    assert "not UTF-8" in refusal(put("caf\u00e9\n".encode("latin-1")))
-
-
-def test_the_shapes_world_is_a_source_of_its_own():
+@pytest.mark.parametrize("source", ["shapes:tran", "nowhere/prompts.txt"])
+def test_the_shapes_world_is_a_source_of_its_own_and_an_unknown_source_is_refused_with_the_key(source):
     train, held_out = (load_prompts(f"shapes:{split}", "data.prompts") for split in ("train", "heldout"))
     assert len(held_out) >= 500
     assert not {p.text for p in train} & {p.text for p in held_out}
-    message = refusal("shapes:tran")
-    assert "data.prompts='shapes:tran'" in message
+    assert f"data.prompts={source!r}" in refusal(source)
 
 
 # ---- forms
@@ -121,16 +101,27 @@ def test_tables_and_lists_are_read_as_what_they_are(put, name, content):
     assert load_prompts(put(content, name), "data.prompts") == RECORDS
 
 
-def test_a_json_list_of_strings_is_a_list_of_prompts_and_line_breaks_in_a_cell_stay(put):
-    assert load_prompts(put('["a", "b"]', "p.json"), "k") == [Prompt("a"), Prompt("b")]
-    assert load_prompts(put('text,n\n"one\ntwo",1\n', "p.csv"), "k", Columns("text")) == [
-        Prompt("one\ntwo", {"n": "1"})
-    ]
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("p.json", '["a", "b"]', [Prompt("a"), Prompt("b")]),
+        ("p.csv", 'prompt,n\n"one\ntwo",1\n', [Prompt("one\ntwo", {"n": "1"})]),
+        ("p.jsonl", '{"prompt": "a", "tag": [1]}\n\n{"prompt": "b"}\n', [Prompt("a", {"tag": [1]}), Prompt("b")]),
+        # legal in JSON, where str.splitlines would cut
+        ("p.jsonl", '{"prompt": "one\u2028two\x85three"}\n', [Prompt("one\u2028two\x85three")]),
+        ("p.txt", "\ufeffa cat\n", [Prompt("a cat")]),
+        ("p.jsonl", '\ufeff{"prompt": "a cat"}\n', [Prompt("a cat")]),
+    ],
+)
+def test_marks_and_line_breaks_stay_where_they_belong(put, name, content, expected):
+    assert load_prompts(put(content, name), "data.prompts") == expected
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
+        *((name, content, "there is no prompt in it") for name in ("p.txt", "p.jsonl") for content in ("", "\n\n  \n")),
+        ("p.txt", "caf\u00e9\n".encode("latin-1"), "not UTF-8"),
         (
             "p.csv",
             "a red fox\na cat\n",
@@ -205,25 +196,6 @@ def test_pictures_of_a_record_are_found_beside_its_file_and_told_to_the_rewards(
     assert open_image(first).size == (6, 4)
 
 
-@pytest.mark.parametrize(
-    ("entry", "reason"),
-    [
-        ('"image": "gone.png"', "there is no image 'gone.png'"),
-        ('"images": ["a.png", "gone.png"]', "there is no image 'gone.png'"),
-        ('"image": "text.png"', "'text.png' cannot be read as an image"),
-        ('"image": "cut.png"', "'cut.png' cannot be read as an image"),
-        ('"image": "a.png", "images": ["a.png"]', "both 'image' and 'images'"),
-        ('"image": 3', "needs a path under 'image'"),
-        ('"images": "a.png"', "a list of paths under 'images'"),
-        ('"images": []', "a list of paths under 'images'"),
-    ],
-)
-def test_a_picture_that_cannot_be_used_is_refused_with_its_line(put, pictures, entry, reason):
-    message = refusal(put('{"prompt": "x", "image": "a.png"}\n{"prompt": "y", ' + entry + "}\n", "p.jsonl"))
-    assert "line 2" in message
-    assert reason in message
-
-
 def test_a_picture_of_more_pixels_than_are_taken_is_refused_with_its_line(put, pictures, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)  # a.png has 24, and twice the limit is an error of Pillow
     message = refusal(put('{"prompt": "x", "image": "a.png"}\n', "p.jsonl"))
@@ -250,12 +222,6 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     return tmp_path / "cache" / "pictures"
-
-
-def png(shade: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (6, 4), (shade, 10, 10)).save(file, format="PNG")
-    return file.getvalue()
 
 
 TABLE = {"prompt": ["a", "b", "a"], "level": [1, 2, 3], "image": [png(10), png(20), png(10)]}
