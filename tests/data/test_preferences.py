@@ -39,7 +39,7 @@ def put(tmp_path: Path) -> Any:
     return write
 
 
-def pair(chosen: str = "a.png", rejected: str | None = "b.png", **more: Any) -> dict:
+def pair(chosen: Any = "a.png", rejected: Any = "b.png", **more: Any) -> dict:
     return {"prompt": "x", "chosen": chosen, "rejected": rejected, **more}
 
 
@@ -47,6 +47,23 @@ def refusal(source: str, options: PreferenceOptions = ALL, **more: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         load_preferences(source, "data.pairs", options, **more)
     return str(caught.value)
+
+
+def table(stored: Stored) -> PreferenceSet:
+    return PreferenceSet(stored.records, "t", ALL, paired=True)
+
+
+def red(image: StoredImage | None) -> int:
+    """The shade of a picture; of none, -1."""
+    return image.open().getpixel((0, 0))[0] if image else -1
+
+
+@pytest.fixture
+def window(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes in a window of row groups, made few."""
+    for module in ("records", "preferences"):
+        monkeypatch.setattr(f"flowrl.data.{module}.WINDOW_BYTES", 3000)
+    return 3000
 
 
 # ---- a record
@@ -58,10 +75,9 @@ def test_a_record_gives_prompt_pictures_margin_and_metadata(put, tmp_path):
     first, second = found.read(0), found.read(1)
     assert (first.prompt, first.margin, first.key) == (Prompt("x", {"tag": [1]}), 0.5, "line 1")
     assert (second.prompt, second.margin, second.key) == (Prompt("x"), None, "line 3")
-    assert first.chosen.open().getpixel((0, 0)) == (0, 10, 10)
-    assert first.rejected is not None
-    assert first.rejected.open().getpixel((0, 0)) == (50, 10, 10)
-    assert second.chosen.open().getpixel((0, 0)) == (100, 10, 10)
+    assert red(first.chosen) == 0
+    assert red(first.rejected) == 50
+    assert red(second.chosen) == 100
     assert load_preferences(str(tmp_path / "pairs.jsonl"), "data.pairs").read(0).chosen.key == first.chosen.key
     assert len(found) == 2
 
@@ -70,10 +86,7 @@ def test_a_record_gives_prompt_pictures_margin_and_metadata(put, tmp_path):
 def test_a_label_says_which_of_two_pictures_is_preferred(put, label, won):
     folder = put({"caption": "x", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": label, "label_1": 1 - label})
     found = load_preferences(folder, "data.pairs").read(0)
-    assert isinstance(found.chosen.source, Path)
-    assert found.chosen.source.name == won
-    assert found.rejected is not None
-    assert {found.chosen.source.name, found.rejected.source.name} == {"a.png", "b.png"}
+    assert (red(found.chosen), red(found.rejected)) == ((0, 50) if won == "a.png" else (50, 0))
 
 
 def test_columns_may_have_other_names(put):
@@ -239,6 +252,8 @@ def test_an_epoch_holds_every_record_once_in_an_order_of_seed_and_epoch(put):
     epochs = [drawn[start : start + 30] for start in range(0, 210, 30)]
     assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 7
+    one_window = table(shards([[10] * 10], size=10)).arrange(np.arange(100), 0, "preferences", 0)
+    assert len(set((one_window[:20] // 10).tolist())) > 5, "shuffled as a whole"
     # A draw needs no draw before it, and no other size of an iteration changes the order.
     assert PreferenceSource(found, 7, seed=3).draw(19) == drawn[18 * 7 : 19 * 7]
     wider = PreferenceSource(found, 70, seed=3)
@@ -265,19 +280,9 @@ def test_tables_are_shuffled_by_windows_of_row_groups(groups, share, seed):
         assert used <= max(WINDOW_BYTES, max(groups) * size)
 
 
-def test_a_set_that_fits_one_window_is_shuffled_as_a_whole():
-    found = PreferenceSet(shards([[10] * 10], size=10).records, "t", ALL, paired=True)
-    order = found.arrange(np.arange(100), 0, "preferences", 0)
-    assert len(set((order[:20] // 10).tolist())) > 5
-
-
-def test_one_epoch_of_a_table_reads_each_row_group_once_and_keeps_a_few(monkeypatch):
-    from flowrl.data import records
-
-    monkeypatch.setattr(records, "WINDOW_BYTES", 3000)
-    monkeypatch.setattr("flowrl.data.preferences.WINDOW_BYTES", 3000)
+def test_one_epoch_of_a_table_reads_each_row_group_once_and_keeps_a_few(window):
     stored = shards([[10] * 20, [10] * 20], size=100)  # 1000 bytes a group: three make a window
-    found = PreferenceSet(stored.records, "t", ALL, paired=True)
+    found = table(stored)
     stored.reads.clear()
     source = PreferenceSource(found, 8, seed=0)
     for iteration in range(1, 51):
@@ -287,15 +292,18 @@ def test_one_epoch_of_a_table_reads_each_row_group_once_and_keeps_a_few(monkeypa
     assert stored.most <= 2 * 3000
 
 
-def test_a_checkpoint_of_another_set_is_refused(put):
-    source = PreferenceSource(load_preferences(put(pair(), pair("c.png", "d.png")), "data.pairs"), 1, 0)
-    state = json.loads(json.dumps(source.state_dict()))
-    same = PreferenceSource(load_preferences(put(pair(), pair("c.png", "d.png")), "data.pairs"), 1, 0)
-    same.load_state_dict(state)
-    for changed in ([pair()], [pair(), pair("d.png", "c.png")], [pair(), pair("c.png", "d.png") | {"prompt": "z"}]):
-        other = PreferenceSource(load_preferences(put(*changed), "data.pairs"), 1, 0)
+@pytest.mark.parametrize("single", [False, True])
+def test_a_checkpoint_of_another_set_is_refused(put, single):
+    def source(*records: dict) -> PreferenceSource | LabelledSource:
+        found = load_preferences(put(*records), "data.pairs")
+        return LabelledSource(labelled(found), 1, 0) if single else PreferenceSource(found, 1, 0)
+
+    two = pair(), pair("c.png", "d.png")
+    state = json.loads(json.dumps(source(*two).state_dict()))
+    source(*two).load_state_dict(state)
+    for changed in ([pair()], [pair(), pair("d.png", "c.png")], [pair(), two[1] | {"prompt": "z"}]):
         with pytest.raises(ConfigError, match="has changed since the checkpoint"):
-            other.load_state_dict(state)
+            source(*changed).load_state_dict(state)
 
 
 # ---- tables
@@ -303,29 +311,28 @@ def test_a_checkpoint_of_another_set_is_refused(put):
 
 def test_a_row_of_a_table_is_found_in_its_shard_and_group():
     stored = shards([[3, 0, 2], [4]], size=10)
-    found = PreferenceSet(stored.records, "t", ALL, paired=True)
+    found = table(stored)
     assert len(found) == 9
     read = [found.read(k) for k in range(9)]
     assert [p.prompt.text for p in read] == [f"caption {k}" for k in range(9)]
     assert read[3].key == "part-0.parquet, row 4"
     assert read[5].key == "part-1.parquet, row 1"
     for k, one in enumerate(read):
-        assert one.chosen.open().getpixel((0, 0))[0] == k
-        assert one.rejected is not None
-        assert one.rejected.open().getpixel((0, 0))[0] == 100 + k
+        assert red(one.chosen) == k
+        assert red(one.rejected) == 100 + k
         assert one.prompt.metadata["model_0"] == "m"
         assert not {"jpg_0", "jpg_1"} & set(one.prompt.metadata)
 
 
 def test_a_table_is_scanned_without_its_pictures():
     stored = shards([[5, 5]], size=10)
-    PreferenceSet(stored.records, "t", ALL, paired=True)
+    table(stored)
     assert stored.columns == {"caption", "label_0", "model_0"}
 
 
 def test_a_picture_that_a_table_lacks_is_told_of_when_it_is_read():
     rows = [voted(0), voted(1) | {"jpg_1": None}]
-    found = PreferenceSet(Stored([[rows]]).records, "t", ALL, paired=True)
+    found = table(Stored([[rows]]))
     assert found.read(0).key
     with pytest.raises(Unreadable, match=r"part-0.parquet, row 2.*missing picture"):
         found.read(1)
@@ -339,13 +346,13 @@ def test_shards_of_two_layouts_are_refused():
 
 def test_a_row_group_that_cannot_be_read_ends_the_scan_and_later_masks_the_record():
     stored = shards([[2, 2]], size=10)
-    found = PreferenceSet(stored.records, "t", ALL, paired=True)
+    found = table(stored)
     stored.broken.add((0, 1))
     assert found.read(1).key
     with pytest.raises(Unreadable, match="row group 1 is damaged"):
         found.read(2)
     with pytest.raises(ConfigError, match=r"part-0.parquet cannot be read: row group 1 is damaged"):
-        PreferenceSet(stored.records, "t", ALL, paired=True)
+        table(stored)
 
 
 # ---- single pictures with a label
@@ -371,15 +378,15 @@ def test_pictures_are_labelled_by_what_became_of_them_in_all_their_pairs(put):
 def test_pictures_inside_a_table_are_known_by_their_bytes_or_by_the_name_the_set_gives():
     """Picture 1 loses to 0 and beats 2."""
     rows = [voted(0) | {"jpg_0": png(0), "jpg_1": png(1)}, voted(0) | {"jpg_0": png(1), "jpg_1": png(2)}]
-    by_bytes = labelled(PreferenceSet(Stored([[rows]]).records, "t", ALL, paired=True))
+    by_bytes = labelled(table(Stored([[rows]])))
     assert by_bytes.counts == {"won": 1, "lost": 1, "both": 1}
     named = [rows[0] | {"image_0_uid": "p", "image_1_uid": "q"}, rows[1] | {"image_0_uid": "r", "image_1_uid": "s"}]
     stored = Stored([[named]])
-    pairs = PreferenceSet(stored.records, "t", ALL, paired=True)
+    pairs = table(stored)
     stored.columns.clear()
     assert labelled(pairs).counts == {"won": 2, "lost": 2, "both": 0}
     assert not {"jpg_0", "jpg_1"} & stored.columns  # the names were enough
-    assert labelled(pairs).read(1).image.open().getpixel((0, 0))[0] == 1
+    assert red(labelled(pairs).read(1).image) == 1
 
 
 def test_a_set_with_one_class_only_is_refused(put):
@@ -390,7 +397,7 @@ def test_a_set_with_one_class_only_is_refused(put):
 
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.57])
 def test_labels_are_drawn_by_their_share_each_class_once_an_epoch(share):
-    pictures = labelled(PreferenceSet(shards([[5] * 8], size=10).records, "t", ALL, paired=True))
+    pictures = labelled(table(shards([[5] * 8], size=10)))
     source = LabelledSource(pictures, 25, seed=1, positive_share=share)
     drawn = [k for iteration in range(1, 41) for k in source.draw(iteration)]
     for n in range(1, 1001):
@@ -404,13 +411,9 @@ def test_labels_are_drawn_by_their_share_each_class_once_an_epoch(share):
     assert LabelledSource(pictures, 25, 2, share).draw(1) != drawn[:25]
 
 
-def test_drawing_winners_beside_losers_reads_each_row_group_once_for_either(monkeypatch):
-    from flowrl.data import records
-
-    monkeypatch.setattr(records, "WINDOW_BYTES", 3000)
-    monkeypatch.setattr("flowrl.data.preferences.WINDOW_BYTES", 3000)
+def test_drawing_winners_beside_losers_reads_each_row_group_once_for_either(window):
     stored = shards([[10] * 30], size=100)
-    pictures = labelled(PreferenceSet(stored.records, "t", ALL, paired=True))
+    pictures = labelled(table(stored))
     stored.reads.clear()
     source = LabelledSource(pictures, 10, seed=0, positive_share=0.5)
     for iteration in range(1, 61):
@@ -418,15 +421,6 @@ def test_drawing_winners_beside_losers_reads_each_row_group_once_for_either(monk
             pictures.read(number)
     assert len(stored.reads) <= 2 * 30
     assert stored.most <= 2 * 3000
-
-
-def test_a_source_goes_on_from_the_same_set_only(put):
-    found = labelled(load_preferences(put(pair()), "data.pairs"))
-    other = labelled(load_preferences(put(pair(), pair("c.png", "d.png")), "data.pairs"))
-    state = LabelledSource(found, 1, 0).state_dict()
-    LabelledSource(found, 1, 0).load_state_dict(state)
-    with pytest.raises(ConfigError, match="has changed since the checkpoint"):
-        LabelledSource(other, 1, 0).load_state_dict(state)
 
 
 # ---- parquet and data sets, by the libraries themselves
@@ -450,8 +444,8 @@ def test_parquet_in_the_layout_of_pick_a_pic(tmp_path, form):
     found = load_preferences(form.format(tmp_path / "set"), "data.pairs")
     assert found.report.counts["tie"] == len(found) // 4
     read = [found.read(k) for k in range(4)]
-    assert [one.chosen.open().getpixel((0, 0))[0] for one in read] == [0, 101, 3, 4]
-    assert [one.rejected.open().getpixel((0, 0))[0] for one in read if one.rejected] == [100, 1, 103, 104]
+    assert [red(one.chosen) for one in read] == [0, 101, 3, 4]
+    assert [red(one.rejected) for one in read] == [100, 1, 103, 104]
     assert read[2].key == "part-0.parquet, row 4"
     assert read[2].prompt == Prompt("caption 3", {"label_0": 1.0, "model_0": "m"})
     assert sorted(PreferenceSource(found, len(found), 0).draw(1)) == list(range(len(found)))
@@ -459,17 +453,17 @@ def test_parquet_in_the_layout_of_pick_a_pic(tmp_path, form):
 
 def test_parquet_of_chosen_and_rejected_with_bytes_structs_and_paths(tmp_path):
     Image.new("RGB", (6, 4), (7, 0, 0)).save(tmp_path / "a.png")
-    plain = {"prompt": "x", "chosen": png(1), "rejected": png(2), "margin": 0.5}
     stored = {"bytes": png(3), "path": None}
-    write_parquet(tmp_path / "bytes.parquet", [plain])
-    write_parquet(
-        tmp_path / "struct.parquet", [{"prompt": "x", "chosen": stored, "rejected": stored | {"bytes": png(4)}}]
-    )
-    write_parquet(tmp_path / "paths.parquet", [{"prompt": "x", "chosen": "a.png", "rejected": "gone.png"}])
+    for name, record in {
+        "bytes": pair(png(1), png(2), margin=0.5),
+        "struct": pair(stored, stored | {"bytes": png(4)}),
+        "paths": pair("a.png", "gone.png"),
+    }.items():
+        write_parquet(tmp_path / f"{name}.parquet", [record])
     found = load_preferences(str(tmp_path / "bytes.parquet"), "data.pairs").read(0)
-    assert (found.margin, found.chosen.open().getpixel((0, 0))[0]) == (0.5, 1)
+    assert (found.margin, red(found.chosen)) == (0.5, 1)
     found = load_preferences(str(tmp_path / "struct.parquet"), "data.pairs").read(0)
-    assert found.chosen.open().getpixel((0, 0))[0] == 3
+    assert red(found.chosen) == 3
     assert "missing picture: paths.parquet, row 1 (rejected='gone.png')" in refusal(str(tmp_path / "paths.parquet"))
     (tmp_path / "broken.parquet").write_text("no table")
     assert "broken.parquet is not a readable parquet file" in refusal(str(tmp_path / "broken.parquet"))
@@ -490,7 +484,7 @@ def test_a_data_set_in_the_layout_of_pick_a_pic(tmp_path, monkeypatch):
     for name in ("saved", "files", "images"):
         found = load_preferences(f"hf:{tmp_path / name}:train", "data.pairs")
         assert found.report.counts == {"tie": 1}
-        assert [found.read(k).chosen.open().getpixel((0, 0))[0] for k in range(4)] == [0, 101, 3, 4]
+        assert [red(found.read(k).chosen) for k in range(4)] == [0, 101, 3, 4]
         assert found.read(2).key == "row 4"
         assert list(found.captions()) == [f"caption {k}" for k in (0, 1, 3, 4)]
     assert "there is no split 'test'" in refusal(f"hf:{tmp_path / 'saved'}:test")
