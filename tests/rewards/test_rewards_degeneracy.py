@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards.degeneracy import CARD, Config, build
+from flowrl.rewards.degeneracy import Config, build
 
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
@@ -88,13 +88,3 @@ def test_saturation_and_luminance_are_those_of_the_definitions():
     assert found["high_frequency"] == [pytest.approx(1 - energy[np.ix_(low, low)].sum() / energy.sum(), rel=1e-5)]
     assert scored(flat(0.0, 0.0, 0.0)[None])["saturation"] == [0.0]
     assert scored(flat(1.0, 0.0, 0.0)[None])["saturation"] == [1.0]
-
-
-def test_the_more_of_it_the_worse():
-    assert not CARD.higher_is_better
-
-
-@pytest.mark.parametrize("options", [{"black": -0.1}, {"black": 0.5}, {"flat": 1.5}])
-def test_options_outside_of_their_range_are_refused(options):
-    with pytest.raises(ValueError, match=rf"{next(iter(options))}=.* must be"):
-        Config(**options)

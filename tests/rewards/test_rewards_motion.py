@@ -137,12 +137,6 @@ def test_what_is_no_clip_of_three_frames_is_refused(reward, shape):
         reward.score(torch.zeros(shape), [""], [{}])
 
 
-@pytest.mark.parametrize("options", [{"fps": 0.0}, {"enough": 0.0}, {"enough": 1.5}])
-def test_options_outside_of_their_range_are_refused(options):
-    with pytest.raises(ValueError, match=rf"{next(iter(options))}=.* must be"):
-        Config(**options)
-
-
 # ---- with a network of embeddings
 
 
@@ -236,8 +230,6 @@ def test_flow_decides_the_gate(monkeypatch):
 def test_frames_too_small_for_raft_and_other_files_are_refused(raft, tmp_path):
     with pytest.raises(RewardError, match=r"at least 128 x 128 pixels, got 64 x 64"):
         build(Config(flow_weights=raft[1], device="cpu")).score(panned(1)[None], [""], [{}])
-    with pytest.raises(RewardError, match=r"cannot load RAFT from flow_weights=.*nowhere.*raft_large_C_T_V1"):
-        build(Config(flow_weights=str(tmp_path / "nowhere.pth")))
     torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pth")
     with pytest.raises(RewardError, match=r"Error\(s\) in loading state_dict"):
         build(Config(flow_weights=str(tmp_path / "other.pth")))

@@ -9,9 +9,6 @@ from flowrl.rewards._vision.pixels import Pixels, broken
 from flowrl.rewards.pickscore import Config, build
 from torch.testing import assert_close
 
-from flowrl.reward import RewardError
-from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.weighted import WeightedReward
 from tests import toy_clip
 from tests.rewards.test_rewards_clip_score import embeddings
 from tests.tiny_rewards import smooth_images
@@ -77,14 +74,6 @@ def test_the_row_of_a_broken_picture_lies_where_the_rows_of_the_others_do():
 def test_the_card_bounds_the_score_by_the_temperature(reward):
     scale = math.exp(2.6592)  # CLIP's initial logit_scale
     assert (reward.card.low, reward.card.high) == (pytest.approx(-scale), pytest.approx(scale))
-    scores = Scorer([WeightedReward("pickscore", reward)], batch_size=2).score(smooth_images(), PROMPTS, [{}] * 5)
-    assert scores.failures == 0
-
-
-def test_weights_that_cannot_be_found_are_named(tmp_path, folder):
-    missing = str(tmp_path / "nowhere")
-    with pytest.raises(RewardError, match=r"'pickscore' cannot load CLIPModel.*nowhere"):
-        build(Config(model=missing, tokenizer=folder))
 
 
 def test_the_projected_embedding_is_found_in_both_forms_of_output():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from flowrl.rewards.safety import Config, build, unsafe_classes
@@ -75,13 +73,10 @@ def test_several_classes_may_be_unsafe(folder):
     assert_close(1 - both, (1 - one) + (1 - other))
 
 
-def test_a_clip_is_as_safe_as_its_least_safe_frame(reward):
-    frames = pictures(6)
-    clips = torch.stack([frames, frames.flip(0)])
-    worst = scored(reward, frames)["safety"].min()
-    assert_close(scored(reward, clips)["safety"], worst.expand(2))
-    clips[1, 3, 0, 0, 0] = math.nan
-    assert scored(reward, clips)["safety"].isnan().tolist() == [False, True]
+def test_a_video_with_one_broken_frame_has_no_score(reward):
+    videos = pictures(6).view(2, 3, 3, SIZE, SIZE).clone()
+    videos[1, 2, 0, 0, 0] = torch.nan
+    assert scored(reward, videos)["safety"].isnan().tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -95,15 +90,6 @@ def test_a_clip_is_as_safe_as_its_least_safe_frame(reward):
 def test_unsafe_classes_are_found_by_name_or_refused(unsafe, reason):
     with pytest.raises(RewardError, match=reason):
         unsafe_classes(NAMES, unsafe)
-
-
-def test_options_and_weights_that_cannot_be_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"veto_above=0.0 must be above 0"):
-        Config(veto_above=0.0)
-    with pytest.raises(ValueError, match=r"frames=0 must be at least 1"):
-        Config(frames=0)
-    with pytest.raises(RewardError, match=r"'safety' cannot load the classifier .*nowhere"):
-        build(Config(model=str(tmp_path / "nowhere")))
 
 
 def test_a_classifier_without_its_last_layer_is_refused(folder, tmp_path):

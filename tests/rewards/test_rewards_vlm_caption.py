@@ -18,7 +18,6 @@ from torch.testing import assert_close
 
 from flowrl.reward import RewardError
 from flowrl.rewards import vlm_caption
-from flowrl.scoring.entries import reward_plan
 from tests import toy_vlm
 from tests.fake_chat import FakeChat, Reply
 from tests.rewards.test_rewards_judges import Scripted, brightness, grey
@@ -104,13 +103,8 @@ def test_the_layer_is_known_for_published_models_and_asked_for_otherwise(roberta
     assert Options().depth == 17
     assert Options(model="microsoft/deberta-xlarge-mnli").depth == 40
     assert Options(layer=3).depth == 3
-    for own, words in (({"model": "mine"}, "layer is required for model='mine'"), ({"layer": -1}, "layer=-1")):
-        with pytest.raises(ValueError, match=words):
-            Options(**own)
     with pytest.raises(RewardError, match=r"bertscore.layer=4, but .* has 3"):
         bert.load(options(roberta, layer=4), "x")
-    with pytest.raises(RewardError, match=r"cannot load bertscore.model='/nowhere/x'"):
-        bert.load(options("/nowhere/x"), "x")
 
 
 # ---- the reward
@@ -191,18 +185,6 @@ def test_a_record_without_questions_and_answers_is_refused_before_anything_is_as
     with pytest.raises(RewardError, match="as many strings under"):
         reward.score(grey(1), [""], [record])
     assert scripted.asked == []
-
-
-def test_options_out_of_range_are_refused():
-    for own, words in (
-        ({"reference": "a cat"}, r"must hold \{\}"),
-        ({"jpeg_quality": 0}, "jpeg_quality=0"),
-        ({"jpeg_quality": 96}, "jpeg_quality=96"),
-        ({"max_tokens": 0}, "max_tokens=0"),
-        ({"bertscore": {"model": "mine"}}, "layer is required"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            reward_plan({"name": "vlm_caption", **own}, "rewards.0")
 
 
 def test_the_default_card_and_the_version_tells_what_decides_a_score(scripted, roberta):

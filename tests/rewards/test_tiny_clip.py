@@ -116,20 +116,6 @@ def test_its_record_says_that_it_is_good_and_not_perfect():
         assert within["spearman with partial"]["low"] > 0.1
 
 
-def test_its_gradient_on_the_pixels_is_that_of_finite_differences(clip, loaded):
-    scenes, images = held_out(2)
-    captions = [scene.caption for scene in scenes]
-    pixels = images.clone().requires_grad_(True)
-    clip.cosines(*loaded, pixels, captions).sum().backward()
-    gradient = pixels.grad
-    assert gradient is not None
-    direction = gradient / gradient.norm()
-    with torch.no_grad():
-        ahead, behind = (clip.cosines(*loaded, images + step * direction, captions).sum() for step in (1e-2, -1e-2))
-    assert float(gradient.norm()) > 0.01
-    assert float((ahead - behind) / 2e-2) == pytest.approx(float(gradient.norm()), rel=0.1)
-
-
 def test_it_can_be_fooled_by_its_own_gradient(clip, loaded, measure):
     """From the empty picture to scores above those of the true picture, with nothing that the verifier accepts."""
     scenes, truth = held_out(8)
