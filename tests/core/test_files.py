@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -21,42 +22,28 @@ from flowrl.evaluation.results import Evaluation
 from flowrl.gallery.places import comparison_folder, page_folder
 from flowrl.run.folder import MetricsFile, RunFolder
 from flowrl.run.pairs.folder import PairFolder
+from tests.e2e.conftest import BASE, BRIGHTNESS
 from tests.e2e.test_bad_input import command
 
 # ---- a full disk: what is written to /dev/full meets one
 
 
-def append(folder: Path) -> None:
-    (folder / "metrics.jsonl").symlink_to("/dev/full")
-    MetricsFile(folder / "metrics.jsonl").append({"iteration": 1})
+FULL: dict[str, Callable[[Path], object]] = {
+    "metrics.jsonl": lambda file: MetricsFile(file).append({"iteration": 1}),
+    ".summary.json.tmp": lambda file: write_atomically(file.with_name("summary.json"), "{}"),
+    "a.png": lambda file: media.write(torch.rand(3, 64, 64), file.with_suffix("")),
+    "a.webp": lambda file: media.write(torch.rand(3, 3, 16, 16), file.with_suffix("")),
+    "pairs.jsonl": lambda file: PairFolder(file.parent, {}, {}).append([{"prompt": "a"}], {}),
+}
+"""File -> what writes it."""
 
 
-def replace(folder: Path) -> None:
-    (folder / ".summary.json.tmp").symlink_to("/dev/full")
-    write_atomically(folder / "summary.json", "{}")
-
-
-def picture(folder: Path) -> None:
-    (folder / "a.png").symlink_to("/dev/full")
-    media.write(torch.rand(3, 64, 64), folder / "a")
-
-
-def clip(folder: Path) -> None:
-    (folder / "a.webp").symlink_to("/dev/full")
-    media.write(torch.rand(3, 3, 16, 16), folder / "a")
-
-
-def pairs(folder: Path) -> None:
-    (folder / "pairs.jsonl").symlink_to("/dev/full")
-    PairFolder(folder, {}, {}).append([{"prompt": "a"}], {})
-
-
-@pytest.mark.parametrize("write", [append, replace, picture, clip, pairs])
-def test_a_full_disk_is_told_with_the_file_and_the_way_on(tmp_path, write: Callable[[Path], None]):
-    with pytest.raises(
-        WriteError, match=r"could not be written \(No space left on device\); .* safe.*--resume"
-    ) as caught:
-        write(tmp_path)
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk_is_named_with_the_file_and_the_way_on(tmp_path, name):
+    (tmp_path / name).symlink_to("/dev/full")
+    told = r"could not be written \(No space left on device\); .* safe.*--resume"
+    with pytest.raises(WriteError, match=told) as caught:
+        FULL[name](tmp_path / name)
     assert caught.value.exit_code == 1
     assert str(tmp_path) in str(caught.value)
 
@@ -112,17 +99,14 @@ def test_a_damaged_evaluation_is_named_with_what_is_safe(tmp_path, damage, tag, 
         Evaluation.load(file)
 
 
-def test_an_evaluation_without_prompts_is_whole(tmp_path):
-    Evaluation("base", 0, 1.0, 4, (), 2, {"reward": np.zeros((0, 2))}).save(tmp_path)
-    assert Evaluation.load(tmp_path / "base.json").prompts == ()
-
-
 @pytest.mark.parametrize("text", ["[]", "{}", "{", '{"iteration": "a"}'])
 def test_a_resume_names_an_evaluation_that_it_cannot_place(tmp_path, text):
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "iteration-000002.json").write_text(text)
     with pytest.raises(ConfigError, match=r"iteration-000002\.json is damaged"):
         RunFolder(tmp_path).forget_after(1)
+    Evaluation("base", 0, 1.0, 4, (), 2, {"reward": np.zeros((0, 2))}).save(tmp_path)
+    assert Evaluation.load(tmp_path / "base.json").prompts == (), "one without prompts is whole"
 
 
 # ---- --out is a folder
@@ -152,26 +136,15 @@ def test_what_is_no_folder_is_refused(tmp_path, name, file, reason):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("sample", "tiny-sd3", "a red circle"),
-        ("eval", "run.yaml"),
-        ("gallery", "run"),
-        ("pairs", "run.yaml"),
-        ("score", "a.png", "--reward", "jpeg"),
-    ],
+    "words", ["sample tiny-sd3 circle", "eval run.yaml", "gallery run", "pairs run.yaml", "score a.png --reward jpeg"]
 )
 def test_every_command_refuses_a_file(tmp_path, monkeypatch, capsys, words):
-    import yaml
-
-    from tests.e2e.conftest import BASE, BRIGHTNESS
-
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(yaml.safe_dump(BASE))
     Path("brightness.py").write_text(BRIGHTNESS)
     Image.new("RGB", (8, 8)).save("a.png")
     Path("file").write_text("kept")
-    code, printed = command(monkeypatch, capsys, *words, "--out", "file")
+    code, printed = command(monkeypatch, capsys, *words.split(), "--out", "file")
     assert code == 2, printed
     assert "--out file: it is a file; give a folder" in printed
     assert Path("file").read_text() == "kept"

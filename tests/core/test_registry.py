@@ -27,12 +27,9 @@ def test_names_are_the_files_of_the_folder_without_helpers(kind):
     assert found
     assert not [name for name in found if name.startswith("_") or name in ("base", "weights")]
     for name in found:
-        assert Path(registry.load(kind, name).__file__).is_file()
-
-
-def test_a_name_loads_the_module_of_that_file():
-    assert registry.load("samplers", "flow_sde").__name__ == "flowrl.samplers.flow_sde"
-    assert registry.load("rewards", "shapes").__name__ == "flowrl.rewards.shapes"
+        module = registry.load(kind, name)
+        assert module.__name__ == f"flowrl.{kind}.{name}"
+        assert Path(module.__file__).is_file()
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_list():
@@ -42,46 +39,33 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_list():
     assert "name='flow_sd'" in message
     assert "did you mean 'flow_sde'?" in message
     assert all(name in message for name in registry.names("samplers"))
-
-
-def test_nothing_is_suggested_for_a_name_that_is_like_none():
     assert registry.suggest("zzzzzz", ["flow_sde", "ode"]) == ""
     assert registry.suggest("flow_sd", ["flow_sde", "ode"]) == "did you mean 'flow_sde'? "
 
 
-@pytest.mark.parametrize("name", ["base", "_hidden", ""])
-def test_helpers_are_no_components(name):
-    with pytest.raises(registry.UnknownName):
+@pytest.mark.parametrize("name", ["base", "_hidden", "", "nowhere_at_all.reward", "tests.missing", "gone.py"])
+def test_helpers_and_what_is_not_there_are_no_components(name):
+    with pytest.raises(registry.UnknownName) as caught:
         registry.load("samplers", name)
+    assert repr(name) in str(caught.value)
 
 
-def test_a_dotted_path_loads_a_third_party_module(importable):
-    (importable / "my_package").mkdir()
-    (importable / "my_package" / "__init__.py").write_text("")
-    (importable / "my_package" / "my_reward.py").write_text("VALUE = 3\n")
+def package(folder: Path, name: str, module: str, text: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text("")
+    (folder / name / f"{module}.py").write_text(text)
+
+
+def test_a_dotted_path_loads_a_module_of_another_package(importable):
+    package(importable, "my_package", "my_reward", "VALUE = 3\n")
     assert registry.load("rewards", "my_package.my_reward").VALUE == 3
 
 
-def test_a_dotted_path_that_leads_nowhere_is_an_unknown_name(importable):
-    (importable / "other_package").mkdir()
-    (importable / "other_package" / "__init__.py").write_text("")
-    for name in ("nowhere_at_all.reward", "other_package.missing"):
-        with pytest.raises(registry.UnknownName, match=name):
-            registry.load("rewards", name)
-
-
-def test_a_dotted_module_whose_own_import_fails_is_not_called_unknown(importable):
-    (importable / "brokenpackage.py").write_text("")
-    (importable / "brokenpackage_more").mkdir()
-    (importable / "brokenpackage_more" / "__init__.py").write_text("")
-    (importable / "brokenpackage_more" / "reward.py").write_text("import not_installed_anywhere\n")
-    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
-        registry.load("rewards", "brokenpackage_more.reward")
-    # Also where the missing module's name begins like the component's.
-    (importable / "gadget_reward").mkdir()
-    (importable / "gadget_reward" / "__init__.py").write_text("")
-    (importable / "gadget_reward" / "mine.py").write_text("import gadget\n")
-    with pytest.raises(ModuleNotFoundError, match="gadget") as caught:
+@pytest.mark.parametrize("missing", ["not_installed_anywhere", "gadget"])
+def test_a_dotted_module_whose_own_import_fails_is_not_called_unknown(importable, missing):
+    """Also where the missing module's name begins like the component's."""
+    package(importable, "gadget_reward", "mine", f"import {missing}\n")
+    with pytest.raises(ModuleNotFoundError, match=missing) as caught:
         registry.load("rewards", "gadget_reward.mine")
     assert not isinstance(caught.value, registry.UnknownName)
 
@@ -103,8 +87,3 @@ def test_dataclasses_work_in_a_file_loaded_by_path(tmp_path):
         "@dataclass(frozen=True)\nclass Config:\n    level: float = 0.5\n"
     )
     assert registry.load("rewards", str(file)).Config().level == 0.5
-
-
-def test_a_file_that_is_not_there_is_an_unknown_name(tmp_path):
-    with pytest.raises(registry.UnknownName, match="there is no such file"):
-        registry.load("rewards", str(tmp_path / "missing.py"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import hashlib
 import io
 import json
 import re
@@ -142,18 +143,19 @@ def training_rows(iterations: int, done: int, tuned: float) -> list[dict[str, ob
     rows: list[dict[str, object]] = []
     for i in range(1, done + 1):
         level = 0.42 + (tuned - 0.42) * (1 - np.exp(-3 * i / iterations)) + 0.05 * rng.standard_normal()
-        row = {
-            "iteration": i,
-            "reward/shapes_strict_mean": level,
-            "reward/total_mean": level,
-            "policy/clip_fraction": 0.1 + 0.02 * rng.standard_normal(),
-            "policy/ratio_mean": 1 + 1e-4 * rng.standard_normal(),
-            "grad/norm": None if i == 5 else 0.5 + 0.1 * rng.random(),
-            "advantage/dead_group_share": 0.2 * rng.random(),
-            "time/iteration_s": 1.2 + 0.3 * rng.random(),
-            "note": "text is no curve",
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "iteration": i,
+                "reward/shapes_strict_mean": level,
+                "reward/total_mean": level,
+                "policy/clip_fraction": 0.1 + 0.02 * rng.standard_normal(),
+                "policy/ratio_mean": 1 + 1e-4 * rng.standard_normal(),
+                "grad/norm": None if i == 5 else 0.5 + 0.1 * rng.random(),
+                "advantage/dead_group_share": 0.2 * rng.random(),
+                "time/iteration_s": 1.2 + 0.3 * rng.random(),
+                "note": "text is no curve",
+            }
+        )
     return rows
 
 
@@ -231,11 +233,8 @@ def page(run_folder: Path) -> Page:
     return Page(build([run_folder]))
 
 
-def test_the_default_output_stands_in_the_first_run_and_leaves_no_temporary_file(run_folder, page):
-    assert [path.name for path in (run_folder / "gallery").iterdir()] == ["index.html"]
-
-
-def test_sections_come_in_the_promised_order(page):
+def test_the_page_stands_in_the_run_with_its_sections_in_the_promised_order(run_folder, page):
+    assert [path.name for path in (run_folder / "gallery").iterdir()] == ["index.html"], "no temporary file"
     order = ("results", "curves", "pairs", "film", "worst", "best", "prompts", "config")
     assert [i for i in page.ids if i.removeprefix("run-0-") in order] == [f"run-0-{name}" for name in order]
     assert len(set(page.ids)) == len(page.ids)
@@ -251,21 +250,14 @@ def test_the_verdict_is_made_from_the_summary(run_folder, page):
 
 def test_every_drawn_pair_is_on_the_page_with_its_prompt(run_folder, page):
     drawn = [i for i in page.ids if i.startswith("run-0-pair-")]
-    assert len(drawn) == images.NUM_PAIRS
+    assert len({anchor.split("-")[3] for anchor in drawn}) == len(drawn) == images.NUM_PAIRS
+    assert {anchor.split("-")[4] for anchor in drawn} == {"0", "1"}
     prompts = shapes.prompts("heldout")[:NUM_PROMPTS]
     for anchor in drawn:
         prompt = int(anchor.split("-")[3])
         assert prompts[prompt] in page.texts["p"]
         assert f"#{prompt} \u00b7 seed {anchor.split('-')[4]}" in page.texts["p"]
     assert "drawn with fixed seed 0" in page.text("p")
-
-
-def test_the_draw_looks_at_no_score_and_takes_each_prompt_once():
-    available = np.ones((100, 2), dtype=bool)
-    drawn = images.draw_pairs(available)
-    assert drawn == images.draw_pairs(available)
-    assert len({p for p, _ in drawn}) == len(drawn) == images.NUM_PAIRS
-    assert {k for _, k in drawn} == {0, 1}
 
 
 def test_regressions_are_sorted_worst_first_and_gains_best_first(page):
@@ -275,15 +267,11 @@ def test_regressions_are_sorted_worst_first_and_gains_best_first(page):
     assert max(page.deltas["worst"]) < 0 < min(page.deltas["best"])
 
 
-def test_the_ranking_takes_the_largest_drops_and_never_an_unscored_pair():
+def test_the_ranking_takes_the_largest_drops_never_an_unscored_pair_and_saved_pictures_first():
     gain = np.array([[0.5, -0.1], [np.nan, -0.9], [-0.4, 0.0]])
     assert images.largest_drops(gain, np.ones_like(gain, dtype=bool)) == [(1, 1), (2, 0), (0, 1)]
-
-
-def test_equal_drops_show_saved_pictures_first():
-    gain = -np.ones((50, 1))
     available = np.arange(50)[:, None] >= 47
-    assert {p for p, _ in images.largest_drops(gain, available)[:3]} == {47, 48, 49}
+    assert {p for p, _ in images.largest_drops(-np.ones((50, 1)), available)[:3]} == {47, 48, 49}
 
 
 def test_the_page_refers_to_nothing_outside_itself(page):
@@ -311,16 +299,14 @@ def test_prompts_and_names_are_text_and_never_markup(tmp_path):
 
 def test_only_the_pages_own_script_may_run(page):
     policy = next(value for name, value in page.attributes if value.startswith("default-src"))
-    assert builder._csp_hash(page.texts["script"][0]) in policy
+    digest = base64.b64encode(hashlib.sha256(page.texts["script"][0].encode()).digest()).decode()
+    assert f"'sha256-{digest}'" in policy
     assert "connect-src" not in policy
 
 
-def test_small_pictures_are_exact_and_enlarged_without_smoothing(page):
+def test_small_pictures_are_exact_and_large_ones_thumbnails_that_link_to_the_file(tmp_path, page):
     assert 'class="pixelated"' in page.source
     assert "data:image/webp" not in page.source
-
-
-def test_large_pictures_become_thumbnails_that_link_to_the_file(tmp_path):
     folder = make_run(tmp_path / "large", num_prompts=2, size=512)
     large = Page(build([folder]))
     assert 'class="pixelated"' not in large.source
@@ -394,21 +380,19 @@ def test_a_partial_summary_is_no_obstacle(tmp_path, summary):
 
 def test_a_run_that_has_only_a_configuration_still_builds(tmp_path):
     (tmp_path / "config.yaml").write_text("name: fresh\n")
-    fresh = Page(build([tmp_path]))
-    assert fresh.text("h1") == "Nothing has been evaluated yet"
+    assert Page(build([tmp_path])).text("h1") == "Nothing has been evaluated yet"
 
 
-def test_a_metric_that_got_worse_beside_the_primary_is_pointed_out(tmp_path):
+def test_a_metric_that_got_worse_is_pointed_out_and_the_models_own_guidance_is_no_rival(
+    tmp_path,
+):
     folder = make_run(tmp_path / "hacked", num_prompts=4)
-    change(folder / "summary.json", difference={"shapes_partial": WORSE})
-    assert "Partial score got worse: \u22120.2" in Page(build([folder])).text("span")
-
-
-def test_the_base_models_own_guidance_is_no_rival_where_no_other_was_tried(tmp_path):
-    folder = make_run(tmp_path / "alone", num_prompts=4)
     base = json.loads((folder / "summary.json").read_text())["base"]
-    change(folder / "summary.json", base_best_guidance={**base, "guidance_scale": 1.0})
-    assert "The fair rival" not in Page(build([folder])).text()
+    best = {**base, "guidance_scale": 1.0}
+    change(folder / "summary.json", difference={"shapes_partial": WORSE}, base_best_guidance=best)
+    page = Page(build([folder]))
+    assert "Partial score got worse: \u22120.2" in page.text("span")
+    assert "The fair rival" not in page.text()
     change(folder / "config.yaml", eval={"best_guidance": [2.0, 3.0]})
     assert "best guidance (scale 1, its own), reaches" in Page(build([folder])).text("span")
 
@@ -518,8 +502,7 @@ def test_a_share_of_the_prompts_says_where_it_comes_from(tmp_path):
 
 
 def test_copies_of_a_prompt_are_counted_once(tmp_path):
-    twice = shapes.prompts("heldout")[:6] * 2
-    folder = make_run(tmp_path / "copies", prompts=twice)
+    folder = make_run(tmp_path / "copies", prompts=shapes.prompts("heldout")[:6] * 2)
     assert "6 prompts" in Page(build([folder])).text("td")
     for path in (folder / "eval").glob("*.json"):
         change(path, distinct=list(range(12)))  # with other reference images
@@ -551,7 +534,7 @@ def test_a_broken_evaluation_is_named_with_the_remedy(tmp_path, values, message)
     assert "restore it from a copy" in str(raised.value)
 
 
-def test_a_broken_picture_and_a_broken_log_line_are_named(tmp_path):
+def test_a_broken_image_and_a_broken_log_line_are_named(tmp_path):
     folder = make_run(tmp_path / "broken", num_prompts=4)
     (folder / "eval" / "base" / "00001-0.png").write_text("no picture")
     with pytest.raises(ValueError, match=r"00001-0\.png is not an image"):
@@ -562,8 +545,7 @@ def test_a_broken_picture_and_a_broken_log_line_are_named(tmp_path):
 
 
 def test_a_report_of_512_prompts_stays_under_four_megabytes(tmp_path):
-    folder = make_run(tmp_path / "full", num_prompts=512, num_pictured=96)
-    assert build([folder]).stat().st_size < 4_000_000
+    assert build([make_run(tmp_path / "full", num_prompts=512, num_pictured=96)]).stat().st_size < 4_000_000
 
 
 def test_a_failed_build_keeps_the_previous_page(tmp_path, monkeypatch):
@@ -581,23 +563,14 @@ def test_a_failed_build_keeps_the_previous_page(tmp_path, monkeypatch):
     assert len(list(page.parent.iterdir())) == 1
 
 
-def test_a_gap_breaks_the_curve_and_a_flat_curve_has_an_axis():
+def test_a_gap_breaks_the_curve_a_hostile_name_stays_text_and_the_moving_mean_keeps_a_constant():
     x = np.arange(4.0)
-    svg = charts.line_chart([charts.Series("a", x, np.array([1.0, np.nan, 1.0, 1.0]))])
+    gap, constant = np.array([1.0, np.nan, 1.0, 1.0]), np.array([2.0] * 10 + [np.nan] + [2.0] * 69)
+    svg = charts.line_chart([charts.Series("a", x, gap)])
     assert len(re.findall(r"M[\d.]", svg)) == 2
     assert charts.line_chart([charts.Series("a", x, np.full(4, np.nan))]) == ""
-
-
-def test_a_hostile_series_name_stays_text():
-    x = np.arange(3.0)
-    svg = charts.line_chart([charts.Series(EVIL, x, x), charts.Series("b", x, x)])
-    assert "<script" not in svg
-
-
-def test_the_moving_mean_keeps_a_constant_and_skips_gaps():
-    y = np.full(80, 2.0)
-    y[10] = np.nan
-    np.testing.assert_allclose(charts.smooth(y), 2.0)
+    assert "<script" not in charts.line_chart([charts.Series(EVIL, x, x), charts.Series("b", x, x)])
+    np.testing.assert_allclose(charts.smooth(constant), 2.0)
 
 
 def test_the_gallery_loads_no_model_library():
