@@ -26,38 +26,44 @@ def test_a_window_is_stochastic_and_trained_at_its_own_steps_only():
     assert plan.noise_level == (0.0, 0.9, 0.0, 0.9, 0.0, 0.0)
 
 
-def test_a_deterministic_plan_has_no_noise_and_trains_nothing():
+def test_a_deterministic_plan_has_no_noise_trains_nothing_and_takes_the_ode():
     plan = solver_plan(flow_schedule(3))
     assert plan.stochastic == (False, False, False)
     assert plan.train == ()
+    assert plan.solver == window(flow_schedule(3), 0.7).solver == ("ode",) * 3
 
 
 @pytest.mark.parametrize(
-    ("steps", "level", "message"),
+    ("num_steps", "steps", "level", "message"),
     [
-        ([], 0.7, "window of stochastic steps is empty"),
-        ([4], 0.7, r"trains the last step \(4\)"),
-        ([5], 0.7, r"trains step 5, but there are only steps 0\.\.4"),
-        ([-1], 0.7, "trains step -1"),
-        ([0], 0.0, "trains step 0, which is deterministic"),
-        ([0], -0.1, "trains step 0, which is deterministic"),
-        ([0], float("nan"), "trains step 0, which is deterministic"),
+        (5, [], 0.7, "window of stochastic steps is empty"),
+        (5, [4], 0.7, r"trains the last step \(4\)"),
+        (5, [5], 0.7, r"trains step 5, but there are only steps 0\.\.4"),
+        (5, [-1], 0.7, "trains step -1"),
+        *((5, [0], level, "trains step 0, which is deterministic") for level in (0.0, -0.1, float("nan"))),
+        (1, None, 0.7, "at least 2 denoising steps"),
     ],
 )
-def test_a_window_refuses_what_cannot_be_trained(steps, level, message):
+def test_a_window_refuses_what_cannot_be_trained(num_steps, steps, level, message):
     """No trained step with std 0, never the last step, never empty."""
     with pytest.raises(ValueError, match=message):
-        window(flow_schedule(5), level, steps)
+        window(flow_schedule(num_steps), level, steps)
 
 
-def test_a_single_step_leaves_nothing_to_train():
-    with pytest.raises(ValueError, match="at least 2 denoising steps"):
-        window(flow_schedule(1), 0.7)
-
-
-def test_a_plan_needs_a_noise_level_for_every_step():
-    with pytest.raises(ValueError, match="2 noise levels for 3 steps"):
-        StepPlan(flow_schedule(3), (0.7, 0.7), ())
+@pytest.mark.parametrize(
+    ("levels", "train", "solver", "message"),
+    [
+        ((0.7, 0.7), (), (), "2 noise levels for 3 steps"),
+        ((0.7, 0.0, 0.0), (0,), ("ode", "dpm1"), "2 solvers for 3 steps"),
+        ((0.7, 0.0, 0.0), (0,), ("ode", "ode", "dpm3"), "step 2 by 'dpm3'; there are ode, dpm1, dpm2_midpoint, dpm2_"),
+        ((0.7, 0.0, 0.0), (0,), ("dpm1", "ode", "ode"), r"step 0 a noise level \(0\.7\) and the solver 'dpm1'"),
+        ((0.4, 0.0, 0.0), (), ("dpm1",) * 3, "is a transition of the sampler"),
+        ((0.0, 0.4, 0.4), (2,), ("sa",) * 3, "deterministic"),
+    ],
+)
+def test_a_plan_refuses_levels_and_solvers_that_do_not_fit_its_steps(levels, train, solver, message):
+    with pytest.raises(ValueError, match=message):
+        StepPlan(flow_schedule(3), levels, train, solver)
 
 
 def test_the_last_step_of_a_vp_grid_may_be_trained_because_it_ends_above_zero():

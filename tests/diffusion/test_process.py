@@ -100,17 +100,14 @@ def test_half_precision_inputs_are_computed_in_float32():
         assert process.add_noise(x0.bfloat16(), eps.bfloat16(), sigma).dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["eps", "v", "x0"])
-def test_a_flow_refuses_noise_predictions(kind):
+@pytest.mark.parametrize(
+    ("process", "kind"),
+    [*((FlowProcess(), kind) for kind in ("eps", "v", "x0")), (VPProcess(), "velocity")],
+)
+def test_a_process_refuses_the_predictions_of_the_other(process, kind):
     x = torch.zeros(1, 2)
     with pytest.raises(ValueError, match=kind):
-        FlowProcess().predict(x, x, torch.ones(1), kind)
-
-
-def test_a_vp_model_refuses_flow_velocities():
-    x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="velocity"):
-        VPProcess().predict(x, x, torch.ones(1), "velocity")
+        process.predict(x, x, torch.ones(1), kind)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 1), (3, 2), (4,)])

@@ -229,16 +229,8 @@ def test_a_rollout_depends_on_its_noise_and_not_on_its_batches():
     assert float((finals(0.0, 6) - whole).abs().max()) > 0.01
 
 
-def test_its_steps_have_no_law_though_they_have_noise():
+def test_its_steps_have_no_transition_though_they_have_noise():
     plan = solver_plan(flow_schedule(8), "sa", 0.4)
     assert max(plan.noise_level) == 0.4
     assert not any(plan.stochastic)
     assert plan.train == ()
-    with pytest.raises(ValueError, match="deterministic"):
-        StepPlan(plan.schedule, plan.noise_level, (2,), plan.solver)
-
-
-def test_another_solver_takes_no_noise_level():
-    with pytest.raises(ValueError, match="is a transition of the sampler"):
-        StepPlan(flow_schedule(3), (0.4, 0.0, 0.0), (), ("dpm1",) * 3)
-    assert solver_plan(flow_schedule(3), "dpm1").solver == ("dpm1",) * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from torch.testing import assert_close
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core.types import SampleId
 from flowrl.diffusion.flash import flash, flash_schedule
-from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule, shift_sigmas, shifted_linspace
 from flowrl.diffusion.windows import MixWindow, mix_window, random_window, step_subsets, subset
+
+NAN = float("nan")
 
 
 def mix_schedule(num_steps: int, shift: float = 3.0) -> Schedule:
@@ -34,6 +36,7 @@ def test_starts_of_a_random_window_are_uniform_and_move_between_iterations():
     # Five standard deviations of a binomial count.
     assert np.abs(counts - 300).max() < 5 * (1500 * 0.2 * 0.8) ** 0.5
     assert len({random_window(10, 3, 1, 8, seed=s, iteration=1) for s in range(30)}) == 5
+    assert {random_window(6, 3, 0, 3, seed=0, iteration=k) for k in range(1, 20)} == {(0, 1, 2)}  # the only place
 
 
 @pytest.mark.parametrize(
@@ -53,47 +56,11 @@ def test_all_ranks_and_a_resumed_run_draw_the_same_window(draw):
     assert len(set(first)) > 3
 
 
-def test_the_presets_that_leave_one_place_always_take_it():
-    """FLUX-fast, window 3 in (0, 3), is always steps 0 to 2."""
-    assert {random_window(6, 3, 0, 3, seed=0, iteration=k) for k in range(1, 20)} == {(0, 1, 2)}
-
-
-@pytest.mark.parametrize(
-    ("size", "low", "high", "message"),
-    [
-        (0, 0, 5, "size 0 is empty"),
-        (-1, 0, 5, "size -1 is empty"),
-        (4, 2, 5, r"4 steps does not fit between steps 2 and 5"),
-        (2, -1, 5, "does not fit between steps -1 and 5"),
-        (2, 0, 10, r"could hold the last of 10 steps.*must end at 9"),
-        (2, 0, 12, "could hold the last of 10 steps"),
-    ],
-)
-def test_a_random_window_refuses_what_is_empty_or_outside_or_holds_the_last_step(size, low, high, message):
-    """hi <= T - 1, else the sharp last step is trained."""
-    with pytest.raises(ValueError, match=message):
-        random_window(10, size, low, high, seed=0, iteration=1)
-
-
 def test_a_subset_is_drawn_without_order_from_its_pool():
     """Flow-Factory's steps are not necessarily neighbours; default pool: all but the last."""
     draws = [subset(10, 3, seed=0, iteration=k, steps=[7, 1, 3, 5]) for k in range(1, 200)]
     assert set(draws) == {(1, 3, 5), (1, 3, 7), (1, 5, 7), (3, 5, 7)}
     assert subset(5, 4, seed=0, iteration=1) == (0, 1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("count", "steps", "message"),
-    [
-        (0, None, r"cannot draw 0 of 9 steps: give a number in 1\.\.9"),
-        (10, None, "cannot draw 10 of 9"),
-        (1, [3, 9], r"step 9 cannot be drawn: of 10 steps, 0\.\.8"),
-        (1, [-1], "step -1 cannot be drawn"),
-    ],
-)
-def test_a_subset_refuses_what_is_empty_or_outside_or_holds_the_last_step(count, steps, message):
-    with pytest.raises(ValueError, match=message):
-        subset(10, count, seed=0, iteration=1, steps=steps)
 
 
 # ---- DanceGRPO
@@ -111,6 +78,7 @@ def test_every_sample_keeps_its_own_share_of_the_trained_steps():
     assert len({tuple(row) for row in mask.tolist()}) == 12
     assert not torch.equal(mask, step_subsets(IDS, range(15), 0.6, seed=0, iteration=2))
     assert not torch.equal(mask, step_subsets(IDS, range(15), 0.6, seed=1, iteration=1))
+    assert bool(step_subsets(IDS, range(5), 1.0, seed=0, iteration=1).all())
 
 
 def test_the_steps_of_a_sample_follow_it_to_any_rank():
@@ -123,16 +91,6 @@ def test_every_step_is_kept_equally_often():
     """4 of 8 steps, 12 samples, 100 iterations: 600 of 1200 each, five standard deviations."""
     total = sum(step_subsets(IDS, range(8), 0.5, seed=0, iteration=k).sum(0) for k in range(1, 101))
     assert (total - 600).abs().max() < 5 * 300**0.5
-
-
-def test_a_fraction_of_one_keeps_everything():
-    assert bool(step_subsets(IDS, range(5), 1.0, seed=0, iteration=1).all())
-
-
-@pytest.mark.parametrize("fraction", [0.0, -0.5, 0.1, 1.1, float("nan")])
-def test_a_fraction_that_keeps_nothing_or_more_than_all_is_refused(fraction):
-    with pytest.raises(ValueError, match="of 5 trained steps"):
-        step_subsets(IDS, range(5), fraction, seed=0, iteration=1)
 
 
 # ---- MixGRPO
@@ -233,29 +191,6 @@ def test_no_window_is_ever_empty_or_trains_the_last_two_steps(strategy):
             assert w[-1] < num_steps - 2
 
 
-def test_a_mix_window_needs_three_steps_and_an_iteration():
-    with pytest.raises(ValueError, match="2 steps leave none, give at least 3"):
-        mix_window(MixWindow(), 2, seed=0, iteration=1)
-    with pytest.raises(ValueError, match="count from 1"):
-        mix_window(MixWindow(), 9, seed=0, iteration=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 0}, "size=0 must be at least 1"),
-        ({"shift": -1}, "shift=-1 must be at least 0"),
-        ({"interval": 0}, "interval=0"),
-        ({"shortest": 0}, "shortest=0"),
-        ({"rate": -0.1}, r"rate=-0\.1"),
-        ({"longest": 2, "shortest": 3}, "longest=2 must not be below shortest=3"),
-    ],
-)
-def test_a_mix_window_refuses_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        MixWindow(**options)
-
-
 # ---- MixGRPO-Flash
 
 
@@ -291,38 +226,12 @@ def test_the_flash_nodes_are_those_of_the_released_code():
     assert short.sigmas.dtype == short.timesteps.dtype == torch.float32
 
 
-def test_flash_refuses_timesteps_that_it_cannot_continue():
-    sigmas = shifted_linspace(25, 3.0)
-    with pytest.raises(ValueError, match="timesteps are not 1000 sigma"):
-        flash_schedule(Schedule(sigmas, sigmas[:-1]), 6, 0.4, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("last", "ratio", "message"),
-    [
-        (-1, 0.4, r"ends at step -1: of 25 steps it must end in 0\.\.23"),
-        (24, 0.4, "ends at step 24"),
-        (3, 0.0, r"it must be in \(0, 1\]"),
-        (3, 1.2, r"kept steps is 1\.2"),
-        (3, float("nan"), r"\(0, 1\]"),
-    ],
-)
-def test_flash_refuses_a_window_without_a_step_after_it_and_a_share_out_of_range(last, ratio, message):
-    with pytest.raises(ValueError, match=message):
-        flash_schedule(mix_schedule(25), last, ratio, 3.0)
-
-
 @pytest.mark.parametrize("shift", [1.0, 2.0, 5.0])
 def test_flash_refuses_another_shift_than_the_grids_own_and_names_it(shift):
     """After the window the nodes would follow another curve than the model's."""
     for schedule in (mix_schedule(25), flow_schedule(10)):
         with pytest.raises(ValueError, match=f"shift={shift:g} is not .* own grid; it is about (2.9|3)"):
             flash_schedule(schedule, 3, 0.4, shift)
-
-
-def test_flash_refuses_a_grid_that_is_no_flow():
-    with pytest.raises(ValueError, match="only a flow grid"):
-        flash_schedule(vp_schedule(10), 3, 0.4, 3.0)
 
 
 def test_a_flash_plan_is_stochastic_in_its_window_and_solved_after_it():
@@ -334,27 +243,62 @@ def test_a_flash_plan_is_stochastic_in_its_window_and_solved_after_it():
     assert plan.solver == ("ode",) * 4 + ("dpm2_heun",) * 3
 
 
-@pytest.mark.parametrize(("steps", "message"), [((), "empty"), ((11,), "last step"), ((12,), r"only steps 0\.\.11")])
-def test_a_flash_plan_refuses_a_bad_window(steps, message):
-    with pytest.raises(ValueError, match=message):
-        flash(mix_schedule(12), 0.7, steps, ratio=0.5, shift=3.0)
+# ---- refusals
 
 
-# ---- solvers in a plan
-
-
-def test_a_plan_solves_its_steps_by_the_ode_unless_told_otherwise():
-    assert StepPlan(flow_schedule(3), (0.7, 0.0, 0.0), (0,)).solver == ("ode",) * 3
+SIGMAS = shifted_linspace(25, 3.0)
 
 
 @pytest.mark.parametrize(
-    ("solver", "message"),
+    ("draw", "arguments", "message"),
     [
-        (("ode", "dpm1"), "2 solvers for 3 steps"),
-        (("ode", "ode", "dpm3"), "solves step 2 by 'dpm3'; there are ode, dpm1, dpm2_midpoint, dpm2_heun"),
-        (("dpm1", "ode", "ode"), r"step 0 a noise level \(0\.7\) and the solver 'dpm1'"),
+        *(
+            (random_window, (10, *at), words)
+            for at, words in (
+                ((0, 0, 5), "size 0 is empty"),
+                ((-1, 0, 5), "size -1 is empty"),
+                ((4, 2, 5), "4 steps does not fit between steps 2 and 5"),
+                ((2, -1, 5), "does not fit between steps -1 and 5"),
+                ((2, 0, 10), "could hold the last of 10 steps.*must end at 9"),
+                ((2, 0, 12), "could hold the last of 10 steps"),
+            )
+        ),
+        (subset, (10, 0), r"cannot draw 0 of 9 steps: give a number in 1\.\.9"),
+        (subset, (10, 10), "cannot draw 10 of 9"),
+        (partial(subset, steps=[3, 9]), (10, 1), r"step 9 cannot be drawn: of 10 steps, 0\.\.8"),
+        (partial(subset, steps=[-1]), (10, 1), "step -1 cannot be drawn"),
+        *((step_subsets, (IDS, range(5), fraction), "of 5 trained steps") for fraction in (0.0, -0.5, 0.1, 1.1, NAN)),
+        (mix_window, (MixWindow(), 2), "2 steps leave none, give at least 3"),
     ],
 )
-def test_a_plan_refuses_solvers_it_cannot_obey(solver, message):
+def test_a_window_refuses_what_is_empty_or_outside_or_holds_the_last_step(draw, arguments, message):
+    """A window ends at T - 1 at most, else the sharp last step is trained."""
     with pytest.raises(ValueError, match=message):
-        StepPlan(flow_schedule(3), (0.7, 0.0, 0.0), (0,), solver)
+        draw(*arguments, seed=0, iteration=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mix_window(MixWindow(), 9, seed=0, iteration=0), "count from 1"),
+        (lambda: MixWindow(size=0), "size=0 must be at least 1"),
+        (lambda: MixWindow(shift=-1), "shift=-1 must be at least 0"),
+        (lambda: MixWindow(interval=0), "interval=0"),
+        (lambda: MixWindow(shortest=0), "shortest=0"),
+        (lambda: MixWindow(rate=-0.1), r"rate=-0\.1"),
+        (lambda: MixWindow(longest=2, shortest=3), "longest=2 must not be below shortest=3"),
+        (lambda: flash_schedule(Schedule(SIGMAS, SIGMAS[:-1]), 6, 0.4, 3.0), "timesteps are not 1000 sigma"),
+        (lambda: flash_schedule(vp_schedule(10), 3, 0.4, 3.0), "only a flow grid"),
+        (lambda: flash_schedule(mix_schedule(25), -1, 0.4, 3.0), r"ends at step -1: of 25 steps .* in 0\.\.23"),
+        (lambda: flash_schedule(mix_schedule(25), 24, 0.4, 3.0), "ends at step 24"),
+        (lambda: flash_schedule(mix_schedule(25), 3, 0.0, 3.0), r"it must be in \(0, 1\]"),
+        (lambda: flash_schedule(mix_schedule(25), 3, 1.2, 3.0), r"kept steps is 1\.2"),
+        (lambda: flash_schedule(mix_schedule(25), 3, NAN, 3.0), r"\(0, 1\]"),
+        (lambda: flash(mix_schedule(12), 0.7, (), ratio=0.5, shift=3.0), "empty"),
+        (lambda: flash(mix_schedule(12), 0.7, (11,), ratio=0.5, shift=3.0), "last step"),
+        (lambda: flash(mix_schedule(12), 0.7, (12,), ratio=0.5, shift=3.0), r"only steps 0\.\.11"),
+    ],
+)
+def test_options_out_of_range_and_grids_that_flash_cannot_continue_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

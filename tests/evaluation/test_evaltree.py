@@ -97,6 +97,22 @@ def column(record: dict, name: str) -> list[float]:
     return [NAN if value is None else value for value in record["edges"][name]]
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
+
+
+def holed(*failed: int):
+    """The reward `light` with these images of a batch not scored."""
+
+    def score(images, prompts, metadata):
+        scores = light(images, prompts, metadata)
+        scores["light"][list(failed)] = torch.nan
+        return scores
+
+    return score
+
+
 def close(found: list[float], expected: list[float]) -> None:
     assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=2e-5, equal_nan=True)
 
@@ -177,8 +193,7 @@ def test_the_likelier_ways_weigh_more_as_in_training(tmp_path):
     assert max(abs(a - b) for a, b in zip(column(record, "reward"), on_edges(tree, record, plain), strict=True)) > 1e-4
 
 
-def test_the_images_are_row_by_row_on_one_sheet(tmp_path):
-    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
+def test_the_images_are_row_by_row_on_one_sheet(tmp_path, place):
     record = place.record()
     assert record["sheet"] == {"columns": 3, "width": 4, "height": 4}
     sheet, images = media.read(tmp_path / "eval" / "tree-base.png"), place.adapter.decode(place.drawn()[2].x0)
@@ -192,8 +207,7 @@ def test_the_images_are_row_by_row_on_one_sheet(tmp_path):
 # ---- the same tree at every evaluation
 
 
-def test_the_noise_stays_and_the_weights_move_the_tree(tmp_path):
-    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
+def test_the_noise_stays_and_the_weights_move_the_tree(place):
     base, later = place.record("base", 0), place.record("iteration-000003", 3)
     assert (base.pop("tag"), base.pop("iteration")) == ("base", 0)
     assert (later.pop("tag"), later.pop("iteration")) == ("iteration-000003", 3)
@@ -214,8 +228,7 @@ def test_the_plan_is_that_of_the_iteration(tmp_path):
     assert len({tuple(steps) for steps in starts.values()}) > 1
 
 
-def test_neither_batch_size_nor_processes_change_it(tmp_path):
-    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
+def test_neither_batch_size_nor_processes_change_it(place):
     whole = place.record()
     place.grow.resolved.run.rollout.batch_size = 64
     other = place.record()
@@ -252,34 +265,29 @@ def test_a_running_mean_of_rewards_is_not_touched(tmp_path):
     assert (place.algorithm.mean, place.algorithm.worth) == (0.25, None)
 
 
-def test_an_iterations_row_counts_none_of_its_scoring(tmp_path):
-    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
+def test_a_tree_costs_one_evaluation_for_each_node_but_the_leaves_and_no_score_of_the_iterations_row(place):
     place.record()
+    assert place.evaluations.rows == place.plan().tree.forwards
     assert set(place.scorer.take_counts().values()) == {0}
 
 
-def test_a_method_without_a_tree_costs_nothing_and_writes_nothing(tmp_path):
-    for name, options in (("flow_grpo", {}), ("flow_grpo_fast", {}), ("diffusion_nft", {})):
-        place = Place(tmp_path, name, **options)
-        place.grow("base", 0)
-        assert place.evaluations.rows == 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_tree_costs_one_evaluation_for_each_node_but_the_leaves(tmp_path):
-    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
-    place.record()
-    assert place.evaluations.rows == place.plan().tree.forwards
-
-
-# ---- processes and signals
-
-
-def test_the_first_process_draws_it_alone(tmp_path):
-    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3], world=OneOf(1, 2, CPU))
+@pytest.mark.parametrize(
+    ("name", "options", "rank"),
+    [
+        ("flow_grpo", {}, 0),
+        ("flow_grpo_fast", {}, 0),
+        ("diffusion_nft", {}, 0),
+        ("branch_grpo", {"splits": [0, 1, 3]}, 1),
+    ],
+)
+def test_a_method_without_a_tree_and_the_second_process_draw_and_write_nothing(tmp_path, name, options, rank):
+    place = Place(tmp_path, name, world=OneOf(rank, 2, CPU), **options)
     place.grow("base", 0)
     assert place.evaluations.rows == 0
     assert not list(tmp_path.iterdir())
+
+
+# ---- processes and signals
 
 
 def test_of_a_sharded_network_every_process_makes_each_forward_and_asks_as_often_whether_to_stop(tmp_path):
@@ -296,8 +304,7 @@ def test_of_a_sharded_network_every_process_makes_each_forward_and_asks_as_often
     assert asked[0] == asked[1]
 
 
-def test_a_signal_leaves_no_file(tmp_path):
-    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
+def test_a_signal_leaves_no_file(tmp_path, place):
     for start in (0, 1):
         with pytest.raises(Abandoned):
             place.grow("base", 0, Stop(in_step=lambda start=start: place.evaluations.rows >= start))
@@ -307,8 +314,7 @@ def test_a_signal_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_resumed_run_forgets_the_trees_past_its_checkpoint(tmp_path):
-    place = Place(tmp_path, "branch_grpo", splits=[0, 1, 3])
+def test_a_resumed_run_forgets_the_trees_past_its_checkpoint(tmp_path, place):
     for iteration in range(4):
         place.record(f"iteration-{iteration:06d}", iteration)
     RunFolder(tmp_path).forget_after(2)
@@ -346,12 +352,7 @@ def test_equal_rewards_train_nothing_and_the_file_notes_it(tmp_path):
 
 def test_an_edge_without_credit_has_no_advantage(tmp_path):
     """G2RPO: one stride of a child fails, so the sum over strides is not known, though the edge has a reward."""
-
-    def holed(images, prompts, metadata):
-        found = light(images, prompts, metadata)
-        return found | {"light": torch.where(torch.arange(len(images)) == 1, torch.nan, found["light"])}
-
-    record = Place(tmp_path, "g2rpo", children=3, strides=[1, 2], steps=[0], score=holed).record()
+    record = Place(tmp_path, "g2rpo", children=3, strides=[1, 2], steps=[0], score=holed(1)).record()
     nodes, edges = record["nodes"], record["edges"]
     rows = zip(edges["child"], edges["noisy"], edges["advantage"], edges["pruned"], edges["reward"], strict=True)
     noisy = {nodes["leaf"][child]: row for child, stochastic, *row in rows if stochastic}
@@ -361,11 +362,7 @@ def test_an_edge_without_credit_has_no_advantage(tmp_path):
 
 
 def test_what_could_not_be_scored_is_null_and_trains_nothing(tmp_path):
-    def holed(images, prompts, metadata):
-        found = light(images, prompts, metadata)
-        return found | {"light": torch.where(torch.arange(len(images)) < 2, torch.nan, found["light"])}
-
-    record = Place(tmp_path, "branch_grpo", splits=[0, 1, 3], score=holed).record()
+    record = Place(tmp_path, "branch_grpo", splits=[0, 1, 3], score=holed(0, 1)).record()
     nodes, edges = record["nodes"], record["edges"]
     assert [value is None for value in record["leaves"]["reward"]] == [True, True] + [False] * 6
     below = [nodes["leaf"][child] < 2 and nodes["place"][child] > 1 for child in edges["child"]]

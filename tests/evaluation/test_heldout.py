@@ -156,17 +156,19 @@ def test_a_share_that_means_nothing_is_refused(read, data, words):
         read(**data)
 
 
-def test_a_plan_tells_what_training_will_do(read, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.1, "54 train and 6 held-out prompts (data.eval_share=0.1 of"),
+        (0, "60 training prompts, 60 of them evaluated and none held out"),
+    ],
+)
+def test_a_plan_shows_what_is_trained_and_evaluated(read, monkeypatch, capsys, share, words):
     monkeypatch.setattr("flowrl.commands.plan._skeleton", lambda resolved: (None, "not measured here"))
-    shared = "54 train and 6 held-out prompts (data.eval_share=0.1 of"
-    for data, words in (
-        ({}, shared),
-        ({"eval_share": 0}, "60 training prompts, 60 of them evaluated and none held out"),
-    ):
-        read(**data)
-        code, printed = command(monkeypatch, capsys, "plan", "run.yaml")
-        assert code == 0, printed
-        assert words in printed
+    read(eval_share=share)
+    code, printed = command(monkeypatch, capsys, "plan", "run.yaml")
+    assert code == 0, printed
+    assert words in printed
 
 
 # ---- runs of older versions, and evaluations of a run
@@ -194,17 +196,13 @@ def test_an_older_run_held_nothing_out_and_an_evaluation_of_it_knows(read):
     assert (newer.data.eval_share, found(newer).name) == (0.1, "held-out prompts")
 
 
-def test_an_older_run_is_not_resumed_with_fewer_prompts(read):
+def test_an_older_run_is_not_resumed_with_fewer_prompts_and_else_it_is(read):
     folder = RunFolder(run_folder(read(), older=True))
     with pytest.raises(ConfigError, match=r"data\.eval_share was 0\.0, now 0\.1"):
         folder.begin(resolve(read()), True)
     folder.begin(resolve(read(eval_share=0)), True)
-
-
-def test_an_older_run_is_resumed_where_no_prompts_are_split_off(read):
-    named = {"eval_prompts": "shapes:heldout"}
-    folder = RunFolder(run_folder(read(**named), older=True))
-    folder.begin(resolve(read(**named)), True)
+    named = read(eval_prompts="shapes:heldout")
+    RunFolder(run_folder(named, older=True)).begin(resolve(named), True)
 
 
 def test_another_share_than_the_run_was_trained_without_is_not_called_held_out(read):

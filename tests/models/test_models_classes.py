@@ -70,38 +70,31 @@ def test_any_other_class_goes_to_the_generic_adapter(copied, kind):
     assert (kind if isinstance(kind, str) else "MyPipeline") in choice.reason
 
 
-@pytest.mark.parametrize("name", NATIVE)
-def test_a_checkpoint_of_its_class_that_takes_a_picture_is_not_for_the_native_adapter(copied, name):
+SCHEDULER, UNET = "scheduler/scheduler_config.json", "unet/config.json"
+OWN_GRID = sorted(name for name, family in NATIVE.items() if family in ("sd3", "flux", "qwen_image"))
+"""Whose native adapters make their own grid; Wan's own scheduler is UniPC."""
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "values", "native"),
+    [
+        *((name, "transformer/config.json", {"in_channels": 384}, False) for name in NATIVE if name[:2] != "sd"),
+        *((name, "transformer/config.json", {"in_channels": 384}, False) for name in ("sd35-medium", "sd35-large")),
+        *((name, UNET, {"in_channels": 384}, False) for name in ("sd15", "sd21", "sdxl")),
+        ("sdxl", UNET, {"projection_class_embeddings_input_dim": 2560}, False),  # a refiner
+        *((name, SCHEDULER, {"_class_name": "UniPCMultistepScheduler"}, name not in OWN_GRID) for name in NATIVE),
+        *((name, SCHEDULER, {"_class_name": "FlowMatchEulerDiscreteScheduler"}, False) for name in ("sd15", "sdxl")),
+        *((name, SCHEDULER, {"prediction_type": "flow_prediction"}, False) for name in ("sd15", "sdxl")),
+    ],
+)
+def test_a_checkpoint_of_its_class_that_the_native_adapter_cannot_take_goes_to_the_generic_one(
+    copied, name, file, values, native
+):
     folder = copied(name)
-    edit(folder / ("transformer" if (folder / "transformer").is_dir() else "unet") / "config.json", in_channels=384)
+    edit(folder / file, **values)
     choice = choose(str(folder))
-    assert choice.name == "generic"
-    assert "cannot take this checkpoint" in choice.reason
-
-
-@pytest.mark.parametrize("name", sorted(set(NATIVE) - {"wan21-t2v-1.3b", "sd15", "sd21", "sdxl"}))
-def test_another_scheduler_is_not_for_a_native_adapter_that_makes_its_own_grid(copied, name):
-    folder = copied(name)
-    edit(folder / "scheduler" / "scheduler_config.json", _class_name="UniPCMultistepScheduler")
-    assert choose(str(folder)).name == "generic"
-    assert choose(str(copied("wan21-t2v-1.3b"))).name == "wan"  # UniPC is its own
-
-
-@pytest.mark.parametrize("name", ["sd15", "sdxl"])
-def test_a_unet_family_takes_any_scheduler_of_its_process_and_no_other(copied, name):
-    folder = copied(name)
-    scheduler = folder / "scheduler" / "scheduler_config.json"
-    edit(scheduler, _class_name="UniPCMultistepScheduler")
-    assert choose(str(folder)).name == NATIVE[name]
-    for values in ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, {"prediction_type": "flow_prediction"}):
-        edit(scheduler, **values)
-        assert choose(str(folder)).name == "generic"
-
-
-def test_a_refiner_is_not_for_the_native_adapter(copied):
-    folder = copied("sdxl")
-    edit(folder / "unet" / "config.json", projection_class_embeddings_input_dim=2560)
-    assert choose(str(folder)).name == "generic"
+    assert choice.name == (NATIVE[name] if native else "generic")
+    assert ("cannot take this checkpoint" in choice.reason) == (not native)
 
 
 def test_an_option_of_another_adapter_says_which_was_chosen_and_why():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,9 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
-    FlowMatchHeunDiscreteScheduler,
     LCMScheduler,
     PNDMScheduler,
 )
-from torch import nn
 from torch.testing import assert_close
 
 from flowrl.core.errors import ModelError
@@ -26,10 +22,8 @@ from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess, VPProcess
 from flowrl.models import generic
 from flowrl.models._schedulers import path_of, plain
-from flowrl.models.base import LoraSettings
 from flowrl.models.generic.adapter import Config, Generic
-from flowrl.models.generic.encoding import learn, rows_of
-from flowrl.models.weights import Weights
+from flowrl.models.generic.encoding import learn
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
 from tests.contracts.test_models import adapter, noise_like
@@ -53,16 +47,10 @@ def around(name: str, made: Any, **options: Any) -> Generic:
 # ---- from a folder
 
 
-def test_a_folder_becomes_an_adapter_of_its_own_class(folder):
-    model = generic.build(Config(path=str(folder), call=CALL))
-    assert model.kind == "StableDiffusion3Pipeline"
-    assert isinstance(model.process, FlowProcess)
-    assert (model.height, model.width) == (32, 32)
-    assert next(model.pipeline.vae.parameters()).dtype == torch.float32
-
-
-def test_bfloat16_keeps_the_vae_and_the_trained_weights_in_float32(folder):
+def test_a_folder_becomes_an_adapter_whose_vae_and_trained_weights_stay_in_float32(folder):
     model = generic.build(Config(path=str(folder), dtype="bfloat16", call=CALL))
+    assert (model.kind, model.height, model.width) == ("StableDiffusion3Pipeline", 32, 32)
+    assert isinstance(model.process, FlowProcess)
     weights, cond = lora(model), model.encode(tiny.PROMPTS)
     prediction = model.predict(noise_like(model), torch.tensor([900.0, 300.0]), cond, 4.0)
     prediction.float().square().sum().backward()
@@ -73,49 +61,20 @@ def test_bfloat16_keeps_the_vae_and_the_trained_weights_in_float32(folder):
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in weights.parameters.values())
 
 
-def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
-    with pytest.raises(
-        ModelError, match=r"is not a pipeline folder: it has no model_index\.json; give the folder that"
-    ):
-        generic.build(Config(path=str(tmp_path)))
-
-
-def test_a_missing_component_is_named(folder, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    shutil.rmtree(broken / "vae")
-    with pytest.raises(ModelError, match="names 'vae', but there is no folder 'vae'; copy the whole pipeline"):
-        generic.build(Config(path=str(broken)))
-    index = json.loads((broken / "model_index.json").read_text())
-    (broken / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
-    with pytest.raises(ModelError, match=r"needs its component 'vae', which this model leaves out"):
-        generic.build(Config(path=str(broken)))
-
-
 # ---- what cannot be entered
 
 
-def test_a_scheduler_that_is_neither_flow_nor_vp_is_refused_with_what_to_use():
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("prepare_latents", r"has no prepare_latents\(\): .*native adapter"),
+        ("transformer", "has no denoiser under the names transformer, transformer_2, unet"),
+    ],
+)
+def test_a_pipeline_without_the_parts_of_a_re_entry_is_refused_with_the_reason(part, message):
     made = tiny.make("sd3")
-    made.scheduler = FlowMatchHeunDiscreteScheduler()
-    with pytest.raises(ModelError, match="load the pipeline with FlowMatchEulerDiscreteScheduler"):
-        around("sd3", made)
-    made.scheduler = None
-    with pytest.raises(ModelError, match="needs its component 'scheduler'"):
-        around("sd3", made)
-    made.scheduler = type("Odd", (), {"config": {}})()
-    with pytest.raises(ModelError, match=r"scheduler Odd has no step\(\)"):
-        around("sd3", made)
-
-
-def test_a_pipeline_without_the_parts_of_a_re_entry_is_refused_with_the_reason():
-    made = tiny.make("sd3")
-    made.prepare_latents = None
-    with pytest.raises(ModelError, match=r"has no prepare_latents\(\): .*native adapter"):
-        around("sd3", made)
-    made = tiny.make("sd3")
-    made.transformer = None
-    with pytest.raises(ModelError, match="has no denoiser under the names transformer, transformer_2, unet"):
+    setattr(made, part, None)
+    with pytest.raises(ModelError, match=message):
         around("sd3", made)
 
 
@@ -151,34 +110,24 @@ def test_an_unknown_class_whose_samples_see_each_others_timestep_is_predicted_st
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("name", "call", "message"),
     [
-        ({"num_frame": 9}, r"model\.call\.num_frame: WanPipeline takes no such argument; did you mean 'num_frames'"),
-        ({"height": 16}, r"model\.call\.height is not to be set: model\.height decides it"),
-        ({"guidance_scale": 3}, r"rollout\.guidance_scale decides it"),
-        ({"prompt_embeds": None}, "takes no such argument"),
+        ("wan", {"num_frame": 9}, r"call\.num_frame: WanPipeline takes no such argument; did you mean 'num_frames'"),
+        ("wan", {"height": 16}, r"model\.call\.height is not to be set: model\.height decides it"),
+        ("wan", {"guidance_scale": 3}, r"rollout\.guidance_scale decides it"),
+        ("wan", {"prompt_embeds": None}, "takes no such argument"),
+        ("sd3", {"skip_guidance_layers": [0]}, "skip_guidance_layers: .* depends on the step's number"),
     ],
 )
-def test_a_wrong_argument_of_the_call_is_named(call, message):
+def test_a_wrong_argument_of_the_call_is_named(name, call, message):
     with pytest.raises(ModelError, match=message):
-        around("wan", tiny.make("wan"), call=call)
-
-
-def test_an_argument_that_needs_the_number_of_the_step_is_refused():
-    with pytest.raises(ModelError, match=r"skip_guidance_layers: .* depends on the step's number"):
-        around("sd3", tiny.make("sd3"), call={"skip_guidance_layers": [0]})
+        around(name, tiny.make(name), call=call)
 
 
 @pytest.mark.parametrize(("name", "height", "near"), [("flux", 18, 16), ("wan", 24, 32), ("sd", 15, 16)])
 def test_a_size_that_the_vae_cannot_divide_is_refused_with_the_nearest(name, height, near):
     with pytest.raises(ModelError, match=rf"model\.height={height} must be a multiple of \d+; use {near}"):
         around(name, tiny.make(name), height=height)
-
-
-def test_lora_targets_that_match_nothing_are_named():
-    model = adapter("flux")
-    with pytest.raises(ModelError, match=r"binds to no module of FluxTransformer2DModel"):
-        Weights(model.network, LoraSettings(rank=2, alpha=2, targets=["nowhere"]), model.lora_targets, seed=0)
 
 
 def test_prompts_that_are_cut_off_alike_are_refused():
@@ -268,15 +217,11 @@ def test_entering_leaves_the_pipeline_as_it_was():
 
 def test_two_experts_each_predict_their_own_steps():
     model = adapter("wan_2_2")
-    weights = lora(model)
+    weights, cond, x = lora(model), model.encode(tiny.PROMPTS), noise_like(model)
     assert {name.split(".")[0] for name in weights.parameters} == {"transformer", "transformer_2"}
-    cond, x = model.encode(tiny.PROMPTS), noise_like(model)
-    model.predict(x, torch.tensor([900.0, 900.0]), cond, 1.0).sum().backward()
-    reached = {name.split(".")[0] for name, p in weights.parameters.items() if p.grad is not None}
-    assert reached == {"transformer"}
-    model.predict(x, torch.tensor([900.0, 300.0]), cond, 1.0).sum().backward()
-    reached = {name.split(".")[0] for name, p in weights.parameters.items() if p.grad is not None}
-    assert reached == {"transformer", "transformer_2"}
+    for times, expected in (([900.0, 900.0], {"transformer"}), ([900.0, 300.0], {"transformer", "transformer_2"})):
+        model.predict(x, torch.tensor(times), cond, 1.0).sum().backward()
+        assert {name.split(".")[0] for name, p in weights.parameters.items() if p.grad is not None} == expected
     with torch.no_grad(), weights.using("reference"):
         assert model.predict(x, torch.tensor([900.0, 300.0]), cond, 1.0).shape == x.shape
 
@@ -284,31 +229,23 @@ def test_two_experts_each_predict_their_own_steps():
 # ---- prompts
 
 
-def test_prompts_of_different_lengths_share_a_batch_where_a_mask_travels_along():
-    model = adapter("qwen_image")
-    cond = model.encode([*tiny.PROMPTS, "a circle"])
-    lengths = [len(row) for row in cond["0.0"]]
-    assert len(set(lengths)) == 3
-    assert len(model._groups([500.0] * 3, cond)) == 1
-    x = noise_like(model, 3)
+@pytest.mark.parametrize(
+    ("name", "call", "prompts", "groups"),
+    [
+        ("qwen_image", tiny.CASES["qwen_image"].call, [*tiny.PROMPTS, "a circle"], [[0, 1, 2]]),
+        ("cogview_4", {"max_sequence_length": 64}, ["a red circle", " ".join(["a red circle"] * 8)], [[0], [1]]),
+    ],
+)
+def test_prompts_of_different_lengths_share_a_forward_where_a_mask_travels_along(name, call, prompts, groups):
+    model, count = around(name, tiny.make(name), call=call), len(prompts)
+    cond = model.encode(prompts)
+    assert len({len(row) for row in cond["0.0"]}) == count
+    assert model._groups([500.0] * count, cond) == groups
+    x, t = noise_like(model, count), torch.full((count,), 500.0)
     with torch.no_grad():
-        together = model.predict(x, torch.full((3,), 500.0), cond, 3.0)
-        alone = [
-            model.predict(x[k : k + 1], torch.tensor([500.0]), cond.index(torch.tensor([k])), 3.0) for k in range(3)
-        ]
+        together = model.predict(x, t, cond, 3.0)
+        alone = [model.predict(x[k : k + 1], t[:1], cond.index(torch.tensor([k])), 3.0) for k in range(count)]
     assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
-
-
-def test_prompts_of_different_lengths_without_a_mask_are_predicted_apart():
-    model = around("cogview_4", tiny.make("cogview_4"), call={"max_sequence_length": 64})
-    cond = model.encode(["a red circle", " ".join(["a red circle"] * 8)])
-    assert [len(row) for row in cond["0.0"]] == [16, 32]
-    assert model._groups([500.0] * 2, cond) == [[0], [1]]
-    x = noise_like(model)
-    with torch.no_grad():
-        together = model.predict(x, torch.full((2,), 500.0), cond, 3.0)
-        alone = model.predict(x[1:], torch.tensor([500.0]), cond.index(torch.tensor([1])), 3.0)
-    assert_close(together[1:], alone, atol=1e-6, rtol=1e-6)
 
 
 def test_a_condition_of_lists_is_indexed_collated_and_moved():
@@ -330,11 +267,3 @@ def test_a_part_that_depends_on_the_prompts_without_rows_is_refused():
 
     with pytest.raises(ModelError, match="depends on the prompts without one row per prompt"):
         learn(encode)
-
-
-def test_rows_are_found_in_tensors_and_lists():
-    assert len(rows_of(torch.zeros(3, 2), 3)) == 3
-    assert rows_of(torch.zeros(2, 2), 3) is None
-    assert len(rows_of([torch.zeros(2)] * 3, 3)) == 3
-    assert rows_of(None, 3) is None
-    assert rows_of(nn.Identity(), 3) is None

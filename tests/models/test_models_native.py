@@ -53,23 +53,27 @@ def test_the_euler_plan_reproduces_the_pipelines_own_call(name, guided):
         native.compare(model, pipe, size, batch, scale_of(name, guided), **call)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_its_prediction_and_grid_are_the_generic_adapters(name):
-    kind = native.KINDS[name]
-    model, pipe = native.kind(name)
-    other = native.beside(native.copied(pipe), kind.sizes[0], **kind.options)
+def assert_alike(model: Any, other: Any, scale: float) -> None:
+    """A native adapter and the generic one around the same pipeline."""
     assert model.latent_shape() == other.latent_shape()
     own, theirs = model.schedule(7), other.schedule(7)
     assert_close(own.timesteps, theirs.timesteps)
     assert_close(own.sigmas, theirs.sigmas, atol=1e-5, rtol=0)
-    for scale in (1.0, kind.scale):
-        assert_close(native.output(model, scale), native.output(other, scale), atol=1e-5, rtol=0)
+    for each in (1.0, scale):
+        assert_close(native.output(model, each), native.output(other, each), atol=1e-5, rtol=0)
     latents = torch.randn(1, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
     assert_close(model.decode(latents), other.decode(latents), atol=1e-6, rtol=0)
     bare = {target.removeprefix("attn.") for target in model.lora_targets}
     assert {target.removeprefix("attn.") for target in other.lora_targets} <= bare
     assert set(other.dead_lora_modules()) <= set(model.dead_lora_modules())
     assert packed_grid(model) == packed_grid(other)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_its_prediction_and_grid_are_the_generic_adapters(name):
+    kind = native.KINDS[name]
+    model, pipe = native.kind(name)
+    assert_alike(model, native.beside(native.copied(pipe), kind.sizes[0], **kind.options), kind.scale)
 
 
 def test_a_timestep_for_every_token_is_wans_own():
@@ -111,7 +115,7 @@ def test_qwens_embeddings_are_as_long_as_their_prompts_whatever_the_batch():
         assert_close(row, alone[place % 2], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "wan"])
+@pytest.mark.parametrize("name", ["sd", "sdxl", "sd3", "flux", "wan"])
 def test_the_shapes_of_a_condition_are_known_without_encoding(name):
     model, _ = native.kind(name)
     cond = model.encode(native.PROMPTS)
@@ -307,6 +311,22 @@ class Real:
 
 SIZE = {"height": 512, "width": 512}
 REAL = {
+    "sd3": Real(
+        "sd35-medium",
+        SIZE | {"max_sequence_length": 128},
+        {
+            "transformer": 2_243_171_520,
+            "vae": 83_819_683,
+            "text_encoder": 123_650_304,
+            "text_encoder_2": 694_659_840,
+            "text_encoder_3": 4_762_310_656,
+        },
+        (16, 64, 64),
+        {"prompt_embeds": (205, 4096), "pooled": (2048,)},
+        adapted=2 * 191,
+        dead=1,
+        sigmas=[1, 0.96013, 0.91335, 0.85769, 0.79037, 0.70728, 0.60215, 0.46488, 0.27805, 0.00893, 0],
+    ),
     "flux": Real(
         "flux1-dev",
         SIZE,
@@ -351,7 +371,7 @@ def test_the_real_shape_is_the_published_one(family):
     assert model.latent_shape() == real.latents
     assert model.condition_shapes() == real.condition
     assert len(model.dead_lora_modules()) == real.dead
-    if real.sigmas:  # the pipeline's own grid at 1,024 tokens
+    if real.sigmas:  # the pipeline's own grid
         assert_close(model.schedule(len(real.sigmas) - 1).sigmas, torch.tensor(real.sigmas), atol=1e-5, rtol=0)
     with torch.device("meta"):
         weights = Weights(model.network, LoraSettings(rank=64, alpha=128), model.lora_targets, seed=0)

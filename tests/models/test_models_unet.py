@@ -21,8 +21,6 @@ from flowrl.core.errors import ModelError
 from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import VPProcess
-from flowrl.diffusion.schedules import Schedule
-from flowrl.models import sd, sdxl
 from flowrl.models._schedulers import ADVERSARIAL, CONSISTENCY
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.rollout.loop import run
@@ -32,6 +30,7 @@ from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import cps, ddim
 from tests import native
 from tests import tiny_pipelines as tiny
+from tests.models.test_models_native import assert_alike
 
 SIZE, IDS = (24, 16), [SampleId(0, 0), SampleId(1, 0)]
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -121,14 +120,8 @@ def test_an_empty_negative_prompt_is_one_in_the_pipelines_own_call_too():
 def test_a_v_predictions_adapter_and_grid_are_the_generic_ones(kind):
     pipe = made(kind)
     model, other = adapter(kind, pipe), native.beside(pipe, SIZE)
-    for scale in (1.0, 3.0):
-        assert_close(native.output(model, scale), native.output(other, scale), atol=1e-5, rtol=0)
+    assert_alike(model, other, 3.0)
     assert (model.prediction_type, type(model.process)) == (other.prediction_type, VPProcess)
-    own, theirs = model.schedule(7), other.schedule(7)
-    assert torch.equal(own.timesteps, theirs.timesteps)
-    assert_close(own.sigmas, theirs.sigmas, atol=1e-5, rtol=0)
-    assert set(model.lora_targets) == set(other.lora_targets)
-    assert torch.equal(model.decode(noise := torch.randn(1, *model.latent_shape())), other.decode(noise))
 
 
 @pytest.mark.parametrize("family", BOTH)
@@ -141,10 +134,9 @@ def test_a_timestep_need_not_be_whole(family):
 
 
 @pytest.mark.parametrize("family", ["sd", "sdxl"])
-def test_the_shapes_of_a_condition_are_known_without_encoding(family):
+def test_without_a_negative_prompt_sdxl_alone_leads_away_from_zeros(family):
     model = adapter(family)
-    cond = model.encode(native.PROMPTS)
-    assert {name: tuple(value.shape[1:]) for name, value in cond.tensors.items()} == model.condition_shapes()
+    model.encode(native.PROMPTS)
     away = model.unconditional
     zeros = all(not bool(value.any()) for value in away.tensors.values())
     assert zeros == (family == "sdxl")  # force_zeros_for_empty_prompt
@@ -254,12 +246,16 @@ def test_a_turbo_step_is_eulers_ancestral_one():
         assert_close(law.mean[k] + law.std[k] * noise, moved * step.alpha_next[k], atol=1e-4, rtol=1e-4)
 
 
-def test_a_turbo_checkpoint_takes_no_cfg():
-    model = adapter("sd", turbo())
+@pytest.mark.parametrize("kind", ["turbo", "consistency"])
+def test_a_distilled_checkpoint_takes_no_cfg(kind):
+    model = adapter("sd", turbo() if kind == "turbo" else consistency(None))
     x, timestep, cond = native.point(model)
     assert model.predict(x, timestep, cond, 1.0).isfinite().all()
-    with pytest.raises(ModelError, match=r"guidance_scale=3: this checkpoint is .*Turbo.* takes no CFG; set it to 1"):
+    with pytest.raises(ModelError, match=rf"guidance_scale=3: .*(?i:{kind}).* takes no CFG; set it to 1"):
         model.predict(x, timestep, cond, 3.0)
+
+
+def test_an_option_of_cfg_is_refused_on_a_distilled_checkpoint():
     with pytest.raises(ModelError, match=r"belong to CFG, which .*Turbo"):
         adapter("sd", turbo(), negative_prompt="blue")
 
@@ -281,13 +277,6 @@ def test_cps_with_all_its_noise_reproduces_the_consistency_models_own_call(scale
     assert not torch.allclose(native.output(model, 1.0), native.output(model, 8.0), atol=1e-4)
 
 
-def test_a_consistency_model_without_embedded_guidance_takes_none():
-    model = adapter("sd", consistency(None))
-    x, timestep, cond = native.point(model)
-    with pytest.raises(ModelError, match="takes no CFG"):
-        model.predict(x, timestep, cond, 2.0)
-
-
 def test_a_consistency_models_lora_is_trained_by_cps_and_replayed_exactly():
     model = adapter("sd", consistency())
     weights = native.lora(model)
@@ -298,48 +287,44 @@ def test_a_consistency_models_lora_is_trained_by_cps_and_replayed_exactly():
 # ---- refusals
 
 
-def test_a_refiner_is_refused():
-    pipe = tiny.make("sdxl")
-    pipe.unet.register_to_config(projection_class_embeddings_input_dim=72)
-    with pytest.raises(ModelError, match=r"as a refiner does.*use the base checkpoint"):
-        adapter("sdxl", pipe)
+@pytest.mark.parametrize(
+    ("family", "part", "change", "message"),
+    [
+        ("sdxl", "unet", {"projection_class_embeddings_input_dim": 72}, "as a refiner does.*use the base checkpoint"),
+        ("sd", "unet", {"in_channels": 9}, "UNet2DConditionModel takes 9 channels, not the 4"),
+        ("sdxl", "vae", {"latents_mean": [0.0] * 4}, r"model\.vae: its latents have a mean"),
+    ],
+)
+def test_a_refiner_an_inpainting_unet_and_a_foreign_vae_are_refused(family, part, change, message):
+    pipe = tiny.make(family)
+    getattr(pipe, part).register_to_config(**change)
+    with pytest.raises(ModelError, match=message):
+        adapter(family, pipe)
+
+
+def test_a_refiner_without_its_first_text_encoder_is_refused():
     pipe = tiny.make("sdxl")
     pipe.text_encoder = None
     with pytest.raises(ModelError, match=r"needs its component 'text_encoder'.*refiner"):
         adapter("sdxl", pipe)
 
 
-def test_an_inpainting_unet_and_a_foreign_vae_are_refused():
-    pipe = tiny.make("sd")
-    pipe.unet.register_to_config(in_channels=9)
-    with pytest.raises(ModelError, match=r"UNet2DConditionModel takes 9 channels, not the 4"):
-        adapter("sd", pipe)
-    pipe = tiny.make("sdxl")
-    pipe.vae.register_to_config(latents_mean=[0.0] * 4)
-    with pytest.raises(ModelError, match=r"model\.vae: its latents have a mean"):
-        adapter("sdxl", pipe)
+@pytest.mark.parametrize(
+    ("options", "steps", "message"),
+    [
+        ({"timestep_spacing": "linspace", "final_alpha": "first"}, 5, "final_alpha: the last step would not move"),
+        ({}, 1001, r"model\.timestep_spacing: 1001 steps"),
+        ({"timestep_spacing": "lcm"}, 5, "timestep_spacing=lcm: .*use leading.*distilled=consistency"),
+        ({"guidance_rescale": 1.5}, 5, r"guidance_rescale=1\.5 must lie in \[0, 1\]"),
+    ],
+)
+def test_grids_that_cannot_be_are_refused_by_key(options, steps, message):
+    with pytest.raises(ValueError, match=message):
+        adapter("sd", **options).schedule(steps)
 
 
-def test_grids_that_cannot_be_are_refused_by_key():
+def test_a_noise_prediction_at_terminal_snr_0_is_refused():
     pipe = made("sd")
     pipe.scheduler = DDIMScheduler(**BETAS, clip_sample=False, rescale_betas_zero_snr=True, timestep_spacing="trailing")
     with pytest.raises(ModelError, match=r"pure noise .*v-prediction checkpoint"):
         adapter("sd", pipe).schedule(5)
-    with pytest.raises(ModelError, match=r"model\.final_alpha: the last step would not move"):
-        adapter("sd", timestep_spacing="linspace", final_alpha="first").schedule(5)
-    with pytest.raises(ModelError, match=r"model\.timestep_spacing: 1001 steps"):
-        adapter("sd").schedule(1001)
-    with pytest.raises(ModelError, match=r"model\.timestep_spacing=lcm: .*use leading.*model\.distilled=consistency"):
-        adapter("sd", timestep_spacing="lcm")
-    with pytest.raises(ValueError, match=r"guidance_rescale=1\.5 must lie in \[0, 1\]"):
-        sd.Config(path="x", guidance_rescale=1.5)
-    with pytest.raises(ModelError, match=r"model\.width=15 must be a multiple of"):
-        native.adapter("sd", made("sd"), (16, 15))
-
-
-def test_a_schedule_carries_what_its_model_knows():
-    grid = adapter("sdxl").schedule(4)
-    assert isinstance(grid, Schedule)
-    assert grid.table is not None
-    assert float(grid.timestep_at(grid.sigmas[1:2])) == pytest.approx(float(grid.timesteps[1]), abs=1e-2)
-    assert sdxl.PIPELINE == "StableDiffusionXLPipeline"

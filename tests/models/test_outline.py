@@ -13,7 +13,6 @@ from torch import nn
 from flowrl.commands.plan import command, step_plan
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
-from flowrl.config.schema import RunConfig
 from flowrl.core.errors import ModelError
 from flowrl.core.strict import validate
 from flowrl.models import generic
@@ -23,28 +22,17 @@ from flowrl.planning.memory import Estimate, skeleton
 from flowrl.planning.meter import faked, measured
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
+from tests.planning import test_memory
 
 FLUX = "black-forest-labs/FLUX.1-dev"
 CONFIGS = tiny_sd3.ROOT / "configs"
 
 
-def resolved(path: str, model: dict, guidance_scale: float = 3.0) -> Resolved:
-    tree = {
-        "name": "outline",
-        "iterations": 1,
-        "model": {"name": "generic", "path": path, "lora": {"rank": 4}} | model,
-        "data": {"prompts": "shapes:train"},
-        "rewards": [{"name": "shapes"}],
-        "rollout": {
-            "prompts_per_iteration": 2,
-            "group_size": 3,
-            "batch_size": 2,
-            "num_inference_steps": 4,
-            "guidance_scale": guidance_scale,
-        },
-        "optim": {"updates_per_iteration": 1, "batch_size": 2},
-    }
-    return resolve(validate(RunConfig, tree, ""))
+def resolved(path: str, model: dict) -> Resolved:
+    """A run with 2 x 3 samples and CFG, of the generic adapter unless `model` says otherwise."""
+    sizes = {"prompts_per_iteration": 2, "group_size": 3, "batch_size": 2, "num_inference_steps": 4}
+    model = {"name": "generic", "lora": {"rank": 4}} | model
+    return test_memory.resolved(path, model, rollout=sizes | {"guidance_scale": 3.0})
 
 
 def planned(run: Resolved) -> Estimate:

@@ -71,10 +71,10 @@ def test_its_parts_are_those_of_stable_diffusion(pipe):
     """Eps prediction on SD 1.5's betas, DDIM with its settings, no safety checker asked for; float32 once loaded."""
     facts = pipe.scheduler.config
     assert type(pipe.scheduler).__name__ == "DDIMScheduler"
-    assert (facts.prediction_type, facts.beta_schedule, facts.num_train_timesteps) == ("epsilon", "scaled_linear", 1000)
-    assert (facts.beta_start, facts.beta_end) == (0.00085, 0.012)
-    assert (facts.timestep_spacing, facts.steps_offset) == ("leading", 1)
-    assert (facts.set_alpha_to_one, facts.clip_sample, facts.thresholding) == (False, False, False)
+    own = {"prediction_type": "epsilon", "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    own |= {"num_train_timesteps": 1000, "timestep_spacing": "leading", "steps_offset": 1}
+    own |= dict.fromkeys(("set_alpha_to_one", "clip_sample", "thresholding"), False)
+    assert {name: facts[name] for name in own} == own
     assert pipe.safety_checker is None
     assert not pipe.config.requires_safety_checker
     parts = (pipe.unet, pipe.vae, pipe.text_encoder)

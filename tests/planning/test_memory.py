@@ -38,11 +38,14 @@ GIB = 2**30
 
 
 def resolved(path: str, model: dict | None = None, **changes: dict) -> Resolved:
-    """A run with 2 x 3 samples; changes replace whole sections."""
+    """A run with 2 x 3 samples, of SD3 unless `model` says otherwise; changes replace whole sections."""
+    model = {"name": "sd3", "path": path} | (model or {})
+    if model["name"] == "sd3":
+        model = {"max_sequence_length": tiny.TOKENS} | model
     tree = {
         "name": "estimate",
         "iterations": 1,
-        "model": {"name": "sd3", "path": path, "max_sequence_length": tiny.TOKENS} | (model or {}),
+        "model": model,
         "data": {"prompts": "shapes:train"},
         "rewards": [{"name": "shapes"}],
         "rollout": {"prompts_per_iteration": 2, "group_size": 3, "batch_size": 2, "num_inference_steps": 4},
@@ -69,11 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- where the configuration comes from
 
 
-def test_a_hub_id_with_an_embedded_configuration_is_found():
+def test_embedded_configurations_assets_and_folders_are_found(folder, monkeypatch):
     assert locate(SD35) == tiny.ROOT / "assets" / "model_configs" / "sd35-medium"
-
-
-def test_assets_and_folders_are_found(folder, monkeypatch):
     assert locate(str(folder)) == folder
     monkeypatch.setenv("FLOWRL_ASSETS", str(folder.parent))
     assert locate(folder.name) == folder
@@ -160,9 +160,8 @@ def test_fake_tensors_need_what_real_ones_need(grad):
 
 def test_the_sizes_are_those_of_the_run_itself(folder, tmp_path):
     settings = {"rank": 4, "alpha": 10}
-    run_ = resolved(
-        str(folder), {"lora": settings}, optim={"updates_per_iteration": 1, "batch_size": 2, "ema": {"decay": 0.5}}
-    )
+    optim = {"updates_per_iteration": 1, "batch_size": 2, "ema": {"decay": 0.5}}
+    run_ = resolved(str(folder), {"lora": settings}, optim=optim)
     result = measured(run_, prompts=7)
     model = tiny.adapter()
     weights = tiny.lora(model)
@@ -252,17 +251,13 @@ def test_cached_embeddings_take_host_memory_and_not_the_device(folder):
 
 def test_encoders_stay_where_texts_are_not_cached(folder):
     cached, not_cached = (
-        measured(run_, prompts=1000)
-        for run_ in (
-            resolved(str(folder), {"lora": {"rank": 4}}),
-            resolved(str(folder), {"lora": {"rank": 4}}, data={"prompts": "shapes:train", "cache_text": False}),
-        )
+        measured(resolved(str(folder), data={"prompts": "shapes:train", "cache_text": cache}))
+        for cache in (True, False)
     )
     assert not_cached.embeddings == 0
     encoders = sum(count for name, count in cached.parameters.items() if name.startswith("text_encoder"))
-    by_name = [{phase.name: phase for phase in result.phases} for result in (cached, not_cached)]
-    difference = by_name[1]["rollout"].resident - by_name[0]["rollout"].resident
-    assert difference == pytest.approx(4 * encoders, rel=0.01)
+    before, after = (next(p for p in each.phases if p.name == "rollout").resident for each in (cached, not_cached))
+    assert after - before == pytest.approx(4 * encoders, rel=0.01)
 
 
 def test_neighbouring_steps_share_a_latent(folder):

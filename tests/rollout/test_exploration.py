@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 import torch
-import yaml
 from torch import nn
 from torch.testing import assert_close
 
@@ -30,9 +30,18 @@ NAN = float("nan")
 # ---- the choice
 
 
-def test_the_best_and_the_worst_are_chosen_in_rising_order():
-    scores = torch.tensor([[0.3, 0.9, 0.1, 0.5, 0.8, 0.2]])
-    assert choose(scores, 4, "best_worst", (0, 1)).tolist() == [[1, 2, 4, 5]]
+@pytest.mark.parametrize(
+    ("scores", "keep", "chosen"),
+    [
+        ([0.3, 0.9, 0.1, 0.5, 0.8, 0.2], 4, [1, 2, 4, 5]),
+        ([1.0] * 6, 2, [0, 5]),  # ties, in their order
+        ([NAN, 0.9, 0.1, 0.5], 2, [1, 2]),
+        ([NAN, NAN, NAN, 0.5], 2, [0, 3]),  # failed ones, where too few are left
+        ([0.3, 0.2, 0.1, 0.4], 4, [0, 1, 2, 3]),
+    ],
+)
+def test_the_best_and_the_worst_are_chosen_in_rising_order(scores, keep, chosen):
+    assert choose(torch.tensor([scores]), keep, "best_worst", (0, 1)).tolist() == [chosen]
 
 
 def test_a_strictly_rising_map_of_the_scores_changes_no_choice():
@@ -41,19 +50,10 @@ def test_a_strictly_rising_map_of_the_scores_changes_no_choice():
         assert torch.equal(choose(scores, 6, "best_worst", (0, 1)), choose(rising(scores), 6, "best_worst", (0, 1)))
 
 
-def test_a_pool_as_large_as_the_group_is_the_group():
-    for rule in ("best_worst", "variance", "random"):
-        assert choose(torch.rand(3, 4), 4, rule, (0, 1)).tolist() == [[0, 1, 2, 3]] * 3
-
-
-def test_equal_candidates_are_taken_in_their_order():
-    assert choose(torch.ones(1, 6), 2, "best_worst", (0, 1)).tolist() == [[0, 5]]
-
-
 def test_the_variance_rule_takes_what_varies_most():
     scores = torch.tensor([[0.0, 0.0, 0.0, 0.1, 9.0]])
-    chosen = scores[0, choose(scores, 3, "variance", (0, 1))[0]]
-    assert 9.0 in chosen.tolist()
+    assert 4 in choose(scores, 3, "variance", (0, 1))[0].tolist()
+    assert choose(scores, 5, "variance", (0, 1)).tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_random_choices_are_those_of_their_key():
@@ -62,34 +62,23 @@ def test_random_choices_are_those_of_their_key():
     assert torch.equal(first, choose(-scores, 8, "random", (0, 1)))
     assert not torch.equal(first, choose(scores, 8, "random", (0, 2)))
     assert not torch.equal(first[0], first[1])
-
-
-def test_candidates_that_failed_are_chosen_only_where_too_few_are_left():
-    scores = torch.tensor([[NAN, 0.9, 0.1, 0.5], [NAN, NAN, NAN, 0.5]])
-    assert choose(scores, 2, "best_worst", (0, 1)).tolist() == [[1, 2], [0, 3]]
+    assert choose(scores[:, :4], 4, "random", (0, 1)).tolist() == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize(
     ("options", "group", "words"),
-    [({"pool": 4}, 8, "pool=4 is less than rollout.group_size=8"), ({"pool": 9}, 5, "keep=5: best_worst")],
-)
-def test_a_pool_that_gives_no_group_is_refused(options, group, words):
-    with pytest.raises(ValueError, match=words):
-        ExplorationConfig(**options).check_group(group)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
     [
-        ({"pool": 0}, "pool=0 must be positive"),
-        ({"pool": 2, "num_inference_steps": 0}, "num_inference_steps=0"),
-        ({"pool": 2, "least_hit_rate": 2.0}, r"least_hit_rate=2\.0 must lie in"),
-        ({"pool": 2, "check_prompts": -1}, "check_prompts=-1"),
+        ({"pool": 4}, 8, "pool=4 is less than rollout.group_size=8"),
+        ({"pool": 9}, 5, "keep=5: best_worst"),
+        ({"pool": 0}, 1, "pool=0 must be positive"),
+        ({"pool": 2, "num_inference_steps": 0}, 2, "num_inference_steps=0"),
+        ({"pool": 2, "least_hit_rate": 2.0}, 2, r"least_hit_rate=2\.0 must lie in"),
+        ({"pool": 2, "check_prompts": -1}, 2, "check_prompts=-1"),
     ],
 )
-def test_numbers_out_of_range_are_refused(wrong, words):
+def test_a_pool_that_gives_no_group_and_numbers_out_of_range_are_refused(options, group, words):
     with pytest.raises(ValueError, match=words):
-        ExplorationConfig(**wrong)
+        ExplorationConfig(**options).check_group(group)
 
 
 # ---- fidelity
@@ -198,15 +187,12 @@ def test_every_copy_is_told_of():
     assert told == [preview.network]
 
 
-def test_the_policy_itself_needs_no_copy():
-    preview = Preview(ToyAdapter(), "policy")
+def test_the_policy_itself_needs_no_copy_and_the_generic_adapter_has_none():
+    adapter = ToyAdapter()
+    preview = Preview(adapter, "policy")
     preview.follow()
     with preview.using():
         assert preview.network is None
-
-
-def test_the_generic_adapter_has_no_copy():
-    adapter = ToyAdapter()
     adapter.own_network = False
     with pytest.raises(ModelError, match=r"network='bfloat16': the generic adapter"):
         Preview(adapter, "bfloat16")
@@ -229,28 +215,27 @@ def test_a_copy_of_wan_is_what_predicts_and_two_experts_have_none():
 
 @pytest.mark.parametrize(
     ("options", "key"),
-    [("{shard: true}", "model.shard"), ("{lora: {rank: 2}, memory: {quantize: int8}}", "model.memory")],
+    [
+        ({"shard": True}, "model.shard"),
+        ({"lora": {"rank": 2}, "memory": {"quantize": "int8"}}, "model.memory"),
+    ],
 )
-def test_weights_without_a_plain_copy_are_refused_before_a_model_is_loaded(tmp_path, options, key):
-    recipe = tiny.ROOT / "configs" / "lab" / "diffusion_nft.yaml"
-    words = ["rollout.exploration={pool: 32, network: bfloat16}", "model={name: sd3, path: tiny-sd3}"]
-    tree = yaml.safe_load(options)
-    words += [f"model.{name}={json.dumps(value)}" for name, value in tree.items()]
+def test_weights_without_a_plain_copy_are_refused_before_a_model_is_loaded(options, key):
+    model = json.dumps({"name": "sd3", "path": "tiny-sd3"} | options)
+    words = ["rollout.exploration={pool: 32, network: bfloat16}", f"model={model}"]
     with pytest.raises(ConfigError, match=rf"network=bfloat16: weights that {re.escape(key)}"):
-        resolve(load_config(recipe, words))
+        resolve(load_config(tiny.ROOT / "configs" / "lab" / "diffusion_nft.yaml", words))
 
 
-def test_eight_bit_floats_want_a_gpu(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torchao", object())
+@pytest.mark.parametrize(
+    ("torchao", "network", "words"),
+    [(object(), "float8", r"compute capability 8\.9"), (None, "int8", r"pip install 'flowrl\[quant\]'")],
+)
+def test_few_bits_want_their_gpu_and_their_library(monkeypatch, torchao, network, words):
+    monkeypatch.setitem(sys.modules, "torchao", torchao)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelError, match=r"compute capability 8\.9"):
-        Preview(ToyAdapter(), "float8")
-
-
-def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
-    with pytest.raises(ModelError, match=r"pip install 'flowrl\[quant\]'"):
-        Preview(ToyAdapter(), "int8")
+    with pytest.raises(ModelError, match=words):
+        Preview(ToyAdapter(), network)
 
 
 @pytest.fixture

@@ -78,21 +78,18 @@ def wrapped(pipe: StableDiffusion3Pipeline) -> Sd3:
 # ---- diffusers
 
 
-def test_the_diffusers_lora_gives_the_trained_function(run, base, tmp_path):
+def test_the_diffusers_lora_gives_the_trained_function_and_keeps_its_alpha(run, base, tmp_path):
     file = export(run, "diffusers", tmp_path / "out")
-    assert file == tmp_path / "out" / "pytorch_lora_weights.safetensors"
+    assert file == tmp_path / "out" / FILE
+    tensors, settings = read_lora(file)
+    assert (settings["r"], settings["lora_alpha"]) == (tiny.LORA.rank, tiny.LORA.alpha)
+    assert {value.dtype for value in tensors.values()} == {torch.float32}
     pipe = StableDiffusion3Pipeline.from_pretrained(base)
     untouched = tiny.output(wrapped(pipe), 3.0)
     pipe.load_lora_weights(file.parent)
     expected = tiny.output(trained()[0], 3.0)
     assert not torch.allclose(untouched, expected, atol=1e-2)
     assert_close(tiny.output(wrapped(pipe), 3.0), expected, atol=1e-5, rtol=0)
-
-
-def test_the_exported_lora_keeps_its_alpha(run, tmp_path):
-    tensors, settings = read_lora(export(run, "diffusers", tmp_path / "out"))
-    assert (settings["r"], settings["lora_alpha"]) == (tiny.LORA.rank, tiny.LORA.alpha)
-    assert {value.dtype for value in tensors.values()} == {torch.float32}
 
 
 # ---- merged
@@ -224,25 +221,25 @@ def test_kohyas_names_of_another_native_family_are_refused_before_anything_is_wr
 
 
 @pytest.mark.parametrize(
-    ("kind", "taken"),
-    [("StableDiffusion3Pipeline", True), ("QwenImagePipeline", False), (["own", "StableDiffusion9Pipeline"], False)],
+    ("kind", "refusal"),
+    [
+        ("StableDiffusion3Pipeline", None),
+        ("QwenImagePipeline", "trained a QwenImagePipeline, and names for kohya"),
+        (["own", "StableDiffusion9Pipeline"], "trained a .*Pipeline, and names for kohya"),
+        (None, "of a class that is not known here"),  # the model's folder is gone
+    ],
 )
-def test_of_the_generic_adapter_the_pipelines_class_decides(tmp_path, kind, taken):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model_index.json").write_text(json.dumps({"_class_name": kind}))
+def test_of_the_generic_adapter_the_pipelines_class_decides(tmp_path, kind, refusal):
+    if kind is not None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "model_index.json").write_text(json.dumps({"_class_name": kind}))
     run = foreign_run(tmp_path / "run", {"name": "generic", "path": str(tmp_path / "model")})
-    if taken:
+    if refusal is None:
         assert "lora_unet_joint_blocks_0_x_block_attn_qkv.alpha" in load_file(export(run, "kohya", tmp_path / "out"))
     else:
-        with pytest.raises(ConfigError, match=r"trained a .*Pipeline, and names for kohya"):
+        with pytest.raises(ConfigError, match=refusal):
             export(run, "kohya", tmp_path / "out")
         assert not (tmp_path / "out").exists()
-
-
-def test_of_a_model_that_is_gone_kohyas_names_are_refused(tmp_path):
-    run = foreign_run(tmp_path / "run", {"name": "generic", "path": str(tmp_path / "gone")})
-    with pytest.raises(ConfigError, match="of a class that is not known here"):
-        export(run, "kohya", tmp_path / "out")
 
 
 # ---- what can go wrong
@@ -273,10 +270,13 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_out_is_a_folder(run, tmp_path):
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(ConfigError, match="it is a file; give a folder"):
-        export(run, "diffusers", tmp_path / "file")
+def test_out_is_a_new_folder(run, tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_text("kept")
+    for out, words in ((file, "it is a file; give a folder"), (tmp_path, "is not empty; name a new folder")):
+        with pytest.raises(ConfigError, match=words):
+            export(run, "diffusers", out)
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["kept"]
 
 
 def test_full_weights_are_no_lora(base, tmp_path):
@@ -292,13 +292,6 @@ def test_a_folder_that_is_no_run_or_has_no_weights_is_named(run, tmp_path):
     (tmp_path / "adapter" / "pytorch_lora_weights.safetensors").touch()
     with pytest.raises(ConfigError, match=r"is not a run folder: there is no .*config\.yaml"):
         export(tmp_path, "diffusers", tmp_path / "out")
-
-
-def test_nothing_is_overwritten(run, tmp_path):
-    (tmp_path / "mine.txt").write_text("kept")
-    with pytest.raises(ConfigError, match="is not empty; name a new folder"):
-        export(run, "diffusers", tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_the_command_prints_what_to_load(run, tmp_path, capsys):

@@ -46,12 +46,7 @@ def drawn(edges: Edges) -> Trajectories:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    samples=st.integers(0, 30),
-    updates=st.integers(1, 8),
-    seed=st.integers(0, 1000),
-    iteration=st.integers(1, 50),
-)
+@given(samples=st.integers(0, 30), updates=st.integers(1, 8), seed=st.integers(0, 1000), iteration=st.integers(1, 50))
 def test_chunks_share_out_every_sample_once_and_evenly(samples, updates, seed, iteration):
     numbers = torch.arange(samples) * 7 + 3
     chunks = update_chunks(numbers, updates, seed, iteration)
@@ -90,26 +85,24 @@ def test_every_edge_comes_exactly_once_with_all_that_belongs_to_it(batch_size, k
     assert all(len(batch) == len(batch.cond) == len(batch.latents) <= batch_size for batch in found)
 
 
-def test_edges_keep_their_order_within_a_key_and_the_last_batch_may_be_partial():
-    order = torch.tensor([7, 3, 11, 0, 5])
-    found = batches(table(), ToyAdapter(), 2, order)
-    assert [batch.old_log_prob.tolist() for batch in found] == [[7.0, 3.0], [11.0, 0.0], [5.0]]
+NONE = torch.zeros(0, dtype=torch.int64)
 
 
-def test_without_an_order_edges_come_as_they_are():
-    assert torch.cat([b.old_log_prob for b in batches(table(), ToyAdapter(), 5)]).tolist() == list(range(12))
-
-
-def test_steps_of_different_keys_never_share_a_forward():
-    found = batches(table(), ToyAdapter(key_per_step=True), 3)
-    assert [batch.step.index.unique().tolist() for batch in found] == [[0], [0], [1], [1], [2], [2]]
-    assert [len(batch) for batch in found] == [3, 1, 3, 1, 3, 1]
-
-
-@pytest.mark.parametrize("edges", [table(), table().select(torch.zeros(0, dtype=torch.int64))])
-def test_an_empty_share_gives_no_microbatch(edges):
-    """Partial and empty microbatches are legal."""
-    assert batches(edges, ToyAdapter(), 4, torch.zeros(0, dtype=torch.int64)) == []
+@pytest.mark.parametrize(
+    ("edges", "order", "batch_size", "key_per_step", "expected"),
+    [
+        (table(), torch.tensor([7, 3, 11, 0, 5]), 2, False, [[7, 3], [11, 0], [5]]),
+        (table(), None, 5, False, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]),
+        (table(), None, 3, True, [[0, 3, 6], [9], [1, 4, 7], [10], [2, 5, 8], [11]]),  # no forward of two steps
+        (table(), NONE, 4, False, []),
+        (table().select(NONE), NONE, 4, False, []),
+    ],
+)
+def test_edges_keep_their_order_within_a_key_and_batches_may_be_partial(
+    edges, order, batch_size, key_per_step, expected
+):
+    found = batches(edges, ToyAdapter(key_per_step=key_per_step), batch_size, order)
+    assert [batch.old_log_prob.tolist() for batch in found] == expected
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])

@@ -43,19 +43,17 @@ def test_means_weigh_every_edge_alike_whatever_the_microbatch():
 
 
 def test_merged_sums_are_those_of_all_processes_together():
-    """Also where one has seen other steps, or nothing at all."""
-    parts = [Sums(), Sums(), Sums()]
-    parts[0].add_loss(output(3, 1.0), 3, torch.tensor([0, 0, 0]))
-    parts[1].add_loss(output(1, 5.0), 1, torch.tensor([7]))
-    whole = Sums()
-    whole.add_loss(output(3, 1.0), 3, torch.tensor([0, 0, 0]))
-    whole.add_loss(output(1, 5.0), 1, torch.tensor([7]))
-    assert Sums().merge(parts).means() == whole.means()
+    """Also where one has seen other steps, or nothing at all; sums travel between processes."""
+    parts, whole = [Sums(), Sums(), Sums()], Sums()
+    for part, each, steps in ((parts[0], output(3, 1.0), [0, 0, 0]), (parts[1], output(1, 5.0), [7])):
+        for sums in (part, whole):
+            sums.add_loss(each, len(steps), torch.tensor(steps))
+    assert Sums().merge(pickle.loads(pickle.dumps(parts))).means() == whole.means()
     assert whole.means()["policy/loss"] == pytest.approx(2.0)
 
 
 def test_merging_leaves_the_parts_alone_and_a_metric_without_a_count_out():
-    part = pickle.loads(pickle.dumps(Sums()))  # sums travel between processes
+    part = Sums()
     part.add("seen", 6.0, 3.0)
     part.add("unseen", 0.0, 0.0)
     assert Sums().merge([part, part]).values["seen"] == 12.0
