@@ -27,6 +27,8 @@ class Config(flowrl.EdgeMethod.Config):
 class Mine(flowrl.EdgeMethod):
     pass
 """
+BUILD = "def build(config):\n    return 3\n"
+FAILING = "    def __init__(self, config):\n        raise OSError('full')\n"
 
 
 @pytest.fixture
@@ -51,27 +53,21 @@ def test_a_file_with_one_class_is_a_component_with_the_options_of_its_base(found
     assert sampler.default_noise_level() == 0.3
 
 
-def test_its_own_config_is_checked_strictly(found):
+def test_its_own_config_is_checked_strictly_and_a_class_that_extends_a_method_has_its_options(found):
     assert found("algorithms", METHOD, scale=2.0).build().config.scale == 2.0
     with pytest.raises(ConfigError, match=r"algorithm\.scle: unknown key .*did you mean 'scale'"):
         found("algorithms", METHOD, scle=2.0)
     with pytest.raises(ConfigError, match=r"algorithm\.scale = 'much'"):
         found("algorithms", METHOD, scale="much")
-
-
-def test_a_class_that_extends_a_built_in_method_has_its_options(found):
     text = "from flowrl.algorithms.flow_grpo import FlowGrpo\nclass Mine(FlowGrpo):\n    pass\n"
     part = found("algorithms", text, clip_range=2e-4)
     assert type(part.config).__module__ == "flowrl.algorithms.flow_grpo"
     assert part.build().config.clip_range == 2e-4
 
 
-def test_helpers_with_an_underscore_and_bases_in_the_file_are_not_meant(found):
+def test_a_build_goes_before_classes_and_helpers_and_bases_in_the_file_are_not_meant(found):
     text = SAMPLER + "class _Helper(flowrl.Sampler):\n    pass\nclass Last(Still):\n    pass\n"
     assert type(found("samplers", text).build()).__name__ == "Last"
-
-
-def test_a_build_of_its_own_goes_before_its_classes(found):
     text = SAMPLER + "Config = flowrl.Sampler.Config\ndef build(config):\n    return Still(Config(noise_level=0.1))\n"
     assert found("samplers", text).build().config.noise_level == 0.1
 
@@ -83,31 +79,21 @@ def test_a_build_of_its_own_goes_before_its_classes(found):
         ("samplers", SAMPLER + "class Other(flowrl.Sampler):\n    pass\n", r"it has 2: Still, Other"),
         ("algorithms", SAMPLER, r"extends flowrl\.Method \(it has 0"),
         ("algorithms", METHOD.replace("(flowrl.EdgeMethod.Config)", ""), "Config of mine must extend flowrl.Method.C"),
+        ("samplers", "Config = dict\n" + SAMPLER + BUILD, "Config of .* must be a dataclass"),
+        ("samplers", BUILD, "must define Config and build"),
         (
-            "samplers",
-            "Config = dict\n" + SAMPLER + "def build(config):\n    return 3\n",
-            "Config of .* must be a dataclass",
+            *("samplers", "import flowrl\nConfig = flowrl.Sampler.Config\n" + BUILD),
+            r"rollout\.sampler: build\(config\) of mine gives a int, not a flowrl\.Sam",
         ),
-        ("samplers", "def build(config):\n    return 3\n", "must define Config and build"),
         ("samplers", "class (:\n", "cannot be imported: SyntaxError"),
         ("samplers", "raise KeyError('no')\n", r"cannot be imported: KeyError: 'no' \(mine.py:1\)"),
         ("samplers", "import torch\ntorch.set_default_dtype(torch.float64)\n" + SAMPLER, "changes the default dtype"),
-        (
-            "samplers",
-            SAMPLER + "    def __init__(self, config):\n        raise OSError('full')\n",
-            r"cannot be built: OSError: full \(mine.py:\d+\)",
-        ),
+        ("samplers", SAMPLER + FAILING, r"cannot be built: OSError: full \(mine.py:\d+\)"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_with_what_to_mend(found, kind, text, words):
     with pytest.raises(ConfigError, match=words):
         found(kind, text)
-
-
-def test_a_build_that_gives_something_else_is_refused(found):
-    text = "import flowrl\nConfig = flowrl.Sampler.Config\ndef build(config):\n    return 3\n"
-    with pytest.raises(ConfigError, match=r"rollout\.sampler: build\(config\) of mine gives a int, not a flowrl\.Sam"):
-        found("samplers", text)
 
 
 def test_name_and_path_exclude_each_other_and_a_path_is_a_file(tmp_path):

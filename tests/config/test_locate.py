@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +15,7 @@ from flowrl.core.assets import embedded_prompts
 from flowrl.core.errors import ConfigError
 from flowrl.data.prompt_sources import load_prompts
 
-BASE = {
+BASE: dict[str, Any] = {
     "name": "run",
     "iterations": 1,
     "model": {"name": "sd3", "path": "tiny-sd3"},
@@ -74,10 +76,7 @@ def test_files_are_those_beside_the_configuration_and_on_the_command_line_those_
         (("model", "vae"), {"name": "sd3", "path": "tiny-sd3", "vae": "THERE"}),
         (("model", "init_lora"), {"path": "tiny-sd3", "init_lora": "THERE"}),
         (("algorithm", "name"), {"name": "there.py"}),
-        (
-            ("rollout", "sampler", "name"),
-            {"sampler": {"name": "there.py"}, "group_size": 4, "prompts_per_iteration": 2},
-        ),
+        (("rollout", "sampler", "name"), BASE["rollout"] | {"sampler": {"name": "there.py"}}),
         (("data", "pairs", "path"), {"pairs": {"path": "THERE"}}),
         (("data", "pairs", "path"), {"pairs": {"path": "hf:THERE:train[:2]"}}),
         (("rewards", 0, "rubric"), [{"name": "vlm_judge", "rubric": "there.py"}]),
@@ -148,16 +147,11 @@ def test_what_is_only_in_the_working_directory_is_refused_with_both_remedies(pla
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rewards": [{"path": "gone.py"}]}, ("own/gone.py", "no such file")),
-        ({"rewards": [{"name": "gone.py"}]}, ("own/gone.py", "no such file")),
-        ({"algorithm": {"name": "gone.py"}}, ("own/gone.py", "no such file")),
-    ],
+    ("key", "value"),
+    [("rewards", [{"path": "gone.py"}]), ("rewards", [{"name": "gone.py"}]), ("algorithm", {"name": "gone.py"})],
 )
-def test_a_missing_file_is_refused_with_the_place_where_it_was_looked_for(places, changes, words):
-    message = refusal(places[0], **changes)
-    assert all(word in message for word in words), message
+def test_a_missing_file_is_refused_with_the_place_where_it_was_looked_for(places, key, value):
+    assert re.search("own/gone.py.*no such file|no such file.*own/gone.py", refusal(places[0], **{key: value}))
 
 
 def test_home_and_variables_are_filled_in_and_a_missing_variable_is_an_error(places, monkeypatch):

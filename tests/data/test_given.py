@@ -6,6 +6,7 @@ import json
 import math
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,9 +22,9 @@ from flowrl.core.media import fitted, pixels
 from flowrl.core.types import SampleId
 from flowrl.data.given_samples import Given, Look, Slot, latents_of, slot_of
 from flowrl.data.options import PairsConfig
-from flowrl.data.preference_records import StoredImage
 from flowrl.data.preferences import PreferenceOptions
 from flowrl.run.folder import differences
+from flowrl.run.given_collector import PairCollector
 from tests.toys import ToyAdapter
 
 COUNT = 6
@@ -69,19 +70,19 @@ def latent(seed: int) -> Tensor:
 # ---- what fills a slot
 
 
-def test_a_pair_is_a_slot_of_two_with_rewards_1_and_0(folder):
-    found = encoded(given(folder), both(0, 4))
-    assert torch.equal(found.x0, torch.stack([latent(k) for k in (0, 100, 4, 104)]))
-    assert found.rewards.tolist() == [1, 0, 1, 0]
-    assert found.texts == {0: "prompt 0", 4: "prompt 4"}
-
-
-def test_a_winner_alone_and_a_sample_that_is_to_be_drawn(folder):
-    alone = encoded(given(folder, "sft"), [SampleId(2, 0)])
-    assert torch.equal(alone.x0[0], latent(2))
-    half = encoded(given(folder, "seppo"), both(2))
-    assert torch.equal(half.x0, torch.stack([latent(2), torch.zeros(2, 4, 4)]))
-    assert half.rewards.tolist() == [1, 0]
+@pytest.mark.parametrize(
+    ("method", "ids", "images", "rewards"),
+    [
+        ("diffusion_dpo", both(0, 4), [0, 100, 4, 104], [1, 0, 1, 0]),
+        ("sft", [SampleId(2, 0)], [2], [1]),
+        ("seppo", both(2), [2, None], [1, 0]),  # a sample to be drawn
+    ],
+)
+def test_a_slot_holds_a_pair_a_winner_alone_or_a_place_for_a_drawn_sample(folder, method, ids, images, rewards):
+    found = encoded(given(folder, method), ids)
+    assert torch.equal(found.x0, torch.stack([torch.zeros(2, 4, 4) if k is None else latent(k) for k in images]))
+    assert found.rewards.tolist() == rewards
+    assert found.texts == {each.slot: f"prompt {each.slot}" for each in ids}
 
 
 def test_single_pictures_have_their_label_as_reward(folder):
@@ -165,11 +166,8 @@ def test_both_pictures_of_a_pair_are_looked_at_alike_so_that_equal_ones_stay_equ
 
 
 def test_a_look_is_keyed_by_seed_iteration_and_slot():
-    data = PairsConfig(path="x", crop="random")
-    looks = [
-        Look(data, seed, iteration).place(slot)
-        for seed, iteration, slot in ((0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1))
-    ]
+    data, keys = PairsConfig(path="x", crop="random"), ((0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1))
+    looks = [Look(data, seed, iteration).place(slot) for seed, iteration, slot in keys]
     assert len({place for place, _ in looks}) == 4
     assert Look(data, 0, 1).place(0) == looks[0]
     assert Look(PairsConfig(path="x", flip=False), 0, 1).place(0) == ((0.5, 0.5), False)
@@ -240,29 +238,16 @@ def test_the_share_that_may_be_broken_does_not_make_another_set_or_another_run(f
     trees = [to_tree(PairsConfig(path="x", records=option)) for option in options]
     assert differences({"data": {"pairs": trees[0]}}, {"data": {"pairs": trees[1]}}) == []
     other = to_tree(PairsConfig(path="x", records=PreferenceOptions(chosen="good")))
-    assert differences({"data": {"pairs": trees[0]}}, {"data": {"pairs": other}}) == [
-        "data.pairs.records.chosen was 'chosen', now 'good'"
-    ]
+    (found,) = differences({"data": {"pairs": trees[0]}}, {"data": {"pairs": other}})
+    assert found == "data.pairs.records.chosen was 'chosen', now 'good'"
 
 
 def test_a_record_that_has_gone_masks_its_slot(folder):
     found = given(folder)
-
-    class Gone:
-        def read(self, number: int):
-            from flowrl.data.preference_records import Unreadable
-
-            raise Unreadable("row 3", "it has changed")
-
-    slot = slot_of(Gone(), 0, found.members)
+    (folder / "pairs.jsonl").unlink()
+    slot = slot_of(found.records, 0, found.members)
     assert slot.images == (None, None)
     assert all(math.isnan(reward) for reward in slot.rewards)
-
-
-def test_a_picture_is_opened_when_its_slot_is_asked_for_and_not_before(folder):
-    found = given(folder)
-    slot = slot_of(found.records, 0, found.members)
-    assert all(isinstance(one, StoredImage) for one in slot.images)
 
 
 def test_facts_and_counts_are_those_of_the_sets(folder):
@@ -275,9 +260,8 @@ def test_facts_and_counts_are_those_of_the_sets(folder):
 
 def test_held_out_pairs_are_a_random_part_in_the_sets_order(folder, monkeypatch):
     """Sets are often sorted by source or time: their head is no sample of them."""
-    parts = {tuple(given(folder, eval=str(folder), max_eval=3).held_out_numbers)}
-    assert len(parts | {tuple(given(folder, eval=str(folder), max_eval=3).held_out_numbers)}) == 1
-    found = given(folder, eval=str(folder), max_eval=3)
+    found, again = (given(folder, eval=str(folder), max_eval=3) for _ in range(2))
+    assert found.held_out_numbers == again.held_out_numbers
     seen = set()
     for seed in range(30):
         found.seed = seed
@@ -294,9 +278,6 @@ def test_held_out_pairs_are_a_random_part_in_the_sets_order(folder, monkeypatch)
 
 def test_epochs_of_labelled_pictures_are_told_of_each_class(folder):
     """Eight of ten draws are of the liked ones, of which there are as many as of the others."""
-    from types import SimpleNamespace
-
-    from flowrl.run.given_collector import PairCollector
 
     def epochs(method: str) -> dict[str, float]:
         found = given(folder, method, per_iteration=12)
