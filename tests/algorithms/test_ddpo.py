@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.algorithms import ddpo, flow_grpo
+from flowrl.algorithms import flow_grpo
 from flowrl.algorithms.ddpo import Config, build
 from flowrl.algorithms.flow_grpo import KLConfig
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core.types import SampleId
-from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.samplers import ddim
 from flowrl.samplers.base import StepDistribution
@@ -217,14 +216,3 @@ def test_the_score_form_takes_one_update_per_rollout_and_refuses_else():
     Config().check_geometry(24, 10, 4)
     with pytest.raises(ValueError, match=r"estimator=score .* optim\.updates_per_iteration \(now 2\) to 1"):
         Config(estimator="score").check_geometry(24, 10, 2)
-
-
-def test_defaults_are_those_of_the_official_code():
-    config = Config()
-    assert config.clip(DDIM) == 1e-4
-    rule = config.advantages
-    assert (rule.name, rule.clip, rule.eps, rule.ddof, rule.std) == ("batch", 5.0, 1e-6, 0, "global")
-    assert (rule.history.buffer_size, rule.history.min_count) == (16, 16)
-    assert (config.kl.coef, config.timestep_fraction, config.passes) == (0.0, 1.0, 1)
-    assert (ddpo.Config.default_sampler, DDIM.default_noise_level()) == ("ddim", 1.0)
-    assert isinstance(build(config).plan(vp_schedule(4), DDIM, 1, 0), StepPlan)

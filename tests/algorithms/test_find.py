@@ -182,6 +182,8 @@ def test_the_ratio_is_one_at_the_start_for_laws_that_have_moved():
         output = run.algorithm.loss(batch, run.networks)
         assert float(output.metrics["policy/ratio_mean"]) == len(batch) == 8
         assert float(output.metrics["policy/clip_fraction"]) == 0
+        glossary = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+        assert [name for name in output.metrics if f"`{name}`" not in glossary] == []
 
 
 def loss_at(config: Config, advantage: float, move: float) -> tuple[float, Tensor]:

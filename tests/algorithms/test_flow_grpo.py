@@ -15,6 +15,7 @@ from flowrl.algorithms import dance_grpo, ddpo, flow_dppo, flow_grpo_fast, grpo_
 from flowrl.algorithms.flow_grpo import Config, KLConfig, build
 from flowrl.contracts.grids import flow_schedule
 from flowrl.credit.advantages import AdvantageConfig
+from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.windows import MixWindow
 from flowrl.samplers import dance_sde, flow_sde
 from tests.toys import Session, ToyAdapter, assert_same_gradient, bitwise, draw_advantages, nudge, off_policy, roll_out
@@ -185,13 +186,16 @@ def test_the_kl_gradient_is_that_of_the_squared_mean_difference(divisor):
     assert_gradients_close(found, gradients(0.5 * (square / scale).mean(), network), rtol=1e-3)
 
 
-def test_the_kl_is_added_with_its_weight_to_the_policy_loss():
-    plain = roll_out(ToyAdapter())
-    anchored = roll_out(ToyAdapter(), Config(kl=KLConfig(coef=0.25)))
-    advantage = draw_advantages(len(plain.edges))
-    for session in (plain, anchored):
+@pytest.mark.parametrize("spatial", [None, SpatialConfig(ratio="position")], ids=["sample", "position"])
+def test_the_kl_is_added_per_edge_with_its_weight_to_the_policy_loss(spatial):
+    outputs = []
+    for coef in (0.0, 0.25):
+        session = roll_out(ToyAdapter(), plain(spatial=spatial, kl=KLConfig(coef=coef)))
         nudge(session.adapter.network)
-    without, with_kl = (s.algorithm.loss(s.batches(advantage)[0], s.networks) for s in (plain, anchored))
+        advantage = draw_advantages(len(session.edges))
+        advantage = advantage if spatial is None else advantage[:, None, None].expand(-1, 4, 4)
+        outputs.append(session.algorithm.loss(session.batches(advantage)[0], session.networks))
+    without, with_kl = outputs
     kl = with_kl.metrics["policy/kl_reference"]
     assert float(kl) > 0
     assert_close(with_kl.loss, without.loss + 0.25 * kl, rtol=1e-5, atol=1e-7)

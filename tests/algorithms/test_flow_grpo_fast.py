@@ -14,12 +14,9 @@ from flowrl.algorithms.flow_grpo_fast import Config, build
 from flowrl.config.components import component
 from flowrl.contracts.grids import flow_schedule
 from flowrl.diffusion.process import euler_mean
-from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.policy import Evaluations
-from flowrl.rollout.recorder import Recording
-from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import cps, flow_sde, memoryless, wan_sde
-from tests.toys import ToyAdapter, draw_advantages, nudge, roll_out
+from tests.toys import ToyAdapter, draw_advantages, roll_out
 
 SDE = flow_sde.build(flow_sde.Config())
 CPS = cps.build(cps.Config())
@@ -141,13 +138,3 @@ def test_a_window_that_could_hold_the_last_step_is_refused_before_a_model_is_loa
     """hi = T trains the sharp last step."""
     with pytest.raises(ValueError, match="last of 10 steps"):
         Config(high=10).check(SDE, 10)
-
-
-def test_rollout_and_update_do_not_depend_on_when_the_plan_was_made():
-    session = roll_out(ToyAdapter(), algorithm=build(Config()), iteration=4)
-    again = roll_out(ToyAdapter(), algorithm=build(Config()), iteration=4)
-    nudge(session.adapter.network)
-    assert session.plan.train == again.plan.train
-    form = session.algorithm.log_prob_form(SDE)
-    data = (again.policy, again.plan, again.noise, Asked(again.ids, again.cond, again.rows))
-    assert torch.equal(run(*data, batch_size=4, options=RunOptions(recording=Recording(form)))[0].x0, again.samples.x0)

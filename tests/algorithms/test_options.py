@@ -54,6 +54,8 @@ REFUSED = [
     ("flow_grpo", {"sde_steps": [2, 0, 2]}, r"names a step twice; use \[0, 2\]"),
     ("flow_grpo", {"kl": {"coef": -1.0}}, r"coef=-1\.0 must not be negative"),
     ("flow_grpo", {"spatial": {"backbone": ""}}, "backbone is empty"),
+    ("flow_grpo", {"spatial": {"backbones": "fixed"}}, r"spatial\.backbones.*did you mean 'backbone'"),
+    ("flow_grpo", {"spatial": {"ratio": "pixel"}}, r"spatial\.ratio.*'pixel'"),
     ("flow_grpo", {"spatial": {"ratio": "sample", "keep_mean": True}}, "nothing would change"),
     ("flow_grpo_fast", {"window_size": -1}, "window_size=-1"),
     ("flow_grpo_fast", {"low": -1}, "low=-1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -117,37 +118,35 @@ def test_there_is_a_tiny_pipeline_for_every_class_of_the_table():
     assert not set(FAMILIES) - {type(case.build()).__name__ for case in cases}
 
 
+def agree(name: str, size: tuple[int, int], batch: int, scale: float, steps: int) -> None:
+    """The Euler plan's latents and pictures are those of the pipeline's own call."""
+    model, case = adapter(name, size), tiny.CASES[name]
+    noise, x0 = drawn(model, batch, scale, steps)
+    latents, pictures = own_call(model.pipeline, name, size, noise, batch, scale, steps)
+    assert not torch.allclose(x0, noise, atol=0.1)
+    assert_close(x0, latents.float(), atol=1e-4, rtol=0)
+    found = model.decode(x0)
+    assert found.dtype == torch.float32
+    assert found.shape[-3:] == (3, *size)
+    assert found.ndim == (5 if {"num_frames", "frames"} & set(case.call) else 4)
+    assert pictures.std() > 0.01
+    assert_close(found, pictures.float(), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 def test_the_euler_plan_reproduces_the_pipelines_own_call(name, guided):
     case = tiny.CASES[name]
-    scale = GUIDED if guided else case.free
     for size, batch in zip(case.sizes, (case.batches[0], case.batches[-1]), strict=True):
-        model = adapter(name, size)
-        noise, x0 = drawn(model, batch, scale, 4)
-        latents, pictures = own_call(model.pipeline, name, size, noise, batch, scale, 4)
-        assert not torch.allclose(x0, noise, atol=0.1)
-        assert_close(x0, latents.float(), atol=1e-4, rtol=0)
-        found = model.decode(x0)
-        assert found.dtype == torch.float32
-        assert found.shape[-3:] == (3, *size)
-        assert found.ndim == (5 if {"num_frames", "frames"} & set(case.call) else 4)
-        assert pictures.std() > 0.01
-        assert_close(found, pictures.float(), atol=1e-4, rtol=0)
+        agree(name, size, batch, GUIDED if guided else case.free, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tiny.CASES)
 def test_the_whole_matrix_of_sizes_and_batches_agrees(name):
     case = tiny.CASES[name]
-    for size in case.sizes:
-        model = adapter(name, size)
-        for batch in case.batches:
-            for scale in (case.free, GUIDED):
-                noise, x0 = drawn(model, batch, scale, 5)
-                latents, pictures = own_call(model.pipeline, name, size, noise, batch, scale, 5)
-                assert_close(x0, latents.float(), atol=1e-4, rtol=0)
-                assert_close(model.decode(x0), pictures.float(), atol=1e-4, rtol=0)
+    for size, batch, scale in itertools.product(case.sizes, case.batches, (case.free, GUIDED)):
+        agree(name, size, batch, scale, 5)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms import branch_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
-from flowrl.algorithms._tree import NodeConfig
-from flowrl.algorithms.flow_grpo import ClippedOptions
 from flowrl.contracts.grids import flow_schedule
-from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig, aggregate
 from flowrl.credit.tree_credit import (
     DepthWindow,
@@ -31,7 +26,6 @@ from flowrl.credit.tree_credit import (
     parent_top1,
     propagated,
 )
-from flowrl.diffusion.plan import window
 from flowrl.diffusion.tree_shapes import completions, offshoots, splits
 from flowrl.run.collector import Collector
 from flowrl.samplers import dance_sde, flow_sde
@@ -103,15 +97,11 @@ def depth(total: torch.Tensor, tree=FOUR, **options) -> torch.Tensor:
     return depthwise(fuse(total, tree), total, tree, Scale(**options))
 
 
-def test_two_nodes_are_always_at_plus_and_minus_half_root_2():
+def test_nodes_are_compared_with_the_unbiased_std_so_two_are_at_plus_and_minus_half_root_2():
     credit = depth(REWARDS[:1])
+    assert_close(credit[0, :, 2], (REWARDS[0] - 2) / REWARDS[0].std(), atol=1e-6, rtol=0)
     assert_close(credit[0, :, 0], torch.tensor([-1, -1, 1, 1]) / math.sqrt(2), check_dtype=False, atol=1e-6, rtol=0)
     assert_close(depth(REWARDS[:1] * 1e-3)[0, :, 0], credit[0, :, 0], atol=1e-4, rtol=0)
-
-
-def test_four_nodes_are_compared_with_the_unbiased_std():
-    credit = depth(REWARDS[:1])[0, :, 2]
-    assert_close(credit, (REWARDS[0] - 2) / REWARDS[0].std(), atol=1e-6, rtol=0)
 
 
 def test_the_last_step_and_equal_rewards_get_nothing():
@@ -514,13 +504,6 @@ def test_path_weights_reach_the_credit():
     assert_close(plain.steps[0, 0, start], leaf[:2].mean(), atol=1e-6, rtol=1e-6)
 
 
-def test_a_plan_without_a_tree_has_one_leaf_a_start():
-    plan = window(flow_schedule(5), 0.3)
-    assert plan.leaves == 1
-    assert plan.end(2) == 3
-    assert plan.drawn_together(7) == 7
-
-
 def test_the_leaf_that_a_rule_leaves_out_is_not_trained():
     config = tree_grpo.Config(children=3, window=1, advantages=AdvantageConfig(name="median"), clip_range=1e-3)
     credit = on_tree(config, tree_grpo, torch.tensor([[[0.1, 0.9, 0.5]]]))
@@ -528,23 +511,6 @@ def test_the_leaf_that_a_rule_leaves_out_is_not_trained():
     assert credit.kept[0].tolist() == [True, True, False], "the median itself"
     assert credit.pruned[0, :, step].tolist() == [False, False, True]
     assert torch.equal(credit.steps[0, :2, step], credit.values[0, :2, 0])
-
-
-# ---- pages
-
-
-@pytest.mark.parametrize("name", ["branch_grpo", "dynamic_tree_rpo", "g2rpo", "tempflow_grpo", "tp_grpo", "tree_grpo"])
-def test_its_page_tells_every_option(name):
-    """What all of them share stands on one page; an option that a method sets otherwise stands on its own too."""
-    root, config = Path(__file__).resolve().parents[2] / "docs" / "algorithms", registry.load("algorithms", name).Config
-    page, shared = ((root / f"{file}.md").read_text(encoding="utf-8") for file in (name, "trees"))
-    common = {field.name: getattr(ClippedOptions(), field.name) for field in dataclasses.fields(ClippedOptions)}
-    common |= {"advantages": NodeConfig(), "path_weight": 0.0, "scale": Scale()}
-    for field in dataclasses.fields(config):
-        if field.name == "guidance_scale":
-            continue  # every method's
-        own = field.name not in common or getattr(config(), field.name) != common[field.name]
-        assert f"`algorithm.{field.name}`" in (page if own else shared), field.name
 
 
 # ---- processes
