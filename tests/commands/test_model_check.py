@@ -46,15 +46,21 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("error", "words"), ANSWERS, ids=[f"{type(error).__name__}-{words[0]}" for error, words in ANSWERS]
-)
-def test_a_model_that_cannot_be_had_is_told_with_its_reason_and_remedy(monkeypatch, capsys, error, words):
+def answers(monkeypatch: pytest.MonkeyPatch, error: Exception, cached: str | None = None) -> None:
+    """A hub that fails with an error; `cached` is the file in the cache."""
+
     def download(*_: Any, **__: Any) -> str:
         raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: cached)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), ANSWERS, ids=[f"{type(error).__name__}-{words[0]}" for error, words in ANSWERS]
+)
+def test_a_model_that_cannot_be_had_is_told_with_its_reason_and_remedy(monkeypatch, capsys, error, words):
+    answers(monkeypatch, error)
     config = ModelConfig(path="owner/unheard-of", revision="v9")
     with pytest.raises(ModelError) as caught:
         place_of(config)
@@ -79,12 +85,7 @@ def test_a_model_that_is_here_says_so_and_one_without_weights_does_not(tmp_path)
 
 def test_a_cached_model_is_found_where_the_hub_cannot_be_reached(tmp_path, monkeypatch):
     (tmp_path / "model_index.json").write_text("{}")
-
-    def download(*_: Any, **__: Any) -> str:
-        raise LocalEntryNotFoundError("no connection")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(tmp_path / "model_index.json"))
+    answers(monkeypatch, LocalEntryNotFoundError("no connection"), str(tmp_path / "model_index.json"))
     assert "in the hub's cache here" in place_of(ModelConfig(path="owner/name"))
 
 

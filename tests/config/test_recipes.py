@@ -292,12 +292,12 @@ def test_the_plan_of_a_recipe_tells_it_all(offline, capsys, monkeypatch):
     assert re.search(r"9 +0\.00893 +0\.00000 +8\.93 +ode +0\.00000", text)
 
 
-def test_a_model_that_is_not_known_still_has_a_geometry(offline, capsys):
+def test_a_plan_of_an_unknown_model_has_a_geometry(offline, capsys):
     command(str(FOLDER / "sd3" / "flow_grpo-jpeg.yaml"), ["model.path=owner/unheard-of"])
     text = " ".join(capsys.readouterr().out.split())
     assert text.count("not known before the model is downloaded") == 2
     assert "samples per process" in text
-    # Nor does a method that shortens the grid need the model's own.
+    # A method that shortens the grid needs no model either.
     command(str(FOLDER / "sd3" / "mix_grpo_flash-pickscore.yaml"), ["model.path=owner/unheard-of"])
     assert "Steps: 11 in all, 4 trained" in capsys.readouterr().out
 

@@ -251,15 +251,13 @@ def check_table(found: list[Prompt], cache: Path) -> None:
         assert open_image(file).size == (6, 4)
 
 
-def test_a_parquet_file_is_read_with_its_pictures(tmp_path, cache):
-    file = tmp_path / "set.parquet"
-    data_set(TABLE).to_parquet(file)
-    check_table(load_prompts(str(file), "data.prompts"), cache)
-
-
-@pytest.mark.parametrize("layout", ["saved", "saved splits", "parquet files"])
-def test_a_folder_with_a_data_set_is_read_with_its_pictures(tmp_path, cache, layout):
+@pytest.mark.parametrize("layout", ["parquet", "saved", "saved splits", "parquet files"])
+def test_a_parquet_file_and_a_folder_with_a_data_set_are_read_with_their_images(tmp_path, cache, layout):
     folder, made = tmp_path / "set", data_set(TABLE)
+    if layout == "parquet":
+        made.to_parquet(tmp_path / "set.parquet")
+        check_table(load_prompts(str(tmp_path / "set.parquet"), "data.prompts"), cache)
+        return
     if layout == "saved":
         made.save_to_disk(folder)
     elif layout == "saved splits":
@@ -389,7 +387,7 @@ def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
         assert 'run pip install "flowrl[data]"' in refusal(source)
 
 
-def test_pictures_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch, tmp_path):
+def test_images_are_kept_in_the_users_cache_unless_set_otherwise(monkeypatch, tmp_path):
     monkeypatch.delenv("FLOWRL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert image_folder() == tmp_path / "flowrl" / "pictures"

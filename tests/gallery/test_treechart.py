@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -198,11 +199,14 @@ def test_split_steps_are_marked_and_named_with_their_sigma(tree):
 # ---- colours
 
 
-def test_an_edge_shows_the_sign_and_the_size_of_its_advantage(tree):
+def test_an_edge_shows_the_sign_and_the_size_of_its_advantage_and_the_pruned_ones_are_dimmed(tree):
     ranges, layout = Ranges.of([tree]), Layout.of(tree)
+    assert any(edge.pruned for edge in tree.edges)
     for way in tree.ways():
         name, _, title = paths(treechart._way(tree, layout, ranges, way))[0]
         classes, advantage = name.split(), way[0].advantage
+        assert ("ode" in classes) != way[0].noisy, "dashed, where solid ones are noisy"
+        assert ("pruned" in classes) == way[0].pruned == title.endswith(", pruned")
         if advantage is None:
             assert classes[:3:2] == ["edge", "ode"]
             assert classes[1] == "none"
@@ -213,19 +217,6 @@ def test_an_edge_shows_the_sign_and_the_size_of_its_advantage(tree):
         assert f"advantage {treechart._signed(advantage)}" in title
 
 
-def test_exactly_the_pruned_edges_are_dimmed(tree):
-    ranges, layout = Ranges.of([tree]), Layout.of(tree)
-    for way in tree.ways():
-        name, _, title = paths(treechart._way(tree, layout, ranges, way))[0]
-        assert ("pruned" in name.split()) == way[0].pruned == title.endswith(", pruned")
-    assert any(edge.pruned for edge in tree.edges)
-
-
-def test_noisy_edges_are_solid_and_deterministic_ones_dashed(tree):
-    dashed = sum("ode" in name.split() for name, _, _ in paths(drawing(tree)))
-    assert dashed == sum(not way[0].noisy for way in tree.ways())
-
-
 def test_colours_of_several_drawings_mean_the_same():
     ranges = Ranges.of([])
     assert (ranges.tone(0.0), ranges.tone(None), ranges.shade(None), ranges.shade(0.3)) == ("z", "none", "none", "r3")
@@ -234,27 +225,18 @@ def test_colours_of_several_drawings_mean_the_same():
     assert [ranges.shade(r) for r in (-1.0, 0.0, 0.34, 0.999, 1.0, 2.0)] == ["r0", "r0", "r2", "r5", "r5", "r5"]
 
 
-def test_the_root_the_forks_and_the_leaves_have_dots_with_their_reward(tmp_path):
-    tree = trees.read(saved(tmp_path, grown(SHAPES["branch"])))
-    dots = re.findall(
-        r'<circle class="node (\w+)" cx="([\d.]+)" cy="([\d.]+)" r="[\d.]+"><title>([^<]*)', drawing(tree)
-    )
-    ranges, nodes = Ranges.of([tree]), Layout.of(tree).nodes
-    at = {(round(x, 1), round(y, 1)): node for node, (x, y) in enumerate(nodes)}
-    assert len(dots) >= 1 + 2 + 4 + 8 + 16
-    for shade, x, y, title in dots:
-        node = at[float(x), float(y)]
+def test_the_root_the_forks_and_the_leaves_have_dots_with_their_reward_that_keep_apart(tree):
+    found = re.findall(r'class="node (\w+)" cx="([\d.]+)" cy="([\d.]+)" r="[\d.]+"><title>([^<]*)', drawing(tree))
+    dots, ranges, nodes = [(float(x), float(y)) for _, x, y, _ in found], Ranges.of([tree]), Layout.of(tree).nodes
+    shown = set()
+    for (x, y), (shade, _, _, title) in zip(dots, found, strict=True):
+        node = min(range(len(nodes)), key=lambda k: math.dist(nodes[k], (x, y)))
+        assert math.dist(nodes[node], (x, y)) < 0.2
         assert shade == ranges.shade(tree.reward[node])
         assert title.startswith(f"fused reward {treechart._text(tree.reward[node])} of lea")
-    assert {0, *tree.leaves} <= {at[float(x), float(y)] for _, x, y, _ in dots}
-
-
-def test_dots_keep_apart_and_every_fork_has_one(tree):
-    dots = [(float(x), float(y)) for x, y in re.findall(r'class="node \w+" cx="([\d.]+)" cy="([\d.]+)"', drawing(tree))]
-    layout = Layout.of(tree)
+        shown.add(node)
     forks = {e.parent for e in tree.edges if tree.below()[e.parent] != tree.below()[e.child]}
-    for node in forks:
-        assert any(abs(x - a) + abs(y - b) < 0.2 for x, y in dots for a, b in [layout.nodes[node]])
+    assert {0, *tree.leaves, *forks} <= shown
     apart = 6 if tree.steps > 20 else 12  # px; 3.5 and 5 are their radii, and a fork is always shown
     assert all(b - a >= apart for (a, y), (b, z) in pairwise(sorted(dots, key=lambda p: p[::-1])) if y == z)
 
@@ -273,17 +255,11 @@ def test_without_advantages_lines_are_neutral_and_the_legend_is_shorter(tmp_path
     assert "pruned" in told
 
 
-def test_the_caption_counts(tmp_path):
-    tree = trees.read(saved(tmp_path, grown(SHAPES["branch"])))
-    text = treechart.caption(tree)
+def test_the_caption_counts_evaluations_and_those_of_the_leaves_as_chains(tree, tmp_path):
+    other = trees.read(saved(tmp_path, grown(SHAPES["branch"])))
+    text = treechart.caption(other)
     assert text.startswith("16 leaves from 203 network evaluations (as chains: 320); rewards ")
-    assert f"{sum(e.pruned for e in tree.edges)} of {218 - 16} noisy edges pruned" in text
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_leaves_as_chains_take_the_steps_of_their_own_ways(tmp_path, name):
-    grown_ = grown(SHAPES[name])
-    tree = trees.read(saved(tmp_path, grown_))
+    assert f"{sum(e.pruned for e in other.edges)} of {218 - 16} noisy edges pruned" in text
     parent = {edge.child: edge.parent for edge in tree.edges}
     steps = 0
     for node in tree.leaves:
@@ -332,18 +308,11 @@ def test_the_section_draws_base_the_latest_evaluations_and_tuned_and_unfolds_the
     assert all(link.startswith(("#", "data:image/")) for link in page.links)
     assert list(load_run(with_trees).evaluations).count("tuned") == 1
     assert not any(tag.startswith("tree-") for tag in load_run(with_trees).evaluations)
-
-
-def test_all_drawings_share_one_meaning_of_the_colours(with_trees):
-    page, found = Page(build([with_trees])).source, load_run(with_trees).trees
-    shown = [found[tag] for tag in ("base", "iteration-000060", "iteration-000080", "iteration-000100", "tuned")]
-    assert str(treechart.legend(shown, Ranges.of(shown))) in page
-
-
-def test_small_pictures_stay_exact_though_their_sheet_is_large(with_trees):
-    source = Page(build([with_trees])).source
-    assert source.count('<image id="run-0-tree-') == 5
-    assert len(re.findall(r'<image id="run-0-tree-[^>]*data:image/png[^>]*class="pixelated"', source)) == 5
+    shown = [load_run(with_trees).trees[tag] for tag in tags]
+    assert str(treechart.legend(shown, Ranges.of(shown))) in page.source, "one meaning of the colours"
+    # Small images stay exact though their sheet is large.
+    assert page.source.count('<image id="run-0-tree-') == 5
+    assert len(re.findall(r'<image id="run-0-tree-[^>]*data:image/png[^>]*class="pixelated"', page.source)) == 5
 
 
 def test_texts_of_a_trees_file_are_never_markup(with_trees, tmp_path):
@@ -360,15 +329,12 @@ def test_texts_of_a_trees_file_are_never_markup(with_trees, tmp_path):
     assert any(EVIL in text for text in page.texts["title"])
 
 
-def test_a_run_without_trees_has_no_such_section(tmp_path):
-    page = Page(build([make_run(tmp_path / "plain", num_prompts=2)]))
+def test_a_run_without_trees_has_no_such_section_and_a_tree_without_images_is_drawn(tmp_path):
+    folder = make_run(tmp_path / "bare", num_prompts=2)
+    page = Page(build([folder]))
     assert "run-0-tree" not in page.ids
     assert '<svg class="tree"' not in page.source
     assert "Tree" not in page.text("a", "h2").split()
-
-
-def test_a_tree_whose_pictures_are_gone_is_still_drawn(tmp_path):
-    folder = make_run(tmp_path / "bare", num_prompts=2)
     saved(folder, grown(SHAPES["two"])).with_suffix(".png").unlink()
     source = Page(build([folder])).source
     assert source.count('class="no-leaf"') == 2
