@@ -109,8 +109,8 @@ def message(count: int = 1, request_id: str = "a", **changes: Any) -> dict[str, 
 
 
 @contextmanager
-def scripted(answer: Callable[[dict[str, Any]], tuple[int, Any]], **card: Any) -> Iterator[str]:
-    """Address of a server whose /score is `answer(message) -> (status, body)`; None as body drops the connection."""
+def scripted(answer: Callable[[dict[str, Any]], tuple[int, Any]], path: str = "/score", **card: Any) -> Iterator[str]:
+    """Address of a server whose `path` is `answer(message) -> (status, body)`; None as body drops the connection."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -124,6 +124,7 @@ def scripted(answer: Callable[[dict[str, Any]], tuple[int, Any]], **card: Any) -
             self._send(200, {"schema": SCHEMA, "limits": limits, "rewards": {"mine": reward}})
 
         def do_POST(self) -> None:
+            assert self.path == path
             status, body = answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             if body is None:
                 self.close_connection = True
@@ -131,7 +132,7 @@ def scripted(answer: Callable[[dict[str, Any]], tuple[int, Any]], **card: Any) -
             self._send(status, body)
 
         def _send(self, status: int, body: Any) -> None:
-            data = json.dumps(body).encode()
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.end_headers()

@@ -2,10 +2,8 @@
 
 import base64
 import io
-import json
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from flowrl.rewards._detection.remote import RemoteDetector, Unreachable
 from PIL import Image
 
 from flowrl.reward import RewardError
+from tests.serving import scripted
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
 DOG = {"label": "dog", "confidence": 0.5, "box": [1, 2, 5, 6]}
@@ -27,44 +26,28 @@ def png(mask: np.ndarray) -> str:
 
 @pytest.fixture
 def served():
-    """served(*answers): a detector on a server that gives them in turn; each is a status, or a function of the request.
+    """served(*answers): (detector on a server that gives them in turn, its requests).
 
-    The requests it has had are under `.requests`.
+    An answer is a status, or a function of the request.
     """
-    servers = []
+    with ExitStack() as stack:
 
-    def start(*answers, **options):
-        requests = []
+        def start(*answers, **options):
+            requests = []
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                assert self.path == "/detect"
-                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            def answer(request):
                 requests.append(request)
-                answer = answers[len(requests) - 1]
-                body = b"" if isinstance(answer, int) else answer(request)
-                self.send_response(answer if isinstance(answer, int) else 200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                given = answers[len(requests) - 1]
+                return (given, b"") if isinstance(given, int) else (200, given(request))
 
-            def log_message(self, *args):
-                pass
+            url = stack.enter_context(scripted(answer, path="/detect"))
+            return RemoteDetector(f"{url}/", backoff_s=0.0, **options), requests
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
-        detector = RemoteDetector(f"http://127.0.0.1:{server.server_port}/", backoff_s=0.0, **options)
-        return detector, requests
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield start
 
 
 def reply(**more):
-    return lambda request: json.dumps({"schema": 1, "id": request["id"]} | more).encode()
+    return lambda request: {"schema": 1, "id": request["id"]} | more
 
 
 def test_the_picture_goes_out_without_loss_and_the_objects_come_back(served):
@@ -110,9 +93,9 @@ def test_a_picture_that_the_server_cannot_look_at_is_one_failure(served):
     [
         (403, "refused the request with status 403"),
         (lambda request: b"<html>", "answered 200 without JSON"),
-        (lambda request: b"[]", "did not answer in schema 1"),
-        (lambda request: json.dumps({"schema": 1, "id": "another", "objects": []}).encode(), "under the request's id"),
-        (lambda request: json.dumps({"schema": 2, "id": request["id"], "objects": []}).encode(), "in schema 1"),
+        (lambda request: [], "did not answer in schema 1"),
+        (lambda request: {"schema": 1, "id": "another", "objects": []}, "under the request's id"),
+        (lambda request: {"schema": 2, "id": request["id"], "objects": []}, "in schema 1"),
         (reply(), "KeyError: 'objects'"),
         (reply(objects=[{"label": "dog"}]), "KeyError: 'confidence'"),
         (reply(objects=[DOG | {"confidence": 1.5}]), "confidence 1.5"),

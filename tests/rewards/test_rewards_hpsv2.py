@@ -1,4 +1,4 @@
-"""HPS v2: its geometry by the sheet's vectors, its files, and scores on a tiny network of the same kind."""
+"""HPS v2: its geometry by published vectors, its files, and scores on a tiny network of the same kind."""
 
 import hashlib
 import math

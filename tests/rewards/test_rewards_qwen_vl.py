@@ -74,7 +74,7 @@ def test_a_prompt_is_known_by_its_digest_and_found_among_a_files_strings(tmp_pat
 
 
 def test_the_text_of_video_align_is_known_by_the_published_digest():
-    """The sheet's, of the authors' text with the caption "a photo of a cat"; the text itself is not shipped."""
+    """Of the authors' text with the caption "a photo of a cat"; the text itself is not shipped."""
     assert PROMPT_SHA256 == "9d1d713c81a2a7bcce7f2c664b072885afe3320f7fcc000dde0fc9b19075543f"
 
 

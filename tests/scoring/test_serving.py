@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.transport import pack
 from flowrl.core.wire import SCHEMA, WireImage, write_image
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.rewards import jpeg
 from flowrl.scoring.server.messages import Item, Limits
 from flowrl.scoring.server.process import Worker, WorkerFailed
 from flowrl.scoring.server.worker import score_items
@@ -119,15 +119,19 @@ def test_malformed_messages_are_refused_with_the_reason(url, body, kind):
     assert answer.json()["schema"] == SCHEMA
 
 
-def test_an_unknown_reward_and_too_many_items_are_refused(url):
-    assert post(url, message(reward="shapes")).status_code == 404
-    answer = post(url, message(9))
-    assert (answer.status_code, answer.json()["error"]["kind"]) == (413, "items")
-
-
-def test_a_body_that_a_browser_could_be_made_to_send_is_refused(url):
-    assert post(url, message(), **{"content-type": "text/plain"}).status_code == 415
-    assert post(url, message(), **{"content-encoding": "gzip"}).status_code == 415
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "kind"),
+    [
+        (message(reward="shapes"), {}, 404, "reward"),
+        (message(9), {}, 413, "items"),
+        # What a page in a browser could be made to send.
+        (message(), {"content-type": "text/plain"}, 415, "type"),
+        (message(), {"content-encoding": "gzip"}, 415, "type"),
+    ],
+)
+def test_an_unknown_reward_too_many_items_and_other_types_are_refused(url, body, headers, status, kind):
+    answer = post(url, body, **headers)
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (status, kind)
 
 
 def test_a_truncated_picture_has_an_error_and_no_score_while_its_neighbours_are_scored(url):
@@ -210,23 +214,13 @@ def test_a_slow_body_and_a_slow_head_are_cut_off_while_others_are_served(url):
 
 def test_a_missing_or_wrong_token_is_refused_before_the_body_is_read():
     with serving(Inline(), token="secret") as url:
-        for headers in (
-            {},
-            {"authorization": "Bearer secre"},
-            {"authorization": "secret"},
-            {"authorization": "Bearer \xe9"},
-        ):
-            raw = {name: value.encode("latin-1") for name, value in headers.items()}
-            answer = httpx.post(f"{url}/score", content=b"x" * 1000, headers=raw)
-            assert answer.status_code == 401, headers
-            assert httpx.get(f"{url}/rewards", headers=raw).status_code == 401
-            assert httpx.get(f"{url}/metrics", headers=raw).status_code == 401
-        assert works_with(url, "secret")
+        for token in ("", "Bearer secre", "secret", "Bearer \xe9"):
+            headers = {"authorization": token.encode("latin-1")} if token else {}
+            answers = [httpx.get(f"{url}/{page}", headers=headers) for page in ("rewards", "metrics")]
+            answers.append(httpx.post(f"{url}/score", content=b"x" * 1000, headers=headers))
+            assert [answer.status_code for answer in answers] == [401] * 3, token
+        assert values(post(url, message(1), authorization="Bearer secret")) == [0.0]
         assert httpx.get(f"{url}/health").status_code == 200
-
-
-def works_with(url: str, token: str) -> bool:
-    return values(post(url, message(1), authorization=f"Bearer {token}")) == [0.0]
 
 
 def test_a_server_for_other_machines_wants_a_token_from_a_file_or_the_environment(tmp_path: Path, monkeypatch):
@@ -283,17 +277,19 @@ def test_a_request_repeated_while_it_is_worked_on_is_scored_once():
 
     runner, found = Threaded(waits), []
     with serving(runner) as url:
-        asking = [
-            threading.Thread(target=lambda: found.append(values(post(url, message(2, "same"))))) for _ in range(2)
-        ]
-        for thread in asking:
-            thread.start()
+        asking = [started(lambda: found.append(values(post(url, message(2, "same"))))) for _ in range(2)]
         wait_for(lambda: counted(url, 'flowrl_batches_total{reward="mine"}') == 1)
         release.set()
         for thread in asking:
             thread.join(20)
     assert found == [[0.0, 257.0]] * 2
     assert runner.batches == [2]
+
+
+def started(work: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments)
+    thread.start()
+    return thread
 
 
 def wait_for(condition, seconds: float = 20.0) -> None:
@@ -319,25 +315,21 @@ def test_requests_that_come_together_share_a_batch_and_large_ones_are_split():
         def ask(name: str, count: int) -> None:
             found[name] = values(post(url, message(count, name)))
 
-        threads = [threading.Thread(target=ask, args=one) for one in (("a", 2), ("b", 6))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        for thread in [started(ask, "a", 2), started(ask, "b", 6)]:
             thread.join(20)
     assert found == {"a": [0.0, 257.0], "b": [257.0 * k for k in range(6)]}
     assert runner.batches == [4, 4]
 
 
-def test_what_waits_beyond_the_limit_is_refused_for_another_try():
-    with serving(Inline(), limits=Limits(waiting=3)) as url:
+BYTES_OF_THREE = sum(len(pack(picture, "png").data) for picture in pictures(3))
+
+
+@pytest.mark.parametrize("limits", [{"waiting": 3}, {"waiting_bytes": BYTES_OF_THREE}])
+def test_what_waits_beyond_the_limit_is_refused_for_another_try(limits):
+    with serving(Inline(), limits=Limits(**limits)) as url:
         answer = post(url, message(4))
         assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "busy")
         assert float(answer.headers["retry-after"]) > 0
-        assert works(url, "small enough")
-    size = sum(len(pack(picture, "png").data) for picture in pictures(3))
-    with serving(Inline(), limits=Limits(waiting_bytes=size)) as url:
-        answer = post(url, message(4))
-        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "busy")
         assert all(works(url, f"small enough {k}") for k in range(2))
 
 
@@ -378,14 +370,6 @@ def test_a_scorer_that_calls_sys_exit_costs_its_sample_and_not_the_worker(whole:
     kinds = [row["error"] and row["error"]["kind"] for row in found]
     assert kinds == (["raised"] * 3 if whole else [None, "raised", None])
     assert "SystemExit (test_serving.py:" in found[1]["error"]["text"]
-
-
-def test_a_scorer_of_groups_that_raises_gives_no_part_of_the_group_a_score():
-    def odd(images, prompts, metadata):
-        raise ValueError("odd prompt")
-
-    with serving(Inline(odd, Card(outputs=("mine",), needs_groups=True))) as url:
-        assert values(post(url, message(3))) == [None] * 3
 
 
 class Stumbling(Inline):
@@ -472,11 +456,9 @@ def test_a_scorer_that_hangs_is_ended_and_started_anew_and_only_its_own_request_
     def ask(name: str, *prompts: str) -> None:
         found[name] = odd(url, name, *prompts)
 
-    threads = [threading.Thread(target=ask, args=("hangs", "a", "hang"))]
-    threads[0].start()
+    threads = [started(ask, "hangs", "a", "hang")]
     wait_for(lambda: counted(url, 'flowrl_batches_total{reward="odd"}') >= 3)
-    threads.append(threading.Thread(target=ask, args=("waits", "a", "b")))
-    threads[1].start()
+    threads.append(started(ask, "waits", "a", "b"))
     health = httpx.get(f"{url}/health", timeout=2)  # the server itself hangs at no time
     assert health.json()["rewards"]["odd"]["workers"] == 1
     for thread in threads:
@@ -524,14 +506,3 @@ def test_metrics_are_in_the_text_format_of_prometheus(url):
     buckets = [float(x.split()[-1]) for x in page.text.splitlines() if x.startswith("flowrl_request_seconds_bucket")]
     assert buckets == sorted(buckets)
     assert buckets[-1] == counted(url, "flowrl_request_seconds_count") > 0
-
-
-def test_the_reward_behind_a_server_gives_the_scores_that_it_gives_here():
-    images = torch.rand(5, 3, 20, 30, generator=torch.Generator().manual_seed(0))
-    here = jpeg.build(jpeg.Config()).score(images, [""] * 5, [{}] * 5)
-    runner = Inline(jpeg.build(jpeg.Config()).score)
-    body = message(5)
-    for item, image in zip(body["items"], images, strict=True):
-        item["picture"] = write_image(pack(image, "png"))
-    with serving(runner) as url:
-        assert values(post(url, body)) == here.tolist()
