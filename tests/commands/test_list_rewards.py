@@ -36,7 +36,7 @@ def test_recipes_are_listed_by_the_names_that_train_takes(capsys):
 def test_one_reward_is_shown_whole_with_its_options(capsys, tmp_path):
     listing.command("rewards", "jpeg")
     printed = capsys.readouterr().out
-    assert printed.startswith("Size of the picture as a JPEG")
+    assert printed.startswith("Size of the image as a JPEG")
     for line in ("higher_is_better: False", "low: 0.0", "source: DDPO, arXiv:2305.13301", "quality: 95"):
         assert f"  {line}\n" in printed
     file = tmp_path / "mine.py"

@@ -74,7 +74,7 @@ def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
     ("reward", "words"),
     [
         ("{name: shapes}", ["'shapes' judges images, and the model makes videos", "leave it out"]),
-        ("{path: brightness.py}", ["returned shape (2, 16)", "it was given clips [2, 5, 3, 16, 16]"]),
+        ("{path: brightness.py}", ["returned shape (2, 16)", "it was given videos [2, 5, 3, 16, 16]"]),
     ],
 )
 def test_a_reward_for_pictures_is_refused_for_clips_before_training(clips, monkeypatch, capsys, reward, words):
