@@ -119,7 +119,6 @@ def test_with_cps_the_stored_log_probs_and_the_ratio_are_unscaled():
 
 
 def test_with_cps_the_gradient_is_that_of_the_unscaled_log_prob():
-    """Through the loss."""
     session = roll_out(ToyAdapter(), algorithm=build(Config()), sampler=CPS)
     advantage = draw_advantages(len(session.edges))
     found = session.gradient(advantage)

@@ -25,7 +25,6 @@ def test_the_window_of_the_plan_slides_stays_and_is_never_empty():
 
 
 def test_the_random_window_is_a_function_of_seed_and_iteration_alone():
-    """Whoever asks gets the same."""
     config = mix_grpo.Config(window=MixWindow(strategy="random", size=2))
 
     def draw(seed: int) -> list[tuple[int, ...]]:

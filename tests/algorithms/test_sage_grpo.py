@@ -118,7 +118,6 @@ def test_the_anchor_is_renewed_after_updates_ten_twenty_and_so_on_only():
 
 
 def test_on_policy_the_gaussian_term_pulls_nowhere_and_off_policy_it_does():
-    """Closed form, where the sampled term is noise."""
     session = roll_out(ToyAdapter(), algorithm=build(trusted(anchor="none")))
     assert metrics_of(session)["policy/kl_old"] == pytest.approx(0.0, abs=1e-10)
     zeros = torch.zeros(len(session.edges))
@@ -128,7 +127,6 @@ def test_on_policy_the_gaussian_term_pulls_nowhere_and_off_policy_it_does():
 
 
 def test_the_sampled_term_is_the_mean_of_minus_the_log_ratio():
-    """KL_vel as coded."""
     session = roll_out(ToyAdapter(), algorithm=build(trusted(anchor="none", old="sampled")))
     nudge(session.adapter.network)
     (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)

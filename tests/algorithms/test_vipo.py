@@ -187,7 +187,6 @@ def test_off_policy_the_loss_is_the_mean_over_positions_of_clipped_ratios_writte
 
 
 def test_an_advantage_of_another_shape_than_the_log_prob_raises():
-    """No broadcasting."""
     run, plain = session(BY_POSITION), session(None)
     edges = len(run.edges)
     for wrong in (torch.ones(edges), torch.ones(edges, 4, 1), torch.ones(edges, 1, 4), torch.ones(edges, 4, 5)):

@@ -273,7 +273,6 @@ def test_every_option_stands_on_its_page_or_on_that_of_its_kind(name):
 
 @pytest.mark.parametrize("name", EDGES)
 def test_before_the_first_update_the_log_ratio_is_bitwise_zero_at_the_rollouts_batches(name):
-    """In the log ratio that the method itself uses."""
     session = roll_out(ToyAdapter(key_per_step=True), algorithm=build(name))
     sampler = session.policy.sampler
     for batch in session.batches(draw_advantages(len(session.edges))):

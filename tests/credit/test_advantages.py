@@ -88,7 +88,6 @@ def test_an_infinite_reward_is_masked_like_a_failed_one():
 
 
 def test_advantages_are_clipped_after_scaling():
-    """The clip comes last."""
     total = torch.cat([torch.zeros(1, 99), torch.ones(1, 1)], dim=1)  # the one stands 9.9 std away
     assert float(group(total, clip=None).values.max()) == pytest.approx(9.94, abs=0.01)
     assert float(group(total, clip=5.0).values.max()) == 5.0

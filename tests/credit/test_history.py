@@ -63,7 +63,6 @@ def test_advantages_are_those_of_the_official_statistics_over_many_iterations(se
 
 
 def test_before_there_are_enough_a_prompt_is_compared_with_the_batch_and_then_with_itself():
-    """With numbers."""
     by = rule(4, 4)
     assert_close(
         credit(by, [CAT, DOG], [0.0, 2.0], [4.0, 6.0])[0], np.array([-1.3416, -0.4472], "f4"), atol=1e-4, rtol=0

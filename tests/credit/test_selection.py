@@ -59,7 +59,6 @@ def test_neither_masked_samples_nor_dead_groups_nor_the_median_are_selected(name
 @settings(max_examples=60, deadline=None)
 @given(scores=st.lists(st.integers(-20, 20), min_size=2, max_size=8), data=st.data())
 def test_no_other_choice_varies_more(scores, data):
-    """Against all choices of that size."""
     keep = data.draw(st.integers(2, len(scores)))
     row = torch.tensor([scores], dtype=torch.float64)
     chosen = most_varied(row, everyone(row), keep)

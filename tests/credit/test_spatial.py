@@ -67,7 +67,6 @@ def sign(request, monkeypatch) -> int:
 
 
 def test_what_the_border_lacks_is_bright_whatever_sign_the_svd_gives(sign):
-    """The official polarity is arbitrary."""
     found = saliency(scene_tokens(), (6, 9))
     assert float(found[0, 2:4, 3:6].min()) > 0.5 > float(found[0, [0, -1]].max())
 
@@ -119,7 +118,6 @@ def test_tokens_that_do_not_fill_the_grid_are_refused():
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 11), (40, 60)])
 def test_a_picture_map_has_the_shape_of_the_latents(shape):
-    """non-square too."""
     found = to_latent_grid(saliency(scene_tokens(), (6, 9)), shape)
     assert found.shape == (1, *shape)
     assert (float(found.min()), float(found.max())) == (0.0, 1.0)

@@ -72,7 +72,6 @@ def test_a_step_without_noise_has_no_kl(divisor):
 
 
 def test_kl_by_variance_is_the_gaussian_kl_per_dim():
-    """`true`."""
     d, x = gaussian()
     other = StepDistribution(mean=x, std=d.std)
     assert_close(d.kl(other), kl_divergence(reference(d), reference(other)).flatten(1).mean(1))

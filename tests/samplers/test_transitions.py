@@ -158,7 +158,6 @@ def test_where_the_grid_ends_the_ddim_form_has_no_noise_and_the_sdes_keep_theirs
 
 
 def test_wan_sde_has_no_strength_but_on_and_off():
-    """No noise-level knob."""
     with pytest.raises(ValueError, match=r"noise_level=0\.5 must be 1 \(on\) or 0 \(off\)"):
         transition(build("wan_sde"), *noise_pair(1, 2), make_step(0.8, 0.6, 0.5))
 
@@ -548,7 +547,6 @@ def test_the_remedies_that_sage_names_work():
 @settings(max_examples=100, deadline=None)
 @given(after=st.floats(0.99, 0.9999), sigma_max=st.floats(0.99, 0.9999))
 def test_sage_is_positive_or_refused_next_to_one(after, sigma_max):
-    """Never NaN."""
     sampler, step = build("sage", sigma_max=sigma_max), make_step(1.0, after, 0.5)
     try:
         std = transition(sampler, torch.ones(1, 2), torch.ones(1, 2), step).std
@@ -577,7 +575,6 @@ def test_ddim_std_at_eta_one_is_the_published_one():
 
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 def test_ddim_is_the_step_of_diffusers_on_the_whole_grid(eta):
-    """Eta 0 is deterministic DDIM."""
     from diffusers import DDIMScheduler
 
     scheduler = DDIMScheduler(
