@@ -200,13 +200,9 @@ def test_batches_hold_whole_trees_and_change_nothing(name, batch_size):
         assert torch.equal(getattr(parts.edges, column), getattr(whole.edges, column))
     assert_close(parts.edges.old_log_prob, whole.edges.old_log_prob, rtol=1e-4, atol=1e-4)
     assert_close(parts.edges.nodes[parts.edges.child], whole.edges.nodes[whole.edges.child], rtol=1e-4, atol=1e-5)
-
-
-def test_half_a_tree_is_refused():
-    session = tree_rollout("branch_grpo")
-    data = (session.policy, session.plan, session.noise, Asked(session.ids[:6], session.cond, session.rows[:6]))
-    with pytest.raises(ValueError, match="whole trees of 4"):
-        run(*data, batch_size=64)
+    half = Asked(whole.ids[: LEAVES[name] + 2], whole.cond, whole.rows[: LEAVES[name] + 2])
+    with pytest.raises(ValueError, match=f"whole trees of {LEAVES[name]}"):
+        run(whole.policy, whole.plan, whole.noise, half, batch_size=batch_size)
 
 
 def rolled(plan: StepPlan, group: int, *, shared_start: bool = False) -> tuple:
@@ -343,15 +339,6 @@ def test_shares_hold_whole_trees_and_every_credited_edge_once(name, updates):
     owners = [set((session.edges.sample[share] // LEAVES[name]).tolist()) for share in replay.shares]
     assert sum(map(len, owners)) == len(set().union(*owners))
     assert torch.equal(replay.advantage[trained, 0], credit.steps.flatten(0, 1)[place][trained])
-
-
-def test_edges_outside_the_window_get_no_credit_and_no_gradient():
-    session = tree_rollout("tree_grpo")
-    credit = credit_of(session, rewards_of(session))
-    outside = [k for k in range(len(session.plan)) if k not in session.plan.train]
-    assert credit.pruned[..., outside].all()
-    assert credit.steps[..., outside].isnan().all()
-    assert set(session.edges.step.tolist()) == set(session.plan.train)
 
 
 # ---- configuration

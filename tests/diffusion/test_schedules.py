@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from flowrl.diffusion.schedules import Schedule, dynamic_shift, flow_match_euler, shift_sigmas, shifted_linspace
 
 SD35_10_STEPS = [1, 0.96013, 0.91335, 0.85769, 0.79037, 0.70728, 0.60215, 0.46488, 0.27805, 0.00893, 0]
-FLOW_SDE_STDS = [0.700, 0.743, 0.536, 0.446, 0.392, 0.353, 0.319, 0.282, 0.225, 0.0063]
 FLUX_512_6_STEPS = [1, 0.90374, 0.7897, 0.65249, 0.48422, 0.273, 0]
 
 

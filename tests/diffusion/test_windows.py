@@ -252,17 +252,12 @@ SIGMAS = shifted_linspace(25, 3.0)
 @pytest.mark.parametrize(
     ("draw", "arguments", "message"),
     [
-        *(
-            (random_window, (10, *at), words)
-            for at, words in (
-                ((0, 0, 5), "size 0 is empty"),
-                ((-1, 0, 5), "size -1 is empty"),
-                ((4, 2, 5), "4 steps does not fit between steps 2 and 5"),
-                ((2, -1, 5), "does not fit between steps -1 and 5"),
-                ((2, 0, 10), "could hold the last of 10 steps.*must end at 9"),
-                ((2, 0, 12), "could hold the last of 10 steps"),
-            )
-        ),
+        (random_window, (10, 0, 0, 5), "size 0 is empty"),
+        (random_window, (10, -1, 0, 5), "size -1 is empty"),
+        (random_window, (10, 4, 2, 5), "4 steps does not fit between steps 2 and 5"),
+        (random_window, (10, 2, -1, 5), "does not fit between steps -1 and 5"),
+        (random_window, (10, 2, 0, 10), "could hold the last of 10 steps.*must end at 9"),
+        (random_window, (10, 2, 0, 12), "could hold the last of 10 steps"),
         (subset, (10, 0), r"cannot draw 0 of 9 steps: give a number in 1\.\.9"),
         (subset, (10, 10), "cannot draw 10 of 9"),
         (partial(subset, steps=[3, 9]), (10, 1), r"step 9 cannot be drawn: of 10 steps, 0\.\.8"),

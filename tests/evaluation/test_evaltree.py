@@ -325,19 +325,23 @@ def test_a_resumed_run_forgets_the_trees_past_its_checkpoint(tmp_path, place):
 # ---- without advantages
 
 
-def test_one_chain_of_several_has_rewards_and_no_advantages(tmp_path):
-    record = Place(tmp_path, "tp_grpo", window=3).record()
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("tp_grpo", {"window": 3}, "this is one of them"),  # one chain of several
+        (
+            "flow_grpo_fast",
+            {"branch": 4, "window_size": 2, "advantages": AdvantageConfig(std="group", trimmed_ratio=0.8)},
+            "trimmed_ratio",  # needs more samples than the tree has
+        ),
+    ],
+)
+def test_where_one_tree_has_no_advantages_it_has_rewards_and_a_note(tmp_path, name, options, words):
+    record = Place(tmp_path, name, **options).record()
     assert set(record["edges"]["advantage"]) == {None}
     assert None not in record["edges"]["reward"]
     assert not any(record["edges"]["pruned"])
-    assert "this is one of them" in record["note"]
-
-
-def test_a_rule_that_needs_more_samples_than_a_tree_has_is_named(tmp_path):
-    rule = AdvantageConfig(std="group", trimmed_ratio=0.8)
-    record = Place(tmp_path, "flow_grpo_fast", branch=4, window_size=2, advantages=rule).record()
-    assert set(record["edges"]["advantage"]) == {None}
-    assert "trimmed_ratio" in record["note"]
+    assert words in record["note"]
 
 
 def test_equal_rewards_train_nothing_and_the_file_notes_it(tmp_path):

@@ -146,14 +146,10 @@ def test_a_prompt_that_stands_in_the_list_several_times_counts_once():
     assert often["n"] == 4 * once["n"]  # images
 
 
-def test_without_duplicates_the_prompts_are_resampled_as_they_stand():
+def test_without_duplicates_the_prompts_are_resampled_as_they_stand_and_failed_ones_count_in_none():
     table = np.random.default_rng(0).normal(size=(40, 2))
     table[3] = NAN
-    means = (table[:, 0] + table[:, 1]) / 2
-    assert summary(record("base", a=table))["a"] == interval(means)
-
-
-def test_duplicates_of_a_failed_prompt_are_no_prompt_that_was_scored():
+    assert summary(record("base", a=table))["a"] == interval((table[:, 0] + table[:, 1]) / 2)
     found = record("base", a=[[0.0], [NAN], [1.0], [NAN]])
     assert summary(replace(found, prompts=("a", "b", "a", "b")))["a"]["n"] == 1
 
@@ -334,13 +330,11 @@ def test_nothing_but_ties_has_no_rate():
 
 
 def test_an_evaluation_without_rewards_keeps_its_seeds_and_what_is_preferred(tmp_path):
-    alone = Evaluation(
-        "tuned", 3, 1.0, 10, ("a", "b"), 2, {}, Agreement(np.asarray([1.0, 0.5, NAN]), np.asarray([0, 1, 0]))
-    )
-    alone.save(tmp_path)
+    agreement = Agreement(np.asarray([1.0, 0.5, NAN]), np.asarray([0, 1, 0]))
+    Evaluation("tuned", 3, 1.0, 10, ("a", "b"), 2, {}, agreement).save(tmp_path)
     back = Evaluation.load(tmp_path / "tuned.json")
     assert (back.seeds, back.scores, back.prompts) == (2, {}, ("a", "b"))
-    np.testing.assert_array_equal(back.agreement.right, alone.agreement.right)
+    np.testing.assert_array_equal(back.agreement.right, agreement.right)
     assert back.agreement.captions.tolist() == [0, 1, 0]
 
 

@@ -39,15 +39,19 @@ def test_a_file_that_is_no_model_is_named(tmp_path, monkeypatch):
         sd3.build(sd3.Config(path=str(file)))
 
 
-@pytest.mark.parametrize("name", ["model.ckpt", "folder/model.pt", "model.bin"])
-def test_pickles_are_refused(name):
-    with pytest.raises(ModelError, match=r"pickle checkpoints are not read; convert it to \.safetensors"):
-        resolve_path(name)
+PICKLE = r"pickle checkpoints are not read; convert it to \.safetensors"
+NOWHERE = "no such file, folder or embedded asset; a hub id looks like 'owner/name'"
 
 
-@pytest.mark.parametrize("path", ["./nothing", "/nothing/here", "tiny-sd4", "a/b/c", "model.safetensors"])
-def test_a_path_that_is_not_there_says_what_a_path_may_be(path):
-    with pytest.raises(ModelError, match="no such file, folder or embedded asset; a hub id looks like 'owner/name'"):
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        *((path, PICKLE) for path in ("model.ckpt", "folder/model.pt", "model.bin")),
+        *((path, NOWHERE) for path in ("./nothing", "/nothing/here", "tiny-sd4", "a/b/c", "model.safetensors")),
+    ],
+)
+def test_pickles_and_paths_that_are_not_there_are_refused_with_what_a_path_may_be(path, message):
+    with pytest.raises(ModelError, match=message):
         resolve_path(path)
 
 

@@ -24,6 +24,7 @@ from flowrl.samplers.ode import Ode
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
 from tests.contracts.test_models import GUIDED, noise_like
+from tests.contracts.test_models import adapter as of_text
 from tests.native import lora, trained
 
 ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.IMAGED.items()]
@@ -266,9 +267,7 @@ def test_a_model_of_text_only_refuses_prompts_with_pictures():
     message = r"prompt 1, 'a', has 1 image\(s\), but StableDiffusion3Pipeline takes none"
     with pytest.raises(ConfigError, match=message):
         require_images([one], tiny_sd3.adapter(), "data.prompts", one)
-    height, width = tiny.CASES["sd3"].sizes[0]
-    call = tiny.CASES["sd3"].call
-    model = Generic(tiny.make("sd3"), Config(path="tiny", height=height, width=width, call=call))
+    model = of_text("sd3")
     with pytest.raises(ConfigError, match=message):
         require_images([one], model, "data.prompts", one)
     with pytest.raises(ModelError, match=r"StableDiffusion3Pipeline takes none \(see docs/models\.md\)"):

@@ -16,13 +16,7 @@ from flowrl.models.weights import Weights
 from tests import tiny_pipelines as tiny
 
 CASES = {"sd3": "sd3", "flux": "flux", "qwen_image": "qwen_image", "wan": "wan", "generic": "flux"}
-CLASSES = {
-    "sd3": "StableDiffusion3Pipeline",
-    "flux": "FluxPipeline",
-    "qwen_image": "QwenImagePipeline",
-    "wan": "WanPipeline",
-    "generic": "FluxPipeline",
-}
+CLASSES = {name: registry.load("models", case).PIPELINE for name, case in CASES.items()}
 EVERY = pytest.mark.parametrize("name", CASES)
 
 

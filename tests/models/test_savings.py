@@ -131,9 +131,8 @@ def test_layerwise_casting_replays_exactly_in_bfloat16(case):
     model = adapter(case, dtype="bfloat16", lora=LORA, memory={"layerwise_casting": "float8_e4m3fn"})
     weights = adapted(model)
     assert native.backward(model, weights, 3.0) == 0
-    assert native.trained(weights, "lora_B") == {name.partition(".lora_")[0] for name in weights.parameters} - set(
-        model.dead_lora_modules()
-    )
+    modules = {name.partition(".lora_")[0] for name in weights.parameters}
+    assert native.trained(weights, "lora_B") == modules - set(model.dead_lora_modules())
 
 
 def test_the_reference_is_the_cast_network_without_its_adapter():
@@ -174,20 +173,6 @@ def test_contradictions_and_unknown_values_are_refused(memory, message):
 
 
 # ---- quantised weights
-
-
-@pytest.mark.parametrize(("value", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
-def test_a_missing_package_is_named_with_its_command(monkeypatch, value, package):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=rf"quantize={value} needs {package}: pip install 'flowrl\[quant\]'"):
-        savings.check_available(config(lora=LORA, memory={"quantize": value}))
-
-
-def test_four_bits_without_a_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(ModelError, match="quantize=nf4 needs a GPU"):
-        savings.check_available(config(lora=LORA, memory={"quantize": "nf4"}))
 
 
 def test_a_single_file_cannot_be_quantised():
@@ -231,18 +216,25 @@ def test_a_backend_that_agrees_changes_nothing_but_itself():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("options", "installed", "message"),
     [
-        ("flsh", "is not a backend of diffusers; there are: flash, "),
-        ("flash", "pip install flash-attn"),
-        ("xformers", r"pip install 'flowrl\[xformers\]'"),
-        ("sage", "SageAttention has no backward pass"),
-        ("flash_hub", "a compiled kernel from the hub"),
+        ({"memory": {"quantize": "int8"}}, False, r"quantize=int8 needs torchao: pip install 'flowrl\[quant\]'"),
+        ({"memory": {"quantize": "nf4"}}, False, r"quantize=nf4 needs bitsandbytes: pip install 'flowrl\[quant\]'"),
+        ({"memory": {"quantize": "nf4"}}, True, "quantize=nf4 needs a GPU"),
+        ({"attention": "flsh"}, False, "is not a backend of diffusers; there are: flash, "),
+        ({"attention": "flash"}, False, "pip install flash-attn"),
+        ({"attention": "xformers"}, False, r"pip install 'flowrl\[xformers\]'"),
+        ({"attention": "sage"}, False, "SageAttention has no backward pass"),
+        ({"attention": "flash_hub"}, False, "a compiled kernel from the hub"),
     ],
 )
-def test_a_backend_that_cannot_be_is_refused_before_loading(name, message):
+def test_an_option_without_its_package_gpu_or_backward_pass_is_refused_before_loading(
+    monkeypatch, options, installed, message
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ModelError, match=message):
-        savings.check_available(config(attention=name))
+        savings.check_available(config(lora=LORA, **options))
 
 
 @pytest.mark.parametrize("case", ["sd3", "generic:sd"])

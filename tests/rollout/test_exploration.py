@@ -14,8 +14,6 @@ from torch.testing import assert_close
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.types import SampleId
-from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights
 from flowrl.rollout.exploration import ExplorationConfig, choose, fidelity
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.preview import Preview
@@ -125,72 +123,54 @@ def test_a_chosen_sample_starts_from_its_candidates_noise_whatever_the_batch():
 # ---- the cheaper copy
 
 
-def moved_lora(model, seed: int = 0) -> Weights:
-    weights = Weights(model.network, LoraSettings(rank=2, alpha=6), model.lora_targets, 0)
-    with torch.no_grad():
-        for parameter in weights.parameters.values():
-            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(seed))
-    return weights
-
-
-def predicted(model) -> torch.Tensor:
-    x = torch.randn(2, *model.latent_shape(), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return model.predict(x, model.schedule(4).timesteps[1].repeat(2), model.encode(["a", "b"]), 1.0)
-
-
 def test_the_merged_copy_predicts_as_the_adapted_network_and_follows_it(sd3):
-    moved_lora(sd3)
+    weights = native.lora(sd3, noise=0.1)
     preview = Preview(sd3, "merged")
     for seed in (1, 2):
-        with torch.no_grad():
-            for parameter in (p for p in sd3.network.parameters() if p.requires_grad):
-                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(seed))
-        expected = predicted(sd3)
+        for parameter in weights.parameters.values():
+            parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(seed))
+        expected = native.output(sd3, 1.0)
         preview.follow()
         with preview.using():
-            assert_close(predicted(sd3), expected, rtol=1e-4, atol=1e-4)
+            assert_close(native.output(sd3, 1.0), expected, rtol=1e-4, atol=1e-4)
         # Outside, the network itself is back, adapter and gradients included.
-        assert torch.equal(predicted(sd3), expected)
+        assert torch.equal(native.output(sd3, 1.0), expected)
     assert not any("lora" in name for name, _ in preview.network.named_parameters())
 
 
 def test_the_merged_weights_are_the_base_plus_the_update(sd3):
     name = "transformer_blocks.0.attn.to_q"
     before = sd3.network.get_submodule(name).weight.detach().clone()
-    weights = moved_lora(sd3)
+    weights = native.lora(sd3, noise=0.1)
     preview = Preview(sd3, "merged")
     preview.follow()
     low, high = (weights.parameters[f"{name}.lora_{side}.default.weight"] for side in "AB")
-    assert_close(preview.network.get_submodule(name).weight, before + 6 / 2 * high @ low)
+    update = native.LORA.alpha / native.LORA.rank * high @ low
+    assert float(update.detach().abs().max()) > 0.01
+    assert_close(preview.network.get_submodule(name).weight, before + update)
 
 
 def test_full_weights_are_taken_over_and_half_precision_is_near(sd3):
     preview = Preview(sd3, "bfloat16")
-    with torch.no_grad():
-        for parameter in sd3.network.parameters():
-            parameter.mul_(1.01)
+    for parameter in sd3.network.parameters():
+        parameter.data.mul_(1.01)
     preview.follow()
-    expected = predicted(sd3)
+    expected = native.output(sd3, 1.0)
     with preview.using():
-        found = predicted(sd3)
+        found = native.output(sd3, 1.0)
     assert not torch.equal(found, expected)
     assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
-def test_every_copy_is_told_of():
-    told: list[nn.Module] = []
+def test_every_copy_is_prepared_once_the_policy_needs_none_and_the_generic_adapter_has_none():
+    prepared: list[nn.Module] = []
     adapter = ToyAdapter()
-    preview = Preview(adapter, "merged", told.append)
-    preview.follow()
-    preview.follow()
-    assert told == [preview.network]
-
-
-def test_the_policy_itself_needs_no_copy_and_the_generic_adapter_has_none():
-    adapter = ToyAdapter()
-    preview = Preview(adapter, "policy")
-    preview.follow()
+    for network, copies in (("merged", 1), ("policy", 0)):
+        preview = Preview(adapter, network, prepared.append)
+        preview.follow()
+        preview.follow()
+        assert prepared == [preview.network] * copies
+        prepared.clear()
     with preview.using():
         assert preview.network is None
     adapter.own_network = False

@@ -164,13 +164,12 @@ def test_shares_hold_every_term_once_and_forwards_hold_units_whole(method, updat
             if part.method.unit == "group":
                 assert all(batch.group.tolist().count(group) == 4 for group in batch.group.tolist())
     assert len(seen) == len(set(seen)) == 12 * 3
+    assert seen != sorted(seen, key=lambda key: key[0]), "the order of units is not the samples' own"
+    nothing = noising_of(session, torch.zeros(1, 3, 4), updates=updates)
+    assert nothing.sizes == [0] * updates
+    assert terms(nothing) == [], "and no forward"
     unit = 12 if part.method.unit == "group" else 3  # samples, or groups of four, are shared out
     assert max(part.sizes) - min(part.sizes) in (0, unit)
-
-
-def test_the_order_of_units_differs_from_the_samples_own():
-    found = [int(s) for b in terms(noising_of(session_of(METHODS["term"]()), rewards_of())) for s in b.sample]
-    assert found != sorted(found)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -205,12 +204,6 @@ def test_a_group_that_the_filter_leaves_out_adds_no_gradient_and_no_count():
     alone[0, 1:] = torch.nan
     expected = gradient(diffusion_nft.Config(advantages=plain), alone)[1]
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_nothing_to_train_is_no_forward():
-    part = noising_of(session_of(METHODS["group"]()), torch.zeros(1, 3, 4), updates=2)
-    assert part.sizes == [0, 0]
-    assert terms(part) == []
 
 
 # ---- old values
@@ -251,22 +244,16 @@ def test_old_values_are_those_of_the_network_that_drew_the_samples():
         assert torch.equal(log_ratios(session, part, 0), torch.zeros(36, dtype=torch.float64))
 
 
-def test_one_update_on_policy_needs_no_pass_for_old_values():
+@pytest.mark.parametrize(("updates", "passes", "needed"), [(1, 1, False), (2, 1, True), (1, 2, True)])
+def test_one_update_on_policy_needs_no_pass_for_old_values_and_others_are_of_one_noise(updates, passes, needed):
     session = session_of(METHODS["term"]())
-    for updates, passes, needed in ((1, 1, False), (2, 1, True), (1, 2, True)):
-        session.algorithm.passes = passes
-        part = noising_of(session, rewards_of(), updates=updates)
-        part.prepare()
-        assert (part.old is not None) == needed
-
-
-def test_other_noise_than_that_of_the_old_value_breaks_the_ratio():
-    """The old value is of one noise; a ratio with another noise is not 1."""
-    session = session_of(METHODS["term"]())
-    part = noising_of(session, rewards_of(), updates=2)
+    session.algorithm.passes = passes
+    part = noising_of(session, rewards_of(), updates=updates)
     part.prepare()
-    part.iteration = replace(part.iteration, number=2)
-    assert float(log_ratios(session, part, 0).abs().min()) > 0
+    assert (part.old is not None) == needed
+    if needed:  # a ratio with another noise is not 1
+        part.iteration = replace(part.iteration, number=2)
+        assert float(log_ratios(session, part, 0).abs().min()) > 0
 
 
 # ---- the learner

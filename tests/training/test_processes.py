@@ -22,13 +22,15 @@ from tests.training.test_sharding import everywhere
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch):
-    """cards(n): a machine with n GPUs, as torch reports them."""
+    """cards(n, backend): a machine with n GPUs, as torch reports them, and the backend that the launcher names."""
 
-    def have(count: int) -> None:
+    def have(count: int, backend: str | None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.delenv(BACKEND, raising=False)
+        if backend is not None:
+            monkeypatch.setenv(BACKEND, backend)
 
-    monkeypatch.delenv(BACKEND, raising=False)
     return have
 
 
@@ -41,21 +43,16 @@ def cards(monkeypatch: pytest.MonkeyPatch):
         (0, 2, "mpi", ["'mpi'", "gloo and nccl"]),
     ],
 )
-def test_processes_that_the_gpus_cannot_bear_are_refused(cards, monkeypatch, count, processes, backend, words):
-    cards(count)
-    if backend is not None:
-        monkeypatch.setenv(BACKEND, backend)
+def test_processes_that_the_gpus_cannot_bear_are_refused(cards, count, processes, backend, words):
+    cards(count, backend)
     with pytest.raises(ConfigError) as caught:
         require_devices(processes)
-    for word in words:
-        assert word in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize(("count", "backend"), [(2, None), (2, "nccl"), (1, "gloo"), (0, None), (0, "gloo")])
-def test_two_processes_have_a_gpu_each_share_one_through_gloo_or_use_none(cards, monkeypatch, count, backend):
-    cards(count)
-    if backend is not None:
-        monkeypatch.setenv(BACKEND, backend)
+def test_two_processes_have_a_gpu_each_share_one_through_gloo_or_use_none(cards, count, backend):
+    cards(count, backend)
     assert require_devices(2) == backend
 
 
