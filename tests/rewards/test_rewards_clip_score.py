@@ -13,9 +13,8 @@ from torch.testing import assert_close
 
 from flowrl.reward import RewardError
 from tests import toy_clip
-from tests.tiny_rewards import smooth_images
+from tests.tiny_rewards import PROMPTS, scored, smooth_images
 
-PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "sea"]
 BACKENDS = ("transformers", "open_clip")
 
 
@@ -37,10 +36,6 @@ def rewards(folders):
 @pytest.fixture(scope="module", params=BACKENDS)
 def reward(request, rewards):
     return rewards[request.param, "exact"]
-
-
-def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
-    return reward.score(images, prompts, [{}] * len(prompts))
 
 
 def pil(image: torch.Tensor):

@@ -10,20 +10,15 @@ import pytest
 import torch
 from flowrl.rewards.degeneracy import Config, build
 
-from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.weighted import WeightedReward
+from tests.tiny_rewards import raw_scores
 
 SIZE = 32
 LUMINANCE = (0.2126, 0.7152, 0.0722)
 
 
 def scored(images, **options) -> dict[str, list[float]]:
-    reward = build(Config(**options))
-    count = len(images)
-    scores = Scorer([WeightedReward("degeneracy", reward)], max_failed_share=1.0).score(
-        images, [""] * count, [{}] * count
-    )
-    return {name.removeprefix("degeneracy_"): values.tolist() for name, values in scores.raw.items()}
+    scores = raw_scores(build(Config(**options)), images)
+    return {name.removeprefix("degeneracy_"): values.tolist() for name, values in scores.items()}
 
 
 def flat(*color: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The determinantal gain (grpo_family 7.5) and the reward that is made of it."""
+"""The determinantal gain, -log (L^-1)_ii of L = 1 + E E^T (arXiv 2511.20647), and the reward that is made of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def pictures(count: int, seed: int = 0) -> torch.Tensor:
 @settings(max_examples=40, deadline=None)
 @given(samples=st.integers(1, 7), width=st.integers(1, 9), seed=st.integers(0, 100))
 def test_the_gain_is_the_leave_one_out_difference_of_log_determinants(samples, width, seed):
-    """grpo_family 7.5: -log (L^-1)_ii equals brute force, within 0 and ln 2."""
     rows = draw(2, samples, width, seed=seed)
     found = diversity_gain(3 * rows)
     for p in range(2):
@@ -49,14 +48,12 @@ def test_the_gain_is_the_leave_one_out_difference_of_log_determinants(samples, w
 
 @pytest.mark.parametrize("samples", [2, 5, 24])
 def test_equal_samples_share_the_least_gain_and_orthogonal_ones_have_the_most(samples):
-    """grpo_family 7.5, bounds: log((G + 1) / G) and ln 2."""
     same = torch.ones(1, samples, 30)
     assert_close(diversity_gain(same), torch.full((1, samples), math.log((samples + 1) / samples)))
     assert_close(diversity_gain(torch.eye(30)[None, :samples]), torch.full((1, samples), LN2))
 
 
 def test_duplicates_share_the_smallest_gain():
-    """grpo_family 7.5."""
     rows = draw(1, 6, 20)
     rows[0, 4] = 2.5 * rows[0, 1]
     found = diversity_gain(rows)[0]
@@ -66,7 +63,6 @@ def test_duplicates_share_the_smallest_gain():
 
 
 def test_one_sample_alone_has_ln_2_and_so_no_advantage():
-    """grpo_family 7.5."""
     gain = diversity_gain(draw(3, 1, 4))
     assert_close(gain, torch.full((3, 1), LN2))
     credit = group(gain[None], torch.ones(1), AdvantageConfig(std="group"))

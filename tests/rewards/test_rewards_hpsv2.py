@@ -11,11 +11,9 @@ from flowrl.rewards.hpsv2 import Config, build, find_weights, prepared
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
+from tests.tiny_rewards import PROMPTS, scored, smooth_images
 from tests.tiny_rewards import hpsv2 as tiny
-from tests.tiny_rewards import smooth_images
 from tests.tiny_rewards.hpsv2 import ARCHITECTURE, CONTEXT, IMAGE_SIZE
-
-PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "the sea"]
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +29,6 @@ def _tiny_network(monkeypatch):
 @pytest.fixture
 def reward(folder):
     return build(Config(weights=folder, device="cpu"))
-
-
-def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
-    return reward.score(images, prompts, [{}] * len(prompts))
 
 
 # ---- preprocessing

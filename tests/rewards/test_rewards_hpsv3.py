@@ -12,7 +12,7 @@ from flowrl.reward import RewardError
 from flowrl.rewards import hpsv3
 from tests import toy_qwen_vl as toy
 from tests.tiny_rewards import hpsv3 as tiny
-from tests.tiny_rewards import smooth_images
+from tests.tiny_rewards import scored, smooth_images
 from tests.tiny_rewards.hpsv3 import PROMPTS, configured, random_head
 
 
@@ -31,10 +31,6 @@ def small(monkeypatch):
 @pytest.fixture(scope="module")
 def reward(toys):
     return build(configured(toys[0]))
-
-
-def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
-    return reward.score(images, prompts, [{}] * len(prompts))
 
 
 def straight_line(toys, image: torch.Tensor, caption: str, size: tuple[int, int]) -> float:

@@ -11,18 +11,14 @@ from flowrl.rewards.motion import Config, build, consistency, dynamics, spaced
 
 from flowrl.reward import RewardError
 from flowrl.rewards import motion
-from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.weighted import WeightedReward
 from tests import toy_clip
+from tests.tiny_rewards import raw_scores
 
 FRAMES, SIZE = 9, 64
 
 
-def scored(reward, clips) -> dict[str, list[float]]:
-    scores = Scorer([WeightedReward("motion", reward)], max_failed_share=1.0).score(
-        clips, [""] * len(clips), [{}] * len(clips)
-    )
-    return {name: values.tolist() for name, values in scores.raw.items()}
+def scored(reward, videos) -> dict[str, list[float]]:
+    return {name: values.tolist() for name, values in raw_scores(reward, videos).items()}
 
 
 def ground(seed: int = 0) -> torch.Tensor:

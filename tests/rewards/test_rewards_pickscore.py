@@ -11,9 +11,7 @@ from torch.testing import assert_close
 
 from tests import toy_clip
 from tests.rewards.test_rewards_clip_score import embeddings
-from tests.tiny_rewards import smooth_images
-
-PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "sea"]
+from tests.tiny_rewards import PROMPTS, scored, smooth_images
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +22,6 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def reward(folder):
     return build(Config(model=folder, tokenizer=folder, device="cpu"))
-
-
-def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
-    return reward.score(images, prompts, [{}] * len(prompts))
 
 
 def straight_line(folder: str, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:

@@ -8,8 +8,7 @@ from flowrl.rewards.safety import Config, build, unsafe_classes
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
-from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.weighted import WeightedReward
+from tests.tiny_rewards import raw_scores as scored
 from tests.tiny_rewards.safety import NAMES, SIZE, save
 
 
@@ -25,12 +24,6 @@ def reward(folder):
 
 def pictures(count: int) -> torch.Tensor:
     return torch.rand(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-
-
-def scored(reward, images) -> dict[str, torch.Tensor]:
-    entry = WeightedReward("safety", reward)
-    count = len(images)
-    return Scorer([entry], max_failed_share=1.0).score(images, [""] * count, [{}] * count).raw
 
 
 def by_hand(folder: str, images: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from flowrl.rewards.shapes import Found, score_scene
 from torch.testing import assert_close
 
 from flowrl import shapes
+from tests import tiny_sd3
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "assets" / "tiny-clip"
@@ -37,20 +38,12 @@ print(texts.shape[1], int((texts[0] == texts[0].max()).nonzero()[0]), model.enco
 
 @pytest.fixture(scope="module")
 def clip() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        import _tiny_clip
-
-        return _tiny_clip
+    return tiny_sd3.script("_tiny_clip")
 
 
 @pytest.fixture(scope="module")
-def measure(clip) -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        import _tiny_clip_measure
-
-        return _tiny_clip_measure
+def measure() -> ModuleType:
+    return tiny_sd3.script("_tiny_clip_measure")
 
 
 @pytest.fixture(scope="module")

@@ -222,6 +222,10 @@ def test_beside_stops_where_a_batch_by_itself_has_too_many_failures():
             beside.rest()
 
 
+def means(images, prompts, metadata):
+    return torch.stack([image.mean() for image in images])
+
+
 class Waits:
     """Scores its first batch only once `event` is set: what must happen first is for the test to say."""
 
@@ -231,7 +235,7 @@ class Waits:
     def __call__(self, images, prompts, metadata):
         if not self.came:
             self.came.append(self.event.wait(WAIT_S))
-        return torch.stack([image.mean() for image in images])
+        return means(images, prompts, metadata)
 
 
 def evaluator(folder, adapter, scorer: Scorer) -> Evaluator:
@@ -266,7 +270,7 @@ def test_an_evaluation_samples_the_next_prompts_while_a_reward_scores(tmp_path):
     waits = Waits()
     beside = run(True, waits)
     assert waits.came == [True]
-    assert (beside == run(False, lambda *batch: torch.stack([image.mean() for image in batch[0]]))).all()
+    assert (beside == run(False, means)).all()
 
 
 def test_an_evaluation_that_is_stopped_waits_for_no_reward(tmp_path):
@@ -290,15 +294,9 @@ def test_flowrl_score_reads_the_next_files_while_a_reward_scores(tmp_path, monke
     for number in range(4):
         media.write(torch.full((3, 8, 8), number / 5), tmp_path / f"{number}")
     samples = [(file, "", {}) for file in sorted(tmp_path.iterdir())]
-    plain = list(score._scored(Scorer([entry(_ready())]), [samples[:2], samples[2:]]))
+    plain = list(score._scored(Scorer([entry(means)]), [samples[:2], samples[2:]]))
     monkeypatch.setattr(media, "read", reads)
     beside = list(score._scored(Scorer([entry(waits, overlap=True)]), [samples[:2], samples[2:]]))
     assert waits.came == [True]
     assert beside == plain
     assert [line["image"] for line in beside] == ["0.png", "1.png", "2.png", "3.png"]
-
-
-def _ready() -> Waits:
-    waits = Waits()
-    waits.event.set()
-    return waits

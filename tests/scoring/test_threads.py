@@ -118,12 +118,9 @@ def test_a_hung_batch_follows_the_failure_policy_and_no_second_call_is_made_besi
     assert hung.calls == 1
     assert "TimeoutError: it gave no scores within timeout=0.05 s; the call goes on" in told[0]
     assert len(told) == 3 + 6, "three tries, and a search that gives up after 2 log2(6) failures"
-    watched = Scorer([WeightedReward("b", reward, weight=0.0), *_others()]).score(*BATCH)
+    good = WeightedReward("good", Reward(means, Card(outputs=("good",))))
+    watched = Scorer([WeightedReward("b", reward, weight=0.0), good]).score(*BATCH)
     assert watched.raw["a"].isnan().all(), "a reward that is only looked at ends nothing"
-
-
-def _others():
-    return [WeightedReward("good", Reward(means, Card(outputs=("good",))))]
 
 
 def test_it_is_waited_for_once_more_and_after_that_tries_fail_at_once(hung, monkeypatch):

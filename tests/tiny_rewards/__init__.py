@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,12 @@ from torch import Tensor
 from flowrl.contracts.rewards import trial_batch
 from flowrl.core import registry
 from flowrl.reward import Reward
+from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.surroundings import Batch
+from flowrl.scoring.weighted import WeightedReward
 
 FOLDER = Path(__file__).parent
+PROMPTS = ["a cat", "two dogs on a bench far away at the edge of the old town", "a cat", "x", "sea"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,17 @@ def cases(name: str, folder: Path, stack: ExitStack) -> list[Case]:
     samples = getattr(tiny, "samples", lambda reward, folder: trial_batch(reward.card))
     made = tiny.cases(folder, stack)
     return [Case(f"{name} {case}", reward, samples(reward, folder)) for case, reward in made.items()]
+
+
+def scored(reward: Reward, images: Sequence[Tensor], prompts: Sequence[str] = PROMPTS) -> Any:
+    """What a reward returns for images without records."""
+    return reward.score(images, prompts, [{}] * len(prompts))
+
+
+def raw_scores(reward: Reward, images: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Scores by output, as the scorer logs them, where every sample may fail and prompts do not matter."""
+    scorer = Scorer([WeightedReward("tiny", reward)], max_failed_share=1.0)
+    return scorer.score(images, [""] * len(images), [{}] * len(images)).raw
 
 
 def smooth_images(count: int = 5, height: int = 40, width: int = 52, seed: int = 0) -> Tensor:
