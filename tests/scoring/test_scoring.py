@@ -59,27 +59,24 @@ def test_the_declared_transform_holds_until_the_entry_sets_one_and_raw_is_logged
     assert found.raw["mine"].tolist() == [0.0, 2.0, 4.0, 8.0]
 
 
-def test_a_gate_lets_the_easy_reward_count_only_where_the_hard_one_passes():
-    easy = entry(fixed(5.0, 6.0, 7.0, 8.0), "easy", gate=Gate(output="hard", at_least=0.5, floor=-1.0), weight=2.0)
-    hard = entry(fixed(0.2, 0.5, 0.9, NAN), "hard", weight=0.0)
-    found = scored(easy, hard)
-    assert found.values[0].tolist()[:3] == [-1.0, 6.0, 7.0]
-    assert math.isnan(found.values[0, 3]), "nobody knows whether the gate is open"
-    assert found.total.tolist()[:3] == [-2.0, 12.0, 14.0]
-    assert found.raw["easy"].tolist() == [5.0, 6.0, 7.0, 8.0], "raw values stay as they were"
-
-
-def test_a_gate_judges_the_raw_value_of_any_output_and_either_way():
-    easy = entry(fixed(1.0, 2.0, 3.0, 4.0), "easy", gate=Gate(output="kb", at_most=20.0))
-    hard = entry(fixed(10.0, 20.0, 21.0, 30.0), "size", card={"outputs": ("kb",), "higher_is_better": False})
-    assert values(easy, hard) == [1.0, 2.0, 0.0, 0.0]
-
-
-def test_what_a_shut_gate_hides_may_have_failed_and_what_an_open_one_shows_may_not():
-    easy = entry(fixed(NAN, NAN, 1.0, 1.0), "easy", gate=Gate(output="hard", at_least=0.5))
-    found = values(easy, entry(fixed(0.0, 1.0, 0.0, 1.0), "hard"))
-    assert (found[0], found[2], found[3]) == (0.0, 0.0, 1.0)
-    assert math.isnan(found[1])
+@pytest.mark.parametrize(
+    ("gate", "easy", "hard", "expected"),
+    [
+        # The last one: nobody knows whether the gate is open.
+        ({"at_least": 0.5, "floor": -1.0}, [5.0, 6.0, 7.0, 8.0], [0.2, 0.5, 0.9, NAN], [-1.0, 6.0, 7.0, NAN]),
+        # It looks at the raw value, though less of it is better.
+        ({"at_most": 20.0}, [1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 21.0, 30.0], [1.0, 2.0, 0.0, 0.0]),
+        # What a shut gate hides may have failed, and what an open one shows may not.
+        ({"at_least": 0.5}, [NAN, NAN, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0], [0.0, NAN, 0.0, 1.0]),
+    ],
+)
+def test_a_gate_lets_the_easy_reward_count_only_where_the_hard_one_passes(gate, easy, hard, expected):
+    card = {"outputs": ("kb",), "higher_is_better": "at_least" in gate}
+    gated = entry(fixed(*easy), "easy", gate=Gate(output="kb", **gate), weight=2.0)
+    found = scored(gated, entry(fixed(*hard), "hard", card=card, weight=0.0))
+    assert found.values[0].tolist() == pytest.approx(expected, nan_ok=True)
+    assert found.total.tolist() == pytest.approx([2 * value for value in expected], nan_ok=True)
+    assert found.raw["easy"].tolist() == pytest.approx(easy, nan_ok=True), "raw values stay as they were"
 
 
 def test_a_gate_on_an_output_that_there_is_not_and_one_of_two_bounds_are_refused():
