@@ -50,11 +50,6 @@ def test_a_clip_has_the_mean_over_its_frames_with_its_own_prompt_and_record(chun
     assert_close(all_frames[2], images[2].mean() + 4 + 40)
 
 
-def test_pictures_are_scored_as_if_there_were_no_clips():
-    batch = torch.rand(5, 3, 4, 6)
-    assert torch.equal(framewise(brightness, 4)(batch, ["a"] * 5, [{}] * 5), brightness(batch, ["a"] * 5, [{}] * 5))
-
-
 def test_a_batch_of_clips_is_scored_as_its_clips_are():
     batch = torch.rand(3, 5, 3, 4, 6)
     together = framewise(brightness, 2, chunk=3)(batch, ["a"] * 3, [{}] * 3)

@@ -9,7 +9,7 @@ import torch
 from flowrl.rewards._detection import detectors
 from flowrl.rewards._detection.detectors import COLORS, ClipColors, Detection, box_of, cut_out
 from flowrl.rewards._vision import clips
-from flowrl.rewards.geneval import Clause, Config, read_clauses, relative_position, scorer
+from flowrl.rewards.geneval import Config, read_clauses, relative_position, scorer
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
@@ -180,13 +180,6 @@ def test_relations_to_a_box_at_the_origin(box, relations):
 def test_a_record_that_is_not_genevals_stops_with_the_reason(include, reason):
     with pytest.raises(RewardError, match=reason):
         read_clauses({"include": include}, "include")
-
-
-def test_clauses_are_read_from_a_record():
-    first, second = read_clauses(POSITION, "include")
-    assert first == Clause("cat", 1)
-    assert second == Clause("dog", 1, relation="left of", target=0)
-    assert read_clauses(POSITION, "exclude") == []
 
 
 def test_colours_are_asked_for_only_where_the_prompt_does():

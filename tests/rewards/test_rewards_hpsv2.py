@@ -138,11 +138,8 @@ def test_the_network_is_vit_h_14_without_quickgelu():
 
     config = open_clip.get_model_config("ViT-H-14")
     assert not config.get("quick_gelu", False)
-    assert (config["embed_dim"], config["vision_cfg"]["image_size"], config["text_cfg"]["context_length"]) == (
-        1024,
-        224,
-        77,
-    )
+    sizes = config["embed_dim"], config["vision_cfg"]["image_size"], config["text_cfg"]["context_length"]
+    assert sizes == (1024, 224, 77)
 
 
 def test_the_other_release_is_never_taken_silently(folder, tmp_path):

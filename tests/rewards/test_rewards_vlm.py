@@ -302,13 +302,10 @@ def test_a_lora_that_does_not_fit_is_refused_where_peft_would_score_without_it(l
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_a_rewards_own_model_and_adapter_stand_in_for_none():
-    config = edit_score.Config(local=Local(device="cpu"))
-    resolved = config.resolved(edit_score.DEFAULT)
-    assert (resolved.model, resolved.adapter, resolved.device) == (
-        edit_score.DEFAULT.model,
-        "EditScore/EditScore-7B",
-        "cpu",
-    )
-    own = edit_score.Config(local=Local(model="mine")).resolved(edit_score.DEFAULT)
-    assert (own.model, own.adapter) == ("mine", None)
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [(None, (edit_score.DEFAULT.model, "EditScore/EditScore-7B", "cpu")), ("mine", ("mine", None, "cpu"))],
+)
+def test_a_rewards_own_model_and_adapter_stand_in_for_none(model, expected):
+    found = edit_score.Config(local=Local(model=model, device="cpu")).resolved(edit_score.DEFAULT)
+    assert (found.model, found.adapter, found.device) == expected

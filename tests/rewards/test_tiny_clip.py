@@ -195,8 +195,3 @@ def test_groups_that_show_nothing_are_left_out(measure):
     found = measure.agreement(proxy, strict, strict)
     assert (found["auc of strict"]["mean"], found["auc of strict"]["n"]) == (0.5, 2)
     assert found["spearman with partial"]["mean"] == pytest.approx(0, abs=1e-12)
-
-
-def test_an_ascent_of_no_step_changes_nothing(loaded, measure):
-    scenes, images = held_out(2)
-    assert_close(measure.ascend(*loaded, images, [s.caption for s in scenes], 0, 0.1), images, rtol=0, atol=0)
