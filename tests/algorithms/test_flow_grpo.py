@@ -149,6 +149,8 @@ def test_off_policy_the_gradient_is_that_of_the_clipped_ratio_written_by_hand():
     assert output.per_step["policy/clip_fraction"].bool().tolist() == gone.tolist()
     assert float(output.metrics["policy/clip_fraction"]) == int(gone.sum())
     assert float(output.metrics["policy/ratio_mean"]) == pytest.approx(float(ratio.detach().sum()), rel=1e-4)
+    half_square = 0.5 * ratio.detach().log().square().sum()
+    assert float(output.metrics["policy/approx_kl"]) == pytest.approx(float(half_square), rel=1e-2)
 
 
 def test_separate_rewards_are_refused_by_the_merged_loss():
