@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowrl.core.errors import ModelError
 from tests import native
 from tests import tiny_pipelines as tiny
 
 FAMILIES = ("sdxl", "sd3", "flux")
 SIZE = (24, 16)
+OTHERS = ((3, 16, 24), (1, 3, 16, 16), (1, 4, 24, 16))
+"""Shapes that are no images of that size."""
 
 
 def adapter(family: str) -> Any:
@@ -84,19 +85,15 @@ def test_rows_do_not_see_each_other():
     assert_close(torch.cat([model.encode_images(one[None]) for one in given]), whole, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 24), (1, 3, 16, 16), (1, 4, 24, 16)])
-def test_pictures_of_another_size_are_refused(shape):
-    with pytest.raises(ModelError, match=r"are not \[B, 3, 24, 16\].*resize them, or set model\.height"):
-        adapter("sd3").encode_images(torch.rand(shape))
-
-
-def test_noise_of_another_shape_is_refused():
-    model = adapter("flux")
-    with pytest.raises(ValueError, match="shaped like the latents"):
-        model.encode_images(pictures(1), torch.randn(1, 4, 6, 4))
-
-
-def test_an_adapter_without_an_encoder_is_refused_with_what_to_use():
-    model = native.adapter("qwen_image", tiny.make("qwen_image"), SIZE)
-    with pytest.raises(ModelError, match=r"QwenImage makes no latents of images.*native adapter of an image family"):
-        model.encode_images(pictures())
+@pytest.mark.parametrize(
+    ("family", "images", "noise", "words"),
+    [
+        *(("sd3", shape, None, r"are not \[B, 3, 24, 16\].*resize them, or set model\.height") for shape in OTHERS),
+        ("flux", (1, 3, *SIZE), (1, 4, 6, 4), "shaped like the latents"),
+        ("qwen_image", (3, 3, *SIZE), None, "QwenImage makes no latents of images.*native adapter of an image family"),
+    ],
+)
+def test_images_and_noise_of_another_shape_and_an_adapter_without_an_encoder_are_refused(family, images, noise, words):
+    model = native.adapter(family, tiny.make(family), SIZE)
+    with pytest.raises(ValueError, match=words):
+        model.encode_images(torch.rand(images), None if noise is None else torch.randn(noise))

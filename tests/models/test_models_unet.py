@@ -142,26 +142,25 @@ def test_without_a_negative_prompt_sdxl_alone_leads_away_from_zeros(family):
     assert zeros == (family == "sdxl")  # force_zeros_for_empty_prompt
 
 
-def test_ddpos_last_step_keeps_its_noise():
-    for model in (adapter("sd", final_alpha="first"), adapter("sd v", final_alpha="first")):
-        assert float(model.schedule(5).sigmas[-1]) > 0.02
-    model = adapter("sd")
-    model.pipeline.scheduler = DDIMScheduler(**BETAS, clip_sample=False, steps_offset=1)
-    clean, first = adapter("sd", model.pipeline), adapter("sd", model.pipeline, final_alpha="first")
-    assert float(clean.schedule(5).sigmas[-1]) == 0 < float(first.schedule(5).sigmas[-1])
-    assert torch.equal(clean.schedule(5).timesteps, first.schedule(5).timesteps)
+def generic(pipe: Any, **options: Any) -> Generic:
+    return Generic(pipe, Config(path="tiny", height=SIZE[0], width=SIZE[1], **options))
 
 
-def test_the_generic_adapter_ends_where_it_is_told():
-    pipe, size = made("sd"), {"height": SIZE[0], "width": SIZE[1]}
+@pytest.mark.parametrize("around", [lambda pipe, **options: adapter("sd", pipe, **options), generic])
+def test_the_last_step_keeps_its_noise_where_final_alpha_is_first(around):
+    """As DDPO's does; by default a grid ends where its scheduler does."""
+    pipe = made("sd")
     pipe.scheduler = DDIMScheduler(**BETAS, clip_sample=False, steps_offset=1)
-    rules = ("model", "first")
-    clean, first = (Generic(pipe, Config(path="tiny", final_alpha=rule, **size)).schedule(5) for rule in rules)
+    clean, first = (around(pipe, final_alpha=rule).schedule(5) for rule in ("model", "first"))
     assert torch.equal(clean.sigmas[:-1], first.sigmas[:-1])
-    assert float(clean.sigmas[-1]) == 0 < float(first.sigmas[-1])
+    assert torch.equal(clean.timesteps, first.timesteps)
+    assert float(clean.sigmas[-1]) == 0
+    assert float(first.sigmas[-1]) > 0.02
+
+
+def test_a_flow_has_no_other_end():
     with pytest.raises(ModelError, match=r"model\.final_alpha=first: a flow ends at sigma 0; leave it out"):
-        Generic(tiny.make("sd3"), Config(path="tiny", final_alpha="first", **size))
-    assert native.beside(turbo(), SIZE).distilled == ADVERSARIAL
+        generic(tiny.make("sd3"), final_alpha="first")
 
 
 # ---- distilled checkpoints
@@ -201,9 +200,8 @@ def test_a_wrong_guess_is_put_right_by_model_distilled():
     assert native.output(wrong, 3.0).isfinite().all()
     said = adapter("sd", distilled="consistency")
     assert (said.distilled, said.prediction_type, said.spacing) == (CONSISTENCY, "x0", "lcm")
-    size = {"height": SIZE[0], "width": SIZE[1]}
     for pipe, how in ((turbo(), "none"), (made("sd"), "adversarial")):
-        other = Generic(pipe, Config(path="tiny", distilled=how, **size))
+        other = generic(pipe, distilled=how)
         assert other.distilled == adapter("sd", native.copied(pipe), distilled=how).distilled
         assert bool(other.distilled) == (how == "adversarial")
         other.check_guidance(1.0)
