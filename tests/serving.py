@@ -118,7 +118,7 @@ def scripted(answer: Callable[[dict[str, Any]], tuple[int, Any]], path: str = "/
         def log_message(self, *words: Any) -> None: ...
 
         def do_GET(self) -> None:
-            plain = plain_card(Card(**({"outputs": ("mine",)} | card)))
+            plain = plain_card(Card(**{"outputs": ("mine",), **card}))
             limits = {"items": 64, "bytes": 10**8, "pixels": 10**8}
             reward = {"fingerprint": "same", "card": plain}
             self._send(200, {"schema": SCHEMA, "limits": limits, "rewards": {"mine": reward}})

@@ -17,7 +17,7 @@ from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import FlowGrpo
 from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import window
-from flowrl.models.base import LoraSettings
+from flowrl.models.base import LoraSettings, ModelAdapter
 from flowrl.models.sd3 import LORA_TARGETS, Config, Sd3
 from flowrl.models.weights import Weights
 from flowrl.rollout.loop import run
@@ -49,7 +49,8 @@ def script(name: str) -> ModuleType:
 
 def pipeline(seed: int = 0, *, sd35: bool = False, **scheduler: Any) -> Any:
     """`sd35` adds what SD3.5 Medium has over SD3: dual attention in the first blocks and normalised queries."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+    from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
     made = script("_tiny_sd3").build_pipeline(seed)
     if sd35:
@@ -75,9 +76,9 @@ def save(folder: Path, made: Any = None) -> Path:
     return folder
 
 
-def lora(model: Sd3, settings: LoraSettings = LORA, *, noise: float = 0.0) -> Weights:
+def lora(model: ModelAdapter, settings: LoraSettings = LORA, *, noise: float = 0.0) -> Weights:
     """LoRA on the adapter's network; `noise` fills the B matrices, so that the update is not zero."""
-    weights = Weights(model.network, settings, settings.targets or LORA_TARGETS, seed=1)
+    weights = Weights(model.network, settings, tuple(settings.targets or LORA_TARGETS), seed=1)
     torch.manual_seed(2)
     for name, p in weights.parameters.items():
         if noise and "lora_B" in name:

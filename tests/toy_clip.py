@@ -18,7 +18,7 @@ def vocabulary() -> list[str]:
     return [*letters, *[letter + "</w>" for letter in letters], "-", "-</w>", "<|startoftext|>", "<|endoftext|>"]
 
 
-def drawn(build: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
+def drawn(build: Callable[[], Any], seed: int) -> Any:
     """A network with weights large enough that inputs tell apart; the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -75,6 +75,7 @@ def save_open_clip(folder: Path, seed: int = 0, resize_mode: str = "shortest", *
     model = drawn(lambda: open_clip.CLIP(**config), seed)
     open_clip.set_model_preprocess_cfg(model, {"resize_mode": resize_mode, "mean": MEAN, "std": STD})
     model.visual.image_mean, model.visual.image_std = MEAN, STD
-    tokenizer = CLIPTokenizer(vocab={piece: i for i, piece in enumerate(vocabulary())}, merges=[])
-    save_for_hf(model, tokenizer, config, folder, safe_serialization=True)
+    # Of the tokenizer open_clip asks only `save_pretrained`.
+    tokenizer: Any = CLIPTokenizer(vocab={piece: i for i, piece in enumerate(vocabulary())}, merges=[])
+    save_for_hf(model, tokenizer, config, str(folder), safe_serialization=True)
     return str(folder)

@@ -37,7 +37,7 @@ def save_base(folder: Path, texts: Iterable[str]) -> str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<|endoftext|>", eos_token="<|im_end|>")
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
+    ids: dict[str, Any] = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
     ids |= {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
     config = Qwen2VLConfig(
         text_config={
@@ -67,7 +67,7 @@ def network(base: str, marks: Iterable[str], seed: int = 0) -> tuple[Any, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
-    config = Qwen2VLConfig.from_pretrained(base)
+    config: Any = Qwen2VLConfig.from_pretrained(base)
     config.text_config.vocab_size = len(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -89,7 +89,9 @@ def published(model: Any) -> dict[str, torch.Tensor]:
     return names
 
 
-def read(model: Any, tokenizer: Any, text: str, *, kind: str, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+def read(
+    model: Any, tokenizer: Any, text: str, *, kind: str, pixels: torch.Tensor, grid: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [L] and last hidden states [L, D] of a chat text, as the released code runs it: no positions are given.
 
     `pixels` and `grid` [1, 3] are from transformers' own processor; `kind` is "image" or "video".

@@ -17,7 +17,7 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% if enable_thinking is defined and not enable_thinking %}"
     "<no-thinking>{% endif %}{% endif %}"
 )
-_SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def tokenizer() -> Any:
@@ -45,7 +45,7 @@ def _llava(words: Any) -> tuple[Any, Any]:
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**_SIZE, image_size=IMAGE_SIZE, patch_size=8),
         text_config=LlamaConfig(**_SIZE, vocab_size=len(words), pad_token_id=0, bos_token_id=None, eos_token_id=1),
-        image_token_id=words.convert_tokens_to_ids("<image>"),
+        image_token_index=words.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
     )
     processor = LlavaProcessor(

@@ -150,7 +150,7 @@ def sampling_of(
         schedule=adapter.schedule(num_steps),
         texts=Texts(adapter, prompts, cache=False),
         counter=Evaluations(adapter.network),
-        **({"world": ALONE} | options),
+        **{"world": ALONE, **options},
     )
 
 
@@ -185,12 +185,12 @@ class Session:
     def drawn(self) -> Trajectories:
         return Trajectories(self.plan, self.samples, self.edges, self.cond, self.rows)
 
-    def gradient(self, advantage: Tensor, **options: int) -> dict[str, Tensor]:
+    def gradient(self, advantage: Tensor, **options: Any) -> dict[str, Tensor]:
         """Of the mean loss over all edges, by parameter name, through Method.loss."""
         self.adapter.network.zero_grad()
         for batch in self.batches(advantage, **options):
             (self.algorithm.loss(batch, self.networks).loss / len(self.edges)).backward()
-        return {name: p.grad.clone() for name, p in self.adapter.network.named_parameters()}
+        return gradient_of(self.adapter.network)
 
 
 def roll_out(
@@ -230,6 +230,15 @@ def roll_out(
     return Session(
         adapter, weights, algorithm, policy, networks, plan, noise, ids, samples, edges, cond, rows, batch_size
     )
+
+
+def gradient_of(network: nn.Module) -> dict[str, Tensor]:
+    """The gradient of every parameter, by its name."""
+    gradients = {}
+    for name, p in network.named_parameters():
+        assert p.grad is not None, name
+        gradients[name] = p.grad.clone()
+    return gradients
 
 
 def draw_advantages(count: int) -> Tensor:
@@ -312,7 +321,7 @@ def terms_gradient(session: Session, *parts: SampleBatches, share: int = 0) -> d
     for part in parts:
         for batch, _ in part.batches(share):
             (session.algorithm.loss(batch, session.networks).loss / count).backward()
-    return {name: p.grad.clone() for name, p in session.adapter.network.named_parameters()}
+    return gradient_of(session.adapter.network)
 
 
 def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5) -> None:
@@ -362,11 +371,12 @@ def outputs_of(
 
 def loss_of(algorithm: SampleMethod, outputs: Outputs) -> LossOutput:
     """The method's loss of networks that say `outputs`."""
-    algorithm.outputs = lambda batch, networks: outputs
+    algorithm.outputs = lambda batch, networks, roles=None: outputs
     batch = outputs.batch
+    networks: Any = None  # the outputs are given
     if algorithm.centres:  # of an update of these terms alone
-        batch = replace(batch, centre=algorithm.measured(batch, None).detach().mean(dim=0))
-    return algorithm.loss(batch, None)
+        batch = replace(batch, centre=algorithm.measured(batch, networks).detach().mean(dim=0))
+    return algorithm.loss(batch, networks)
 
 
 def draw(seed: int, *shape: int) -> Tensor:
