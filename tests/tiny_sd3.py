@@ -86,7 +86,7 @@ def lora(model: ModelAdapter, settings: LoraSettings = LORA, *, noise: float = 0
     return weights
 
 
-def output(model: Sd3, guidance_scale: float = 1.0) -> Tensor:
+def output(model: ModelAdapter, guidance_scale: float = 1.0) -> Tensor:
     """The network's output on two fixed samples."""
     torch.manual_seed(3)
     x = torch.randn(2, *model.latent_shape())
@@ -94,7 +94,7 @@ def output(model: Sd3, guidance_scale: float = 1.0) -> Tensor:
         return model.predict(x, torch.tensor([900.0, 300.0]), model.encode(PROMPTS), guidance_scale)
 
 
-def backward(model: Sd3, weights: Weights, *, guidance_scale: float = 1.0, steps: int = 4) -> None:
+def backward(model: ModelAdapter, weights: Weights, *, guidance_scale: float = 1.0, steps: int = 4) -> None:
     """Gradients of one Flow-GRPO update: a rollout of two samples, all its trained steps, advantages +1 and -1."""
     sampler = flow_sde.build(flow_sde.Config())
     policy = Policy(model, sampler, guidance_scale)

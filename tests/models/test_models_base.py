@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 
 from flowrl.core.errors import ModelError
 from flowrl.models import sd3
@@ -58,7 +60,7 @@ def test_pickles_and_paths_that_are_not_there_are_refused_with_what_a_path_may_b
 def test_hub_failures_name_the_remedy(monkeypatch):
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-    response = SimpleNamespace(headers={}, request=None)
+    response: Any = SimpleNamespace(headers={}, request=None)  # what the errors read of an HTTP response
     causes = {
         "is gated: accept its licence": GatedRepoError("gated", response=response),
         "no such repository, or it is private": RepositoryNotFoundError("missing", response=response),

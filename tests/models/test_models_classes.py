@@ -19,6 +19,7 @@ from flowrl.models.classes import choose, natives
 from tests import tiny_sd3
 
 CONFIGS = tiny_sd3.ROOT / "assets" / "model_configs"
+RESPONSE: Any = SimpleNamespace(headers={}, request=None)  # what an error reads of an HTTP response
 KNOWN: dict[str, str] = json.loads((CONFIGS / "index.json").read_text())
 NATIVE = {
     "sd15": "sd",
@@ -154,10 +155,7 @@ def test_only_json_files_of_a_hub_id_are_downloaded(monkeypatch, copied):
     ("error", "words"),
     [
         (LocalEntryNotFoundError("no connection"), "the hub cannot be reached"),
-        (
-            RemoteEntryNotFoundError("404", response=SimpleNamespace(headers={}, request=None)),
-            r"the hub's repository has no model_index\.json",
-        ),
+        (RemoteEntryNotFoundError("404", response=RESPONSE), r"the hub's repository has no model_index\.json"),
         (OSError("disk"), "could not be loaded"),
     ],
 )

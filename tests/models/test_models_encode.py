@@ -61,7 +61,10 @@ def test_noise_draws_from_the_posterior(family, monkeypatch):
 
 @pytest.mark.parametrize("family", ["sd3", "flux"])
 def test_the_latents_are_those_of_the_pipelines_own_picture_to_picture_call(family):
-    from diffusers import FluxImg2ImgPipeline, StableDiffusion3Img2ImgPipeline
+    from diffusers.pipelines.flux.pipeline_flux_img2img import FluxImg2ImgPipeline
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_img2img import (
+        StableDiffusion3Img2ImgPipeline,
+    )
 
     model, given = adapter(family), pictures(1)
     kind = {"flux": FluxImg2ImgPipeline, "sd3": StableDiffusion3Img2ImgPipeline}[family]

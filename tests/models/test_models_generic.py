@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    DDIMScheduler,
-    DPMSolverMultistepScheduler,
-    EulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    LCMScheduler,
-    PNDMScheduler,
-)
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_lcm import LCMScheduler
+from diffusers.schedulers.scheduling_pndm import PNDMScheduler
 from torch.testing import assert_close
 
 from flowrl.core.errors import ModelError
@@ -160,7 +158,7 @@ def test_a_vp_scheduler_becomes_ddim_of_the_same_betas(kind):
     assert isinstance(model.process, VPProcess)
     assert model.prediction_type == "eps"
     assert type(made.scheduler) is DDIMScheduler
-    assert not made.scheduler.config.clip_sample
+    assert not made.scheduler.config["clip_sample"]
     grid = model.schedule(10)
     assert grid.timesteps.tolist() == [901, 801, 701, 601, 501, 401, 301, 201, 101, 1]
     assert_close(grid.sigmas[:-1].square(), 1 - made.scheduler.alphas_cumprod[grid.timesteps.long()])

@@ -220,8 +220,8 @@ def test_two_iterations_of_flow_grpo_on_a_saved_pipeline(family, options, tmp_pa
 def test_log_probs_and_maps_by_position_go_by_tokens():
     size = (24, 16)
     model = native.adapter("flux", tiny.make("flux"), size)
-    rows, columns = packed_grid(model)
-    assert (rows, columns) == (6, 4)
+    rows, columns = 6, 4
+    assert packed_grid(model) == (rows, columns)
     assert model.latent_shape() == (24, 16)
     policy = Policy(model, flow_sde.build(flow_sde.Config()), 3.5)
     ids, plan = [SampleId(0, 0), SampleId(1, 0)], window(model.schedule(3), 0.7)

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    DDIMScheduler,
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
-    LCMScheduler,
-    UNet2DConditionModel,
-)
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_euler_ancestral_discrete import EulerAncestralDiscreteScheduler
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from diffusers.schedulers.scheduling_lcm import LCMScheduler
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -33,7 +31,7 @@ from tests import tiny_pipelines as tiny
 from tests.models.test_models_native import assert_alike
 
 SIZE, IDS = (24, 16), [SampleId(0, 0), SampleId(1, 0)]
-BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SNR = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 KINDS = {"sd": {}, "sd v": SNR, "sdxl": {}, "sdxl v": {"prediction_type": "v_prediction"}}
 SLOW = pytest.mark.slow
@@ -174,9 +172,10 @@ def turbo() -> Any:
 
 def consistency(embedded: int | None = 16) -> Any:
     pipe = tiny.make("sd")
-    own = {key: value for key, value in pipe.unet.config.items() if not key.startswith("_")}
+    own: dict[str, Any] = {key: value for key, value in pipe.unet.config.items() if not key.startswith("_")}
     torch.manual_seed(0)
-    pipe.unet = UNet2DConditionModel(**own | {"time_cond_proj_dim": embedded}).eval()
+    own["time_cond_proj_dim"] = embedded
+    pipe.unet = UNet2DConditionModel(**own).eval()
     pipe.scheduler = LCMScheduler(**BETAS)
     return pipe
 
@@ -185,13 +184,18 @@ def test_distilled_checkpoints_are_recognised_and_others_are_not():
     assert adapter("sd", turbo()).distilled == ADVERSARIAL
     assert adapter("sd", consistency()).distilled == adapter("sd", consistency(None)).distilled == CONSISTENCY
     assert not adapter("sd").distilled
-    pipe, trailing = turbo(), {"timestep_spacing": "trailing"}
-    others = ({"prediction_type": "v_prediction"}, {"rescale_betas_zero_snr": True}, {"timestep_spacing": "leading"})
+    pipe = turbo()
+    trailing: dict[str, Any] = BETAS | {"timestep_spacing": "trailing"}
+    others: Any = (
+        {"prediction_type": "v_prediction"},
+        {"rescale_betas_zero_snr": True},
+        {"timestep_spacing": "leading"},
+    )
     for kind in (EulerAncestralDiscreteScheduler, EulerDiscreteScheduler):
         for options in others:
-            pipe.scheduler = kind(**BETAS | trailing | options)
+            pipe.scheduler = kind(**trailing | options)
             assert not adapter("sd", pipe).distilled
-        pipe.scheduler = kind(**BETAS, **trailing)
+        pipe.scheduler = kind(**trailing)
         assert adapter("sd", pipe).distilled == native.beside(native.copied(pipe), SIZE).distilled == ADVERSARIAL
 
 

@@ -15,7 +15,6 @@ from torch.testing import assert_close
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.strict import validate
 from flowrl.models import generic, savings, sd3
-from flowrl.models.base import ModelConfig
 from flowrl.models.weights import Weights
 from tests import native, tiny_sd3
 from tests import tiny_pipelines as tiny
@@ -24,7 +23,7 @@ LORA = {"rank": 4, "alpha": 10}
 CPU = torch.device("cpu")
 
 
-def config(**options: Any) -> ModelConfig:
+def config(**options: Any) -> sd3.Config:
     """As a YAML file gives it."""
     return validate(sd3.Config, {"path": "tiny", "max_sequence_length": tiny.TOKENS} | options, "model")
 

@@ -41,7 +41,7 @@ def record() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pipe():
-    from diffusers import StableDiffusionPipeline
+    from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 
     loaded = StableDiffusionPipeline.from_pretrained(FOLDER)
     loaded.set_progress_bar_config(disable=True)

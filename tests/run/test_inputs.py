@@ -141,7 +141,9 @@ def test_files_that_were_moved_are_the_same_run_and_other_ones_are_not(project):
         shutil.move(project / name, project / "deep" / name)
     moved = ("data.prompts=deep/train.txt", "rewards.0.path=deep/mine.py", "rollout.sampler.path=deep/steps.py")
     begin(read(*moved))
-    assert contents.read(run).by_place()["data.prompts", ""].path == str(project / "deep/train.txt")
+    recorded = contents.read(run)
+    assert recorded is not None
+    assert recorded.by_place()["data.prompts", ""].path == str(project / "deep/train.txt")
     (project / "other.txt").write_text("other\n")
     message = refusal(*moved, "data.prompts=other.txt")
     assert "another configuration: data.prompts was" in message

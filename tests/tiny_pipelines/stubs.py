@@ -79,7 +79,7 @@ class Looking:
         if len(text) > 1 and len(pictures) != len(text):
             raise ValueError(f"{len(text)} texts with {len(pictures)} pictures")
         made = words()(text, padding=True, return_tensors="pt")
-        colours = [torch.tensor(list(picture.getdata())).float().mean(0) / 255 for picture in pictures]
+        colours: list[Any] = [torch.tensor(list(picture.getdata())).float().mean(0) / 255 for picture in pictures]
         if len(text) == 1:
             colours = [sum(colour / (1 + place) for place, colour in enumerate(colours))]  # their order counts
         made["pixel_values"] = torch.stack(colours)

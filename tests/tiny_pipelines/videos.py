@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.tiny_pipelines.stubs import TOKENS, Encoder, Recipe, Seeing, clip, flow, language, of, t5, texts, words
 
-_VISION = {
+_VISION: dict[str, Any] = {
     "image_size": 8,
     "patch_size": 4,
     "hidden_size": 16,

@@ -80,10 +80,10 @@ def test_a_few_samples_are_masked_and_the_others_keep_their_scores(latents, over
     assert torch.isfinite(whole.scores.raw["mine"]).all()
 
 
-def evaluator(adapter, folder: Path, **options) -> Evaluator:
+def evaluator(adapter, folder: Path, *, scored: bool = True) -> Evaluator:
     return Evaluator(
         sampling=sampling_of(adapter, PROMPTS, remedy=advice),
-        **({"scorer": Scorer([entry(blamed)])} | options),
+        scorer=Scorer([entry(blamed)]) if scored else None,
         folder=folder,
         prompts=tuple(PROMPTS),
         options=EvalConfig(samples_per_prompt=2, batch_size=2, save_images=0),
@@ -93,8 +93,7 @@ def evaluator(adapter, folder: Path, **options) -> Evaluator:
 
 @pytest.mark.parametrize("scored", [True, False])
 def test_an_evaluation_ends_without_scores_and_without_a_reward_too(tmp_path, scored):
-    options = {} if scored else {"scorer": None}
-    asked = evaluator(Spoiled(NAN, 0, 1), tmp_path, **options)
+    asked = evaluator(Spoiled(NAN, 0, 1), tmp_path, scored=scored)
     with pytest.raises(Diverged, match=r"images are NaN after iteration 4 \(6 of 6 samples\): lower the rate"):
         asked(Setting("tuned", 4, 1.0, 2))
     with pytest.raises(Diverged, match=r"NaN before any update.*'trained': False"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from flowrl.models.weights import Weights
 from flowrl.training.optim import EmaConfig, OptimConfig, Optimizer
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def make(total: int = 10, *, loss_scaling: bool = False, **options) -> tuple[nn.Module, Weights, Optimizer]:
+def make(total: int = 10, *, loss_scaling: bool = False, **options: Any) -> tuple[nn.Sequential, Weights, Optimizer]:
     module = network()
     weights = Weights(module, None, (), 0)
     return module, weights, Optimizer(weights, OptimConfig(**options), total, loss_scaling=loss_scaling)
