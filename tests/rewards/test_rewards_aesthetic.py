@@ -170,17 +170,17 @@ def straight_line(version: str, tower: str, weights: dict, images: torch.Tensor)
     square, result = {"height": 32, "width": 32}, []
     if version == "v2.5":
         processor, model = SiglipImageProcessorPil(size=square), SiglipModel.from_pretrained(tower).eval()
+        projection = None
     else:
         processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=square)
         model = CLIPModel.from_pretrained(tower).eval()
+        projection = model.visual_projection.weight
     for image in images:
         eight_bit = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
         pixels = torch.as_tensor(processor(images=[eight_bit], return_tensors="pt")["pixel_values"])
         with torch.no_grad():
-            if version == "v2.5":
-                e = model.vision_model(pixels).pooler_output[0]
-            else:
-                e = model.vision_model(pixels).pooler_output[0] @ model.visual_projection.weight.T
+            e = model.vision_model(pixels).pooler_output[0]
+            e = e if projection is None else e @ projection.T
         e = e / e.norm()
         for weight, bias in zip(list(weights.values())[0::2], list(weights.values())[1::2], strict=True):
             e = weight @ e + bias

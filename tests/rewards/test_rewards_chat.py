@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def pictures(count: int = 4) -> torch.Tensor:
     return torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def scored(reward, count: int = 4, prompts: list[str] | None = None):
+def scored(reward, count: int = 4, prompts: list[str] | None = None) -> Any:
     texts = prompts or [f"prompt {i}" for i in range(count)]
     return reward.score(pictures(count), texts, [{}] * count)
 

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,9 +84,9 @@ def _opened(folder: str):
     import open_clip
     from safetensors.torch import load_file
 
-    model = open_clip.CLIP(**toy_clip.open_clip_config()).eval()
+    model: Any = open_clip.CLIP(**toy_clip.open_clip_config()).eval()
     model.load_state_dict(load_file(Path(folder) / "open_clip_model.safetensors"))
-    transform = open_clip.image_transform(toy_clip.IMAGE_SIZE, False, mean=toy_clip.MEAN, std=toy_clip.STD)
+    transform: Any = open_clip.image_transform(toy_clip.IMAGE_SIZE, False, mean=toy_clip.MEAN, std=toy_clip.STD)
 
     def say(tokens):
         # Without padding: behind the end of a text nothing can be seen from it.
@@ -118,7 +119,8 @@ def test_conventions_are_named_by_their_output(folders, rewards):
     cosine = scored(rewards["open_clip", "exact"], images)
     cosine, images = torch.cat([cosine, cosine]), torch.cat([images, 1 - images])
     cosine[5:] = scored(rewards["open_clip", "exact"], images[5:])
-    for convention, output, factor in (("clip_s", "clip_s", 2.5), ("percent", "clip_percent", 100.0)):
+    for convention in ("clip_s", "percent"):
+        output, factor = ("clip_s", 2.5) if convention == "clip_s" else ("clip_percent", 100.0)
         reward = build(Config(model=folders["open_clip"], device="cpu", convention=convention))
         assert (reward.card.outputs, reward.card.low, reward.card.high) == ((output,), 0.0, factor)
         expected = factor * torch.where(cosine > 0, cosine, 0.0)
@@ -159,10 +161,10 @@ def test_exact_preprocessing_equals_that_of_open_clip(mode, height, width):
     import open_clip
 
     image = torch.rand(3, height, width, generator=torch.Generator().manual_seed(1))
-    options = {"mean": toy_clip.MEAN, "std": toy_clip.STD, "interpolation": "bilinear"}
-    expected = open_clip.image_transform(24, False, resize_mode=mode, fill_color=51, **options)(pil(image))
+    options: dict[str, Any] = {"mean": toy_clip.MEAN, "std": toy_clip.STD, "interpolation": "bilinear"}
+    transform: Any = open_clip.image_transform(24, False, resize_mode=mode, fill_color=51, **options)
     ours = Pixels(size=24, fit=open_clips._FITS[mode], fill=51 / 255, half_even_crop=True, **options)
-    assert_close(ours(image[None])[0], expected, rtol=0, atol=1e-6)
+    assert_close(ours(image[None])[0], transform(pil(image)), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["longest", "squash"])

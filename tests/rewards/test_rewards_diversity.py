@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flowrl.credit.advantages import AdvantageConfig, group
+from tests.tiny_rewards import scored
 from tests.tiny_rewards.diversity import save_clip, save_dinov2
 
 LN2 = math.log(2)
@@ -96,7 +97,7 @@ def test_a_picture_unlike_the_others_of_its_prompt_scores_best():
     reward = build(Config())
     shown = pictures(1).repeat(4, 1, 1, 1)
     shown[2] = pictures(1, seed=1)[0]
-    gain = reward.score(shown, ["a"] * 4, [{}] * 4)
+    gain = scored(reward, shown, ["a"] * 4)
     assert int(gain.argmax()) == 2
     assert float(gain[2]) > float(gain[0]) + 0.2
     assert_close(gain[[0, 1, 3]], gain[:1].expand(3))
@@ -105,7 +106,7 @@ def test_a_picture_unlike_the_others_of_its_prompt_scores_best():
 def test_only_pictures_of_the_same_prompt_are_compared_wherever_they_stand():
     reward, shown = build(Config()), pictures(7)
     prompts, metadata = ["a", "b", "a", "a", "b", "a", "c"], [{}, {}, {}, {"text": "x"}, {}, {}, {}]
-    found = reward.score(shown, prompts, metadata)
+    found = scored(reward, shown, prompts, metadata)
     for places in ([0, 2, 5], [1, 4], [3], [6]):
         alone = reward.score(shown[places], [prompts[i] for i in places], [metadata[i] for i in places])
         assert_close(found[places], alone)
@@ -120,7 +121,7 @@ def test_a_network_may_give_the_embeddings(tmp_path, save):
     reward = build(Config(backbone=save(tmp_path), device="cpu"))
     shown = pictures(3)
     shown[1] = shown[0]
-    gain = reward.score(shown, ["a"] * 3, [{}] * 3)
+    gain = scored(reward, shown, ["a"] * 3)
     assert_close(gain[0], gain[1])
     assert float(gain[2]) > float(gain[0]) + 1e-5
     assert not gain.requires_grad

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ def brightness(images, prompts, metadata):
     """Mean of a picture plus the length of its prompt plus its record's number."""
     rows = zip(images, prompts, metadata, strict=True)
     return torch.stack([image.mean() + len(prompt) + record.get("n", 0) for image, prompt, record in rows])
+
+
+def averaged(frames: int, *batch: Any, score: Any = brightness, chunk: int = 64) -> Any:
+    """Scores of images or videos by some of their frames."""
+    return framewise(score, frames, chunk=chunk)(*batch)
 
 
 def clips(*lengths: int) -> list[torch.Tensor]:
@@ -45,22 +51,22 @@ def test_a_clip_has_the_mean_over_its_frames_with_its_own_prompt_and_record(chun
     images = [clips(3)[0], clips(1, 1)[0][0], clips(9, 9)[1]]
     prompts, records = ["a", "bb", "cccc"], [{"n": 10}, {"n": 20}, {"n": 40}]
     expected = [images[0][[0, 2]].mean() + 1 + 10, images[1].mean() + 2 + 20, images[2][[2, 6]].mean() + 4 + 40]
-    assert_close(framewise(brightness, 2, chunk=chunk)(images, prompts, records), torch.stack(expected))
-    all_frames = framewise(brightness, 9, chunk=chunk)(images, prompts, records)
+    assert_close(averaged(2, images, prompts, records, chunk=chunk), torch.stack(expected))
+    all_frames = averaged(9, images, prompts, records, chunk=chunk)
     assert_close(all_frames[2], images[2].mean() + 4 + 40)
 
 
 def test_a_batch_of_clips_is_scored_as_its_clips_are():
     batch = torch.rand(3, 5, 3, 4, 6)
-    together = framewise(brightness, 2, chunk=3)(batch, ["a"] * 3, [{}] * 3)
-    alone = [framewise(brightness, 2)(batch[i : i + 1], ["a"], [{}])[0] for i in range(3)]
+    together = averaged(2, batch, ["a"] * 3, [{}] * 3, chunk=3)
+    alone = [averaged(2, batch[i : i + 1], ["a"], [{}])[0] for i in range(3)]
     assert_close(together, torch.stack(alone), rtol=0, atol=1e-6)
 
 
 def test_one_failed_frame_fails_its_clip_and_no_other():
     images = clips(4, 4, 4)
     images[1][3] = math.nan
-    assert framewise(brightness, 4)(images, ["a"] * 3, [{}] * 3).isnan().tolist() == [False, True, False]
+    assert averaged(4, images, ["a"] * 3, [{}] * 3).isnan().tolist() == [False, True, False]
 
 
 def test_named_outputs_are_averaged_each():
@@ -69,7 +75,7 @@ def test_named_outputs_are_averaged_each():
         return {"plain": values, "square": values.square()}
 
     images = clips(2, 3)
-    result = framewise(two, 8, chunk=2)(images, ["", ""], [{}, {}])
+    result = averaged(8, images, ["", ""], [{}, {}], score=two, chunk=2)
     means = [image.mean(dim=(1, 2, 3)) for image in images]
     assert_close(result["plain"], torch.stack([m.mean() for m in means]))
     assert_close(result["square"], torch.stack([m.square().mean() for m in means]))
@@ -77,10 +83,11 @@ def test_named_outputs_are_averaged_each():
 
 def test_gradients_reach_the_frames_that_were_looked_at():
     clip = clips(4)[0].requires_grad_()
-    framewise(brightness, 2)([clip], ["a"], [{}]).sum().backward()
+    averaged(2, [clip], ["a"], [{}]).sum().backward()
+    assert clip.grad is not None
     assert [bool(frame.any()) for frame in clip.grad] == [False, True, False, True]
 
 
 def test_other_shapes_are_refused():
     with pytest.raises(ValueError, match=r"got \[4, 6\]"):
-        framewise(brightness, 2)([torch.zeros(4, 6)], ["a"], [{}])
+        averaged(2, [torch.zeros(4, 6)], ["a"], [{}])

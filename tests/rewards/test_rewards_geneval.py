@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests import toy_clip
 from tests.tiny_rewards import geneval as tiny
+from tests.tiny_rewards import scored
 
 PICTURE = torch.zeros(1, 3, 8, 8)
 CAT, DOG = (100.0, 0.0, 110.0, 10.0), (0.0, 0.0, 10.0, 10.0)
@@ -31,8 +33,8 @@ def judged(found, record: dict, **options) -> dict[str, float]:
     """Scores of one picture in which `found`, a list of `seen`, was detected."""
     names = {id(item): color for item, color in found}
 
-    def namer(pixels, objects):
-        return [names[id(item)] for item in objects]
+    def namer(pixels, found):
+        return [names[id(item)] for item in found]
 
     reward = scorer(Config(**options), lambda pixels: [item for item, _ in found], namer)
     scores = Scorer([WeightedReward("geneval", reward)]).score(PICTURE, ["a prompt"], [record])
@@ -125,7 +127,7 @@ def test_a_picture_that_the_detector_cannot_look_at_is_masked_and_no_other(caplo
         return [seen("dog")[0]]
 
     reward = scorer(Config(), detector, lambda pixels, found: [])
-    values = reward.score(torch.cat([PICTURE, PICTURE + 1]), [""] * 2, [SINGLE] * 2)
+    values = scored(reward, torch.cat([PICTURE, PICTURE + 1]), [""] * 2, [SINGLE] * 2)
     assert [values["geneval_partial"].isnan().tolist(), values["geneval_official"][1].item()] == [[True, False], 1.0]
     assert "out of memory" in caplog.text
 
@@ -136,7 +138,7 @@ def test_a_relation_holds_for_swapped_boxes_the_other_way_round():
     kinds = set()
     for _ in range(300):
         corners = rng.uniform(0, 100, (2, 2))
-        a, b = (np.concatenate([corner, corner + rng.uniform(5, 40, 2)]) for corner in corners)
+        a, b = (np.concatenate([corner, corner + rng.uniform(5, 40, 2)]).tolist() for corner in corners)
         forward, backward = relative_position(a, b), relative_position(b, a)
         assert {opposite[relation] for relation in forward} == backward
         kinds.add(len(forward))
@@ -187,7 +189,7 @@ def test_colours_are_asked_for_only_where_the_prompt_does():
         raise AssertionError("no colour was asked for")
 
     reward = scorer(Config(), lambda pixels: [item for item, _ in LEFT], namer)
-    assert reward.score(PICTURE, [""], [POSITION])["geneval_strict"].tolist() == [1]
+    assert scored(reward, PICTURE, [""], [POSITION])["geneval_strict"].tolist() == [1]
 
 
 def test_an_object_is_cut_out_on_grey():
@@ -269,6 +271,7 @@ def test_a_mask_lies_where_the_object_is_whatever_the_processor_resizes_to(detec
     assert found.confidence == pytest.approx(math.exp(5) / (math.exp(5) + 3), abs=0.02)
     # A pixel of the network's mask is four of its input and so up to four of the picture.
     assert found.box == pytest.approx((0, 0, width / 2, height), abs=4)
+    assert found.mask is not None
     assert found.mask[:, : width // 2 - 4].all()
 
 
@@ -277,9 +280,8 @@ def boxes(tmp_path_factory):
     """A tiny random DETR of two classes, saved and loaded like a real one."""
     from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor, ResNetConfig
 
-    backbone = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], layer_type="basic", out_features=["stage4"]
-    )
+    size: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}
+    backbone = ResNetConfig(**(size | {"layer_type": "basic", "out_features": ["stage4"]}))
     config = DetrConfig(
         backbone_config=backbone, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=7,
@@ -324,7 +326,8 @@ def test_colours_are_named_on_the_benchmarks_crops(monkeypatch, tmp_path):
     folder = toy_clip.save(tmp_path)
     geneval.build(Config(color_model=folder, device="cpu"))
     pixels = np.random.default_rng(0).integers(0, 256, (32, 35, 3), dtype=np.uint8)
-    expected = open_clip.image_transform(32, False)(Image.fromarray(pixels))
+    transform: Any = open_clip.image_transform(32, False)
+    expected = transform(Image.fromarray(pixels))
     (namer,) = kept
     assert_close(namer.clip.pixels([torch.from_numpy(pixels).permute(2, 0, 1) / 255])[0], expected, rtol=0, atol=1e-6)
 

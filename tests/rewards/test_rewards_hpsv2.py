@@ -3,6 +3,7 @@
 import hashlib
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def reward(folder):
 )
 def test_geometry_is_that_of_the_published_preprocessing(height, width, resized, bars):
     assert resized_shape(height, width, 224, "pad") == resized
-    assert margins(*resized, 224) == bars
+    assert margins(resized[0], resized[1], 224) == bars
     left, top, right, bottom = bars
     pixels = prepared(torch.ones(3, height, width), 224)
     black = -torch.tensor(MEAN) / torch.tensor(STD)
@@ -80,7 +81,7 @@ def test_preprocessing_equals_torchvisions(height, width, antialias):
     assert resized.max() > 1, "overshoot is kept"
     down, across = 32 - size[0], 32 - size[1]
     bars = [across // 2, down // 2, across - across // 2, down - down // 2]
-    expected = V.normalize(V.pad(resized, bars, fill=0), MEAN, STD)
+    expected = V.normalize(V.pad(resized, bars, fill=0), list(MEAN), list(STD))
     for way in ("exact", "fast"):
         assert_close(prepared(image, 32, preprocess=way, antialias=antialias), expected, rtol=0, atol=1e-5)
 
@@ -101,7 +102,7 @@ def straight_line(file: str, images: torch.Tensor, prompts: list[str]) -> torch.
     """All cosines, [B, B], of pictures already of the network's size."""
     import open_clip
 
-    network = open_clip.CLIP(**ARCHITECTURE).eval()
+    network: Any = open_clip.CLIP(**ARCHITECTURE).eval()
     network.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
     tokenizer, seen, said = open_clip.SimpleTokenizer(), [], []
     for image, prompt in zip(images, prompts, strict=True):
@@ -137,6 +138,7 @@ def test_the_network_is_vit_h_14_without_quickgelu():
     import open_clip
 
     config = open_clip.get_model_config("ViT-H-14")
+    assert config is not None
     assert not config.get("quick_gelu", False)
     sizes = config["embed_dim"], config["vision_cfg"]["image_size"], config["text_cfg"]["context_length"]
     assert sizes == (1024, 224, 77)

@@ -39,7 +39,7 @@ def straight_line(toys, image: torch.Tensor, caption: str, size: tuple[int, int]
 
     _, model, tokenizer = toys
     picture = Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
-    prepared = Qwen2VLImageProcessorPil()(images=[picture.resize(size[::-1], Image.Resampling.BICUBIC)])
+    prepared = Qwen2VLImageProcessorPil()(images=[picture.resize((size[1], size[0]), Image.Resampling.BICUBIC)])
     text = (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
         "<|vision_start|><|image_pad|><|vision_end|>"

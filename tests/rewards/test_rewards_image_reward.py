@@ -104,7 +104,7 @@ def published_pixels(picture: torch.Tensor, size: int) -> torch.Tensor:
     eight_bit = (picture * 255).round().byte().permute(1, 2, 0).numpy()
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     steps = [Resize(size, interpolation=InterpolationMode.BICUBIC), CenterCrop(size), ToTensor(), Normalize(mean, std)]
-    return Compose(steps)(Image.fromarray(eight_bit))
+    return torch.as_tensor(Compose(steps)(Image.fromarray(eight_bit)))
 
 
 def test_scores_equal_blip_written_out_on_the_published_weights(reward, folder):

@@ -1,6 +1,7 @@
 """JPEG size: orderings, not bytes, since those differ between builds of libjpeg."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
+from tests.tiny_rewards import scored
 
 SIZE = 64
 
@@ -23,11 +25,10 @@ def ladder() -> torch.Tensor:
 
 
 def sizes(images, **options) -> list[float]:
-    count = len(images)
-    return build(Config(**options)).score(images, [""] * count, [{}] * count).tolist()
+    return scored(build(Config(**options)), images, [""] * len(images)).tolist()
 
 
-def training_values(mode: str) -> list[float]:
+def training_values(mode: Any) -> list[float]:
     scorer = Scorer([WeightedReward("jpeg", build(Config(mode=mode)))])
     return scorer.score(ladder(), [""] * 3, [{}] * 3).values[0].tolist()
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,13 @@ from flowrl.rewards import edit_score, unified_reward, vlm_judge, vqa_score
 from flowrl.scoring.entries import reward_plan
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
+from tests.tiny_rewards import scored
 
 
 class Scripted:
     """A judge that answers by a function of the question; what it was asked is kept."""
 
-    def __init__(self, probabilities=None, words=None):
+    def __init__(self, probabilities: Any = None, words: Any = None):
         self.counters, self.probabilities, self.words = Counters(), probabilities, words
         self.family = ""
         self.asked, self.writings = [], []
@@ -111,8 +113,8 @@ IMAGE = 'Does this image show "{}"? Answer the question with Yes or No'
 def test_vqa_score_asks_each_family_in_its_published_words_and_in_the_users_where_given(scripted, family, question):
     """linzhiqiu/t2v_metrics:t2v_metrics/models/vqascore_models."""
     scripted.probabilities, scripted.family, seen = lambda q: 0.5, family, set()
-    for options, expected in (({}, question), ({"question": "A {}?"}, "A {}?")):
-        reward = vqa_score.build(vqa_score.Config(**options))
+    for config, expected in ((vqa_score.Config(), question), (vqa_score.Config(question="A {}?"), "A {}?")):
+        reward = vqa_score.build(config)
         reward.score(grey(51), ["{a cat}"], [{}])
         assert scripted.asked.pop().text == expected.replace("{}", "{a cat}")
         seen.add(reward.card.version)
@@ -173,7 +175,7 @@ def test_a_rubric_of_ones_own_sets_axes_weights_and_range(scripted, tmp_path):
     scripted.words = lambda q: '{"fur": 10, "eyes": 2.0}'
     reward = vlm_judge.build(vlm_judge.Config(rubric=str(file), max_tokens=77))
     assert (reward.card.low, reward.card.high) == (0, 10)
-    values = reward.score(grey(1), ["a cat"], [{}])
+    values = scored(reward, grey(1), ["a cat"])
     assert {name: value.tolist() for name, value in values.items()} == {
         "vlm_judge": [8.0],
         "vlm_judge_fur": [10.0],
@@ -317,7 +319,7 @@ def test_the_final_score_of_the_older_model(answer, expected):
 def test_unified_reward_reports_the_axes_and_masks_what_it_cannot_read(scripted):
     scripted.words = lambda q: {10: GOOD, 20: "no", 30: None}[brightness(q)[0]]
     reward = unified_reward.build(unified_reward.Config())
-    values = reward.score(grey(10, 20, 30), ["a cat"] * 3, [{}] * 3)
+    values = scored(reward, grey(10, 20, 30), ["a cat"] * 3)
     for output, expected in zip(reward.card.outputs, [(2.69 + 2.37 + 2.8) / 3, 2.69, 2.37, 2.8], strict=True):
         assert_close(values[output], torch.tensor([expected, math.nan, math.nan]), equal_nan=True)
     # A failed question is counted where it fails; an unreadable answer here. Nothing is asked twice.
@@ -336,7 +338,7 @@ def test_the_older_model_is_served_only_and_sees_a_square(scripted):
     reward = unified_reward.build(unified_reward.Config(version="v1.5", backend="http"))
     assert reward.card.outputs == ("unified_reward",)
     assert reward.card.transform == (0.2, 0.0)
-    assert reward.score(grey(10), ["a cat"], [{}])["unified_reward"].tolist() == [4.0]
+    assert scored(reward, grey(10), ["a cat"])["unified_reward"].tolist() == [4.0]
     assert scripted.asked[0].images[0].shape == (512, 512, 3)
 
 
@@ -356,7 +358,7 @@ def graded(first: float, second: float) -> str:
 def test_edit_score_sees_source_edit_and_instruction_and_the_look_of_the_edit_alone(scripted, source):
     scripted.words = lambda q: graded(20, 10) if len(q.images) == 2 else graded(25, 22.5)
     reward = edit_score.build(edit_score.Config())
-    values = reward.score(grey(200), ["make it bright"], [source])
+    values = scored(reward, grey(200), ["make it bright"], [source])
     expected = {"edit_score": 6.0, "edit_score_success": 8.0, "edit_score_kept": 4.0}
     for name, value in (expected | {"edit_score_sc": 4.0, "edit_score_pq": 9.0}).items():
         assert values[name].tolist() == pytest.approx([value])
@@ -371,7 +373,7 @@ def test_returning_the_source_and_painting_anew_show_in_their_parts(scripted, so
     scripted.words = lambda q: (
         graded(25, 25) if len(q.images) == 1 else graded(0, 25) if brightness(q)[1] == 77 else graded(25, 0)
     )
-    values = edit_score.build(edit_score.Config()).score(grey(77, 200), ["x", "x"], [source] * 2)
+    values = scored(edit_score.build(edit_score.Config()), grey(77, 200), ["x", "x"], [source] * 2)
     assert values["edit_score"].tolist() == [0, 0]
     assert values["edit_score_kept"].tolist() == [10, 0]
     assert values["edit_score_success"].tolist() == [0, 10]
@@ -380,7 +382,7 @@ def test_returning_the_source_and_painting_anew_show_in_their_parts(scripted, so
 def test_passes_are_averaged_and_each_has_its_seed(scripted, source):
     replies = iter([graded(25, 25), graded(25, 25), graded(4, 25), graded(25, 25), "no", "no", "no", "no"])
     scripted.words = lambda q: next(replies)
-    values = edit_score.build(edit_score.Config(num_pass=3)).score(grey(1), ["x"], [source])
+    values = scored(edit_score.build(edit_score.Config(num_pass=3)), grey(1), ["x"], [source])
     # The third pass failed; the others are sqrt(10 * 10) and sqrt(1.6 * 10).
     assert values["edit_score"].tolist() == pytest.approx([(10 + 4) / 2])
     assert [w.seed for w in scripted.writings] == [42, 42, 43, 43, 44, 44, 44, 44]
@@ -390,7 +392,7 @@ def test_passes_are_averaged_and_each_has_its_seed(scripted, source):
 @pytest.mark.parametrize("bad", [graded(26, 3), graded(-1, 3), '{"reasoning": "", "score": [3]}', "[3, 4]"])
 def test_grades_out_of_range_are_nan_and_never_a_middle_value(scripted, source, bad):
     scripted.words = lambda q: bad if len(q.images) == 2 else graded(25, 25)
-    values = edit_score.build(edit_score.Config()).score(grey(1), ["x"], [source])
+    values = scored(edit_score.build(edit_score.Config()), grey(1), ["x"], [source])
     assert values["edit_score"].isnan().all()
     assert values["edit_score_sc"].isnan().all()
     assert values["edit_score_pq"].tolist() == [10]

@@ -104,11 +104,11 @@ def test_values_are_those_of_the_definitions(reward):
 
 
 def test_a_clip_of_more_frames_a_second_is_looked_at_at_an_eighth_of_a_second():
-    frames = list(range(33))
+    frames = [np.array(number) for number in range(33)]
     assert spaced(frames, 8.0) == (frames, 8.0)
     assert spaced(frames, 24.0) == (frames[::3], 8.0)
     assert spaced(frames, 4.0) == (frames, 4.0)
-    assert spaced(frames[:3], 60.0) == ([0, 2], 30.0)
+    assert spaced(frames[:3], 60.0) == ([frames[0], frames[2]], 30.0)
 
 
 def test_a_large_picture_has_32_by_32_cells():

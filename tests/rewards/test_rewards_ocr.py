@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from flowrl.rewards._detection.ocr_reader import Pool, engine
-from flowrl.rewards._vision.arrays import to_uint8
+from flowrl.rewards._vision.arrays import eight_bit
 from flowrl.rewards.ocr import Config, similarity, target_text
 
 from flowrl.reward import RewardError
 from flowrl.rewards import ocr
 from tests.rendered_words import render
+from tests.tiny_rewards import scored
 
 needs_rapidocr = pytest.mark.skipif(
     importlib.util.find_spec("rapidocr_onnxruntime") is None,
@@ -124,12 +125,12 @@ def tensors(numbers) -> tuple[torch.Tensor, list[str]]:
 def test_rendered_words_are_read_and_no_other_text_is_seen_in_them():
     reward = ocr.build(Config(allow_extra_text=False, detection_side=384))
     images, prompts = tensors(range(20))
-    values = reward.score(images, prompts, [{}] * 20)
+    values = scored(reward, images, prompts)
     assert (values == 1).float().mean() >= 0.95
     # The same images, other words; a blank image.
-    others = reward.score(images[:4], prompts[4:8], [{}] * 4)
+    others = scored(reward, images[:4], prompts[4:8])
     assert others.max() < 0.5
-    assert reward.score(torch.ones(1, 3, 256, 256), ['"word"'], [{}]).tolist() == [0.0]
+    assert scored(reward, torch.ones(1, 3, 256, 256), ['"word"']).tolist() == [0.0]
 
 
 @needs_rapidocr
@@ -146,13 +147,14 @@ def test_of_200_rendered_words_95_percent_are_read_exactly(detection_side):
 @pytest.mark.slow
 def test_a_pool_reads_what_one_process_reads_and_starts_anew_after_a_worker_has_died():
     images, prompts = tensors(range(4))
-    expected = ocr.build(Config(detection_side=384)).score(images, prompts, [{}] * 4)
-    pictures = [to_uint8(image) for image in images]
+    expected = scored(ocr.build(Config(detection_side=384)), images, prompts)
+    pictures = [eight_bit(image) for image in images]
     pool = Pool(0.5, 384, workers=2)
     try:
         texts = pool(pictures)
         scores = [similarity(t, p.strip('"'), allow_extra_text=True) for t, p in zip(texts, prompts, strict=True)]
         assert scores == pytest.approx(expected.tolist())
+        assert pool._executor is not None
         for process in list(pool._executor._processes.values()):
             process.kill()
         with pytest.raises(BrokenProcessPool):

@@ -9,10 +9,12 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from flowrl.rewards._remote.servers import Servers
+from flowrl.rewards._remote.servers import Server, Servers
 from PIL import Image
 from torch.testing import assert_close
 
@@ -27,7 +29,7 @@ from flowrl.scoring.weighted import WeightedReward
 from tests.serving import Inline, brightness, pictures, results, scripted, serving
 
 
-def client(*servers: str, **options):
+def client(*servers: str, **options: Any) -> Any:
     options = {"deadline_s": 20.0, "timeout_s": 5.0, "start_s": 0.1} | options
     return remote.build(remote.Config(servers=list(servers), reward="mine", **options))
 
@@ -183,7 +185,7 @@ def test_the_card_comes_from_the_server_and_says_what_is_so_from_afar():
 
 def test_reference_pictures_travel_as_pictures_and_not_as_paths(tmp_path: Path):
     def of_sources(images, prompts, metadata):
-        opened = [[Image.open(path).getpixel((0, 0))[0] for path in record["images"]] for record in metadata]
+        opened = [[int(np.array(Image.open(path))[0, 0, 0]) for path in record["images"]] for record in metadata]
         assert str(tmp_path) not in str(metadata)
         return torch.tensor([float(sum(values)) for values in opened])
 
@@ -352,6 +354,12 @@ def test_no_server_no_such_reward_and_no_token_are_told_before_anything_is_train
 # ---- which server
 
 
+def take(servers: Servers) -> Server:
+    server = servers.take(math.inf)
+    assert server is not None
+    return server
+
+
 class Clock:
     now = 100.0
 
@@ -361,10 +369,10 @@ class Clock:
 
 def test_the_least_busy_server_is_asked_and_equals_take_turns():
     servers = Servers(["a", "b", "c"])
-    taken = [servers.take(math.inf).url for _ in range(6)]
+    taken = [take(servers).url for _ in range(6)]
     assert sorted(taken[:3]) == sorted(taken[3:]) == ["a", "b", "c"]
     servers.succeeded(servers.servers[1])
-    assert servers.take(math.inf).url == "b"
+    assert take(servers).url == "b"
 
 
 def test_a_server_that_fails_rests_longer_each_time_and_an_answer_brings_it_back():
@@ -372,15 +380,15 @@ def test_a_server_that_fails_rests_longer_each_time_and_an_answer_brings_it_back
     servers = Servers(["a"], clock)
     rests = []
     for _ in range(9):
-        server = servers.take(math.inf)
+        server = take(servers)
         servers.failed(server)
         rests.append(server.rests_until - clock.now)
         clock.now = server.rests_until
     for k, rest in enumerate(rests):
         assert 0.5 <= rest / min(0.25 * 2**k, 15.0) <= 1.5
     assert len({round(rest / min(0.25 * 2**k, 15.0), 6) for k, rest in enumerate(rests)}) > 1, "there is jitter"
-    servers.succeeded(servers.take(math.inf))
-    servers.failed(servers.take(math.inf), at_least_s=40.0)
+    servers.succeeded(take(servers))
+    servers.failed(take(servers), at_least_s=40.0)
     assert servers.servers[0].rests_until - clock.now == 40.0
     assert servers.take(clock.now + 30) is None
 
@@ -388,7 +396,7 @@ def test_a_server_that_fails_rests_longer_each_time_and_an_answer_brings_it_back
 def test_requests_that_fail_together_are_one_failure():
     clock = Clock()
     servers = Servers(["a"], clock)
-    taken = [servers.take(math.inf) for _ in range(8)]
+    taken = [take(servers) for _ in range(8)]
     for server in taken:
         servers.failed(server)
     assert servers.servers[0].failures == 1
@@ -397,7 +405,7 @@ def test_requests_that_fail_together_are_one_failure():
 
 def test_who_waits_for_a_resting_server_goes_on_when_another_request_succeeds():
     servers = Servers(["a"])
-    first, second = servers.take(math.inf), servers.take(math.inf)
+    first, second = take(servers), take(servers)
     servers.failed(first, at_least_s=60.0)
     found = []
     waiting = threading.Thread(target=lambda: found.append(servers.take(time.monotonic() + 120)))

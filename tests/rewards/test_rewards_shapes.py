@@ -19,6 +19,7 @@ from scipy import ndimage
 from flowrl import shapes
 from flowrl.reward import RewardError
 from flowrl.shapes import BACKGROUND, COLORS, PALETTE, RELATIONS, SHAPES, TASKS, ObjectSpec, Placed, Scene
+from tests.tiny_rewards import scored
 
 NOISES = (0.0, 0.03, 0.08)
 WHEEL = ("red", "yellow", "green", "cyan", "blue", "purple")
@@ -77,7 +78,7 @@ def cover(p: Placed, size: int, rim: float = 0.0) -> np.ndarray:
 
 
 def apart(placed: list[Placed], size: int) -> bool:
-    return sum(cover(p, size, 1.25 * size / 32).astype(int) for p in placed).max() <= 1
+    return np.sum([cover(p, size, 1.25 * size / 32) for p in placed], axis=0).max() <= 1
 
 
 def missing(rng, size) -> Drawn:
@@ -342,11 +343,11 @@ def test_a_missing_object_lowers_the_partial_score():
 
 
 def test_a_drawn_image_fulfils_its_prompt_and_a_foreign_prompt_stops():
-    score = build(Config()).score
+    reward = build(Config())
     image = torch.from_numpy(shapes.draw(shapes.parse("a circle"), np.random.default_rng(0)))[None]
-    assert score(image, ["a circle"], [{}])["shapes_strict"].item() == 1
+    assert scored(reward, image, ["a circle"])["shapes_strict"].item() == 1
     with pytest.raises(RewardError, match="not of the shapes world"):
-        score(image, ["a photo of a dog"], [{}])
+        scored(reward, image, ["a photo of a dog"])
 
 
 def print_table(pictures: int) -> None:

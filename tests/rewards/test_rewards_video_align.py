@@ -138,7 +138,7 @@ def test_the_caption_changes_text_alignment_alone(reward, small):
     # Causal attention; the kernels may add up in another order for another length.
     assert_close(quality, quality[:1].expand(3), rtol=0, atol=1e-5)
     assert_close(motion, motion[:1].expand(3), rtol=0, atol=1e-5)
-    assert (alignment[:, None] - alignment).abs()[~torch.eye(3, dtype=bool)].min() > 1e-3
+    assert (alignment[:, None] - alignment).abs()[~torch.eye(3, dtype=torch.bool)].min() > 1e-3
 
 
 def test_the_frame_rate_says_which_frames_are_seen(reward, toys, small):

@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def pictures(count: int = 5) -> list[torch.Tensor]:
     ]
 
 
-def scored(reward, images=None, prompts=None):
+def scored(reward, images=None, prompts=None) -> Any:
     images = pictures() if images is None else images
     texts = PROMPTS[: len(images)] if prompts is None else prompts
     return reward.score(images, texts, [{}] * len(texts))

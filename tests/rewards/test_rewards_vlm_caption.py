@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from flowrl.rewards import vlm_caption
 from tests import toy_vlm
 from tests.fake_chat import FakeChat, Reply
 from tests.rewards.test_rewards_judges import Scripted, brightness, grey
+from tests.tiny_rewards import scored
 from tests.tiny_rewards.vlm_caption import LAYER, POSITIONS, options, save_roberta
 
 TEXTS = ("a red cat sits here", "The image contains a cat", "a", "blue", "a red dog runs far away from the old town")
@@ -109,8 +111,9 @@ def scripted(monkeypatch):
     return judge
 
 
-def build(roberta: str, **own):
-    return vlm_caption.build(vlm_caption.Config(**({"bertscore": options(roberta)} | own)))
+def build(roberta: str, **own: Any):
+    given: dict[str, Any] = {"bertscore": options(roberta)}
+    return vlm_caption.build(vlm_caption.Config(**(given | own)))
 
 
 def test_recall_of_the_prompts_reference_in_the_answer_is_what_is_trained_on(scripted, roberta):
@@ -197,7 +200,7 @@ def noise(side: int = 16) -> torch.Tensor:
 
 def through_jpeg(image: torch.Tensor, quality: int) -> np.ndarray:
     file = io.BytesIO()
-    Image.fromarray(arrays.to_uint8(image)).save(file, format="JPEG", quality=quality)
+    Image.fromarray(arrays.eight_bit(image)).save(file, format="JPEG", quality=quality)
     return np.array(Image.open(io.BytesIO(file.getvalue())))
 
 
@@ -216,13 +219,13 @@ def test_a_server_is_sent_jpeg_of_the_papers_quality_unless_told_otherwise(serve
     config = {"backend": "http", "http": dataclasses.replace(http, base_url=server.url, model="m"), **own}
     reward = build(roberta, **config)
     assert reward.card.overlap
-    found = reward.score(noise(), ["a cat"], [{}])
+    found = scored(reward, noise(), ["a cat"])
     assert float(found["vlm_caption_recall"][0]) == pytest.approx(
         straight(roberta, "a cat", "The image contains a cat")[0], abs=3e-6
     )
     (request,) = server.requests
     request.images_as = "png" if quality is None else "jpeg"
-    expected = arrays.to_uint8(noise()[0]) if quality is None else through_jpeg(noise()[0], quality)
+    expected = arrays.eight_bit(noise()[0]) if quality is None else through_jpeg(noise()[0], quality)
     assert np.array_equal(request.images[0], expected)
 
 

@@ -96,8 +96,9 @@ def test_the_reward_clip_score_gives_its_cosine(clip, loaded):
     scenes, images = held_out(4)
     captions = [scene.caption for scene in scenes]
     expected = clip.cosines(*loaded, images, captions)
-    for preprocess, tolerance in (("fast", 1e-5), ("exact", 1e-2)):
+    for preprocess in ("fast", "exact"):
         reward = build(Config(model="tiny-clip", preprocess=preprocess, device="cpu"))
+        tolerance = 1e-5 if preprocess == "fast" else 1e-2
         assert_close(reward.score(images, captions, [{}] * 4), expected, rtol=0, atol=tolerance)
 
 

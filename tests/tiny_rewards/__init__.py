@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowrl.contracts.rewards import trial_batch
 from flowrl.core import registry
-from flowrl.reward import Reward
+from flowrl.reward import Images, Reward
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.surroundings import Batch
 from flowrl.scoring.weighted import WeightedReward
@@ -54,12 +54,14 @@ def cases(name: str, folder: Path, stack: ExitStack) -> list[Case]:
     return [Case(f"{name} {case}", reward, samples(reward, folder)) for case, reward in made.items()]
 
 
-def scored(reward: Reward, images: Sequence[Tensor], prompts: Sequence[str] = PROMPTS) -> Any:
-    """What a reward returns for images without records."""
-    return reward.score(images, prompts, [{}] * len(prompts))
+def scored(
+    reward: Reward, images: Images, prompts: Sequence[str] = PROMPTS, metadata: Sequence[dict] | None = None
+) -> Any:
+    """Scores [B], or by output for a reward of several; without records unless they are given."""
+    return reward.score(images, prompts, metadata or [{}] * len(prompts))
 
 
-def raw_scores(reward: Reward, images: Sequence[Tensor]) -> dict[str, Tensor]:
+def raw_scores(reward: Reward, images: Images) -> dict[str, Tensor]:
     """Scores by output, as the scorer logs them, where every sample may fail and prompts do not matter."""
     scorer = Scorer([WeightedReward("tiny", reward)], max_failed_share=1.0)
     return scorer.score(images, [""] * len(images), [{}] * len(images)).raw

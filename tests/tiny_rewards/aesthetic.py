@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from flowrl.rewards.aesthetic import PUBLISHED, Config, build
+from flowrl.rewards.aesthetic import PUBLISHED, Config, Version, build
 from torch import nn
 
 from flowrl.reward import Reward
@@ -66,7 +67,7 @@ def save_towers(folder: Path) -> dict[str, str]:
 
 
 def tiny(
-    version: str, folder: Path, towers: dict[str, str], patch: pytest.MonkeyPatch, **options: object
+    version: Version, folder: Path, towers: dict[str, str], patch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[Reward, dict[str, torch.Tensor], str]:
     """(reward, weights of its head, its tower) of a version, with a head for embeddings of SIZE numbers."""
     known = PUBLISHED[version]
@@ -75,8 +76,8 @@ def tiny(
     weights = {name: 4 * value for name, value in network(version, width=SIZE).state_dict().items()}
     torch.save(weights, file)
     tower = towers[known.tower]
-    given = {"version": version, "head": str(file), "published": False, "backbone": tower, "device": "cpu"}
-    return build(Config(**given | options)), weights, tower
+    given: dict[str, Any] = {"head": str(file), "published": False, "backbone": tower, "device": "cpu"}
+    return build(Config(version=version, **(given | options))), weights, tower
 
 
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from flowrl.rewards.diversity import Config, build
 
@@ -24,9 +25,9 @@ def save_dinov2(folder: Path) -> str:
     """A DINOv2 with its preprocessing."""
     from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    size: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     BitImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}).save_pretrained(folder)
-    toy_clip.drawn(lambda: Dinov2Model(Dinov2Config(**size)), 0).save_pretrained(folder)
+    toy_clip.drawn(lambda: Dinov2Model(Dinov2Config(**size, image_size=28, patch_size=14)), 0).save_pretrained(folder)
     return str(folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from flowrl.rewards._detection import detectors
@@ -29,10 +30,10 @@ def detector(folder: Path) -> Mask2Former:
         SwinConfig,
     )
 
+    stages: dict[str, Any] = {"out_features": ["stage1", "stage2", "stage3", "stage4"]}
     backbone = SwinConfig(
-        image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )  # fmt: skip
+        image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4, **stages
+    )
     config = Mask2FormerConfig(
         backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
         encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=12,

@@ -62,10 +62,12 @@ def split_lora(weights: dict) -> tuple[dict, dict]:
 
 @dataclasses.dataclass
 class Toy:
+    """A saved one; network and tokenizer are transformers' own."""
+
     folder: Path
     base: str
-    model: object
-    tokenizer: object
+    model: Any
+    tokenizer: Any
     head: torch.Tensor
 
 

@@ -25,14 +25,14 @@ def save_roberta(folder: Path) -> str:
     from tokenizers import pre_tokenizers
     from transformers import RobertaConfig, RobertaModel, RobertaTokenizer
 
-    merges = [("\u0120", "a"), ("r", "e"), ("re", "d"), ("\u0120", "red")]
+    merges: list[Any] = [("\u0120", "a"), ("r", "e"), ("re", "d"), ("\u0120", "red")]
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {piece: i for i, piece in enumerate([*pieces, *("".join(pair) for pair in merges)])}
     RobertaTokenizer(vocab=vocabulary, merges=merges).save_pretrained(folder)
     config = RobertaConfig(
-        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 2},
-        **{"vocab_size": len(vocabulary), "max_position_embeddings": POSITIONS + 2, "pad_token_id": 1},
-    )
+        hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2,
+        vocab_size=len(vocabulary), max_position_embeddings=POSITIONS + 2, pad_token_id=1,
+    )  # fmt: skip
     drawn(lambda: RobertaModel(config, add_pooling_layer=False), 0).save_pretrained(folder)
     return str(folder)
 
