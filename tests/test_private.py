@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = [file for folder in ("flowrl", "rewards", "scripts") for file in sorted((ROOT / folder).rglob("*.py"))]
 MODULES = {part for file in FILES for part in file.relative_to(ROOT).with_suffix("").parts}
 """Names of modules and packages; tests/test_layers.py says who may import those with an underscore."""
+_ASKS = ("getattr", "hasattr", "setattr", "delattr")
 ALLOWED = {
     "_exit": "os: a process that must not run the handlers of the one that it was forked from, or wait for threads",
     "_foreach_lerp_": "torch: one kernel for all tensors of a moving average; there is no public form",
@@ -49,8 +50,7 @@ def private(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and not _owns(node.value):
             yield node.lineno, node.attr
-        asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if asks and node.func.id in ("getattr", "hasattr", "setattr", "delattr") and len(node.args) > 1:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKS and node.args[1:]:
             name = node.args[1]
             text = name.value if isinstance(name, ast.Constant) else ""
             if isinstance(text, str) and _is_private(text) and not _owns(node.args[0]):

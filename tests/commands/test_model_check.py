@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_had_is_told_with_its_reason_and_remedy(monkeypat
     assert all(word in told for word in ("model.path='owner/unheard-of'", *words))
     others = {other[0] for _, other in ANSWERS} - {words[0]}
     assert not [other for other in others if other in told]
-    resolved = SimpleNamespace(model=SimpleNamespace(config=config, name="sd3"))
+    resolved: Any = SimpleNamespace(model=SimpleNamespace(config=config, name="sd3"))
     assert not doctor._report("model", lambda: doctor._model(resolved))
     assert "FAIL  model" in capsys.readouterr().out
 

@@ -161,11 +161,11 @@ CALL = {"num_inference_steps": 4, "height": 8}
 )
 def test_whatever_decides_an_image_is_in_its_name(tmp_path, monkeypatch, key, value):
     monkeypatch.chdir(tmp_path)
-    for name in ("model", "other"):
-        Path(name).mkdir()
-        Path(name, "model_index.json").write_text("{}")
-    for name, colour in (("red.png", "red"), ("blue.png", "blue")):
-        Image.new("RGB", (2, 2), colour).save(name)
+    for folder in ("model", "other"):
+        Path(folder).mkdir()
+        Path(folder, "model_index.json").write_text("{}")
+    for file, colour in (("red.png", "red"), ("blue.png", "blue")):
+        Image.new("RGB", (2, 2), colour).save(file)
 
     def name(*, prompt="a", seed=0, call=CALL, guidance=None, model="model", weights="bytes", image="red.png"):
         (Path(model) / "weights.safetensors").write_text(weights)

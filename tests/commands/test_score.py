@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +33,10 @@ def folder(tmp_path) -> Path:
     return pictures
 
 
-def run(capsys, *words: object, code: int = 0, **options) -> tuple[list[dict], str]:
+def run(capsys, *words: Any, code: int = 0, **options) -> tuple[list[dict], str]:
     """Lines and the error stream of a call."""
     with pytest.raises(SystemExit) as left:
-        score.command(*words, **({"batch_size": 16} | options))
+        score.command(*words, **{"batch_size": 16, **options})
     shown = capsys.readouterr()
     assert left.value.code == code, shown.err
     return [json.loads(line) for line in shown.out.splitlines()], shown.err

@@ -244,7 +244,7 @@ def test_a_file_with_config_and_build_has_its_own_strict_options(tmp_path):
         "    return Reward(score=lambda i, p, m: [config.level] * len(p), card=Card(outputs=('level',)))\n",
     )
     built = reward_plan({"path": path, "level": 0.25}, "rewards.0").build()
-    assert built.reward.score(None, ["a", "b"], [{}, {}]) == [0.25, 0.25]
+    assert built.reward.score([], ["a", "b"], [{}, {}]) == [0.25, 0.25]
     assert "did you mean 'level'?" in refusal(reward_plan, {"path": path, "leve": 0.25}, "rewards.0")
 
 

@@ -236,7 +236,7 @@ def test_times_of_pairs_are_those_of_training_and_the_run_fits_its_device(name, 
         assert algorithm.config.times.name == "timesteps"
         # Uniform over 0..999: the mean of 400 has a std of 288 / 20.
         assert abs(float(times.mean()) - 499.5) < 4 * 14.4
-    result = memory.estimate(run, model, algorithm.plan(grid, Ode(), 1, 0), prompts=100)
+    result: Any = memory.estimate(run, model, algorithm.plan(grid, Ode(), 1, 0), prompts=100)  # all is known of it
     assert [phase.name for phase in result.phases] == ["encode", "pictures", "evaluation", "update"]
     assert not result.unknown
     assert result.rollout_flop == 0

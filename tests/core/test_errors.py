@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def test_of_a_component_of_ours_its_line_is_named():
     module = registry.load("rewards", "jpeg")
     error = raised(lambda: module.build(module.Config()).score([torch.zeros(1)], [""], [{}]))
     assert "(test_errors.py:" in described(error), "a test is a user's file"
-    error.__traceback__ = error.__traceback__.tb_next.tb_next  # without the test's own frames
+    trace: Any = error.__traceback__
+    error.__traceback__ = trace.tb_next.tb_next  # without the test's own frames
     assert "(jpeg.py:" in described(error) or "(arrays.py:" in described(error)
 
 

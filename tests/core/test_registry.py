@@ -29,7 +29,7 @@ def test_names_are_the_files_of_the_folder_without_helpers(kind):
     for name in found:
         module = registry.load(kind, name)
         assert module.__name__ == f"flowrl.{kind}.{name}"
-        assert Path(module.__file__).is_file()
+        assert Path(str(module.__file__)).is_file()
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_list():

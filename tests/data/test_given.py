@@ -7,6 +7,7 @@ import math
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,7 +131,8 @@ def test_no_more_pictures_than_a_batch_are_in_memory():
             return ToyAdapter.encode_images(self, pictures, noise)
 
     adapter = Counting()
-    slots = [Slot("", (Watched(), Watched()), (1.0, 0.0)) for _ in range(5)]
+    pair: tuple[Any, ...] = Watched(), Watched()
+    slots = [Slot("", pair, (1.0, 0.0)) for _ in range(5)]
     latents_of(slots.__getitem__, both(*range(5)), adapter, batch_size=4)
     assert adapter.sizes == (4, 4, 2)
 
@@ -281,7 +283,8 @@ def test_epochs_of_labelled_pictures_are_told_of_each_class(folder):
 
     def epochs(method: str) -> dict[str, float]:
         found = given(folder, method, per_iteration=12)
-        return PairCollector._epochs(SimpleNamespace(config=SimpleNamespace(data=found.options), given=found))
+        collector: Any = SimpleNamespace(config=SimpleNamespace(data=found.options), given=found)
+        return PairCollector._epochs(collector)
 
     expected = {"pairs/liked_epochs_per_iteration": 1.6, "pairs/disliked_epochs_per_iteration": 0.4}
     assert epochs("diffusion_kto") == pytest.approx(expected)

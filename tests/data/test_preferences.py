@@ -55,7 +55,7 @@ def table(stored: Stored) -> PreferenceSet:
 
 def red(image: StoredImage | None) -> int:
     """The shade of a picture; of none, -1."""
-    return image.open().getpixel((0, 0))[0] if image else -1
+    return int(np.asarray(image.open())[0, 0, 0]) if image else -1
 
 
 @pytest.fixture

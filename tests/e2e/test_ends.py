@@ -134,7 +134,7 @@ def _credit_fails_at(number: int, patch: pytest.MonkeyPatch, error: BaseExceptio
     build, asked = flow_grpo.build, []
 
     def failing(config: Any) -> Any:
-        algorithm = build(config)
+        algorithm: Any = build(config)
         credit = algorithm.advantages
 
         def advantages(*args: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 from flowrl import shapes
 from flowrl.config.load import load_config, resolve
+from flowrl.data.prompts import PromptSource
 from flowrl.run.trainer import Trainer
 from tests.e2e.conftest import train
 from tests.e2e.test_bad_input import command
@@ -31,7 +32,9 @@ def told(run: str) -> tuple[dict, str]:
 def test_a_share_of_the_prompts_is_evaluated_and_not_trained_on(forty: Path, monkeypatch, capsys):
     trainer = Trainer(resolve(load_config("run.yaml", ["name=share", "data={prompts: forty.txt}", *SMALL])))
     trainer.fit()
-    trained = {prompt.text for prompt in trainer.session.parts.data.source.prompts}
+    source = trainer.session.parts.data.source
+    assert isinstance(source, PromptSource)
+    trained = {prompt.text for prompt in source.prompts}
     evaluated = set(json.loads(Path("runs/share/eval/tuned.json").read_text())["prompts"])
     assert (len(trained), len(evaluated), trained & evaluated) == (36, 4, set())
     summary, said = told("share")

@@ -88,7 +88,7 @@ def test_two_processes_take_the_first_update_of_one(recipe: Path):
     rows = [json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in names]
     metric = "reward/total_mean" if "reward/total_mean" in rows[0] else "matching/error"
     assert rows[0][metric] == pytest.approx(rows[1][metric], abs=1e-5)
-    assert_same_gradient(*names)
+    assert_same_gradient(names[0], names[1])
 
 
 def test_one_reward_in_two_entries_gives_separate_losses_from_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch):

@@ -81,7 +81,7 @@ def test_pairs_are_the_best_and_the_worst_and_read_back_as_they_were_scored(pair
             assert isinstance(picture.source, Path)
             image = media.read(picture.source)
             assert picture.open().size == (image.shape[2], image.shape[1])
-            again = score(image[None], [line["prompt"]], [{}])
+            again: Any = score(image[None], [line["prompt"]], [{}])
             told = line[f"{name}_scores"]
             assert {n: float(v) for n, v in again.items()} == {n: v for n, v in told.items() if n != "total"}
             assert told["total"] == 0.5 * told["shapes_strict"] + 0.5 * told["shapes_partial"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,11 +36,12 @@ def pictures(iteration: int) -> torch.Tensor:
 
 
 def test_a_server_killed_and_started_again_in_mid_run_gives_no_wrong_score_and_loses_no_sample():
-    here, port = jpeg.build(jpeg.Config()), free_port()
+    here: Any = jpeg.build(jpeg.Config())  # gives a tensor, a remote one values by name
+    port = free_port()
     process = start(port)
     config = remote.Config(servers=[f"http://127.0.0.1:{port}"], reward="jpeg", max_items=3, concurrency=3)
-    reward, under_way = remote.build(config), threading.Event()
-    found = {}
+    reward: Any = remote.build(config)
+    found, under_way = {}, threading.Event()
 
     def train() -> None:
         for iteration in range(30):
@@ -80,7 +82,7 @@ def test_a_signal_ends_the_server_after_what_it_has_and_its_workers_with_it(tmp_
     assert process.stdout is not None
     assert process.stdout.readline()
     url, found = f"http://127.0.0.1:{port}", []
-    reward = remote.build(remote.Config(servers=[url], reward="slow"))
+    reward: Any = remote.build(remote.Config(servers=[url], reward="slow"))
     asking = threading.Thread(target=lambda: found.append(reward.score(pictures(0)[:1], [""], [{}])["slow"].tolist()))
     asking.start()
     while not (started.is_file() and started.read_text()):

@@ -108,7 +108,7 @@ def test_two_processes_that_share_the_network_take_the_update_of_one(folder: Pat
 
 
 def _assert_plain_pipelines_read_them() -> None:
-    from diffusers import SD3Transformer2DModel
+    from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 
     one, two = (SD3Transformer2DModel.from_pretrained(f"runs/full-{n}/adapter/transformer") for n in (1, 2))
     assert_same_weights(one.state_dict(), two.state_dict())

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
 
     page = Path("runs/run/gallery/index.html").read_text()
     embedded = re.findall(r"data:image/webp;base64,([^\"]+)", page)
-    shown = [Image.open(io.BytesIO(base64.b64decode(data))) for data in embedded]
+    shown: list[Any] = [Image.open(io.BytesIO(base64.b64decode(data))) for data in embedded]
     assert len(shown) >= 4
     assert {image.n_frames for image in shown} == {5}
     assert "no image saved" not in page

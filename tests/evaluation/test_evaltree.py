@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +58,11 @@ class Place:
         sampling = sampling_of(self.adapter, self.prompts, self.sampler, num_steps, world=world, sharded=sharded)
         self.policy, self.schedule, self.evaluations = sampling.policy, sampling.schedule, sampling.counter
         rollout, build = SimpleNamespace(batch_size=5), lambda: self.module.build(self.config)
+        resolved: Any = SimpleNamespace(
+            run=SimpleNamespace(seed=0, rollout=rollout), algorithm=SimpleNamespace(name=name, build=build)
+        )
         self.grow = EvalTree(
-            SimpleNamespace(
-                run=SimpleNamespace(seed=0, rollout=rollout), algorithm=SimpleNamespace(name=name, build=build)
-            ),
+            resolved,
             self.algorithm,
             self.scorer.entries,
             Evaluator(sampling, self.scorer, folder, self.prompts, EvalConfig(), seed=3),

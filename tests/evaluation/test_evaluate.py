@@ -334,6 +334,7 @@ def test_an_evaluation_without_rewards_keeps_its_seeds_and_what_is_preferred(tmp
     Evaluation("tuned", 3, 1.0, 10, ("a", "b"), 2, {}, agreement).save(tmp_path)
     back = Evaluation.load(tmp_path / "tuned.json")
     assert (back.seeds, back.scores, back.prompts) == (2, {}, ("a", "b"))
+    assert back.agreement is not None
     np.testing.assert_array_equal(back.agreement.right, agreement.right)
     assert back.agreement.captions.tolist() == [0, 1, 0]
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,8 +51,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in VOID:
             self.open.append(tag)
-        found = dict(attrs)
-        self.attributes += [(name, value or "") for name, value in attrs]
+        given = [(name, value or "") for name, value in attrs]
+        self.attributes += given
+        found = dict(given)
         if found.get("id"):
             self.ids.append(found["id"])
         self.links += [found[key] for key in ("src", "href") if found.get(key)]
@@ -322,14 +324,16 @@ def test_clips_play_small_on_the_page_and_link_to_the_file(tmp_path):
     frames = [Image.new("RGB", (256, 144), (10 * k, 255 - 10 * k, 5 * k)) for k in range(24)]
     media.write_video(frames, tmp_path / "clip.webp", quality=90)
     shown = images.embed(tmp_path / "clip.webp", images.PAIR_PX, tmp_path / "gallery")
+    assert shown is not None
     assert (shown["width"], shown["height"], shown["pixelated"]) == (192, 108, False)
     assert shown["link"] == "../clip.webp"
-    page = Image.open(io.BytesIO(base64.b64decode(shown["src"].removeprefix("data:image/webp;base64,"))))
+    page: Any = Image.open(io.BytesIO(base64.b64decode(shown["src"].removeprefix("data:image/webp;base64,"))))
     assert (page.n_frames, page.size) == (images.VIDEO_FRAMES, (192, 108))
     page.seek(1)
     page.load()
     assert page.info["duration"] == pytest.approx(media.FRAME_MS * 24 / images.VIDEO_FRAMES)  # as fast as the file
     whole = images.embed(media.write(torch.rand(4, 3, 16, 16), tmp_path / "small"), 384, tmp_path)
+    assert whole is not None
     assert (whole["pixelated"], whole["link"]) == (True, None)
 
 
@@ -404,6 +408,7 @@ def test_the_base_line_of_a_curve_covers_the_prompts_of_the_curve(tmp_path):
         scores = {name: table[:3] for name, table in document["scores"].items()}
         change(path, prompts=document["prompts"][:3], scores=scores)
     run = load_run(folder)
+    assert run.base is not None
     expected = run.base.scores["shapes_strict"][:3].mean()
     metric = results.metrics_of(run)[0]
     assert results.level_while_training(run, run.base, metric) == pytest.approx(expected)

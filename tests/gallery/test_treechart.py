@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def grown(shape: Branching, *, seed: int = 0, size: tuple[int, int] = (8, 8), cr
     )
     rewards = torch.rand(1, 1, count, generator=draw)
     raw = {"light": rewards[0], "corner": rewards[0] - 0.5}
-    rollout = SimpleNamespace(plan=plan, rewards=rewards, raw=raw, paths=None)
+    rollout: Any = SimpleNamespace(plan=plan, rewards=rewards, raw=raw, paths=None)
     values = torch.randn(1, count, steps, generator=draw)
     for k in range(steps):  # leaves behind one edge share its number
         values[0, :, k] = values[0, shape.child(k).clamp(min=0), k]
@@ -91,7 +92,7 @@ def paths(svg: str) -> list[tuple[str, list[Piece], str]]:
     ]
 
 
-def ends(pieces: list[Piece]) -> tuple[tuple[float, float], tuple[float, float]]:
+def ends(pieces: list[Piece]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Where a line starts, and where it ends."""
     assert [command for command, _ in pieces] in (["M", "C"], ["M", "C", "H"], ["M", "H"])
     x, y = start = pieces[0][1]

@@ -11,7 +11,7 @@ from torch import nn
 
 from flowrl.core.strict import validate
 from flowrl.models import sd3
-from flowrl.models.base import ModelConfig
+from flowrl.models.base import ModelAdapter, ModelConfig
 from flowrl.models.savings import cast_frozen
 from flowrl.planning import few_bits, forwards, memory
 from flowrl.planning.meter import Meter, faked, measured
@@ -28,7 +28,7 @@ def config(folder: Path, **options: Any) -> ModelConfig:
     return validate(sd3.Config, base | options, "model")
 
 
-def update(model: sd3.Sd3) -> None:
+def update(model: ModelAdapter) -> None:
     forwards.loss(model, 3, 4.0, reference=True).backward()
 
 
@@ -99,7 +99,7 @@ def test_nf4_keeps_no_copy_for_the_backward_pass():
     """The product and its gradient are those of a plain layer of the same shape; what lives between them is not."""
     held = {}
     for kind in ("plain", "nf4"):
-        layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        layers: Any = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
         layers._keep_in_fp32_modules = None  # as diffusers' networks say it
         if kind == "nf4":
             few_bits.quantise([layers], config(Path("."), memory={"quantize": "nf4"}))
@@ -109,6 +109,7 @@ def test_nf4_keeps_no_copy_for_the_backward_pass():
                 y = layers(x)
                 held[kind] = meter.now
                 y.sum().backward()
+                assert x.grad is not None
                 assert x.grad.shape == x.shape
     # No plain layer saves its frozen input, nor does this one: only outputs live.
     assert held["nf4"] == 8 * 64 * 4
@@ -127,5 +128,6 @@ def test_nf4_is_measured_as_bitsandbytes_has_it():
     assert memory.size(ours) == memory.size(theirs) + 4 * theirs.weight.quant_state.absmax.numel()
     x = torch.randn(8, 256, requires_grad=True)
     peaks = [measured(lambda layer=layer: layer(x).sum().backward(), grad=True)[0] for layer in (theirs, ours)]
+    assert x.grad is not None
     assert x.grad.abs().max() > 0
     assert peaks[1] == pytest.approx(peaks[0], rel=0.03)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from flowrl.algorithms.base import EdgeMethod
 from flowrl.commands.plan import _samples_text, _tree_table, geometry, step_plan
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
@@ -45,8 +48,8 @@ def resolved(name: str, *changes: str) -> Resolved:
     return resolve(load_config("configs/lab/flow_grpo.yaml", [*words, *changes]))
 
 
-def session_of(run_: Resolved, **options: int) -> Session:
-    counts = {"prompts": PROMPTS, "group": run_.group_size, "num_steps": STEPS, **options}
+def session_of(run_: Resolved, **options: Any) -> Session:
+    counts: dict[str, Any] = {"prompts": PROMPTS, "group": run_.group_size, "num_steps": STEPS, **options}
     return roll_out(ToyAdapter(), algorithm=run_.algorithm.build(), sampler=run_.sampler.build(), **counts)
 
 
@@ -55,7 +58,7 @@ class Forwards(Evaluations):
 
     calls = 0
 
-    def _count(self, *given: object) -> None:
+    def _count(self, *given: Any) -> None:
         self.calls += 1
         Evaluations._count(self, *given)
 
@@ -83,6 +86,7 @@ def test_the_plan_counts_the_evaluations_and_forwards_of_real_updates(name, upda
     learner = learner_of(session, updates=updates, batch_size=5)
     counter = Forwards(session.adapter.network)
     credit, drawn = session.algorithm.advantages(rewards, torch.ones(1)), rollout_of(session, rewards)
+    assert isinstance(session.algorithm, EdgeMethod)
     learner.update(1, drawn, session.algorithm.on_tree(credit, drawn.leaf_rewards(torch.ones(1)), 1), Sums())
     work = tree_work(run_, session.plan)
     assert counter.rows == work.update_rows(len(session.ids))
@@ -137,7 +141,7 @@ def test_memory_and_compute_are_those_of_the_tree():
     run_ = resolved("mix")
     adapter = skeleton(run_)
     plan = step_plan(run_, adapter)
-    found = estimate(run_, adapter, plan, prompts=2)
+    found: Any = estimate(run_, adapter, plan, prompts=2)  # nothing of it is None
     work, samples = tree_work(run_, plan), PROMPTS * run_.group_size
     forward = found.rollout_flop / work.rollout_rows(samples)
     assert 2.5 < found.update_flop / work.update_rows(samples) / forward < 3.5, "backward is twice a forward"
@@ -151,7 +155,7 @@ def test_memory_and_compute_are_those_of_the_tree():
 def cells(run_: Resolved, column: str) -> list[str]:
     adapter = skeleton(run_)
     table = _tree_table(run_, adapter, step_plan(run_, adapter))
-    return next(list(c.cells) for c in table.columns if c.header == column)
+    return next([str(cell) for cell in c.cells] for c in table.columns if c.header == column)
 
 
 def test_the_table_shows_splits_merged_steps_and_what_is_trained():
@@ -187,6 +191,7 @@ def test_leaves_as_chains_take_the_steps_of_their_ways(name, chains):
     """G2RPO with merge 2: a child of step 1 takes steps 0 and 1, and those from 3 on at stride 1 or 2."""
     run_ = resolved(name)
     plan = step_plan(run_, None)
+    assert plan.tree is not None
     walked = sum(len(alone(plan.tree, leaf)) for leaf in range(plan.leaves))
     assert plan.tree.chain_forwards == walked == chains
     assert f"(chains: {chains})" in _samples_text(run_, plan, 1.0, 3)

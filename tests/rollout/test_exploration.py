@@ -16,7 +16,7 @@ from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.types import SampleId
 from flowrl.rollout.exploration import ExplorationConfig, choose, fidelity
 from flowrl.rollout.noise import Noise
-from flowrl.rollout.preview import Preview
+from flowrl.rollout.preview import Preview, PreviewKind
 from tests import native
 from tests import tiny_pipelines as pipelines
 from tests import tiny_sd3 as tiny
@@ -165,7 +165,8 @@ def test_full_weights_are_taken_over_and_half_precision_is_near(sd3):
 def test_every_copy_is_prepared_once_the_policy_needs_none_and_the_generic_adapter_has_none():
     prepared: list[nn.Module] = []
     adapter = ToyAdapter()
-    for network, copies in (("merged", 1), ("policy", 0)):
+    kinds: tuple[tuple[PreviewKind, int], ...] = ("merged", 1), ("policy", 0)
+    for network, copies in kinds:
         preview = Preview(adapter, network, prepared.append)
         preview.follow()
         preview.follow()

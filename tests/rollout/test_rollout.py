@@ -63,7 +63,7 @@ def test_a_rollout_is_the_loop_written_by_hand(guidance_scale):
     with torch.no_grad():
         for k in range(6):
             sigma, dt = sigmas[k], sigmas[k + 1] - sigmas[k]
-            v = adapter.predict(x, torch.full((6,), 1000 * sigma), cond, guidance_scale)
+            v = adapter.predict(x, torch.full((6,), float(1000 * sigma)), cond, guidance_scale)
             if k not in (1, 2, 4):
                 x = x + v * dt
                 continue

@@ -42,7 +42,7 @@ def of_groups(images, prompts, metadata):
 
 
 def entry(score, name="mine", **card) -> WeightedReward:
-    return WeightedReward(name, Reward(score, Card(**({"outputs": (name,)} | card))))
+    return WeightedReward(name, Reward(score, Card(**{"outputs": (name,), **card})))
 
 
 def draw(scorer: Scorer, stop=lambda: False, adapter=None, iteration: int = 1, **options):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ NAN = math.nan
 
 
 def entry(score, name="mine", card=None, **options) -> WeightedReward:
-    return WeightedReward(name, Reward(score, Card(**({"outputs": (name,)} | (card or {})))), **options)
+    return WeightedReward(name, Reward(score, Card(**{"outputs": (name,), **(card or {})})), **options)
 
 
-def fixed(*values: float):
+def fixed(*values: float) -> Any:
     return lambda images, prompts, metadata: list(values)
 
 
@@ -304,6 +305,7 @@ def test_an_entry_hands_its_options_to_the_reward(tmp_path):
     built = plan(tmp_path, gate=gate, cache="memory", retries=5, isolate=False, max_failed_share=0.1).build()
     assert built.gate == Gate(**gate)
     assert (built.retries, built.isolate, built.max_failed_share) == (5, False, 0.1)
+    assert built.cache is not None
     assert isinstance(built.cache.store, Memory)
 
 

@@ -106,7 +106,7 @@ def nested(levels: int) -> list:
         (message(items=[message()["items"][0] | {"promt": "x"}]), "form"),
         (message(items=[message()["items"][0] | {"metadata": {"images": ["/etc/passwd"]}}]), "form"),
         (message(items=[message()["items"][0] | {"metadata": {"x": nested(33)}}]), "form"),
-        (message(request_id=7), "form"),
+        (message() | {"request_id": 7}, "form"),
         (message(request_id="x" * 1000), "form"),
         *((message(reward=value), "form") for value in ([], {}, None, 7)),
         *((message(items=[ITEM | {"picture": {"format": kind, "data": ""}}]), "picture") for kind in ([], {}, None)),
@@ -215,7 +215,7 @@ def test_a_slow_body_and_a_slow_head_are_cut_off_while_others_are_served(url):
 def test_a_missing_or_wrong_token_is_refused_before_the_body_is_read():
     with serving(Inline(), token="secret") as url:
         for token in ("", "Bearer secre", "secret", "Bearer \xe9"):
-            headers = {"authorization": token.encode("latin-1")} if token else {}
+            headers = {b"authorization": token.encode("latin-1")} if token else {}
             answers = [httpx.get(f"{url}/{page}", headers=headers) for page in ("rewards", "metrics")]
             answers.append(httpx.post(f"{url}/score", content=b"x" * 1000, headers=headers))
             assert [answer.status_code for answer in answers] == [401] * 3, token

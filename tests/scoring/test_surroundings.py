@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,8 @@ def broken_laws(score) -> dict[str, str]:
 
 
 def tried(*entries: WeightedReward) -> None:
-    probe(Scorer(entries), PROMPTS[:2], SimpleNamespace(height=8, width=8, num_frames=1))
+    adapter: Any = SimpleNamespace(height=8, width=8, num_frames=1)
+    probe(Scorer(entries), PROMPTS[:2], adapter)
 
 
 # ---- what is handed out
@@ -293,11 +295,11 @@ def test_a_seed_that_a_reward_sets_reaches_nobody_and_is_told_at_the_probe(whose
 
 
 def test_a_reward_without_random_numbers_leaves_every_generator_where_it_was():
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
     conduct = Conduct()
     score_once(entry(means), Batch(*batch()), conduct)
     assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert before[1:] == (random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist())
     assert conduct == Conduct()
 
 

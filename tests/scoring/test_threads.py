@@ -6,6 +6,7 @@ import contextvars
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -51,8 +52,8 @@ def hung():
     score.release.set()
 
 
-def given_up(score) -> TimeLimit:
-    """A limit whose first call has been given up; later ones may take their time."""
+def given_up(score) -> Any:
+    """A `TimeLimit` whose first call has been given up; later ones may take their time."""
     limit = TimeLimit(score, SOON)
     with pytest.raises(TimeoutError, match=r"no scores within timeout=0.05 s"):
         limit(*BATCH)
@@ -60,7 +61,7 @@ def given_up(score) -> TimeLimit:
     return limit
 
 
-def surroundings(*batch):
+def surroundings(*batch) -> Any:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -160,8 +161,9 @@ def test_pictures_that_ask_for_their_gradient_are_scored_here_without_a_limit():
         return means(images, prompts, metadata)
 
     images = IMAGES.clone().requires_grad_()
-    limit = TimeLimit(score, WAIT_S)
+    limit: Any = TimeLimit(score, WAIT_S)
     limit(images, *BATCH[1:]).sum().backward()
+    assert images.grad is not None
     assert images.grad.abs().min() > 0
     limit(*BATCH)
     assert seen[0] == threading.get_ident() != seen[1]

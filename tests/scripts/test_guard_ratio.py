@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from flowrl.algorithms import flow_grpo, grpo_guard
 from flowrl.credit.advantages import Advantages
 from flowrl.training.metrics import Sums
 from tests.tiny_sd3 import script
-from tests.toys import ToyAdapter, learner_of, nudge, replay_of, roll_out, rollout_of
+from tests.toys import Session, ToyAdapter, learner_of, nudge, replay_of, roll_out, rollout_of
 
 ALGORITHMS = {
     "flow_grpo": flow_grpo.build(flow_grpo.Config(clip_range=0.02)),
@@ -35,7 +36,7 @@ def guard() -> ModuleType:
     return script("guard_ratio")
 
 
-def one_iteration(name: str, guard: ModuleType | None):
+def one_iteration(name: str, guard: ModuleType | None) -> tuple[Any, Session, list[torch.Tensor]]:
     """Three updates on a toy rollout of 2 x 6 samples x 5 trained steps: the probe or None, session, weights."""
     algorithm = type(ALGORITHMS[name])(ALGORITHMS[name].config)  # the probe marks the instance
     session = roll_out(ToyAdapter(), algorithm=algorithm, group=6, columns=("mean_old",))

@@ -6,6 +6,7 @@ import json
 import socket
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def test_tiny_sds_loss_is_halfway_between_the_errors_of_eps_and_of_a_flows_veloc
     stub = SimpleNamespace(
         unet=unet, text_encoder=made.text_encoder, tokenizer=made.tokenizer, scheduler=made.scheduler
     )
-    objective = _tiny_sd.Denoising(stub, None, 0)
+    settings: Any = None  # of the training, which a loss does not read
+    objective = _tiny_sd.Denoising(stub, settings, 0)
     found = objective.loss(latents, rows, count, torch.Generator().manual_seed(1))
 
     assert (unet.timestep * count // 1000 - torch.arange(count)).abs().max() <= 1
