@@ -160,7 +160,8 @@ class Session:
 
     adapter: ToyAdapter
     weights: Weights
-    algorithm: Method
+    algorithm: Any
+    """A `Method`; tests use what its own class has."""
     policy: Policy
     networks: Networks
     plan: StepPlan
@@ -279,8 +280,8 @@ def replay_of(
     session: Session, rewards: Tensor, credit: Advantages | None = None, *, updates: int = 2, batch_size: int = 4
 ) -> EdgeBatches:
     """The edges of the session, in shares; rewards [R, P, G], credited by the algorithm unless given."""
-    credit = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
-    iteration = Iteration(1, rollout_of(session, rewards), credit, Sums())
+    known: Advantages = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
+    iteration = Iteration(1, rollout_of(session, rewards), known, Sums())
     return EdgeBatches(context_of(session, optim_of(updates, batch_size)), iteration)
 
 
@@ -304,14 +305,14 @@ def noising_of(
     iteration: int = 1,
 ) -> SampleBatches:
     """The terms of one of `size` processes; rewards [R, P, G], credited by the algorithm unless given."""
-    credit = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
+    known: Advantages = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
     rollout, (prompts, group) = rollout_of(session, rewards), rewards.shape[1:]
     own = [slot * group + sample for slot, sample in shard(prompts, group, rank, size)]
     samples = Samples(rollout.samples.x0[own], tuple(session.ids[row] for row in own))
     rollout = replace(rollout, samples=samples, rows=rollout.rows[own])
     world = World(rank, size, torch.device("cpu"))
     context = context_of(session, optim_of(updates, batch_size), world=world)
-    return SampleBatches(context, Iteration(iteration, rollout, credit, Sums()))
+    return SampleBatches(context, Iteration(iteration, rollout, known, Sums()))
 
 
 def terms_gradient(session: Session, *parts: SampleBatches, share: int = 0) -> dict[str, Tensor]:

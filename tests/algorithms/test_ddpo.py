@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core.types import SampleId
 from flowrl.diffusion.schedules import Schedule
 from flowrl.samplers import ddim
-from flowrl.samplers.base import StepDistribution
+from flowrl.samplers.base import KLDivisor, StepDistribution
 from flowrl.training.metrics import Sums
 from tests.algorithms.test_flow_grpo import assert_gradients_close, gradients
 from tests.toys import (
@@ -88,14 +89,15 @@ def test_a_last_step_that_ends_at_clean_data_is_refused_with_the_steps_that_can_
 
 
 def test_a_sample_keeps_its_share_of_the_steps_whoever_trains_it():
-    algorithm = build(Config(timestep_fraction=0.5))
+    algorithm: Any = build(Config(timestep_fraction=0.5))  # whose mask is not None
     plan, ids = algorithm.plan(vp_schedule(6), DDIM, 1, 0), [SampleId(slot, 0) for slot in range(30)]
     mask = algorithm.kept_edges(ids, plan, 3, 7).reshape(30, 6)
     assert mask.sum(dim=1).tolist() == [3] * 30
     assert len(mask.unique(dim=0)) > 5
     assert torch.equal(algorithm.kept_edges(ids[4:9], plan, 3, 7).reshape(5, 6), mask[4:9])
     assert not torch.equal(algorithm.kept_edges(ids, plan, 4, 7).reshape(30, 6), mask)
-    assert build(Config()).kept_edges(ids, plan, 3, 7).all()
+    whole: Any = build(Config())
+    assert whole.kept_edges(ids, plan, 3, 7).all()
     with pytest.raises(ValueError, match=r"must be at least 0\.167"):
         Config(timestep_fraction=0.1).check(DDIM, 6)
 
@@ -181,7 +183,8 @@ def test_an_update_counts_every_sample_and_every_step_once(monkeypatch):
 @pytest.mark.parametrize("vp", [True, False], ids=["vp", "flow"])
 def test_left_out_the_divisor_is_the_gaussian_kls_on_vp_and_flow_grpos_on_a_flow(vp):
     found = []
-    for divisor in (None, *(("variance", "flow_grpo") if vp else ("flow_grpo", "variance"))):
+    published: tuple[KLDivisor, ...] = ("variance", "flow_grpo") if vp else ("flow_grpo", "variance")
+    for divisor in (None, *published):
         run = session(Config(kl=KLConfig(coef=0.5, divisor=divisor)), vp=vp)
         nudge(run.adapter.network, 2e-3)
         (batch,) = run.batches(draw_advantages(len(run.edges)), batch_size=36)

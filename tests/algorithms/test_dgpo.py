@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,7 +87,8 @@ def test_the_pull_is_added_and_has_its_gradient_where_the_mask_acts():
 
 
 def test_the_average_draws_the_samples_from_its_step_on_and_a_checkpoint_keeps_that():
-    method, weights = build(Config(sample_average_from=200)), Moves()
+    weights: Any = Moves()
+    method = build(Config(sample_average_from=200))
     for updates, expected in ((199, "policy"), (200, "average"), (201, "average")):
         method.after_iteration(updates, weights)
         assert method.behaviour == expected
@@ -110,9 +113,10 @@ class Embedded(ToyAdapter):
 @pytest.mark.parametrize("module", [build, crd.build], ids=["dgpo", "crd"])
 def test_the_reference_has_guidance_of_its_own_only_where_guidance_is_cfg(module):
     """With CFG the trained forwards go without; an embedded value is the same for all networks."""
-    config = Config(reference_guidance=4.0) if module is build else crd.Config(reference_guidance=4.0)
+    config: Any = Config(reference_guidance=4.0) if module is build else crd.Config(reference_guidance=4.0)
+    weights: Any = None  # which guidance does not depend on
     cfg, embedded = (
-        module(config).guidance(Networks(Policy(adapter, Ode(), 3.5), None), module(config).compared)
+        module(config).guidance(Networks(Policy(adapter, Ode(), 3.5), weights), module(config).compared)
         for adapter in (ToyAdapter(), Embedded())
     )
     assert cfg.pop("reference") == 4.0

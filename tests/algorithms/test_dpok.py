@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,7 @@ def test_the_buffer_keeps_the_newest_and_never_more_than_its_length():
     for first, count in ((0, 3), (3, 3), (6, 5), (11, 20)):
         kept.add(table(first, count), [PROMPTS[0]])
         newest = list(range(max(0, first + count - 7), first + count))
+        assert kept.table is not None
         assert kept.table.reward.tolist() == newest
         assert kept.table.latents[:, 0, 0, 0].tolist() == newest
         assert len(kept) == len(newest) <= 7
@@ -92,6 +94,7 @@ def test_prompts_stay_with_their_transitions_and_leave_with_the_last_of_them():
     kept = Transitions(4)
     kept.add(table(0, 2, prompt=1), [("a", ()), ("b", ("x.png",))])
     kept.add(table(2, 2, prompt=0), [("c", ()), ("b", ("x.png",))])
+    assert kept.table is not None
     assert [kept.prompts[k] for k in kept.table.prompt.tolist()] == [("b", ("x.png",))] * 2 + [("c", ())] * 2
     assert ("a", ()) not in kept.prompts
     kept.add(table(4, 3, prompt=1), [("d", ()), ("c", ())])
@@ -154,7 +157,7 @@ def test_processes_share_a_draw_out_between_them(size):
     weights = []
     for rank in range(size):
         run = session()
-        world = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"), gather=lambda own: [own])
+        world: Any = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"), gather=lambda own: [own])
         part = recall(run, world=world)
         part.prepare()
         parts += [batch.latents for batch, _ in part.batches(0)]

@@ -244,6 +244,7 @@ def test_an_advantage_is_the_reward_less_what_v_said_before_it_was_fitted_to_it(
     rollout = run.rollout(1, [3, 1], 4, first_value)
     rollout.rewards[0, 1, 2] = torch.nan
     assert weights.calibration is not None
+    assert rollout.noise is not None
     laws = weights.network.distributions(rollout.noise.numbers)
     before = weights.calibration(laws, rollout.noise.numbers).detach()
     work = run.initials(rollout)
@@ -263,9 +264,11 @@ def test_v_learns_what_tells_prompts_and_laws_apart_and_its_state_goes_on_bitwis
     rewards = torch.tensor([[0.0, 0.2], [1.0, 1.2], [2.0, torch.nan], [3.0, 3.2]])
     laws = weights.network.distributions(numbers)
     laws = dataclasses.replace(laws, mean=laws.mean.detach(), std=laws.std.detach())
+    assert judge is not None
     judge.fit(laws, numbers, rewards, 10)
     other = weights_of(value=True)
     other.load_state({name: value.clone() for name, value in weights.state().items()})
+    assert other.calibration is not None
     for one in (judge, other.calibration):
         one.fit(laws, numbers, rewards, 300)
     assert_close(judge(laws, numbers), torch.tensor([0.1, 1.1, 2.0, 3.1]), atol=0.1, rtol=0)
@@ -350,14 +353,20 @@ def test_the_parts_of_two_processes_have_together_the_gradient_of_one():
 def test_with_refresh_one_law_draws_for_so_many_iterations_and_is_what_the_ratio_compares_with():
     run = Run(group(refresh=2), weights_of(), optim())
     assert (run.algorithm.behaviour, run.algorithm.roles) == ("old", ("old",))
-    first = run.rollout(1, [0], 8, first_value)
+
+    def drawn() -> Tensor:
+        noise = run.rollout(1, [0], 8, first_value).noise
+        assert noise is not None
+        return noise.initial
+
+    first = drawn()
     run.iterate(1, [0], 8, first_value)
-    assert torch.equal(run.rollout(1, [0], 8, first_value).noise.initial, first.noise.initial)
+    assert torch.equal(drawn(), first)
     work = run.initials(run.rollout(2, [0], 8, first_value))
     (batch, _) = next(iter(work.batches(0)))
     assert float(run.algorithm.loss(batch, run.networks).metrics["policy/approx_kl"]) > 0
     run.iterate(2, [0], 8, first_value)
-    assert not torch.equal(run.rollout(1, [0], 8, first_value).noise.initial, first.noise.initial)
+    assert not torch.equal(drawn(), first)
     assert run.algorithm.state_dict() == {"iterations": 2}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def test_edges_that_share_a_start_have_the_gradient_of_edges_forwarded_one_by_on
     advantage, network = draw_advantages(len(session.edges)), session.adapter.network
 
     def gradient(batches) -> dict[str, Tensor]:
-        return gradients(sum(session.algorithm.loss(batch, session.networks).loss for batch in batches), network)
+        loss: Any = sum(session.algorithm.loss(batch, session.networks).loss for batch in batches)
+        return gradients(loss, network)
 
     together = session.batches(advantage)
     assert [(len(batch.latents), len(batch)) for batch in together] == [(2, 6)]
@@ -214,8 +216,9 @@ def test_reading_the_reference_leaves_the_policy_as_it_is():
 # ---- reductions
 
 
-def plain(**options) -> Config:
-    return Config(**({"clip_range": 0.02} | options))
+def plain(**options: Any) -> Config:
+    known: dict[str, Any] = {"clip_range": 0.02}
+    return Config(**(known | options))
 
 
 REDUCTIONS = {

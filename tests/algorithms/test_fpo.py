@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def draw(seed: int) -> Tensor:
 
 
 CLEAN, EPS = draw(1), draw(2)
-SCENE = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": ADVANTAGE, "sample": SAMPLE}
+SCENE: dict[str, Any] = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": ADVANTAGE, "sample": SAMPLE}
 
 
 def outputs(v: Tensor, *, old: Tensor | None = None, vp: bool = False):
@@ -77,7 +78,8 @@ def test_exponents_stay_within_3(ratio):
 
 
 def test_with_one_pair_on_velocities_its_gradient_is_that_of_awm_uniform():
-    off, alone, found = AnchorConfig(coef=0.0), SCENE | {"sample": torch.arange(M)}, []
+    alone: dict[str, Any] = SCENE | {"sample": torch.arange(M)}
+    off, found = AnchorConfig(coef=0.0), []
     for method in (build(Config(supervise="velocity")), awm.build(awm.Config(weighting="uniform", kl=off, ema_kl=off))):
         v = draw(3).requires_grad_(True)
         found.append(torch.autograd.grad(loss_of(method, outputs_of({"policy": v}, **alone)).loss, v)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,8 @@ def test_the_best_of_each_prompt_are_kept(options, expected):
 
 
 def test_a_prompt_without_any_score_keeps_nothing():
-    for options in ({}, {"ties": True, "skip_equal": False}):
+    cases: list[dict[str, Any]] = [{}, {"ties": True, "skip_equal": False}]
+    for options in cases:
         credit = raft.build(raft.Config(**options)).advantages(torch.full((1, 1, 3), NAN), ONE)
         assert not credit.kept.any()
 

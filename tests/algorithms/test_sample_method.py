@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ def test_roles_are_those_that_are_compared_that_lag_and_that_draw_each_once():
 
 
 def test_a_role_is_refreshed_when_it_is_due_and_a_checkpoint_knows_how_often_it_was():
-    method, moves = Followed(Lagging()), Moves()
+    moves: Any = Moves()
+    method = Followed(Lagging())
     for updates in (4, 11, 19, 35):
         resumed = Followed(Lagging())
         resumed.load_state_dict(method.state_dict())

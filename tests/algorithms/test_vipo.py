@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from flowrl.algorithms import flow_grpo
 from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms.dance_grpo import SeparateConfig
 from flowrl.algorithms.flow_grpo import clipped_terms
 from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages, unclipped
@@ -84,7 +85,7 @@ RULES = {
     "group": AdvantageConfig(clip=0.7),
     "per_reward": AdvantageConfig(name="per_reward", std="group", clip=0.7),
     "gdpo": AdvantageConfig(name="gdpo", std="group", clip=0.7),
-    "separate": AdvantageConfig(name="separate", std="group", clip=0.7),
+    "separate": SeparateConfig(name="separate", std="group", clip=0.7),
     "median": AdvantageConfig(name="median", clip=0.7),
     "unbounded": AdvantageConfig(clip=None),
     "selected": AdvantageConfig(std="group", clip=0.7, select=SelectConfig(keep=2)),
@@ -110,6 +111,7 @@ def test_maps_of_ones_give_the_plain_credit_bitwise_under_every_rule(rule):
     dense = apply_map(values, torch.ones(len(values), 5, 7), "position", open_.bound)
     assert torch.equal(dense, found[:, :, None, None].expand_as(dense))
     if rule != "unbounded":
+        assert open_.bound is not None
         assert float((values.abs() > open_.bound).sum()) > 0, "nothing was clipped"
 
 

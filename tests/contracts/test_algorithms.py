@@ -89,7 +89,7 @@ def test_a_file_has_a_frozen_config_with_defaults_a_build_a_level_and_its_source
     assert module.LEVEL in ("tested", "verified", "experimental")
     assert module.build(config).level == module.LEVEL
     assert module.build(config).spatial is None
-    assert "Source: " in module.__doc__
+    assert "Source: " in (module.__doc__ or "")
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, dataclasses.fields(config)[0].name, None)
 

@@ -222,7 +222,7 @@ def test_a_position_of_the_latents_is_the_place_of_the_picture_that_it_moves(nam
         moved[cell] = 3.0
         after = model.decode(moved.reshape(clean.shape).movedim(-1, 2))[0]
         change = (after - before).abs().mean(dim=-3).reshape(-1, *before.shape[-2:]).mean(dim=0)
-        rows = torch.nn.functional.adaptive_avg_pool2d(change[None], places[-2:])[0]
+        rows = torch.nn.functional.adaptive_avg_pool2d(change[None], (places[-2], places[-1]))[0]
         found = divmod(int(rows.argmax()), places[-1])
         # A random decoder smears by a cell.
         assert max(abs(a - b) for a, b in zip(found, cell[-2:], strict=True)) <= 1, (cell, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ def test_a_sampler_keeps_the_law(name: str, law: Law[Sampler]):
 def test_a_sampler_file_has_a_frozen_config_with_defaults_and_a_build(name):
     module = registry.load("samplers", name)
     config = module.Config()
-    assert dataclasses.is_dataclass(config)
     assert type(config).__dataclass_params__.frozen
+    assert dataclasses.is_dataclass(config)
     assert isinstance(module.build(config), Sampler)
     assert module.__doc__
 
@@ -74,7 +75,7 @@ class Sound(Sampler):
 
 
 class Misdeclared(Sound):
-    log_prob_form = "logarithm"
+    log_prob_form: Any = "logarithm"
 
 
 class Nowhere(Sound):

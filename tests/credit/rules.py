@@ -12,7 +12,8 @@ from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages
 
 def by(name: str, rewards: Tensor, weights: Tensor, **options: Any) -> Advantages:
     """Rewards [R, P, G] by a rule."""
-    return advantages(rewards, weights, AdvantageConfig(**{"name": name, "std": "group"} | options))
+    known: dict[str, Any] = {"name": name, "std": "group"}
+    return advantages(rewards, weights, AdvantageConfig(**known | options))
 
 
 def alone(name: str, total: Tensor, **options: Any) -> Advantages:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from flowrl.algorithms.dance_grpo import SeparateConfig
 from flowrl.credit.advantages import AdvantageConfig, advantages, aggregate
 from flowrl.losses.ratio import clipped_ratio_loss
 from tests.credit import rules
@@ -23,7 +24,7 @@ CONFIGS = {
     "per_reward": AdvantageConfig(name="per_reward", std="group"),
     "per_reward_global": AdvantageConfig(name="per_reward", std="global"),
     "gdpo": AdvantageConfig(name="gdpo", std="group", ddof=1),
-    "separate": AdvantageConfig(name="separate", std="group"),
+    "separate": SeparateConfig(name="separate", std="group"),
     "median": AdvantageConfig(name="median"),
 }
 WEIGHTS = torch.tensor([1.0, 0.5, 0.0])

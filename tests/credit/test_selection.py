@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.algorithms.dance_grpo import SeparateConfig
 from flowrl.credit.advantages import AdvantageConfig, advantages
 from flowrl.credit.selection import SelectConfig, best_and_worst, most_varied
 from tests import toys
@@ -35,7 +36,7 @@ def test_with_separate_rewards_the_weighted_sum_of_advantages_ranks():
     """Score = vq_coef A_vq + mq_coef A_mq, both normalised over all samples."""
     r = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0))
     weights = torch.tensor([0.5, 2.0])
-    config = AdvantageConfig(name="separate", std="group", select=SelectConfig(keep=2))
+    config = SeparateConfig(name="separate", std="group", select=SelectConfig(keep=2))
     found = advantages(r, weights, config)
     z = (r - r.mean(dim=2, keepdim=True)) / r.std(dim=2, keepdim=True)
     score = 0.5 * z[0] + 2 * z[1]
@@ -91,7 +92,7 @@ def test_more_than_the_group_or_an_odd_number_is_refused_with_the_choices():
 def test_only_kept_samples_reach_an_update_each_with_its_own_columns():
     session = toys.roll_out(toys.ToyAdapter(), prompts=2, group=4)
     r = torch.rand(2, 2, 4, generator=torch.Generator().manual_seed(0))
-    config = AdvantageConfig(name="separate", std="group", select=SelectConfig(keep=2))
+    config = SeparateConfig(name="separate", std="group", select=SelectConfig(keep=2))
     credit = advantages(r, torch.ones(2), config)
     replay = toys.replay_of(session, r, credit, batch_size=3)
     trained = torch.cat(replay.shares)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -161,7 +163,13 @@ def tiny_dinov2(folder, registers: int = 0) -> str:
     )
 
     BitImageProcessor(size={"shortest_edge": 256}, crop_size={"height": 224, "width": 224}).save_pretrained(folder)
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    size: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if registers:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms import branch_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
+from flowrl.algorithms._tree import NodeConfig
 from flowrl.contracts.grids import flow_schedule
 from flowrl.credit.advantages import AdvantageConfig, aggregate
 from flowrl.credit.tree_credit import (
@@ -41,8 +43,8 @@ BIG = splits(20, {0: 2, 3: 2, 6: 2, 9: 2}, range(19))
 REWARDS = torch.tensor([[0.0, 1.0, 4.0, 3.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
 
 
-def on_tree(config, method, rewards: torch.Tensor, *, num_steps: int = 5, iteration: int = 1, paths=None):
-    """Credit by edge of a method for rewards [R, P, G] with weight 1 each."""
+def on_tree(config, method, rewards: torch.Tensor, *, num_steps: int = 5, iteration: int = 1, paths=None) -> Any:
+    """Credit by edge of a method for rewards [R, P, G] with weight 1 each: advantages whose `steps` are given."""
     algorithm, weights = method.build(config), torch.ones(len(rewards))
     plan = algorithm.plan(flow_schedule(num_steps), dance_sde.build(dance_sde.Config()), iteration, 0)
     leaves = LeafRewards(plan.tree, rewards, weights, paths)
@@ -255,7 +257,8 @@ def test_a_steps_gain_by_hand(gain):
 
 def test_tp_grpo_credits_a_chain_of_one_step_with_its_whole_gain():
     rewards = torch.tensor([[[0.0, 1.0, 0.0, 3.0, 0.0, -1.0]]])
-    for options in ({"gain": "step"}, {"gain": "long_term"}, {"turning": 0.0}):
+    cases: list[dict[str, Any]] = [{"gain": "step"}, {"gain": "long_term"}, {"turning": 0.0}]
+    for options in cases:
         credit = on_tree(tp_grpo.Config(window=1, clip_range=1e-3, **options), tp_grpo, rewards)
         gain = torch.tensor([1.0, 3.0, -1.0])
         assert_close(credit.steps[0, 1::2, 0], (gain - 1) / (gain.std(correction=0) + 1e-4), atol=1e-5, rtol=1e-5)
@@ -343,6 +346,7 @@ def test_an_iteration_in_which_nothing_can_be_compared_updates_nothing():
     rollout, before = rollout_of(session, rewards), [p.clone() for p in session.adapter.network.parameters()]
     credit = method.on_tree(method.advantages(rewards, torch.ones(1)), rollout.leaf_rewards(torch.ones(1)), 1)
     assert not credit.dead.any()
+    assert credit.pruned is not None
     assert credit.pruned.all()
     sums = Sums()
     learner_of(session).update(1, rollout, credit, sums, gate=torch.float32)
@@ -360,7 +364,7 @@ def test_tempflows_weight_is_over_all_steps_that_may_branch(merge):
     found: dict[int, float] = {}
     for count, iterations in ((None, 1), (1, 20)):
         config = tempflow_grpo.Config(children=2, steps_per_iteration=count, merge=merge, clip_range=1e-3)
-        method = tempflow_grpo.build(config)
+        method: Any = tempflow_grpo.build(config)  # of stand-ins for its batch and networks
         for iteration in range(1, iterations + 1):
             plan = method.plan(flow_schedule(6), sampler, iteration, 0)
             group = SimpleNamespace(sampler=sampler, adapter=ToyAdapter())
@@ -472,7 +476,7 @@ def test_rewards_are_compared_together_or_apart():
     together = on_tree(branch_grpo.Config(**shape), branch_grpo, rewards)
     total = aggregate(rewards, torch.ones(2))
     assert_close(together.steps.double(), depth(total), atol=1e-5, rtol=1e-5, equal_nan=True)
-    apart = AdvantageConfig(name="per_reward")
+    apart = NodeConfig(name="per_reward")
     credit = on_tree(branch_grpo.Config(**shape, advantages=apart), branch_grpo, rewards)
     expected = torch.stack([depth(r.double()) for r in rewards]).mean(0)
     assert_close(credit.steps.double(), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
@@ -480,7 +484,7 @@ def test_rewards_are_compared_together_or_apart():
 
 def test_dead_and_masked_leaves_train_nothing_and_advantages_are_clipped():
     rewards = torch.tensor([[[1.0, 1.0, 1.0, 1.0], [NAN, NAN, 0.0, 1.0], [0.0, 0.0, 0.0, 9.0]]])
-    config = branch_grpo.Config(splits=[0, 2], clip_range=1e-3, advantages=AdvantageConfig(clip=1.0))
+    config = branch_grpo.Config(splits=[0, 2], clip_range=1e-3, advantages=NodeConfig(clip=1.0))
     credit = on_tree(config, branch_grpo, rewards)
     assert credit.pruned[0].all(), "all rewards are equal"
     assert credit.pruned[1, :2].all()
@@ -521,6 +525,7 @@ def test_log_probs_along_the_ways_are_the_same_table_whichever_process_drew_a_tr
     method = branch_grpo.build(branch_grpo.Config(splits=[0, 2], path_weight=1.0, clip_range=1e-3))
     session = roll_out(ToyAdapter(), algorithm=method, sampler=dance_sde.build(dance_sde.Config(eta=0.5)), group=12)
     tree, edges, rewards = session.plan.tree, session.edges, torch.zeros(1, 2, 12)
+    assert tree is not None
     place = zip(edges.sample.tolist(), edges.step.tolist(), strict=True)
     drawn = dict(zip(place, edges.old_log_prob, strict=True))
     expected = torch.full((2, 12, len(session.plan)), NAN)
@@ -533,7 +538,8 @@ def test_log_probs_along_the_ways_are_the_same_table_whichever_process_drew_a_tr
         """As the last of the processes has it, of which each drew the samples `parts`."""
         told: list = []
         world = SimpleNamespace(gather=lambda own: told.append(own) or told)
-        maker = SimpleNamespace(method=method, world=world)
+        maker: Any = SimpleNamespace(method=method, world=world)
+        table: Any = None
         for rows in parts:
             own = torch.isin(edges.sample, torch.tensor(rows))
             place = torch.searchsorted(torch.tensor(rows), edges.sample[own])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import dance_sde, ddim, flow_sde
 from tests.toys import SHAPE, Session, ToyAdapter, replay_of, roll_out, rollout_of
 
-SCALE = {"clip_range": 1e-3}
+SCALE: dict[str, Any] = {"clip_range": 1e-3}
 METHODS = {
     "branch_grpo": branch_grpo.build(branch_grpo.Config(splits=[0, 2], **SCALE)),
     "tree_grpo": tree_grpo.build(tree_grpo.Config(children=2, window=2, **SCALE)),
@@ -39,7 +40,7 @@ LEAVES = {"branch_grpo": 4, "tree_grpo": 4, "tempflow_grpo": 6, "g2rpo": 12, "tp
 
 def tree_rollout(name: str, *, trees: int = 2, prompts: int = 2, batch_size: int = 64, vp: bool = False) -> Session:
     sampler = ddim.build(ddim.Config(eta=0.7)) if vp else dance_sde.build(dance_sde.Config(eta=0.5))
-    options = {"prompts": prompts, "group": trees * LEAVES[name], "batch_size": batch_size}
+    options: dict[str, Any] = {"prompts": prompts, "group": trees * LEAVES[name], "batch_size": batch_size}
     return roll_out(ToyAdapter(vp=vp), algorithm=METHODS[name], sampler=sampler, **options)
 
 
@@ -69,7 +70,7 @@ def credit_of(session: Session, rewards: torch.Tensor, iteration: int = 1) -> Ad
     ],
 )
 def test_counts_of_a_tree(num_steps, at, children, leaves, forwards, edges):
-    tree = splits(num_steps, dict.fromkeys(at, children), range(num_steps))
+    tree = splits(num_steps, {k: children for k in at}, range(num_steps))
     assert (tree.leaves, tree.forwards, tree.edges) == (leaves, forwards, edges)
 
 
@@ -142,6 +143,7 @@ def test_impossible_trees_and_plans_that_do_not_fit_them_are_refused(make, words
 def by_hand(session: Session, leaf: int) -> torch.Tensor:
     """A leaf's own way through its tree, step by step and alone."""
     plan, tree, adapter = session.plan, session.plan.tree, session.adapter
+    assert tree is not None
     first = leaf - leaf % tree.leaves
     sample, cond = session.ids[first], session.cond.index(session.rows[[leaf]])
     x, k = session.noise.initial([sample]), 0
@@ -179,6 +181,7 @@ def test_a_rollout_evaluates_each_node_once_and_an_edge_is_recorded_once(name):
     data = (session.policy, session.plan, session.noise, Asked(session.ids, session.cond, session.rows))
     run(*data, batch_size=64)
     tree, trees = session.plan.tree, 4
+    assert tree is not None
     assert counter.rows == trees * tree.forwards
     assert len(session.edges) == trees * sum(len(tree.noisy_children(k)) for k in session.plan.train)
     edges = session.edges
@@ -334,6 +337,8 @@ def test_shares_hold_whole_trees_and_every_credited_edge_once(name, updates):
     replay = replay_of(session, rewards, credit, updates=updates, batch_size=64)
     everything = torch.cat(replay.shares)
     place = (session.edges.sample, session.edges.step)
+    assert credit.pruned is not None
+    assert credit.steps is not None
     trained = ~credit.pruned.flatten(0, 1)[place]
     assert everything.sort().values.tolist() == trained.nonzero().squeeze(1).tolist()
     owners = [set((session.edges.sample[share] // LEAVES[name]).tolist()) for share in replay.shares]

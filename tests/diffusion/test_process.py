@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.diffusion.process import FlowProcess, VPProcess, expand
+from flowrl.diffusion.process import FlowProcess, PredictionType, VPProcess, expand
 
 CASES = [(FlowProcess(), "velocity"), (VPProcess(), "eps"), (VPProcess(), "v"), (VPProcess(), "x0")]
 IDS = [f"{type(process).__name__}-{kind}" for process, kind in CASES]
@@ -53,7 +53,8 @@ def test_vp_predictions_of_every_kind_agree(sigma, seed):
     process = VPProcess()
     eps, x = draw(seed)
     told = process.predict(eps, x, sigma, "eps")
-    for kind, raw in (("v", told.velocity), ("x0", told.x0_hat)):
+    others: dict[PredictionType, torch.Tensor] = {"v": told.velocity, "x0": told.x0_hat}
+    for kind, raw in others.items():
         found = process.predict(raw, x, sigma, kind)
         # eps_hat of an x0 network subtracts terms of size |x| / sigma (50 |x|) in float32.
         assert_close(found.eps_hat, told.eps_hat, rtol=1e-3, atol=5e-4)

@@ -16,6 +16,7 @@ from flowrl.diffusion.process import FlowProcess
 from flowrl.diffusion.sa_solver import SaSolver, noise_levels, sa_schedule
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solver_base import Node
+from flowrl.diffusion.solvers import SolverName
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
@@ -167,7 +168,8 @@ def test_the_last_step_is_the_belief():
 def ends(num_steps: int) -> StepPlan:
     """A grid inside (0, 1), where the exact solution is known at the end."""
     sigmas = torch.linspace(0.95, 0.05, num_steps + 1, dtype=torch.float64)
-    levels, solver = (0.0,) * (num_steps + 1), ("sa",) * (num_steps + 1)
+    levels = (0.0,) * (num_steps + 1)
+    solver: tuple[SolverName, ...] = ("sa",) * (num_steps + 1)
     return StepPlan(
         Schedule(torch.cat([sigmas, torch.zeros(1)]).float(), torch.zeros(num_steps + 1)), levels, (), solver
     )

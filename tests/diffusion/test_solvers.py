@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -34,8 +34,8 @@ ORDER_2 = ("dpm2_midpoint", "dpm2_heun")
 def step_between(process: Process, sigma: float, sigma_next: float, rows: int = 1) -> Step:
     sigmas = torch.tensor([sigma, sigma_next])
     alphas, none = process.alpha(sigmas), torch.zeros(rows)
-    at = [value.repeat(rows) for value in (alphas[:1], sigmas[:1], alphas[1:], sigmas[1:])]
-    return Step(*at, none, none, none, none)
+    a, s, a2, s2 = (value.repeat(rows) for value in (alphas[:1], sigmas[:1], alphas[1:], sigmas[1:]))
+    return Step(a, s, a2, s2, none, none, none, none)
 
 
 def belief(process: Process, x: Tensor, x0_hat: Tensor, step: Step) -> Prediction:
@@ -88,7 +88,10 @@ def test_order_2_adds_half_of_d1_or_the_heun_weight_of_it():
     h, h_prev, x, m0, m1 = lam[0.4] - lam[0.7], lam[0.7] - lam[0.9], 0.3, 0.8, 0.5
     d1, gone = (m0 - m1) * h / h_prev, math.exp(-h) - 1
     first = 0.4 / 0.7 * x - 0.6 * gone * m0
-    expected = {"dpm2_midpoint": first - 0.6 * gone * d1 / 2, "dpm2_heun": first + 0.6 * (gone / h + 1) * d1}
+    expected: dict[SolverName, float] = {
+        "dpm2_midpoint": first - 0.6 * gone * d1 / 2,
+        "dpm2_heun": first + 0.6 * (gone / h + 1) * d1,
+    }
     before, here = step_between(FLOW, 0.9, 0.7), step_between(FLOW, 0.7, 0.4)
     at, value = torch.tensor([[x]]), torch.tensor([[m0]])
     history = node(belief(FLOW, at, torch.tensor([[m1]]), before), before)
@@ -195,7 +198,9 @@ def gaussian_flow(solver: SolverName, sigmas: Tensor, std: float = 0.5) -> float
 )
 def test_the_error_on_a_gaussian_falls_with_the_order_of_the_solver(solver, order, ends, counts):
     """From noise to data, through both fall-backs, the step in lambda is large at the ends."""
-    errors = [gaussian_flow(solver, torch.linspace(*ends, count + 1, dtype=torch.float64)) for count in counts]
+    errors = [
+        gaussian_flow(solver, torch.linspace(ends[0], ends[1], count + 1, dtype=torch.float64)) for count in counts
+    ]
     measured = math.log(errors[0] / errors[1], 4)
     assert measured == pytest.approx(order, abs=0.35)
 
@@ -216,10 +221,10 @@ VP_OPTIONS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled
 )
 def test_a_rollout_is_that_of_diffusers(solver, vp, num_steps, final):
     """Below and above the 15 steps of its rule, ending at sigma 0 or, on VP, above it."""
-    from diffusers import DPMSolverMultistepScheduler
+    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 
     options = VP_OPTIONS if vp else FLOW_OPTIONS
-    scheduler = DPMSolverMultistepScheduler(**options, **OPTIONS[solver], final_sigmas_type=final)
+    scheduler: Any = DPMSolverMultistepScheduler(**options, **OPTIONS[solver], final_sigmas_type=final)
     scheduler.set_timesteps(num_steps)
     sigmas = scheduler.sigmas.double()
     if vp:  # its sigmas are sigma / alpha

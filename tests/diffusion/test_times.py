@@ -179,6 +179,7 @@ def test_timesteps_are_uniform_over_all_of_training_and_stratified(count):
     found = draw(TimesConfig(name="timesteps", count=count), grid, ids, (0, 1))
     step = found.timestep.long()
     assert torch.equal(step.float(), found.timestep)
+    assert grid.table is not None
     assert torch.equal(found.sigma, (1 - grid.table[step]).sqrt().float())
     share = step.flatten().bincount(minlength=1000) / (20_000 * count)
     # 20 draws of each: std 4.5, so none is 5 std away
@@ -197,8 +198,9 @@ def test_a_flow_has_no_timesteps_of_training():
 )
 def test_methods_on_given_pictures_take_the_times_of_the_models_training(module, count):
     method = module.build(module.Config())
-    for grid, name in ((flow_schedule(10), "logit_normal"), (vp_schedule(10), "timesteps")):
-        named = draw(TimesConfig(name=name, count=count), grid, IDS, (7, 3), shared=method.shared_times)
+    flow, vp = TimesConfig(name="logit_normal", count=count), TimesConfig(name="timesteps", count=count)
+    for grid, times in ((flow_schedule(10), flow), (vp_schedule(10), vp)):
+        named = draw(times, grid, IDS, (7, 3), shared=method.shared_times)
         assert torch.equal(method.times(grid, IDS, 3, 7).timestep, named.timestep)
     assert module.build(module.Config(times=TimesConfig(name="power", count=3))).config.terms(10) == 3
 

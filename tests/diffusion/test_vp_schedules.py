@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -9,10 +11,10 @@ from torch.testing import assert_close
 from flowrl.core.errors import ModelError
 from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import StepPlan, window
-from flowrl.diffusion.process import VPProcess
+from flowrl.diffusion.process import PredictionType, VPProcess
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.training_times import TimesConfig, draw
-from flowrl.diffusion.vp_schedules import alphas_cumprod, betas, last_end, level_at, spaced, vp_schedule
+from flowrl.diffusion.vp_schedules import Spacing, alphas_cumprod, betas, last_end, level_at, spaced, vp_schedule
 from flowrl.models._schedulers import Path, schedule_of, vp_grid
 from flowrl.samplers import ddim
 from flowrl.samplers.base import step_std
@@ -30,8 +32,8 @@ def grid_of(own: torch.Tensor, timesteps: torch.Tensor, end: float | None = 1.0)
     return vp_schedule(own, timesteps, last_end(own, timesteps, end))
 
 
-def scheduler(kind: tuple = SD, **options):
-    from diffusers import DDIMScheduler
+def scheduler(kind: tuple = SD, **options: Any) -> Any:
+    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
     name, start, end = kind
     return DDIMScheduler(beta_schedule=name, beta_start=start, beta_end=end, clip_sample=False, **options)
@@ -80,7 +82,7 @@ def test_diffusers_one_timestep_too_many_is_left_out():
 
 
 def test_the_timesteps_of_a_consistency_model_are_those_of_its_scheduler():
-    from diffusers import LCMScheduler
+    from diffusers.schedulers.scheduling_lcm import LCMScheduler
 
     other = LCMScheduler()
     for num_steps in range(1, 51):
@@ -128,7 +130,8 @@ def test_every_step_is_that_of_diffusers(kind, eta, spacing, num_steps, zero_snr
     options = {"timestep_spacing": spacing, "steps_offset": int(spacing == "leading"), "set_alpha_to_one": to_one}
     other = scheduler(kind, rescale_betas_zero_snr=zero_snr, prediction_type=prediction, **options)
     other.set_timesteps(num_steps)
-    kind_of = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}[prediction]
+    kinds: dict[str, PredictionType] = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}
+    kind_of = kinds[prediction]
     grid = schedule_of(Path(VP, kind_of), other, other.timesteps, None)
     own = table(kind, zero_snr=zero_snr)
     end = 1.0 if to_one else float(own[0])
@@ -147,7 +150,8 @@ def test_every_step_is_that_of_diffusers(kind, eta, spacing, num_steps, zero_snr
 
 def test_the_chain_goes_on_where_it_arrived_also_on_an_uneven_grid():
     """diffusers' DDIM steps to t - N // K there, and then goes on as if it stood elsewhere."""
-    for spacing, num_steps in (("linspace", 10), ("trailing", 7)):
+    uneven: dict[Spacing, int] = {"linspace": 10, "trailing": 7}
+    for spacing, num_steps in uneven.items():
         grid = grid_of(table(), spaced(num_steps, spacing), 1.0)
         step = steps_of(grid, 1.0)
         assert torch.equal(step.alpha[1:], step.alpha_next[:-1])
@@ -180,6 +184,7 @@ def test_a_noise_prediction_cannot_start_at_pure_noise_and_the_others_can(kind):
             vp_grid(*arguments)
         return
     grid = vp_grid(*arguments)
+    assert grid.alphas is not None
     assert float(grid.alphas[0]) == 0
     step, (raw, x) = steps_of(grid, 1.0), torch.randn(2, 10, 64)
     law = ddim.build(ddim.Config()).transition(VP, VP.predict(raw, x, step.sigma, kind, step.alpha), x, step)
@@ -190,6 +195,7 @@ def test_a_noise_prediction_cannot_start_at_pure_noise_and_the_others_can(kind):
 def test_sigmas_that_round_to_one_are_told_apart_by_their_alphas():
     grid = vp_schedule(torch.tensor([0.9, 0.25, 1e-10, 0.0]), torch.tensor([3, 2, 1]), end=1.0)
     assert grid.sigmas[0] == grid.sigmas[1] == 1
+    assert grid.alphas is not None
     assert grid.alphas[:2].tolist() == pytest.approx([0, 1e-5])
     with pytest.raises(ValueError, match="fall strictly"):
         Schedule(grid.sigmas, grid.timesteps)
@@ -225,7 +231,9 @@ def test_drawn_times_of_a_noise_prediction_never_reach_alpha_0(kind, zero_snr):
     sigma = grid.at_flow(torch.tensor([0.5, 0.9999, 1.0]))
     assert bool((VP.alpha(sigma) > 0).all())
     assert 990 < float(grid.timestep_at(sigma)[-1]) <= 999
-    assert torch.equal(vp_grid(Path(VP, "v"), own, spaced(10, "leading", steps_offset=1), 1.0).table, own)
+    same = vp_grid(Path(VP, "v"), own, spaced(10, "leading", steps_offset=1), 1.0).table
+    assert same is not None
+    assert torch.equal(same, own)
 
 
 @pytest.mark.parametrize("name", ["logit_normal", "uniform", "power"])
@@ -234,6 +242,7 @@ def test_times_on_sigma_have_the_snr_of_a_flows_and_stay_inside_the_table(name):
     flow = Schedule(torch.tensor([1.0, 0.5, 0.0]), torch.tensor([1000.0, 500.0]))
     ids = [SampleId(0, k) for k in range(50)]
     found, other = (draw(TimesConfig(name=name, count=4), each, ids, (0, 1)) for each in (grid, flow))
+    assert grid.table is not None
     low, high = (1 - grid.table[[0, -1]]).sqrt().tolist()
     assert low - 1e-6 <= float(found.sigma.min()) < float(found.sigma.max()) <= high + 1e-6
     inside = (found.sigma > low + 1e-6) & (found.sigma < high - 1e-6)

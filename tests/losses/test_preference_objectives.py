@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from flowrl.losses.batches import LossOutput, NoisedBatch
 from flowrl.losses.matching import mean_square
 from flowrl.losses.preference import anchor_sign, label_loss, pair_margin, preference_loss
 from flowrl.rollout.outputs import Outputs
+from flowrl.samplers.ode import Ode
 from tests.toys import Moves, ToyAdapter, draw, loss_and_gradient, loss_of, nudge, outputs_of, roll_out
 
 PAIRS, DIMS, BETA = 3, 8, 7.0
@@ -108,8 +110,8 @@ def test_winner_and_loser_errors_and_the_accuracy_are_told_apart():
 def test_in_the_space_of_eps_a_flows_margin_is_weighted_by_1_less_sigma_squared():
     """eps_hat - eps = (1 - sigma)(v - v*)."""
     at_v, at_eps = (loss_of(dpo(space=space), said(V, REF)).metrics for space in ("output", "eps"))
-    errors = (mean_square(x, EPS - CLEAN) for x in (V, REF))
-    margin = pair_margin(SIGN, *errors, PAIR)
+    error, reference = (mean_square(x, EPS - CLEAN) for x in (V, REF))
+    margin = pair_margin(SIGN, error, reference, PAIR)
     assert float(at_v["policy/margin"]) == pytest.approx(float(margin.sum()))
     weighted = float((margin * (1 - SIGMA).square()).sum())
     assert float(at_eps["policy/margin"]) == pytest.approx(weighted, rel=1e-5)
@@ -185,7 +187,7 @@ def test_its_loss_is_diffusion_dpos():
 
 
 def test_a_lagging_behaviour_draws_and_is_the_reference_until_it_is_refreshed():
-    weights = Moves()
+    weights: Any = Moves()
     method = online_dpo.build(online_dpo.Config(behaviour="lagged", ref_update=10))
     assert (method.behaviour, method.roles, method.against) == ("lagged", ("lagged",), "lagged")
     for updates in (4, 8, 12, 16, 20, 24):
@@ -320,7 +322,7 @@ def test_the_criterion_is_of_the_slot_over_all_its_times():
     target = torch.zeros(12, DIMS, dtype=torch.float64)
     reference = target + 10
     policy = torch.stack([torch.full((DIMS,), (100 - gains[s][t] * (k == 0)) ** 0.5) for s, k, t in rows]).double()
-    scene = {
+    scene: dict[str, Any] = {
         "clean": target,
         "eps": target,
         "sigma": torch.full((12,), 0.5),
@@ -344,12 +346,13 @@ def test_its_reference_is_drawn_uniformly_from_the_kept_checkpoints():
 
 
 def test_checkpoints_are_kept_at_their_time_and_the_oldest_is_overwritten():
-    method, weights = own(every=4, keep=3), Moves()
+    weights: Any = Moves()
+    method = own(every=4, keep=3)
     for updates in range(2, 19, 2):
         method.after_iteration(updates, weights)
     assert weights == [(f"checkpoint_{place}", 0.0) for place in (1, 2, 0, 1)]
     assert method.made == 5
-    method.plan(flow_schedule(4), None, 1, 0)
+    method.plan(flow_schedule(4), Ode(), 1, 0)
     other = own(every=4, keep=3)
     other.load_state_dict(method.state_dict())
     assert (other.behaviour, other.made, other.last) == (method.behaviour, 5, 16)
@@ -361,7 +364,7 @@ def test_a_rounds_reference_is_one_of_the_checkpoints_that_are_still_there():
     method.made = 5
     found = {}
     for seed in range(50):
-        method.plan(flow_schedule(4), None, 1, seed)
+        method.plan(flow_schedule(4), Ode(), 1, seed)
         found[method.behaviour] = seppo.drawn_checkpoint(5, 3, seed)
     assert found == {"checkpoint_2": 2, "checkpoint_0": 3, "checkpoint_1": 4}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def transition(sampler: Sampler, x: Tensor, v: Tensor, step: Step) -> StepDistri
 
 
 def noise_pair(*shape: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).unbind(0)
+    first, second = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).unbind(0)
+    return first, second
 
 
 # ---- single steps
@@ -575,9 +577,9 @@ def test_ddim_std_at_eta_one_is_the_published_one():
 
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 def test_ddim_is_the_step_of_diffusers_on_the_whole_grid(eta):
-    from diffusers import DDIMScheduler
+    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-    scheduler = DDIMScheduler(
+    scheduler: Any = DDIMScheduler(
         beta_start=0.00085,
         beta_end=0.012,
         beta_schedule="scaled_linear",
