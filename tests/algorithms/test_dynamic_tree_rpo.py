@@ -18,7 +18,7 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.windows import MixWindow
 from flowrl.samplers import cps, dance_sde, ddim, flow_sde
 from flowrl.samplers.base import step_std
-from tests.toys import Session, ToyAdapter, nudge, replay_of, roll_out, rollout_of
+from tests.toys import Session, ToyAdapter, gradient_of, nudge, replay_of, roll_out, rollout_of
 
 ONE = torch.ones(1)
 LAW = flow_sde.build(flow_sde.Config(noise_level=0.6))
@@ -204,8 +204,7 @@ def test_the_regression_has_no_gradient_on_the_best_way_at_the_old_policy():
             output = session.algorithm.loss(batch, session.networks)
             output.loss.backward()
             assert output.loss.item() == pytest.approx(float(output.metrics["policy/tuning"]), abs=1e-9)
-        slopes = [p.grad for p in session.adapter.network.parameters() if p.grad is not None]
-        found[name] = max(float(slope.abs().max()) for slope in slopes)
+        found[name] = max(float(g.abs().max()) for g in gradient_of(session.adapter.network).values())
     assert on_best.sum() == 8, "both children of the root and of one node, in each of two trees"
     assert found["best"] < 1e-6 < found["others"]
 
