@@ -51,7 +51,9 @@ def test_starts_of_a_random_window_are_uniform_and_move_between_iterations():
 def test_all_ranks_and_a_resumed_run_draw_the_same_window(draw):
     """Nothing but the run's seed and the iteration enters, no global generator."""
     first = [draw(k) for k in range(1, 20)]
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
     assert [draw(k) for k in reversed(range(1, 20))] == first[::-1]
     assert len(set(first)) > 3
 
