@@ -96,10 +96,14 @@ class Work:
         """Training forwards of a share, and whether they count."""
         raise NotImplementedError
 
-    def chunks(self, numbers: Tensor) -> list[Tensor]:
-        """Global numbers [n] of samples, trees or prompts in disjoint sets, one for each update."""
+    def chunks(self, numbers: Tensor, stratum: int) -> list[Tensor]:
+        """Global numbers [n] of samples, trees or slots in disjoint sets, one for each update.
+
+        `stratum` is the count of numbers of a prompt, which are dealt evenly; for slots, of all.
+        """
         context = self.context
-        return update_chunks(numbers, context.optim.updates_per_iteration, context.seed, self.iteration.number)
+        updates, number = context.optim.updates_per_iteration, self.iteration.number
+        return update_chunks(numbers, updates, context.seed, number, stratum=stratum)
 
     def order(self, count: int, purpose: str, share: int) -> Tensor:
         """Order of `count` rows of a share on this process, [count] int64."""

@@ -138,7 +138,7 @@ class EdgeBatches(Work):
             kept = live if kept is None else live & kept
         # A tree's edges share their starts, so it stays whole; a chain is a tree of one leaf.
         useful = taken.flatten().reshape(-1, leaves).any(dim=1).nonzero().squeeze(1)
-        for number, chunk in enumerate(self.chunks(useful)):
+        for number, chunk in enumerate(self.chunks(useful, taken.shape[1] // leaves)):
             inside = torch.isin(identity[edges.sample] // leaves, chunk)
             rows = (inside if kept is None else inside & kept).nonzero().squeeze(1)
             self.shares.append(rows[self.order(len(rows), "edges", number)])

@@ -14,13 +14,28 @@ from flowrl.models.base import ModelAdapter
 from flowrl.rollout.trajectories import Trajectories
 
 
-def update_chunks(samples: Tensor, updates: int, seed: int, iteration: int) -> list[Tensor]:
-    """Split global sample numbers [n] at random into `updates` disjoint sets, equal but for the remainder.
+def update_chunks(numbers: Tensor, updates: int, seed: int, iteration: int, *, stratum: int) -> list[Tensor]:
+    """Deal global numbers [n] at random to `updates` disjoint sets, equal but for the remainder.
 
-    The same on every rank and for every number of ranks.
+    Each stratum of the numbers (0 .. stratum - 1, and so on) is dealt evenly, in the order of the strata. So any run of
+    whole strata, such as the samples of the prompts that a process holds, is in each set with the same count or one
+    more. The same on every rank and for every number of ranks; every number is equally likely in every set.
+
+    Args:
+        numbers: of samples, trees or slots that are trained.
+        updates: number of sets.
+        seed: of the run.
+        iteration: keys the draw.
+        stratum: numbers of a prompt; for slots, all of them.
     """
-    order = permutation(len(samples), seed, "updates", iteration)
-    return list(samples[order].tensor_split(updates))
+    numbers = numbers.sort().values
+    count, of = len(numbers), numbers // stratum
+    inside = torch.arange(count) - torch.searchsorted(of, of)
+    # Shuffled among `updates` neighbours alone: a prompt that several processes share is dealt evenly to each.
+    place = (of * stratum + inside // updates) * count + permutation(count, seed, "updates", iteration)
+    dealt = numbers[place.argsort()]
+    first = int(permutation(updates, seed, "updates/first", iteration)[0])
+    return [dealt[(k - first) % updates :: updates] for k in range(updates)]
 
 
 def microbatches(

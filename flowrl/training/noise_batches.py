@@ -111,8 +111,8 @@ class NoiseBatches(Work):
         self.numbers = self.slot_numbers[torch.tensor([i.slot for i in rollout.samples.ids])]
         self.advantage = torch.zeros(len(self.numbers))
         self.old = torch.zeros(len(self.numbers), dtype=torch.float64)
-        useful = iteration.credit.kept.flatten().nonzero().squeeze(1)
-        for number, chunk in enumerate(self.chunks(useful)):
+        kept = iteration.credit.kept
+        for number, chunk in enumerate(self.chunks(kept.flatten().nonzero().squeeze(1), kept.shape[1])):
             rows = torch.isin(self.identity, chunk).nonzero().squeeze(1)
             self.shares.append(rows[self.order(len(rows), "initials", number)])
 

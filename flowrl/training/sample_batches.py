@@ -131,11 +131,12 @@ class SampleBatches(Work):
             self.shares.append([units[k] for k in self.order(len(units), "terms", number).tolist()])
 
     def _chunks(self, credit: Advantages) -> list[Tensor]:
-        """Global sample numbers of each update: samples at random, or whole groups."""
+        """Global sample numbers of each update: of each prompt as many samples, or whole groups."""
+        prompts, size = credit.kept.shape
         if self.method.unit not in ("group", "prompt"):
-            return self.chunks(credit.kept.flatten().nonzero().squeeze(1))
-        slots, size = credit.kept.any(dim=1).nonzero().squeeze(1), credit.kept.shape[1]
-        return [(chunk[:, None] * size + torch.arange(size)).flatten() for chunk in self.chunks(slots)]
+            return self.chunks(credit.kept.flatten().nonzero().squeeze(1), size)
+        slots = credit.kept.any(dim=1).nonzero().squeeze(1)
+        return [(chunk[:, None] * size + torch.arange(size)).flatten() for chunk in self.chunks(slots, prompts)]
 
     def _units(self, rows: Tensor) -> list[Tensor]:
         """Units of the samples `rows`."""

@@ -14,6 +14,7 @@ from flowrl.core.types import Condition, Edges, Samples
 from flowrl.diffusion.plan import window
 from flowrl.rollout.trajectories import Trajectories
 from flowrl.training.microbatches import microbatches, update_chunks
+from flowrl.training.world import shard
 from tests.toys import ToyAdapter
 
 PLAN = window(flow_schedule(4), 0.7)
@@ -45,24 +46,76 @@ def drawn(edges: Edges) -> Trajectories:
     return Trajectories(PLAN, Samples(torch.zeros(0), ()), edges, COND, ROWS)
 
 
+def counts(chunks: list[torch.Tensor], numbers: list[int]) -> list[int]:
+    """Of some numbers, those in each chunk."""
+    return [int(torch.isin(chunk, torch.tensor(numbers)).sum()) for chunk in chunks]
+
+
+def uneven(chunks: list[torch.Tensor], numbers: list[int]) -> int:
+    found = counts(chunks, numbers)
+    return max(found) - min(found)
+
+
+def own(prompts: int, group: int, processes: int) -> list[list[int]]:
+    """Sample numbers of each process."""
+    parts = [shard(prompts, group, rank, processes) for rank in range(processes)]
+    return [[slot * group + sample for slot, sample in part] for part in parts]
+
+
 @settings(max_examples=60, deadline=None)
-@given(samples=st.integers(0, 30), updates=st.integers(1, 8), seed=st.integers(0, 1000), iteration=st.integers(1, 50))
-def test_chunks_share_out_every_sample_once_and_evenly(samples, updates, seed, iteration):
-    numbers = torch.arange(samples) * 7 + 3
-    chunks = update_chunks(numbers, updates, seed, iteration)
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 8), st.integers(0, 1000), st.floats(0, 1))
+def test_every_prompt_and_every_process_is_dealt_evenly_to_the_updates(prompts, group, updates, seed, live):
+    """Some samples are dead; processes of whole groups."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = (torch.rand(prompts * group, generator=generator) <= live).nonzero().squeeze(1)
+    chunks = update_chunks(numbers, updates, seed, 1, stratum=group)
     assert len(chunks) == updates
     assert torch.cat(chunks).sort().values.tolist() == numbers.tolist()
-    sizes = [len(chunk) for chunk in chunks]
-    assert max(sizes) - min(sizes) <= 1
+    assert uneven(chunks, numbers.tolist()) <= 1
+    for slot in range(prompts):
+        assert uneven(chunks, list(range(slot * group, (slot + 1) * group))) <= 1
+    for processes in range(1, min(prompts, 8) + 1):
+        assert all(uneven(chunks, part) <= 1 for part in own(prompts, group, processes))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group", "updates", "processes"),
+    [(48, 24, 2, 8), (64, 18, 2, 8), (32, 12, 4, 8), (24, 12, 4, 8), (32, 16, 2, 8), (32, 4, 2, 8), (2, 24, 3, 8)],
+)
+def test_the_processes_of_a_recipe_have_the_same_work_in_every_update(prompts, group, updates, processes):
+    """In the last case a prompt's samples are on four processes."""
+    for iteration in range(3):
+        chunks = update_chunks(torch.arange(prompts * group), updates, 0, iteration, stratum=group)
+        assert all(uneven(chunks, part) == 0 for part in own(prompts, group, processes))
+
+
+@pytest.mark.parametrize(("prompts", "updates", "processes", "apart"), [(48, 2, 8, 0), (32, 4, 8, 0), (30, 4, 6, 2)])
+def test_whole_groups_are_dealt_evenly_to_the_updates_of_a_process(prompts, updates, processes, apart):
+    for iteration in range(3):
+        chunks = update_chunks(torch.arange(prompts), updates, 0, iteration, stratum=prompts)
+        assert all(uneven(chunks, part) <= apart for part in own(prompts, 1, processes))
+
+
+def test_every_sample_is_equally_likely_in_every_update():
+    """Neither its prompt nor its place there counts, nor how many samples are alive."""
+    numbers, updates, draws = torch.tensor([0, 1, 2, 4, 5, 6, 8]), 3, 1500
+    found = torch.zeros(updates, 9)
+    for seed in range(draws):
+        for k, chunk in enumerate(update_chunks(numbers, updates, seed, 1, stratum=3)):
+            found[k, chunk] += 1
+    deviation = (draws * (1 / updates) * (1 - 1 / updates)) ** 0.5
+    assert float((found[:, numbers] - draws / updates).abs().max()) < 4.5 * deviation
 
 
 def test_chunks_are_random_by_seed_and_iteration_and_else_fixed():
     numbers = torch.arange(100)
-    first = update_chunks(numbers, 2, 0, 1)
-    assert all(torch.equal(a, b) for a, b in zip(first, update_chunks(numbers, 2, 0, 1), strict=True))
-    assert not torch.equal(first[0], update_chunks(numbers, 2, 0, 2)[0])
-    assert not torch.equal(first[0], update_chunks(numbers, 2, 1, 1)[0])
-    assert not torch.equal(first[0], numbers[:50])
+
+    def dealt(seed: int, iteration: int) -> list[list[int]]:
+        return [chunk.sort().values.tolist() for chunk in update_chunks(numbers, 2, seed, iteration, stratum=10)]
+
+    assert dealt(0, 1) == dealt(0, 1)
+    assert dealt(0, 1) != dealt(0, 2) != dealt(1, 1)
+    assert dealt(0, 1)[0] != list(range(0, 100, 2))
 
 
 @pytest.mark.parametrize("key_per_step", [False, True])
