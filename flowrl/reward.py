@@ -51,6 +51,9 @@ class Card:
     overlap: bool = False
     """True where scoring leaves the sampling device alone (a server, a reader on the CPU): finished batches are then
     scored in a thread while the next ones are sampled, or read from files."""
+    overlap_on_gpu: bool = False
+    """True where the same holds next to a GPU that samples, also for scoring on that GPU: a call changes no setting of
+    the process and draws no random number. It then has a CUDA stream of its own."""
     level: str = "experimental"
     """"tested" (a CPU test scores with it), "verified" (real weights, with numbers), "experimental"."""
     licence: str = "unknown"

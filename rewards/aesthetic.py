@@ -113,6 +113,7 @@ _UNBOUNDED = Card(
     modality="any",
     resolution="224 x 224, the centre square",
     memory_gib=1.2,
+    overlap_on_gpu=True,
     version="v2",
     level=LEVEL,
     licence="Apache-2.0 (head), MIT (CLIP)",
@@ -281,6 +282,7 @@ def build(config: Config) -> Reward:
         preprocess=config.preprocess,
         reward="aesthetic",
         half_even_crop=config.crops_half_even,
+        dtype=config.dtype,
     )
     if vision.width != known.widths[0]:
         raise RewardError(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from flowrl.rewards._vision import clips, open_clips
 from flowrl.rewards._vision.frames import framewise
@@ -38,6 +38,7 @@ CARD = Card(
     modality="any",
     resolution="224 x 224, the centre square",
     memory_gib=1.6,
+    overlap_on_gpu=True,
     level=LEVEL,
     licence="MIT (code and OpenAI's weights)",
     source="arXiv:2104.08718",
@@ -85,14 +86,15 @@ def build(config: Config) -> Reward:
     card = replace(
         card_of(config),
         resolution=clip.pixels.resolution,
-        memory_gib=sum(p.numel() for p in clip.model.parameters()) * 4 / 2**30,
+        memory_gib=sum(p.numel() * p.element_size() for p in clip.model.parameters()) / 2**30,
         licence=CARD.licence if default else f"MIT (code); weights: see {config.model}",
     )
     return Reward(framewise(score, config.frames), card)
 
 
 def _load(config: Config) -> clips.Clip | open_clips.OpenClip:
-    options = {"device": config.device, "preprocess": config.preprocess, "reward": "clip_score"}
+    options: dict[str, Any] = {"device": config.device, "preprocess": config.preprocess, "dtype": config.dtype}
+    options["reward"] = "clip_score"
     ours = config.pretrained is not None or config.quick_gelu is not None or open_clips.is_source(config.model)
     if config.backend == "open_clip" or (config.backend == "auto" and ours):
         if config.tokenizer is not None:

@@ -17,6 +17,7 @@ import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,8 +26,9 @@ import torch.nn.functional as F
 from flowrl.rewards._vision import checkpoints, clips, open_clips
 from flowrl.rewards._vision.arrays import eight_bit
 from flowrl.rewards._vision.frames import framewise
-from flowrl.rewards._vision.options import ClipOptions
+from flowrl.rewards._vision.options import DTYPES, ClipOptions
 from flowrl.rewards._vision.pixels import broken, normalised, padded, resized_shape
+from flowrl.rewards._vision.pool import stacked, threads
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
@@ -46,6 +48,7 @@ CARD = Card(
     modality="any",
     resolution="224 x 224, the whole image between bars",
     memory_gib=3.7,
+    overlap_on_gpu=True,
     version="HPS v2.1",
     level=LEVEL,
     licence="Apache-2.0 (code and weights)",
@@ -144,13 +147,11 @@ def card_of(config: Config) -> Card:
 
 def build(config: Config) -> Reward:
     network, tokenizer = _load(find_weights(config), config.device)
-    size = network.visual.image_size[0]
-
-    def pixels(images: Images) -> Tensor:
-        options = {"preprocess": config.preprocess, "antialias": config.antialias}
-        return torch.stack([prepared(image, size, **options) for image in images])
-
-    clip = open_clips.OpenClip(network, tokenizer, pixels)
+    size, dtype = network.visual.image_size[0], DTYPES[config.dtype]
+    network.visual.to(dtype)
+    prepare = partial(prepared, size=size, preprocess=config.preprocess, antialias=config.antialias)
+    count = threads(network.logit_scale.device) if config.preprocess == "exact" else 1
+    clip = open_clips.OpenClip(network, tokenizer, lambda images: stacked(prepare, images, count), dtype)
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         return (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)

@@ -28,12 +28,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from flowrl.rewards._vision import checkpoints, clips
 from flowrl.rewards._vision.pixels import Pixels
+from flowrl.rewards._vision.pool import stacked, threads
 from torch import Tensor, nn
 
 from flowrl.core.paths import NAME_OR_PATH
@@ -50,6 +52,7 @@ CARD = Card(
     modality="image",
     resolution="224 x 224, the centre square",
     memory_gib=1.7,
+    overlap_on_gpu=True,
     level=LEVEL,
     licence="Apache-2.0 (code and weights)",
     source="arXiv:2304.05977",
@@ -193,9 +196,11 @@ def build(config: Config) -> Reward:
             f"be reached: {error}"
         ) from error
     device = next(network.parameters()).device
+    prepare = partial(pixels, size=network.image_size, preprocess=config.preprocess)
+    count = threads(device) if config.preprocess == "exact" else 1
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        prepared = torch.stack([pixels(image, network.image_size, config.preprocess) for image in images])
+        prepared = stacked(prepare, images, count)
         words = tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=TEXT_LENGTH, return_tensors="pt"
         )

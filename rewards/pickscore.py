@@ -28,6 +28,7 @@ CARD = Card(
     modality="any",
     resolution="224 x 224, the centre square",
     memory_gib=3.7,
+    overlap_on_gpu=True,
     level=LEVEL,
     licence="MIT (code and weights)",
     source="arXiv:2305.01569",
@@ -49,7 +50,12 @@ class Config(ClipOptions):
 
 def build(config: Config) -> Reward:
     clip = clips.load(
-        config.model, config.tokenizer, device=config.device, preprocess=config.preprocess, reward="pickscore"
+        config.model,
+        config.tokenizer,
+        device=config.device,
+        preprocess=config.preprocess,
+        reward="pickscore",
+        dtype=config.dtype,
     )
     scale = clip.model.logit_scale.exp()
 

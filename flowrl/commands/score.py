@@ -191,9 +191,11 @@ def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]])
 
     While a batch is read, rewards that overlap score the one before.
     """
+    import torch
+
     from flowrl.scoring.overlap import Beside
 
-    with Beside(scorer) as beside:
+    with Beside(scorer, torch.device("cuda" if torch.cuda.is_available() else "cpu")) as beside:
         for samples in batches:
             rows, images = _opened(scorer, samples)
             kept = [samples[place] for place in rows]

@@ -33,7 +33,7 @@ def write(sample: Tensor, stem: Path, note: Mapping[str, Any] | None = None) -> 
     loss, a tenth as large.
 
     Args:
-        sample: image [3, H, W] or video [F, 3, H, W] in [0, 1]; rounded to 8 bits.
+        sample: image [3, H, W] or video [F, 3, H, W] in [0, 1], rounded by `eight_bit`; or in 8 bits already.
         stem: path without suffix.
         note: plain data about the sample, for the PNG's text or for `<stem>.json` next to a WebP.
 
@@ -43,8 +43,10 @@ def write(sample: Tensor, stem: Path, note: Mapping[str, Any] | None = None) -> 
     from PIL import Image as Pillow
     from PIL.PngImagePlugin import PngInfo
 
+    from flowrl.core.eight_bits import eight_bit
+
     frames = sample if sample.ndim == 4 else sample[None]
-    pixels = (frames * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    pixels = eight_bit(frames).permute(0, 2, 3, 1).numpy()
     images = [Pillow.fromarray(frame) for frame in pixels]
     file = stem.with_name(f"{stem.name}.{'png' if len(images) == 1 else 'webp'}")
     with writing(file):
@@ -152,7 +154,10 @@ def pixels(image: Image) -> Tensor:
     import numpy as np
     import torch
 
-    return torch.as_tensor(np.array(image)).permute(2, 0, 1).float() / 255
+    from flowrl.core.eight_bits import unit_floats
+
+    # Laid out as the images of a run are: a sum over other strides may differ in its last bit.
+    return unit_floats(torch.as_tensor(np.array(image)).permute(2, 0, 1).contiguous())
 
 
 def fitted(image: Image, height: int, width: int, place: tuple[float, float] = (0.5, 0.5), *, mirror: bool) -> Image:

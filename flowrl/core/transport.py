@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flowrl.core.eight_bits import eight_bit
 from flowrl.core.wire import WireImage
 
 _DTYPES = {"uint8": "u1", "float32": "<f4"}
@@ -24,7 +25,7 @@ def pack(sample: Tensor, kind: str) -> WireImage:
         raise ValueError(f"a sample must be an image [3, H, W] or a video [F, 3, H, W], got {list(shape)}")
     if kind == "float32" or not values.isfinite().all():
         return WireImage("float32", shape, values.contiguous().numpy().astype("<f4", copy=False).tobytes())
-    pixels = (values * 255).round().clamp(0, 255).byte()
+    pixels = eight_bit(values)
     if kind == "uint8":
         return WireImage("uint8", shape, pixels.contiguous().numpy().tobytes())
     rows = pixels.movedim(-3, -1).reshape(-1, shape[-1], 3).contiguous()

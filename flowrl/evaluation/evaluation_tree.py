@@ -43,6 +43,7 @@ from flowrl.data.prompts import identity
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.tree_shapes import Branching
 from flowrl.evaluation.evaluator import Evaluator
+from flowrl.reward import Images
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.recorder import Recording
@@ -92,8 +93,7 @@ class EvalTree:
     def _write(self, folder: Path, tag: str, iteration: int, rollout: Rollout, stop: Stop) -> None:
         """Score a rollout and write its tree."""
         health, sampling = Health(), self.evaluator.sampling
-        images = sampling.images(rollout, self.resolved.run.rollout.batch_size, stop)
-        images = health.check(rollout.samples.x0, images)
+        images = sampling.images(rollout, self.resolved.run.rollout.batch_size, health=health, stop=stop)
         try:
             if health.spoiled:
                 raise Diverged(f"{health.message('in it')}: the evaluation says more")
@@ -107,7 +107,7 @@ class EvalTree:
         method.load_state_dict(self.method.state_dict())
         credit, note = credit_tree(method, rollout, weights, max(iteration, 1))
         columns = math.ceil(math.sqrt(len(images)))
-        sheet, (height, width) = media.contact_sheet(images, columns, LEAF_PX)
+        sheet, (height, width) = media.contact_sheet(images.floats(), columns, LEAF_PX)
         record = {
             "tag": tag,
             "iteration": iteration,
@@ -138,7 +138,7 @@ class EvalTree:
         paths = log_probs_on_ways(drawn.edges, ids, plan).T[None] if method.weighs_paths else None
         return drawn.scored(torch.empty(0), prompts=(identity(prompt),), paths=paths)
 
-    def _scored(self, rollout: Rollout, images: Tensor, stop: Stop) -> tuple[Rollout, Tensor]:
+    def _scored(self, rollout: Rollout, images: Images, stop: Stop) -> tuple[Rollout, Tensor]:
         """The rollout with rewards [R, 1, L] and outputs [1, L], and the weights [R]."""
         prompt, count = self.evaluator.prompts[0], len(images)
         # A scorer of its own: the trained one counts calls and failures for the row of an iteration.

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from flowrl.config.schema import EvalConfig
 from flowrl.core import media
-from flowrl.core.errors import Abandoned
+from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.files import fsync_all
 from flowrl.core.rng import derive
 from flowrl.core.types import SampleId
@@ -121,7 +120,7 @@ class Evaluator:
         due: list[tuple[list[SampleId], Scores]] = []
         health, options = Health(), RunOptions(stop=stop.in_step)
         agree: Callable[[Callable[[], list]], list] = self.world.in_step if sampling.sharded else lambda work: work()
-        with Beside(self.scorer) as beside:
+        with Beside(self.scorer, self.world.device) as beside:
             for slots, counts in self._rounds(len(prompts)):
                 ids = [SampleId(slot, k) for slot in slots for k in range(self.options.samples_per_prompt)]
                 drawn = sampling.draw(plan, noise, sampling.asked(prompts, ids), batch_size=size, options=options)
@@ -134,10 +133,8 @@ class Evaluator:
         self, beside: Beside, health: Health, kept: Path | None, stop: Stop, drawn: Trajectories
     ) -> list[tuple[list[SampleId], Scores]]:
         """Decode and keep a batch, and begin to score it; the scores that are due."""
-        if stop.here():
-            raise Abandoned
-        ids = list(drawn.samples.ids)
-        images, due = health.check(drawn.samples.x0, self.sampling.decode(drawn.samples.x0, drawn.cond, drawn.rows)), []
+        ids, due = list(drawn.samples.ids), []
+        images = self.sampling.images(drawn, self.options.batch_size, health=health, stop=stop)
         if not health.diverged:  # then no reward is to be blamed
             prompts = [self.prompts[i.slot] for i in ids]
             due = beside.add(ids, images, [p.text for p in prompts], [p.metadata for p in prompts])
@@ -182,8 +179,8 @@ class Evaluator:
         idle = max(map(len, every)) - len(own) if self.sampling.sharded else 0
         return [(slots, True) for slots in own] + [(range(1), False)] * idle
 
-    def _keep(self, folder: Path, ids: Sequence[SampleId], images: torch.Tensor) -> None:
+    def _keep(self, folder: Path, ids: Sequence[SampleId], images: EightBitImages) -> None:
         count = self.options.save_images
-        for i, image in zip(ids, images, strict=True):
+        for i, image in zip(ids, images.levels, strict=True):
             if count is None or i.slot < count:
                 media.write(image, folder / f"{i.slot:05d}-{i.sample}")

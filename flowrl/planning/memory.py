@@ -263,9 +263,9 @@ def _phases(resolved: Resolved) -> tuple[str, ...]:
 
 
 def _images(resolved: Resolved, adapter: Any, samples: int) -> int:
-    """Host memory of an iteration's images in bytes; given ones are opened a batch at a time."""
-    held = min(samples, resolved.run.rollout.batch_size) if resolved.members else samples
-    return held * 3 * adapter.num_frames * adapter.height * adapter.width * _FLOAT
+    """Host memory of an iteration's images: 8 bits a value; given ones are floats, opened a batch at a time."""
+    held = _FLOAT * min(samples, resolved.run.rollout.batch_size) if resolved.members else samples
+    return held * 3 * adapter.num_frames * adapter.height * adapter.width
 
 
 def _weights(adapter: Any, resolved: Resolved, prompts: int) -> Weights:

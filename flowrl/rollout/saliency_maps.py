@@ -9,26 +9,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.core import rng
+from flowrl.core.eight_bits import unit_floats
 from flowrl.core.errors import ModelError
 from flowrl.credit.saliency import SpatialConfig, saliency, to_latent_grid
 
 Backbone = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 """Frames [B, 3, H, W] in [0, 1] -> patch tokens [B, h * w, d] row by row, and (h, w)."""
 Mapper = Callable[[Tensor], Tensor]
-"""Images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1] -> maps [B, *pos] float32 on the CPU."""
+"""Images [B, 3, H, W] or videos [B, F, 3, H, W], in [0, 1] or uint8 -> maps [B, *pos] float32 on the CPU."""
 _FILTERS = 16
 _FRAMES_AT_ONCE = 16
 
 
 @torch.no_grad()
 def importance(images: Tensor, backbone: Backbone, shape: tuple[int, ...], *, keep_mean: bool = False) -> Tensor:
-    """Maps [B, *shape] of images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1]; all ones for a frame of one colour.
+    """Maps [B, *shape] of images [B, 3, H, W] or videos [B, F, 3, H, W]; all ones for a frame of one colour.
 
-    `shape` and `keep_mean` as in `to_latent_grid`.
+    Images are floats in [0, 1], or uint8, of which a few frames at a time become floats. `shape` and `keep_mean` as in
+    `to_latent_grid`.
     """
     frames = images.flatten(0, 1) if images.ndim == 5 else images
     parts = []
-    for part in frames.float().split(_FRAMES_AT_ONCE):
+    for frames_now in frames.split(_FRAMES_AT_ONCE):
+        part = unit_floats(frames_now)
         result = saliency(*backbone(part))
         # Position embeddings distinguish patches even there. Half an 8-bit level is no difference.
         contrast = (part.amax(dim=(2, 3)) - part.amin(dim=(2, 3))).amax(dim=1)

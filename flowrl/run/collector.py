@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.console import Progress, log
+from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import Condition, SampleId
 from flowrl.credit.advantages import Advantages, aggregate
@@ -29,9 +30,10 @@ from flowrl.scoring.overlap import Ahead
 from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.training.dead_groups import DeadGroups
 from flowrl.training.divergence import Health
+from flowrl.training.image_std import group_image_std
 from flowrl.training.metrics import Sums, Timer
 from flowrl.training.noise_batches import numbers_of
-from flowrl.training.sampling import Sampling, by_identity
+from flowrl.training.sampling import Decoding, Sampling, by_identity
 from flowrl.training.signals import NEVER, Stop
 from flowrl.training.world import largest_shard, shard
 
@@ -41,7 +43,7 @@ class Draw:
     """This process's samples with their images and scores."""
 
     drawn: Trajectories
-    images: Tensor
+    images: EightBitImages
     scores: Scores
 
 
@@ -73,10 +75,11 @@ class Drawing:
 
     def __init__(self, sampling: Sampling, scorer: Scorer, wanted: Wanted, timer: Timer, stop: Stop) -> None:
         self.sampling, self.wanted, self.timer, self.stop = sampling, wanted, timer, stop
-        self.health, self.images = Health(), list[Tensor]()
+        self.health = Health()
+        self.decoding = Decoding(sampling, len(wanted.ids), self.health)
         self.bar = Progress(len(wanted.ids), f"{wanted.when}: {wanted.work}", show=sampling.world.main)
         prompts = [wanted.prompts[i.slot] for i in wanted.ids]
-        self.ahead = Ahead(scorer, [p.text for p in prompts], [p.metadata for p in prompts])
+        self.ahead = Ahead(scorer, [p.text for p in prompts], [p.metadata for p in prompts], sampling.world.device)
 
     def __call__(self) -> Draw:
         """The samples.
@@ -107,9 +110,9 @@ class Drawing:
     def _decode(self, x0: Tensor, cond: Condition, rows: Tensor) -> None:
         """Decode the next samples [b, ...], whose rows come first in `rows`, for the rewards that overlap."""
         with self.timer.phase("decode"):
-            self.images.append(self.health.check(x0, self.sampling.decode(x0, cond, rows[: len(x0)])))
+            images = self.decoding.add(x0, cond, rows[: len(x0)])
         # Of a sharded network every forward needs all processes: what a reward raises must wait.
-        self.ahead.add(self.images[-1], early=not self.sampling.sharded)
+        self.ahead.add(images, early=not self.sampling.sharded)
 
     def _scored(self, drawn: Trajectories) -> Draw:
         if not self.ahead:
@@ -120,8 +123,7 @@ class Drawing:
                 self._decode(part, drawn.cond, drawn.rows[start:])
         self.health.require_finite(f"in {self.wanted.when}", self.sampling.remedy, trained=self.wanted.trained)
         with self.timer.phase("reward"):
-            images = torch.cat(self.images)
-            self.images.clear()  # a reward gets a copy: there are never three
+            images = self.decoding.whole()
             return Draw(drawn, images, self.ahead.scores(images))
 
 
@@ -175,7 +177,7 @@ class Collector:
             result = Drawing(sampling, self.scorer, wanted, timer, self.stop)()
         if self.maps is not None:
             with timer.phase("maps"):
-                maps = self.maps(result.images)
+                maps = self.maps(result.images.levels)
         sums.add("nfe/rollout", self.evaluations.rows - before, len(result.drawn.rows))
         rewards, raw = self._gather(result, len(prompts), group)
         if looked is not None:
@@ -186,7 +188,7 @@ class Collector:
             rewards,
             raw=raw,
             prompts=tuple(identity(p) for p in prompts),
-            image_std=_group_image_std(result.images, result.drawn.rows),
+            image_std=group_image_std(result.images, result.drawn.rows, self.world.device),
             maps=maps,
             noise=None if learned is None else NoiseDraws(noise.initial(result.drawn.samples.ids), learned),
             paths=self._paths(result.drawn, rewards),
@@ -320,9 +322,3 @@ class Collector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.explores, self.fidelity = state["explores"] and self.options is not None, state["fidelity"]
-
-
-def _group_image_std(images: Tensor, rows: Tensor) -> float:
-    """Mean over prompts of the std of pixels over the group's samples; near 0 means collapse."""
-    stds = [images[rows == row].std(dim=0, correction=0).mean() for row in rows.unique()]
-    return float(torch.stack(stds).mean())

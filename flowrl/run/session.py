@@ -211,8 +211,11 @@ class Session:
     # ---- images and scores
 
     def images(self, rollout: Rollout) -> Tensor:
-        """Images of this process's samples in [0, 1], [B, 3, H, W], or videos [B, F, 3, H, W]; decoded once more."""
-        return self.parts.sampling.images(rollout, self.config.rollout.batch_size)
+        """Images of this process's samples as they were scored, in [0, 1]: [B, 3, H, W], or videos [B, F, 3, H, W].
+
+        They are decoded once more, and have the values of 8 bits.
+        """
+        return self.parts.sampling.images(rollout, self.config.rollout.batch_size).floats()
 
     @property
     def eval_steps(self) -> int:

@@ -59,6 +59,9 @@ class RewardEntry:
     """Above this share of samples without a value of this entry the run stops; null: half, all rewards together."""
     timeout: float | None = None
     """Seconds after which a call of a reward in this process has failed, though it goes on; null: none."""
+    overlap: bool = True
+    """Score finished images while the next are sampled, where the reward can; false scores at the end, which takes less
+    memory on a GPU."""
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.path is None):
@@ -158,6 +161,8 @@ class RewardPlan:
             RewardError: its outputs are not those that were declared.
         """
         reward = self._component()
+        if not self.entry.overlap:
+            reward = Reward(reward.score, dataclasses.replace(reward.card, overlap=False, overlap_on_gpu=False))
         declared = () if self.card is None else self.card.outputs
         if declared and reward.card.outputs != declared:
             raise RewardError(
@@ -284,7 +289,12 @@ def check_plans(plans: Sequence[tuple[str, RewardPlan]]) -> None:
             continue
         where, other = earlier
         a, b = plan.entry, other.entry
-        for option, mine, theirs in (("prefix", a.prefix, b.prefix), ("timeout", a.timeout, b.timeout)):
+        compared = (
+            ("prefix", a.prefix, b.prefix),
+            ("timeout", a.timeout, b.timeout),
+            ("overlap", a.overlap, b.overlap),
+        )
+        for option, mine, theirs in compared:
             if mine != theirs:
                 raise ConfigError(
                     f"{key}.{option}={mine}: it is the reward of {where} ({plan.name}) with the same options, which "

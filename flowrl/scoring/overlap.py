@@ -1,9 +1,10 @@
 """Scoring in parallel: some rewards score finished images while the next ones are sampled or read.
 
-Only rewards whose cards say `overlap` take part, each in one thread of its own, which has its batches in their order.
-Each sample meets the reward as it would without, tries and masks are the Scorer's, and the batches do not depend on
-timing, so that the scores are the same. `Ahead` has the samples of a rollout, whose batches are parts of one whole;
-`Beside` has batches that are complete in themselves.
+Only rewards whose cards say `overlap` take part, and next to a GPU those with `overlap_on_gpu`. Each has a thread of
+its own, which has its batches in their order; the latter have a CUDA stream of their own too (streams.py). Each sample
+meets the reward as it would without, tries and masks are the Scorer's, and the batches do not depend on timing, so that
+the scores are the same. `Ahead` has the samples of a rollout, whose batches are parts of one whole; `Beside` has
+batches that are complete in themselves.
 """
 
 from __future__ import annotations
@@ -11,39 +12,67 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import Abandoned
+from flowrl.reward import Card
 from flowrl.scoring.scorer import Scorer, Scores
+from flowrl.scoring.streams import SideStream
 from flowrl.scoring.surroundings import BESIDE, OF_THE_PROCESS, Batch, Settings
 from flowrl.scoring.time_limits import Ambient
 from flowrl.scoring.weighted import WeightedReward
 
 Outputs = dict[str, Tensor]
+CPU = torch.device("cpu")
 _ASK_S = 0.2
 """Seconds between two looks at whether to stop, while a slow reward is waited for."""
 
 
-class Lanes:
-    """A thread for each of some rewards, in the surroundings of the one that makes this."""
+def overlaps(card: Card, device: torch.device) -> bool:
+    """Whether a reward may score while samples are drawn on `device`."""
+    return card.overlap or (card.overlap_on_gpu and device.type == "cuda")
 
-    def __init__(self, scorer: Scorer, entries: Sequence[WeightedReward]) -> None:
+
+class Lanes:
+    """A thread for each of some rewards, in the surroundings of the one that makes this.
+
+    Args:
+        scorer: of the run.
+        device: samples are drawn there; on a GPU the rewards that may score there have a stream each.
+        parts: batches are parts of one whole, so that rewards of whole groups take no part.
+    """
+
+    def __init__(self, scorer: Scorer, device: torch.device, *, parts: bool) -> None:
         self.scorer, self.ambient, self.before = scorer, Ambient(), Settings(OF_THE_PROCESS)
+        cards = [(entry, entry.reward.card) for entry in scorer.distinct]
+        entries = [entry for entry, card in cards if overlaps(card, device) and not (parts and card.needs_groups)]
         self.pools = [(entry, ThreadPoolExecutor(1, "flowrl-reward")) for entry in entries]
+        on_gpu = [entry for entry in entries if device.type == "cuda" and entry.reward.card.overlap_on_gpu]
+        self.streams = {id(entry): SideStream(device) for entry in on_gpu}
 
     def __bool__(self) -> bool:
         return bool(self.pools)
 
     def submit(self, batch: Batch, errors: list[str]) -> dict[int, Future[Outputs]]:
         """`Scorer.raw` on a batch, by the identity of the entry."""
-        return {id(e): pool.submit(self.ambient.run, self._beside, e, batch, errors) for e, pool in self.pools}
+        begun: dict[int, Future[Outputs]] = {}
+        for entry, pool in self.pools:
+            stream = self.streams.get(id(entry))
+            after = nullcontext() if stream is None else stream.after(stream.mark())
+            begun[id(entry)] = pool.submit(self.ambient.run, self._beside, after, entry, batch, errors)
+        return begun
 
-    def _beside(self, entry: WeightedReward, batch: Batch, errors: list[str]) -> Outputs:
+    def _beside(
+        self, after: AbstractContextManager[None], entry: WeightedReward, batch: Batch, errors: list[str]
+    ) -> Outputs:
         BESIDE.set(True)  # in the copy of the context that this call has
-        return self.scorer.raw(entry, batch, errors)
+        with after:
+            return self.scorer.raw(entry, batch, errors)
 
     def settle(self) -> None:
         """Put back, and report, what the rewards changed of the process; no thread may be at work."""
@@ -85,14 +114,16 @@ class Ahead:
     Args:
         scorer: of the run.
         prompts, metadata: of all B samples, in the order in which the images will come.
+        device: samples are drawn there.
     """
 
-    def __init__(self, scorer: Scorer, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
+    def __init__(
+        self, scorer: Scorer, prompts: Sequence[str], metadata: Sequence[dict], device: torch.device = CPU
+    ) -> None:
         self.scorer, self.prompts, self.metadata = scorer, prompts, metadata
         self.done = 0
         self.errors: list[str] = []
-        cards = [(entry, entry.reward.card) for entry in scorer.distinct]
-        self.lanes = Lanes(scorer, [entry for entry, card in cards if card.overlap and not card.needs_groups])
+        self.lanes = Lanes(scorer, device, parts=True)
         self._begun: list[dict[int, Future[Outputs]]] = []
 
     def __bool__(self) -> bool:
@@ -102,8 +133,8 @@ class Ahead:
     def close(self) -> None:
         self.lanes.close()
 
-    def add(self, images: Tensor, *, early: bool = True) -> None:
-        """The next images, [b, ...].
+    def add(self, images: EightBitImages, *, early: bool = True) -> None:
+        """The next b images.
 
         Args:
             images: of the samples that come next.
@@ -118,12 +149,11 @@ class Ahead:
             for future in earlier.values():
                 if future.done():
                     future.result()
-        # Laid out as a part of the whole would be: a sum over other strides may differ in its last bit.
-        batch = Batch(images.contiguous(), self.prompts[part], self.metadata[part])
+        batch = Batch(images, self.prompts[part], self.metadata[part])
         self._begun.append(self.lanes.submit(batch, self.errors))
 
-    def scores(self, images: Tensor) -> Scores:
-        """The scores, when all images [B, ...] are there; the other rewards score them now.
+    def scores(self, images: EightBitImages) -> Scores:
+        """The scores, when all B images are there; the other rewards score them now.
 
         Raises:
             RewardError: as `Scorer.score`.
@@ -143,13 +173,12 @@ class Beside:
     """Scores of one batch after another, each as `Scorer.score` gives them; used as a context.
 
     Where a reward overlaps, a batch's scores come back when the next batch is added, or with the rest; so no more than
-    two batches of images are held, however slow the reward is. Without a scorer nothing is ever due.
+    two batches of images are held, however slow the reward is. Without a scorer nothing is ever due. `device` as in
+    `Lanes`.
     """
 
-    def __init__(self, scorer: Scorer | None) -> None:
-        self.lanes = None
-        if scorer is not None:
-            self.lanes = Lanes(scorer, [entry for entry in scorer.distinct if entry.reward.card.overlap])
+    def __init__(self, scorer: Scorer | None, device: torch.device = CPU) -> None:
+        self.lanes = None if scorer is None else Lanes(scorer, device, parts=False)
         self._waiting: deque[tuple[Any, dict[int, Outputs], dict[int, Future[Outputs]], list[str]]] = deque()
 
     def __enter__(self) -> Beside:

@@ -8,12 +8,16 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import Abandoned, RewardError, RewardFailure
 from flowrl.reward import Images
 from flowrl.scoring.attempts import Attempts, Counts
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.surroundings import MEND, Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
+
+FLOATS = 2**28
+"""Values of images in 8 bits that a reward is given as floats at once: 1 GiB, 85 images of 1024 px."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,13 @@ def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[Weighted
                 )
 
 
+def most_at_once(images: Images) -> int:
+    """Images in 8 bits that may be floats at the same time: as many as `FLOATS` holds, and one at least."""
+    if not isinstance(images, EightBitImages):
+        return len(images) or 1  # they are in memory already
+    return max(1, FLOATS // max(1, images.levels[:1].numel()))
+
+
 class Scorer:
     """Runs several rewards on a batch: retry, then mask, then abort.
 
@@ -143,7 +154,8 @@ class Scorer:
     def score(self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
         """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
 
-        A reward that needs whole groups gets the batch in one piece.
+        Of `EightBitImages` a chunk at a time becomes floats, `FLOATS` values at most. A reward that needs whole groups
+        gets the batch in one piece.
 
         Raises:
             RewardFailure: a broken contract, or more than `max_failed_share` of the samples failed.
@@ -161,7 +173,7 @@ class Scorer:
             RewardFailure: a broken contract.
         """
         count, counts = len(batch), self.counts[self.distinct.index(entry)]
-        chunk = max(count, 1) if entry.reward.card.needs_groups else self.batch_size
+        chunk = max(count, 1) if entry.reward.card.needs_groups else min(self.batch_size, most_at_once(batch.images))
         attempts = self._attempts(entry, counts, errors)
         try:
             parts = [attempts(batch.part(start, start + chunk)) for start in range(0, count, chunk)]

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.core.eight_bits import EightBitImages
 from flowrl.reward import Images
 
 BESIDE: ContextVar[bool] = ContextVar("flowrl_beside", default=False)
@@ -193,6 +194,7 @@ class Batch:
     """Samples that are scored together."""
 
     images: Images
+    """Floats in [0, 1], or `EightBitImages`, of which a reward is given its own floats."""
     prompts: Sequence[str]
     metadata: Sequence[dict]
 
@@ -201,17 +203,22 @@ class Batch:
 
     @property
     def needs_gradient(self) -> bool:
-        return any(image.requires_grad for image in self.images)
+        return not isinstance(self.images, EightBitImages) and any(image.requires_grad for image in self.images)
 
     def part(self, start: int, stop: int) -> Batch:
         return Batch(self.images[start:stop], self.prompts[start:stop], self.metadata[start:stop])
 
     def pick(self, rows: Sequence[int]) -> Batch:
-        images = self.images[list(rows)] if isinstance(self.images, Tensor) else [self.images[i] for i in rows]
+        own = self.images
+        images = own.pick(rows) if isinstance(own, EightBitImages) else [own[i] for i in rows]
+        if isinstance(own, Tensor):
+            images = own[list(rows)]
         return Batch(images, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows])
 
     def finite(self) -> list[int]:
-        """Rows whose images hold no NaN and no inf: one pass over them, without a copy."""
+        """Rows whose images hold no NaN and no inf: one pass over floats, without a copy."""
+        if isinstance(self.images, EightBitImages):
+            return self.images.finite.nonzero().flatten().tolist()
         if isinstance(self.images, Tensor):
             sums = self.images.detach().sum(dim=tuple(range(1, self.images.ndim)), dtype=torch.float32)
             return sums.isfinite().nonzero().flatten().tolist()
@@ -219,14 +226,17 @@ class Batch:
 
 
 class Handed:
-    """A batch as a reward is given it: a copy of the images, the prompts and every record.
+    """A batch as a reward is given it: a copy of the images in floats, the prompts and every record.
 
     Gradients go through the copy.
     """
 
     def __init__(self, batch: Batch) -> None:
         own, self.original = batch.images, batch
-        images = own.clone() if isinstance(own, Tensor) else [image.clone() for image in own]
+        if isinstance(own, EightBitImages):
+            images: Images = own.floats()
+        else:
+            images = own.clone() if isinstance(own, Tensor) else [image.clone() for image in own]
         self.copy = Batch(images, list(batch.prompts), copy.deepcopy(list(batch.metadata)))
 
     def changed(self) -> list[str]:

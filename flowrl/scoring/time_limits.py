@@ -1,7 +1,7 @@
 """Rewards on threads of their own: what a thread takes along from the one that started it, and a time limit.
 
-Grad mode, autocast, the current GPU and context variables belong to a thread; with them taken along, a score is bitwise
-the one that the starting thread would have computed.
+Grad mode, autocast, the current GPU with its stream and context variables belong to a thread; with them taken along, a
+score is bitwise the one that the starting thread would have computed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch import Tensor
 
 
 class Ambient:
-    """Grad mode, autocast, GPU and context variables of this thread, for functions that other threads run."""
+    """Grad mode, autocast, GPU with its stream, and context variables of this thread, for other threads' functions."""
 
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         self.casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self.stream = None if self.gpu is None else torch.cuda.current_stream(self.gpu)
         self.variables = contextvars.copy_context()
 
     def run(self, function: Callable[..., Any], *given: Any) -> Any:
@@ -36,6 +37,7 @@ class Ambient:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             if self.gpu is not None:
                 stack.enter_context(torch.cuda.device(self.gpu))
+                stack.enter_context(torch.cuda.stream(self.stream))
             # A copy: the same context cannot be entered by two threads.
             return self.variables.copy().run(function, *given)
 

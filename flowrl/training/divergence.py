@@ -27,18 +27,16 @@ class Health:
     """("latents" or "images", "NaN" or "inf") -> samples."""
 
     def check(self, latents: Tensor, images: Tensor) -> Tensor:
-        """Count samples [b, ...] and return their images, NaN where the latents are not finite."""
-        bad, torn = _odd(latents), _odd(images)
-        either = bad | torn.to(bad.device)
+        """Count samples [b, ...]; whether each is finite, in latents and image, [b] bool on the CPU."""
+        # Both: a decoder may make a white image of infinite latents.
+        bad, torn = _odd(latents).cpu(), _odd(images).cpu()
+        either = bad | torn
         self.count += len(images)
         self.spoiled += int(either.sum())
-        if not either.any():
-            return images
         for row in either.nonzero().flatten().tolist():
             what, values = ("latents", latents[row]) if bad[row] else ("images", images[row])
             self.kinds[what, "NaN" if values.isnan().any() else "inf"] += 1
-        # A decoder may make a white image of infinite latents.
-        return torch.where(bad.to(images.device).reshape(-1, *[1] * (images.ndim - 1)), torch.nan, images)
+        return ~either
 
     @property
     def diverged(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowrl.core.eight_bits import Album, EightBitImages
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import Condition, SampleId
 from flowrl.data.prompts import Prompt
@@ -22,6 +23,7 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.trajectories import Asked, Trajectories
 from flowrl.samplers.base import Sampler
+from flowrl.training.divergence import Health
 from flowrl.training.signals import NEVER, Stop
 from flowrl.training.world import World
 
@@ -82,25 +84,41 @@ class Sampling:
                     run(self.policy, plan, noise, asked[: plan.leaves], batch_size=batch_size, options=spare)
         return Trajectories(plan, samples, edges, asked.cond, asked.rows)
 
-    def decode(self, x0: Tensor, cond: Condition, rows: Tensor) -> Tensor:
-        """Images of clean latents [b, ...] in [0, 1], [b, 3, H, W], or videos [b, F, 3, H, W], on the CPU.
+    def images(
+        self, drawn: Trajectories, batch_size: int, *, health: Health | None = None, stop: Stop = NEVER
+    ) -> EightBitImages:
+        """Images or videos of all samples of this process, `batch_size` of them decoded at once.
 
-        `rows` [b] are the samples' rows in `cond`.
-        """
-        return decoded(self.adapter, x0.to(self.world.device), cond, rows).cpu()
-
-    def images(self, drawn: Trajectories, batch_size: int, stop: Stop = NEVER) -> Tensor:
-        """Images or videos of all samples of this process, as `decode` gives them.
+        `health` counts those that are not finite; None: nobody asks.
 
         Raises:
             Abandoned: as `stop` says.
         """
-        made = []
+        decoding = Decoding(self, len(drawn.rows), health or Health())
         for b in torch.arange(len(drawn.rows)).split(batch_size):
             if stop.here():
                 raise Abandoned
-            made.append(self.decode(drawn.samples.x0[b], drawn.cond, drawn.rows[b]))
-        return torch.cat(made)
+            decoding.add(drawn.samples.x0[b], drawn.cond, drawn.rows[b])
+        return decoding.whole()
+
+
+class Decoding:
+    """Images of `count` samples of this process, decoded and rounded to 8 bits batch by batch: one tensor on the CPU.
+
+    `health` counts the samples that are not finite.
+    """
+
+    def __init__(self, sampling: Sampling, count: int, health: Health) -> None:
+        self.sampling, self.health, self.album = sampling, health, Album(count)
+
+    def add(self, x0: Tensor, cond: Condition, rows: Tensor) -> EightBitImages:
+        """Images of the next clean latents [b, ...], whose rows in `cond` are `rows` [b]."""
+        images = decoded(self.sampling.adapter, x0.to(self.sampling.world.device), cond, rows)
+        return self.album.add(images, self.health.check(x0, images))
+
+    def whole(self) -> EightBitImages:
+        """The images of all samples, once each was added."""
+        return self.album.whole()
 
 
 def slots_and_rows(ids: Sequence[SampleId]) -> tuple[list[int], Tensor]:

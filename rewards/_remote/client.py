@@ -355,7 +355,7 @@ def _card(plain: dict[str, Any], config: Config) -> Card:
         raise RewardError(
             f"reward 'remote': the card of {config.reward!r} is not one of this flowrl: {error}"
         ) from None
-    return dataclasses.replace(card, differentiable=False, memory_gib=0.0, overlap=True)
+    return dataclasses.replace(card, differentiable=False, memory_gib=0.0, overlap=True, overlap_on_gpu=False)
 
 
 def _json(answer: httpx.Response) -> Any:

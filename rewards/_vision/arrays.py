@@ -8,6 +8,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from flowrl.core import eight_bits
+
 
 def to_uint8(image: Tensor) -> np.ndarray | None:
     """[H, W, 3] uint8 of a [3, H, W] image in [0, 1], rounded, as it would be saved; None if it holds NaN or inf."""
@@ -18,9 +20,8 @@ def to_uint8(image: Tensor) -> np.ndarray | None:
 
 
 def eight_bit(image: Tensor) -> np.ndarray:
-    """[H, W, 3] uint8 of a finite image [3, H, W] in [0, 1], rounded."""
-    values = image.detach().float().cpu()
-    return (values * 255).round().clamp(0, 255).byte().permute(1, 2, 0).contiguous().numpy()
+    """[H, W, 3] uint8 of a finite image [3, H, W] in [0, 1], rounded as it would be saved."""
+    return eight_bits.eight_bit(image.detach().cpu()).permute(1, 2, 0).contiguous().numpy()
 
 
 def jpeg(pixels: np.ndarray, quality: int) -> bytes:

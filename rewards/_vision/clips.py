@@ -1,6 +1,7 @@
 """CLIP and SigLIP from transformers for rewards: unit embeddings. A helper, not a reward.
 
-The networks are frozen and float32; autocast is off inside. No graph is kept unless an image asks for gradients.
+The networks are frozen and float32, the image tower in the dtype that is asked for; autocast is off inside. No graph is
+kept unless an image asks for gradients.
 Source: `CLIPModel` and `SiglipVisionModel` of transformers.
 """
 
@@ -13,7 +14,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision.options import DTYPES, Dtype
 from flowrl.rewards._vision.pixels import Pixels, Preprocess
+from flowrl.rewards._vision.pool import threads
 from torch import Tensor
 
 from flowrl.reward import Images, RewardError
@@ -28,16 +31,18 @@ class Clip:
     model: Any
     tokenizer: Any
     pixels: Pixels
+    dtype: torch.dtype = torch.float32
+    """Of the image tower."""
 
     @property
     def device(self) -> torch.device:
         return self.model.logit_scale.device
 
     def embed_images(self, images: Images) -> Tensor:
-        """Unit image embeddings, [B, D], of images in [0, 1]."""
-        pixels = self.pixels(images).to(self.device)
+        """Unit image embeddings, [B, D] float32, of images in [0, 1]."""
+        pixels = self.pixels(images).to(self.device, self.dtype)
         with torch.autocast(self.device.type, enabled=False):
-            return F.normalize(projected(self.model.get_image_features(pixel_values=pixels)), dim=-1)
+            return F.normalize(projected(self.model.get_image_features(pixel_values=pixels)).float(), dim=-1)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit text embeddings, [B, D]; each distinct text is encoded once, cut at the model's length."""
@@ -60,14 +65,15 @@ class Vision:
     pixels: Pixels
     width: int
     """Size of its embeddings."""
+    dtype: torch.dtype = torch.float32
 
     def embed_images(self, images: Images) -> Tensor:
-        """Unit image embeddings, [B, D], of images in [0, 1]: CLIP's projected ones, SigLIP's pooled ones."""
+        """Unit image embeddings, [B, D] float32, of images in [0, 1]: CLIP's projected ones, SigLIP's pooled ones."""
         device = self.model.device
-        pixels = self.pixels(images).to(device)
+        pixels = self.pixels(images).to(device, self.dtype)
         forward = getattr(self.model, "get_image_features", self.model)
         with torch.autocast(device.type, enabled=False):
-            return F.normalize(projected(forward(pixel_values=pixels)), dim=-1)
+            return F.normalize(projected(forward(pixel_values=pixels)).float(), dim=-1)
 
 
 def load(
@@ -78,8 +84,9 @@ def load(
     preprocess: Preprocess,
     reward: str,
     half_even_crop: bool = False,
+    dtype: Dtype = "float32",
 ) -> Clip:
-    """A frozen float32 CLIP from a folder or the hub; `half_even_crop` as in `Pixels`.
+    """A frozen CLIP from a folder or the hub; `half_even_crop` as in `Pixels`, `dtype` of its image tower.
 
     Raises:
         RewardError: the weights can neither be found nor downloaded, or are of another network.
@@ -94,14 +101,24 @@ def load(
             f"reward {reward!r} cannot load the tokenizer {tokenizer!r} of CLIP {model!r}; give a folder or a hub id "
             f"that can be reached: {error}"
         ) from error
-    size = network.config.vision_config.image_size
-    return Clip(network, words, Pixels(size=size, preprocess=preprocess, half_even_crop=half_even_crop))
+    for tower in (network.vision_model, network.visual_projection):
+        tower.to(DTYPES[dtype])
+    size, count = network.config.vision_config.image_size, threads(network.device)
+    pixels = Pixels(size=size, preprocess=preprocess, half_even_crop=half_even_crop, threads=count)
+    return Clip(network, words, pixels, DTYPES[dtype])
 
 
 def load_vision(
-    model: str, tower: Tower, *, device: str | None, preprocess: Preprocess, reward: str, half_even_crop: bool = False
+    model: str,
+    tower: Tower,
+    *,
+    device: str | None,
+    preprocess: Preprocess,
+    reward: str,
+    half_even_crop: bool = False,
+    dtype: Dtype = "float32",
 ) -> Vision:
-    """The frozen float32 image tower of a CLIP or a SigLIP, from a folder or the hub.
+    """The frozen image tower of a CLIP or a SigLIP, from a folder or the hub.
 
     SigLIP sees the whole image; `half_even_crop` is of CLIP's centre square, as in `Pixels`.
 
@@ -112,14 +129,15 @@ def load_vision(
 
     if tower == "siglip":
         network, half = _network(SiglipVisionModel, model, reward, device), (0.5, 0.5, 0.5)
-        pixels = Pixels(size=network.config.image_size, preprocess=preprocess, fit="squash", mean=half, std=half)
-        return Vision(network, pixels, network.config.hidden_size)
+        size, count = network.config.image_size, threads(network.device)
+        pixels = Pixels(size=size, preprocess=preprocess, fit="squash", mean=half, std=half, threads=count)
+        return Vision(network.to(DTYPES[dtype]), pixels, network.config.hidden_size, DTYPES[dtype])
     # Not CLIPVisionModelWithProjection: it takes the width from another place of the configuration than CLIPModel.
     network = _network(CLIPModel, model, reward, device)
     network.text_model = network.text_projection = None
-    size = network.config.vision_config.image_size
-    pixels = Pixels(size=size, preprocess=preprocess, half_even_crop=half_even_crop)
-    return Vision(network, pixels, network.config.projection_dim)
+    size, count = network.config.vision_config.image_size, threads(network.device)
+    pixels = Pixels(size=size, preprocess=preprocess, half_even_crop=half_even_crop, threads=count)
+    return Vision(network.to(DTYPES[dtype]), pixels, network.config.projection_dim, DTYPES[dtype])
 
 
 def _network(kind: Any, model: str, reward: str, device: str | None) -> Any:

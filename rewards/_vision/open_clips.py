@@ -1,6 +1,7 @@
 """CLIP of open_clip for rewards: finding, loading and unit embeddings. A helper, not a reward.
 
-The networks are frozen and float32; autocast is off inside. No graph is kept unless an image asks for gradients.
+The networks are frozen and float32, the image tower in the dtype that is asked for; autocast is off inside. No graph is
+kept unless an image asks for gradients.
 Source: mlfoundations/open_clip:src/open_clip/factory.py.
 """
 
@@ -14,7 +15,9 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from flowrl.rewards._vision.checkpoints import place
+from flowrl.rewards._vision.options import DTYPES, Dtype
 from flowrl.rewards._vision.pixels import Fit, Interpolation, Pixels, Preprocess
+from flowrl.rewards._vision.pool import threads
 from torch import Tensor
 
 from flowrl.core.assets import asset_folder
@@ -33,16 +36,18 @@ class OpenClip:
     tokenizer: Any
     pixels: Callable[[Any], Tensor]
     """Images in [0, 1] -> [B, 3, size, size]: `Pixels`, or a reward's own."""
+    dtype: torch.dtype = torch.float32
+    """Of the image tower."""
 
     @property
     def device(self) -> torch.device:
         return self.model.logit_scale.device
 
     def embed_images(self, images: Images) -> Tensor:
-        """Unit image embeddings, [B, D], of images in [0, 1]."""
-        pixels = self.pixels(images).to(self.device)
+        """Unit image embeddings, [B, D] float32, of images in [0, 1]."""
+        pixels = self.pixels(images).to(self.device, self.dtype)
         with torch.autocast(self.device.type, enabled=False):
-            return F.normalize(self.model.encode_image(pixels), dim=-1)
+            return F.normalize(self.model.encode_image(pixels).float(), dim=-1)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit text embeddings, [B, D]; each distinct text is encoded once, cut at the model's length."""
@@ -84,8 +89,9 @@ def load(
     device: str | None,
     preprocess: Preprocess,
     reward: str,
+    dtype: Dtype = "float32",
 ) -> OpenClip:
-    """A frozen float32 CLIP.
+    """A frozen CLIP.
 
     Args:
         model: an embedded CLIP such as tiny-clip, a folder with open_clip_config.json, a hub id, or a network's name.
@@ -94,13 +100,15 @@ def load(
         device: where the network runs; None takes the GPU if there is one.
         preprocess: how images are resized.
         reward: whom messages name.
+        dtype: of the image tower; the rest is float32.
 
     Raises:
         RewardError: nothing there, weights that do not fit, or an activation that nothing tells.
     """
     source = _source(model, pretrained, quick_gelu, f"reward {reward!r}")
     network, tokenizer = _create(source, f"reward {reward!r}", model)
-    return OpenClip(network.to(place(device)), tokenizer, _pixels(network, preprocess, f"reward {reward!r}"))
+    network.to(place(device)).visual.to(DTYPES[dtype])
+    return OpenClip(network, tokenizer, _pixels(network, preprocess, f"reward {reward!r}"), DTYPES[dtype])
 
 
 def untrained(name: str) -> tuple[Any, Any]:
@@ -245,4 +253,5 @@ def _pixels(network: Any, preprocess: Preprocess, who: str) -> Pixels:
         interpolation=options["interpolation"],
         fill=options["fill_color"] / 255,
         half_even_crop=True,
+        threads=threads(network.logit_scale.device),
     )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from flowrl.rewards._vision.arrays import eight_bit
+from flowrl.rewards._vision.pool import stacked
 from PIL import Image
 from torch import Tensor
 
@@ -47,6 +48,8 @@ class Pixels:
     """Grey of the bars, before normalisation."""
     half_even_crop: bool = False
     """Half a pixel of a crop's margin is rounded half to even, as torchvision does, not down, as transformers does."""
+    threads: int = 1
+    """Threads that prepare a batch where it is "exact"; the result is the same for any number."""
 
     @property
     def resolution(self) -> str:
@@ -55,7 +58,7 @@ class Pixels:
 
     def __call__(self, images: Images) -> Tensor:
         """[B, 3, size, size]; NaN all over where an image holds NaN or inf."""
-        return torch.stack([self._one(image) for image in images])
+        return stacked(self._one, images, self.threads if self.preprocess == "exact" else 1)
 
     def _one(self, image: Tensor) -> Tensor:
         resize = self._exactly if self.preprocess == "exact" else self._fast

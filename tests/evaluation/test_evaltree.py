@@ -152,7 +152,7 @@ def test_the_file_agrees_with_the_rollout_and_the_credit_on_trees(tmp_path, name
     place = Place(tmp_path, name, **options)
     record = place.record()
     plan, _, samples, _ = place.drawn()
-    tree, images = plan.tree, place.adapter.decode(samples.x0)
+    tree, images = plan.tree, unit_floats(eight_bit(place.adapter.decode(samples.x0)))
     total = 2 * light(images, [], [])["light"][None].double()
     leaves = record["leaves"]
     close(leaves["reward"], total[0].tolist())

@@ -279,6 +279,28 @@ def test_a_trial_leaves_nothing_behind_and_only_the_first_process_writes_the_sco
     assert not (tmp_path / "eval" / "base.json").exists()
 
 
+class Counted(ToyAdapter):
+    """Notes how many images are decoded at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def decode(self, latents):
+        self.sizes.append(len(latents))
+        return super().decode(latents)
+
+
+def test_no_more_images_are_decoded_at_once_than_a_batch_has(tmp_path):
+    """Though the samples of a prompt, which are scored together, are more."""
+    adapter = Counted()
+    few = call(evaluator(tmp_path, adapter, samples_per_prompt=5, batch_size=2))
+    assert set(adapter.sizes) == {1, 2}
+    many = call(evaluator(tmp_path, ToyAdapter(), samples_per_prompt=5, batch_size=64))
+    for name in ("light", "corner"):
+        np.testing.assert_allclose(few.scores[name], many.scores[name], rtol=0, atol=2e-6)
+
+
 def test_an_evaluation_that_is_stopped_gives_up_without_scores(tmp_path):
     done: list[int] = []
     stop = Stop(in_step=lambda: len(done) == 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch
 from flowrl.commands import score
 from flowrl.config.schema import EvalConfig
 from flowrl.core import media
-from flowrl.core.errors import Abandoned
+from flowrl.core.eight_bits import EightBitImages
+from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt
 from flowrl.diffusion.plan import solver_plan
@@ -19,8 +22,10 @@ from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rollout.noise import Noise
 from flowrl.run.collector import Drawing, Wanted
+from flowrl.scoring import overlap
+from flowrl.scoring.entries import check_plans, reward_plan
 from flowrl.scoring.overlap import Ahead, Beside
-from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.metrics import Timer
 from flowrl.training.signals import Stop
@@ -61,12 +66,18 @@ def draw(scorer: Scorer, stop=lambda: False, adapter=None, iteration: int = 1, *
     return Drawing(sampling, scorer, wanted, Timer(), Stop(in_step=stop))()
 
 
+def noise_in_8_bits(count: int, seed: int = 0) -> EightBitImages:
+    levels = torch.randint(256, (count, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return EightBitImages(levels, torch.ones(count, dtype=torch.bool))
+
+
 def same(first, second) -> bool:
     raw = first.scores.raw.keys() == second.scores.raw.keys() and all(
         torch.equal(value.nan_to_num(-1e9), second.scores.raw[name].nan_to_num(-1e9))
         for name, value in first.scores.raw.items()
     )
-    return raw and torch.equal(first.images, second.images) and torch.equal(first.scores.weights, second.scores.weights)
+    same_images = torch.equal(first.images.levels, second.images.levels)
+    return raw and same_images and torch.equal(first.scores.weights, second.scores.weights)
 
 
 def test_scores_pictures_and_their_order_are_those_of_scoring_afterwards():
@@ -169,7 +180,7 @@ def test_rewards_that_overlap_do_not_wait_for_each_other():
 
 def test_the_pieces_do_not_depend_on_how_fast_a_reward_is():
     scorer = Scorer([entry(brightness, overlap=True)])
-    images = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    images = noise_in_8_bits(6)
     ahead = Ahead(scorer, [""] * 6, [{"k": k} for k in range(6)])
     for start, stop in ((0, 1), (1, 5), (5, 6)):
         ahead.add(images[start:stop])
@@ -177,6 +188,84 @@ def test_the_pieces_do_not_depend_on_how_fast_a_reward_is():
     ahead.close()
     assert torch.equal(found.raw["mine"], scorer.score(images, [""] * 6, [{"k": k} for k in range(6)]).raw["mine"])
     assert math.isfinite(float(found.total.sum()))
+
+
+# ---- next to a GPU
+
+
+class FakeStream:
+    """Notes what is asked of a stream, and by which thread."""
+
+    told: ClassVar[list[tuple[str, bool]]] = []
+
+    def __init__(self, device) -> None:
+        assert device == GPU
+        self.note("made")
+
+    def note(self, what: str) -> None:
+        self.told.append((what, threading.current_thread() is threading.main_thread()))
+
+    def mark(self) -> str:
+        self.note("mark")
+        return "decoded"
+
+    @contextmanager
+    def after(self, mark: str):
+        self.note(f"after {mark}")
+        yield
+        self.note("idle")
+
+
+GPU = torch.device("cuda")
+
+
+def test_next_to_a_gpu_a_reward_on_it_has_a_stream_that_waits_for_the_decoded_images(monkeypatch):
+    """Its scores are those without; rewards of a server have no stream, those that say nothing score at the end."""
+    monkeypatch.setattr(overlap, "SideStream", FakeStream)
+    monkeypatch.setattr(FakeStream, "told", [])
+    entries = [
+        entry(brightness, overlap_on_gpu=True),
+        entry(brightness, "server", overlap=True),
+        entry(brightness, "late"),
+        entry(of_groups, "spread", needs_groups=True, overlap_on_gpu=True),
+    ]
+    images, told = noise_in_8_bits(B), [{"k": k // GROUP} for k in range(B)]
+    plain = Scorer(entries).score(images, [""] * B, told)
+
+    def scored(device) -> tuple[list[str], Scores]:
+        ahead = Ahead(Scorer(entries), [""] * B, told, device)
+        for start in range(0, B, GROUP):
+            ahead.add(images[start : start + GROUP])
+        names, found = [e.name for e, _ in ahead.lanes.pools], ahead.scores(images)
+        ahead.close()
+        return names, found
+
+    for device, lanes in ((GPU, ["mine", "server"]), (torch.device("cpu"), ["server"])):
+        names, found = scored(device)
+        assert names == lanes
+        assert all(torch.equal(found.raw[name], plain.raw[name]) for name in plain.raw)
+    by_main = [what for what, main in FakeStream.told if main]
+    by_thread = [what for what, main in FakeStream.told if not main]
+    assert by_main == ["made", "mark", "mark", "mark"], "a batch is marked before its thread may wait for it"
+    assert by_thread == ["after decoded", "idle"] * 3
+
+
+def test_an_entry_without_overlap_scores_at_the_end(tmp_path):
+    """Two entries of one reward cannot differ in it."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from flowrl.reward import Card, Reward\nfrom dataclasses import dataclass\n"
+        "CARD = Card(outputs=('mine',), overlap=True, overlap_on_gpu=True)\n"
+        "@dataclass(frozen=True)\nclass Config:\n    pass\n"
+        "def build(config):\n    return Reward(lambda images, prompts, metadata: images.mean((1, 2, 3)), CARD)\n"
+    )
+    plans = [reward_plan({"path": str(file), "overlap": value}, "rewards.0") for value in (True, False)]
+    assert [(p.build().reward.card.overlap, p.build().reward.card.overlap_on_gpu) for p in plans] == [
+        (True, True),
+        (False, False),
+    ]
+    with pytest.raises(ConfigError, match=r"rewards\.1\.overlap=False.*there it is True"):
+        check_plans([("rewards.0", plans[0]), ("rewards.1", plans[1])])
 
 
 # ---- batches that are complete in themselves

@@ -155,7 +155,7 @@ class Pairing:
         folder.done = self.world.gather(folder.done)[0]
 
     def _draw(self, number: int, chosen: Sequence[int]) -> list[tuple[Group, Tensor]]:
-        """This process's prompts, each with its best and worst image [2, 3, H, W]."""
+        """This process's prompts, each with its best and worst image [2, 3, H, W] uint8."""
         rank, size, group = self.world.rank, self.world.size, self.wanted.per_prompt
         own = chosen[rank * len(chosen) // size : (rank + 1) * len(chosen) // size]
         if not own:
@@ -178,7 +178,7 @@ class Pairing:
             part = slice(place * group, (place + 1) * group)
             raw = {name: value[part] for name, value in scores.raw.items()}
             result = group_scores(prompt, Scores(raw, scores.values[:, part], scores.weights))
-            groups.append((result, images[part][[result.best, result.worst]]))
+            groups.append((result, images.levels[part][[result.best, result.worst]]))
         return groups
 
     def _used(self, groups: Sequence[Group], before: int) -> list[Group]:
