@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from flowrl.config.schema import EvalConfig
 from flowrl.core import media, registry
+from flowrl.core.eight_bits import eight_bit, unit_floats
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig
