@@ -34,6 +34,8 @@ from typing import Any
 from _lab_fingerprints import ROOT, Fingerprints, fingerprints, read_recipe, state
 from _lab_page import METRIC, Entry, flat_kilobytes, page
 
+from flowrl.core.rows import repeatable
+
 RESULTS = ROOT / "docs" / "lab" / "results.json"
 PAGE = ROOT / "docs" / "lab.md"
 RUNS = ROOT / "runs" / "lab"
@@ -79,12 +81,12 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def first_rows(folder: Path) -> list[dict[str, Any]]:
-    """Metrics of the first iterations of a run folder that are whole, without the times."""
+    """Metrics of the first iterations of a run folder that are whole, without what depends on the machine."""
     file, rows = folder / "metrics.jsonl", []
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
     for line in lines[:REPLAYED]:
         if line.endswith("\n"):
-            rows.append({k: v for k, v in json.loads(line).items() if not k.startswith("time/")})
+            rows.append(repeatable(json.loads(line)))
     return rows
 
 

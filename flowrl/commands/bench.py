@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from flowrl.commands._arguments import Config, Overrides, option
+from flowrl.commands._gpu import commands as gpu_commands
 
 app = typer.Typer(help="Benchmarks of flowrl's own machinery, each with its target.", no_args_is_help=True)
 
@@ -27,6 +28,9 @@ Page = Annotated[
     Path | None,
     option("Markdown file that takes the result, between its two marks of this benchmark.", "Default: print alone."),
 ]
+
+
+gpu_commands.add(app)
 
 
 @app.callback()

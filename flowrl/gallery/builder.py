@@ -30,6 +30,8 @@ CURVES = {
     "policy/clip_fraction": "Clip fraction",
     "grad/norm": "Gradient norm",
     "time/iteration_s": "Seconds an iteration",
+    "perf/tflops": "Network TFLOP a second",
+    "memory/peak_gib": "Peak memory, GiB",
 }
 DURING_TREES = 3
 """Number of evaluations during training whose trees are drawn, the latest ones."""
@@ -182,6 +184,9 @@ def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], 
     evaluated = [f"eval/{m.name}" for m in metrics if f"eval/{m.name}" in points]
     evaluated += [key for key in points if key.startswith("eval/") and key not in evaluated]
 
+    # One axis for all: evaluations need not begin with the first row.
+    x_range = (run.rows[0]["iteration"], max(run.rows[-1]["iteration"], run.iterations)) if run.rows else None
+
     def chart(key: str, title: str, metric: str = "") -> dict[str, Any]:
         sparse = key.startswith("eval/")
         base = (
@@ -189,8 +194,7 @@ def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], 
         )
         svg = charts.line_chart(
             [charts.Series(title, *points[key], markers=sparse)],
-            # One axis for all: evaluations need not begin with the first row.
-            x_range=(run.rows[0]["iteration"], max(run.rows[-1]["iteration"], run.iterations)) if run.rows else None,
+            x_range=x_range,
             baseline=base if math.isfinite(base) else None,
             percent=metric in by_name and by_name[metric].percent,
         )
@@ -208,7 +212,12 @@ def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], 
         short = "Held-out pairs" if metric == "implicit_accuracy" else run.subject.short
         main.append(chart(key, f"{short}: {name_of(metric)}", metric))
     main += [chart(key, title) for key, title in CURVES.items() if key in points]
-    shown = {entry["key"] for entry in main} | {total}
+    phases = [key for key in points if key.startswith("time/") and key not in CURVES]
+    if phases:
+        series = [charts.Series(key.removeprefix("time/").removesuffix("_s"), *points[key]) for key in phases]
+        svg = charts.line_chart(series, x_range=x_range)
+        main.append({"title": "Seconds by phase", "key": ", ".join(phases), "svg": svg})
+    shown = {entry["key"] for entry in main} | {total, *phases}
     return main, [chart(key, key) for key in sorted(points) if key not in shown]
 
 

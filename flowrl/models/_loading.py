@@ -56,7 +56,14 @@ def load_pipeline(pipeline_name: str, vae_name: str, config: ModelConfig, **comp
     return pipeline
 
 
-def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: str = "", absent: Collection[str] = ()) -> Any:
+def meta_pipeline(
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    kind: str = "",
+    absent: Collection[str] = (),
+    device: torch.device | str = "meta",
+) -> Any:
     """A folder's pipeline on the meta device: every network by its configuration, no weights, no tokenizers.
 
     Args:
@@ -64,6 +71,7 @@ def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: str = "", absent: C
         dtype: of every network but the VAE, which is float32 as in a run.
         kind: name of the pipeline's class; empty: the one that the folder names.
         absent: components to leave out.
+        device: of the denoisers and the VAE; on any but meta they have the values that their classes begin with.
 
     Raises:
         ModelError: a class of neither diffusers nor transformers.
@@ -87,7 +95,7 @@ def meta_pipeline(folder: Path, dtype: torch.dtype, *, kind: str = "", absent: C
             parts[name] = None
             continue
         part_class = _class(diffusers if library == "diffusers" else transformers, class_name)
-        parts[name] = _part(part_class, folder / name, torch.float32 if name == "vae" else dtype)
+        parts[name] = _part(part_class, folder / name, torch.float32 if name == "vae" else dtype, device)
     pipeline = pipeline_class(**parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -100,7 +108,7 @@ def _class(library: Any, name: str) -> Any:
     return result
 
 
-def _part(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
+def _part(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
     """A component without weights; None for a tokenizer or processor."""
     from diffusers.models.modeling_utils import ModelMixin
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
@@ -109,6 +117,8 @@ def _part(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
     classes = inspect.getmro(kind)
     if SchedulerMixin in classes:
         return kind.from_pretrained(folder)
+    if ModelMixin in classes and torch.device(device).type != "meta":
+        return _made(kind, folder, dtype, device)
     with torch.device("meta"):
         if ModelMixin in classes:
             network = kind.from_config(kind.load_config(folder))
@@ -118,3 +128,14 @@ def _part(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
             return None
     # Past ModelMixin.to, which warns of parts that stay in float32.
     return nn.Module.to(network, dtype)
+
+
+def _made(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """A network on a device with all its buffers, as `from_pretrained` makes it before it reads the weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return kind.from_config(kind.load_config(folder))
+    finally:
+        torch.set_default_dtype(before)

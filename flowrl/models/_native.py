@@ -82,13 +82,15 @@ class Family:
         """The adapter with the configured pipeline's weights."""
         return self.adapter(load_pipeline(self.pipeline, self.vae, config, **self.left_out(config)), config)
 
-    def skeleton(self, config: ModelConfig, folder: Path) -> Native:
+    def skeleton(self, config: ModelConfig, folder: Path, device: torch.device | str = "meta") -> Native:
         """The adapter on the meta device, from a pipeline folder's JSON files alone, without tokenizers.
 
-        `config.path` and `config.vae` are not read.
+        `config.path` and `config.vae` are not read. With another `device` the denoisers and the VAE are there, with
+        the values that their classes begin with; the text encoders never are.
         """
         absent = (*self.left_out(config), "feature_extractor", "image_encoder")
-        return self.adapter(meta_pipeline(folder, torch_dtype(config.dtype), kind=self.pipeline, absent=absent), config)
+        options = {"kind": self.pipeline, "absent": absent, "device": device}
+        return self.adapter(meta_pipeline(folder, torch_dtype(config.dtype), **options), config)
 
     def takes(self, part: Part) -> bool:
         """Whether a checkpoint of the class takes text alone and is on the family's grid."""

@@ -117,6 +117,8 @@ class ModelAdapter:
     """Fewest and most reference images of a prompt, RGB, which `encode` takes next to the texts."""
     decodes_with_cond: bool = False
     """`decode` needs the conditions: a given part of the video (a first frame) is not among the latents."""
+    ragged: bool = False
+    """Embeddings are as long as their prompts, one tensor each, so that a batch of several is padded."""
     text_batch: int = 64
     """Most prompts in one forward of the text encoders."""
     unconditional: Condition | None = None

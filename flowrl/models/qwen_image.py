@@ -44,6 +44,7 @@ class QwenImage(Native):
     lora_targets = LORA_TARGETS
     channel_axis = 2
     patch = 2
+    ragged = True
     # The text encoder makes, and throws away, logits over 152,064 words for every token: 0.16 GB a prompt in bfloat16.
     text_batch = 8
     # The text tokens are dropped after the last block.

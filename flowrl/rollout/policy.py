@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flowrl.core.types import Condition, Prediction, Step
@@ -42,11 +43,12 @@ class Evaluations:
     """The number of samples through a network: `rows` grows by the batch of every forward, doubled by CFG.
 
     By a hook on the network, or on each of several experts, so guidance counts as the adapter makes it: one doubled
-    batch, two calls, or none if it is embedded. A forward that gradient checkpointing repeats counts once.
+    batch, two calls, or none if it is embedded. A forward that gradient checkpointing repeats counts once. `trained`
+    counts those with gradients alone.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self.rows = 0
+        self.rows = self.trained = 0
         self.watch(network)
 
     def watch(self, network: nn.Module) -> None:
@@ -57,12 +59,14 @@ class Evaluations:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Forwards inside the block do not count."""
-        before = self.rows
+        before = self.rows, self.trained
         try:
             yield
         finally:
-            self.rows = before
+            self.rows, self.trained = before
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The first argument of a denoiser is its latents: a tensor, or a list of samples.
-        self.rows += len(args[0] if args else next(iter(kwargs.values())))
+        count = len(args[0] if args else next(iter(kwargs.values())))
+        self.rows += count
+        self.trained += count if torch.is_grad_enabled() else 0

@@ -37,6 +37,7 @@ from flowrl.models.weights import Weights
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.assembly import assemble
 from flowrl.run.collector import Collector
+from flowrl.run.gauges import Gauges
 from flowrl.run.given_collector import HeldOutPairs, PairCollector
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.base import Iteration
@@ -100,6 +101,7 @@ class Session:
         """State of method, data and collector at its end, plain data."""
         self._under_way, self._timer, self._sums = 0, Timer(), Sums()
         self._gated = False
+        self._gauges = Gauges(self.resolved, parts.sampling)
 
     def __enter__(self) -> Session:
         return self
@@ -151,6 +153,7 @@ class Session:
             Elsewhere: another process failed otherwise.
         """
         self._under_way, self._timer, self._sums = iteration, Timer(), Sums()
+        self._gauges.begin()
         with self._timer.phase("iteration"):
             return self.collector.collect(iteration, self._timer, self._sums)
 
@@ -195,6 +198,7 @@ class Session:
         row = {"iteration": self._under_way} | self.collector.metrics_row(rollout, credit)
         row |= self._sums.merge(self.world.gather(self._sums)).means()
         row |= {f"time/{name}_s": round(value, 4) for name, value in self._timer.seconds.items()}
+        row |= self._gauges.row(self._timer.seconds, rollout.cond)
         self.iteration, self.remembered, self.between_updates = self._under_way, self._memory(), True
         return row
 

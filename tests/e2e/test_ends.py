@@ -16,6 +16,7 @@ import yaml
 from flowrl.algorithms import flow_grpo
 from flowrl.core import status
 from flowrl.core.errors import RewardError, Stopped
+from flowrl.core.rows import repeatable
 from flowrl.rollout.policy import Policy
 from flowrl.run import state
 from tests.e2e.conftest import BASE, digest, finish, start, train
@@ -76,7 +77,7 @@ def assert_undisturbed(name: str) -> None:
     found = []
     for run in (name, "whole"):
         rows = [json.loads(line) for line in Path(f"runs/{run}/metrics.jsonl").read_text().splitlines()]
-        kept = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+        kept = [repeatable(row) for row in rows]
         texts = {file.name: file.read_text() for file in sorted(Path(f"runs/{run}/eval").glob("*.json"))}
         found.append((kept, texts, digest(run, 3)))
     assert found[0] == found[1]

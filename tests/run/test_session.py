@@ -11,6 +11,9 @@ import yaml
 from safetensors.torch import load_file
 
 from flowrl.config.load import load_config
+from flowrl.core.rows import repeatable
+from flowrl.planning.flop import RowFlop
+from flowrl.run import gauges
 from flowrl.run.session import Session
 from flowrl.run.trainer import Trainer
 from tests.e2e.conftest import BASE, BRIGHTNESS
@@ -33,15 +36,12 @@ def session(folder: Path) -> Session:
     return Session(folder / "run.yaml", *SMALL)
 
 
-def timeless(row: dict) -> dict:
-    return {k: v for k, v in row.items() if not k.startswith("time/")}
-
-
 def test_its_steps_are_those_of_a_run_and_nothing_is_written(folder, session, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(folder.rglob("*"))
-    rows = [timeless(session.step(iteration)) for iteration in (1, 2)]
-    assert rows == [timeless(json.loads(line)) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    rows = [repeatable(session.step(iteration)) for iteration in (1, 2)]
+    lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
+    assert rows == [repeatable(json.loads(line)) for line in lines]
     saved = load_file(folder / "runs/run/checkpoints/iteration-000002/state.safetensors")
     tensors = session.state()[0]
     assert tensors.keys() == saved.keys()
@@ -58,8 +58,23 @@ def test_a_step_is_its_three_parts(session, folder):
     credit = session.credit(rollout)
     row = session.update(rollout, credit)
     assert (session.iteration, session.between_updates) == (1, True)
-    assert timeless(row) == timeless(Session(folder / "run.yaml", *SMALL).step(1))
+    assert repeatable(row) == repeatable(Session(folder / "run.yaml", *SMALL).step(1))
     assert 0 < row["time/update_s"] < row["time/iteration_s"]
+    assert row["memory/peak_gib"] > 0
+    assert "perf/tflops" not in row, "counting takes seconds, which a run on the CPU does not have"
+
+
+def test_the_network_is_credited_with_the_forwards_and_backward_passes_of_the_iteration(session, monkeypatch):
+    monkeypatch.setattr(gauges, "row_flop", lambda *given: RowFlop(1e12, 1e9))
+    counting = gauges.Gauges(session.resolved, session.parts.sampling, counts=True)
+    counting.begin()
+    rollout = session.roll_out(1)
+    row = session.update(rollout, session.credit(rollout))
+    found = counting.row({"rollout": 1.5, "update": 2.5, "reward": 9.0}, rollout.cond)
+    samples, steps, trained = 4, 3, 2  # without guidance and reference a row is a sample
+    # The parity gate's forwards do not count.
+    assert found["perf/tflops"] == pytest.approx((samples * (steps + trained) + samples * trained / 1000) / 4, rel=1e-3)
+    assert found["memory/peak_gib"] >= row["memory/peak_gib"]
 
 
 def test_images_are_those_that_were_scored(session):
@@ -77,7 +92,7 @@ def test_its_state_goes_on_in_another_session(session, folder):
     other = Session(folder / "run.yaml", *SMALL)
     other.load_state(1, tensors, plain)
     assert other.iteration == 1
-    assert timeless(other.step(2)) == timeless(session.step(2))
+    assert repeatable(other.step(2)) == repeatable(session.step(2))
 
 
 def test_a_failed_update_leaves_word_of_it(session, monkeypatch):

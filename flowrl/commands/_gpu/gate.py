@@ -1,0 +1,53 @@
+"""What a replay of the rollout changes before the weights move: the largest |log ratio|, with and without gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms.base import EdgeMethod
+from flowrl.commands._gpu.records import Row
+from flowrl.commands._gpu.session import Bench
+from flowrl.core.errors import ConfigError
+from flowrl.models.base import torch_dtype
+from flowrl.training.base import Iteration
+from flowrl.training.edge_batches import EdgeBatches
+from flowrl.training.metrics import Sums
+
+
+def measure(bench: Bench, repeats: int) -> Row:
+    """Largest |log ratio| at three compositions of the batch, with and without gradient.
+
+    same: the first batch of the rollout at its first trained step; other: the first microbatch of the update, which
+    mixes prompts and steps; partial: half of it.
+
+    Raises:
+        ConfigError: a method without log-probs.
+    """
+    method = bench.session.method
+    if not isinstance(method, EdgeMethod):
+        raise ConfigError(f"algorithm.name={bench.session.resolved.algorithm.name}: it has no log-probs to replay")
+    own, credit = bench.scored(bench.draw(bench.ids()))
+    work = EdgeBatches(bench.context, Iteration(1, own, credit, Sums()))
+    edges, mixed = work.rollout.edges, torch.cat(work.shares)[: bench.batch]
+    together = own.plan.drawn_together(bench.batch)
+    same = ((edges.step == min(own.plan.train)) & (edges.sample < together)).nonzero().squeeze(1)
+    orders = {"same": same, "other": mixed, "partial": mixed[: max(len(mixed) // 2, 1)]}
+    result: Row = {"edges": len(edges.step)}
+    for name, order in orders.items():
+        for grad in (False, True):
+            result[f"{name}_{'grad' if grad else 'no_grad'}"] = float(f"{_worst(bench, work, order, grad):.3g}")
+    dtype = torch_dtype(bench.session.resolved.model.config.dtype)
+    return result | {"allowed": method.parity_tolerance(bench.session.parts.sampling.sampler, dtype)}
+
+
+def _worst(bench: Bench, work: EdgeBatches, order: Tensor, grad: bool) -> float:
+    """Largest |log ratio| of the edges `order`."""
+    networks, method = bench.session.networks, bench.session.method
+    assert isinstance(method, EdgeMethod)
+    worst = 0.0
+    with torch.set_grad_enabled(grad):
+        for batch in work.forwards(order):
+            ratio = method.log_ratio(networks.transition(batch), batch, networks.policy.sampler)
+            worst = max(worst, float(ratio.detach().abs().max()))
+    return worst

@@ -1,0 +1,137 @@
+"""The steps of a GPU day by stage: a command, its time limit, and its small form for a rehearsal on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SD3 = "configs/sd3/flow_grpo-pickscore.yaml"
+FLUX = "configs/flux/flow_grpo-pickscore.yaml"
+QWEN = "configs/qwen_image/flow_grpo_fast-pickscore.yaml"
+WAN = "configs/wan/flow_grpo-ocr.yaml"
+SDXL = (
+    "configs/sd/ddpo-aesthetic.yaml",
+    "model={name: sdxl, path: stabilityai/stable-diffusion-xl-base-1.0, dtype: bfloat16, lora: {rank: 16, alpha: 16}}",
+)
+TINY = (
+    "configs/lab/flow_grpo-lora.yaml",
+    "model={name: sd3, path: tiny-sd3, lora: {rank: 4, alpha: 8}, max_sequence_length: 9}",
+    "rollout={sampler: {name: flow_sde, noise_level: 0.7}, num_inference_steps: 4, guidance_scale: 4.5, "
+    "prompts_per_iteration: 2, group_size: 4, batch_size: 2}",
+    "algorithm.sde_steps=null",
+)
+"""Stands in for every model in a rehearsal."""
+LARGE_1024 = ("model.height=1024", "model.width=1024")
+STAGES = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a stage."""
+
+    stage: int
+    name: str
+    limit_s: int
+    words: tuple[str, ...]
+    """After `python3 -m`; RESULTS and FOLDER stand for the file of results and its folder."""
+    small: tuple[str, ...] | None = None
+    """The words of a rehearsal; None: it is left out there."""
+
+
+def bench(stage: int, name: str, limit_s: int, what: str, config: tuple[str, ...], *options: str) -> Step:
+    """`flowrl bench gpu` on random weights; in a rehearsal the same measurements on tiny-sd3, once each."""
+    fixed = ("flowrl", "bench", "gpu")
+    kept = ("--random", "--what", what, "--json", "RESULTS")
+    variants = options[options.index("--variants") + 1] if "--variants" in options else "now"
+    small = (*fixed, *TINY, *kept, "--variants", variants, "--repeats", "1")
+    return Step(stage, name, limit_s, (*fixed, *config, *kept, *options), small)
+
+
+def flowrl(stage: int, name: str, limit_s: int, words: tuple[str, ...], small: tuple[str, ...] | None = None) -> Step:
+    """Another command of flowrl."""
+    return Step(stage, name, limit_s, ("flowrl", *words), None if small is None else ("flowrl", *small))
+
+
+def attention(backend: str) -> Step:
+    """FLUX with one backend of diffusers."""
+    config = (FLUX, f"model.attention={backend}")
+    return bench(3, f"flux-attention-{backend.strip('_')}", 40, "gate,rollout", config)
+
+
+QUIET = ("-q", "-p", "no:cacheprovider")
+CPU_TESTS = (
+    "tests/contracts",
+    "tests/e2e/test_quickstart.py",
+    "tests/e2e/test_samples.py",
+    "tests/e2e/test_trees.py",
+)
+"""Tests that take a GPU where there is one."""
+RESULTS = ("--json", "RESULTS")
+TRACE = ("--random", "--out", "FOLDER/trace.json.gz")
+STEPS = (
+    flowrl(1, "doctor", 60, ("doctor",), ("doctor",)),
+    flowrl(
+        1,
+        "ceilings",
+        60,
+        ("bench", "ceilings", *RESULTS),
+        ("bench", "ceilings", *RESULTS, "--size", "64", "--copied-mib", "1", "--repeats", "1"),
+    ),
+    flowrl(
+        1,
+        "attention",
+        90,
+        ("bench", "attention", *RESULTS),
+        ("bench", "attention", *RESULTS, "--divisor", "64", "--repeats", "1"),
+    ),
+    Step(1, "tests-gpu", 240, ("pytest", "tests/gpu", "-m", "gpu", "-rs", *QUIET)),
+    Step(
+        1, "tests-cpu-on-gpu", 150, ("pytest", *CPU_TESTS, "-m", "not slow", "-k", "not two and not processes", *QUIET)
+    ),
+    bench(2, "sd3", 120, "gate,rollout,update,memory,noise", (SD3,), "--batches", "8"),
+    Step(
+        2,
+        "flow_grpo",
+        60,
+        ("scripts.gpu_day.flow_grpo_loop", SD3, *RESULTS, "--batch", "8"),
+        ("scripts.gpu_day.flow_grpo_loop", *TINY, *RESULTS, "--batch", "2", "--repeats", "1"),
+    ),
+    bench(
+        2, "sd3-variants", 200, "gate,rollout,update", (SD3,), "--batches", "8", "--variants", "autocast,native,compile"
+    ),
+    bench(2, "sd3-batches", 90, "rollout,update", (SD3,), "--batches", "4,16"),
+    bench(2, "sd3-bfloat16", 40, "gate", (SD3, "model.dtype=bfloat16"), "--batches", "8"),
+    bench(2, "sd3-checkpointing", 40, "update", (SD3,), "--batches", "8", "--variants", "checkpointing"),
+    flowrl(
+        2,
+        "sd3-profile",
+        60,
+        ("bench", "profile", SD3, *TRACE),
+        ("bench", "profile", *TINY, *TRACE),
+    ),
+    bench(3, "flux-512", 130, "rollout,update,memory", (FLUX,), "--variants", "checkpointing,stored"),
+    bench(
+        3, "flux-1024", 150, "rollout,update", (FLUX, *LARGE_1024), "--batches", "4", "--variants", "native,autocast"
+    ),
+    bench(3, "qwen", 140, "gate,rollout,update,memory", (QWEN,)),
+    attention("_native_cudnn"),
+    attention("_native_flash"),
+    attention("flash"),
+    bench(4, "wan-240p", 140, "rollout,update,decode,memory", (WAN,)),
+    bench(
+        4,
+        "wan-480p",
+        120,
+        "rollout,update",
+        (WAN, "model.height=480", "model.width=832", "model.num_frames=81"),
+        *("--batches", "1", "--repeats", "1"),
+    ),
+    bench(4, "decode-sd3", 40, "decode,checkpoint", (SD3,), "--batches", "8"),
+    bench(4, "decode-flux", 60, "decode", (FLUX, *LARGE_1024), "--batches", "2"),
+    bench(4, "sdxl", 60, "rollout,update", SDXL, "--batches", "4"),
+    bench(
+        4, "sd3-float8", 40, "rollout,memory", (SD3, "model.memory.layerwise_casting=float8_e4m3fn"), "--batches", "8"
+    ),
+    bench(4, "sd3-full", 60, "update,checkpoint", (SD3, "model.lora=null", "model.dtype=bfloat16"), "--batches", "4"),
+    flowrl(4, "reentry", 40, ("bench", "reentry"), None),
+    flowrl(4, "overhead", 40, ("bench", "overhead", "configs/lab/flow_grpo.yaml"), None),
+)
