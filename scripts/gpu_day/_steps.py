@@ -41,7 +41,7 @@ def bench(stage: int, name: str, limit_s: int, what: str, config: tuple[str, ...
     """`flowrl bench gpu` on random weights; in a rehearsal the same measurements on tiny-sd3, once each."""
     fixed = ("flowrl", "bench", "gpu")
     kept = ("--random", "--what", what, "--json", "RESULTS")
-    variants = options[options.index("--variants") + 1] if "--variants" in options else "now"
+    variants = "now,checkpointing" if "--variants" in options else "now"
     small = (*fixed, *TINY, *kept, "--variants", variants, "--repeats", "1")
     return Step(stage, name, limit_s, (*fixed, *config, *kept, *options), small)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -48,6 +48,8 @@ class Bench:
     plan: StepPlan
     batch: int
     """Samples of a forward, in rollout and training."""
+    counted: list[RowFlop | None] = field(default_factory=list)
+    """The operations of a row, once they are counted."""
 
     def __enter__(self) -> Bench:
         return self
@@ -133,8 +135,10 @@ class Bench:
 
     def flop(self) -> RowFlop | None:
         """Operations of one row of a forward at the texts of the samples; None: not known without weights."""
-        asked = self.asked(self.ids(1))
-        return row_flop(self.session.resolved, asked.cond, self.session.model.unconditional)
+        if not self.counted:
+            cond = self.asked(self.ids(1)).cond
+            self.counted.append(row_flop(self.session.resolved, cond, self.session.model.unconditional))
+        return self.counted[0]
 
 
 def opened(config: str, words: Sequence[str], *, random: bool) -> Bench:
