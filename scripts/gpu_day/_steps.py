@@ -20,6 +20,8 @@ TINY = (
     "algorithm.sde_steps=null",
 )
 """Stands in for every model in a rehearsal."""
+REHEARSED = "now,checkpointing"
+"""Variants of a rehearsal; compiling takes too long."""
 LARGE_1024 = ("model.height=1024", "model.width=1024")
 STAGES = (1, 2, 3, 4)
 
@@ -37,13 +39,16 @@ class Step:
     """The words of a rehearsal; None: it is left out there."""
 
 
-def bench(stage: int, name: str, limit_s: int, what: str, config: tuple[str, ...], *options: str) -> Step:
-    """`flowrl bench gpu` on random weights; in a rehearsal the same measurements on tiny-sd3, once each."""
-    fixed = ("flowrl", "bench", "gpu")
-    kept = ("--random", "--what", what, "--json", "RESULTS")
-    variants = "now,checkpointing" if "--variants" in options else "now"
-    small = (*fixed, *TINY, *kept, "--variants", variants, "--repeats", "1")
-    return Step(stage, name, limit_s, (*fixed, *config, *kept, *options), small)
+def bench(
+    stage: int, name: str, limit_s: int, what: str, config: tuple[str, ...], *options: str, small: str = ""
+) -> Step:
+    """`flowrl bench gpu` on random weights; in a rehearsal the measurements `small` on tiny-sd3, if it names some."""
+    fixed, kept = ("flowrl", "bench", "gpu"), ("--random", "--json", "RESULTS")
+    rehearsed = (*fixed, *TINY, *kept, "--what", small, "--repeats", "1")
+    if "--variants" in options:
+        rehearsed = (*rehearsed, "--variants", REHEARSED)
+    words = (*fixed, *config, *kept, "--what", what, *options)
+    return Step(stage, name, limit_s, words, rehearsed if small else None)
 
 
 def flowrl(stage: int, name: str, limit_s: int, words: tuple[str, ...], small: tuple[str, ...] | None = None) -> Step:
@@ -81,13 +86,15 @@ STEPS = (
         "attention",
         90,
         ("bench", "attention", *RESULTS),
-        ("bench", "attention", *RESULTS, "--divisor", "64", "--repeats", "1"),
+        ("bench", "attention", *RESULTS, "--divisor", "256", "--repeats", "1"),
     ),
     Step(1, "tests-gpu", 240, ("pytest", "tests/gpu", "-m", "gpu", "-rs", *QUIET)),
     Step(
         1, "tests-cpu-on-gpu", 150, ("pytest", *CPU_TESTS, "-m", "not slow", "-k", "not two and not processes", *QUIET)
     ),
-    bench(2, "sd3", 120, "gate,rollout,update,memory,noise", (SD3,), "--batches", "8"),
+    bench(
+        2, "sd3", 120, "gate,rollout,update,memory,noise", (SD3,), "--batches", "8", small="gate,rollout,memory,noise"
+    ),
     Step(
         2,
         "flow_grpo",
@@ -96,7 +103,16 @@ STEPS = (
         ("scripts.gpu_day.flow_grpo_loop", *TINY, *RESULTS, "--batch", "2", "--repeats", "1"),
     ),
     bench(
-        2, "sd3-variants", 200, "gate,rollout,update", (SD3,), "--batches", "8", "--variants", "autocast,native,compile"
+        2,
+        "sd3-variants",
+        200,
+        "gate,rollout,update",
+        (SD3,),
+        "--batches",
+        "8",
+        "--variants",
+        "autocast,native,compile",
+        small="update",
     ),
     bench(2, "sd3-batches", 90, "rollout,update", (SD3,), "--batches", "4,16"),
     bench(2, "sd3-bfloat16", 40, "gate", (SD3, "model.dtype=bfloat16"), "--batches", "8"),
@@ -112,11 +128,11 @@ STEPS = (
     bench(
         3, "flux-1024", 150, "rollout,update", (FLUX, *LARGE_1024), "--batches", "4", "--variants", "native,autocast"
     ),
-    bench(3, "qwen", 140, "gate,rollout,update,memory", (QWEN,)),
+    bench(3, "qwen", 140, "gate,rollout,update,memory", (QWEN,), small="rollout"),
     attention("_native_cudnn"),
     attention("_native_flash"),
     attention("flash"),
-    bench(4, "wan-240p", 140, "rollout,update,decode,memory", (WAN,)),
+    bench(4, "wan-240p", 140, "rollout,update,decode,memory", (WAN,), small="decode"),
     bench(
         4,
         "wan-480p",
@@ -125,7 +141,7 @@ STEPS = (
         (WAN, "model.height=480", "model.width=832", "model.num_frames=81"),
         *("--batches", "1", "--repeats", "1"),
     ),
-    bench(4, "decode-sd3", 40, "decode,checkpoint", (SD3,), "--batches", "8"),
+    bench(4, "decode-sd3", 40, "decode,checkpoint", (SD3,), "--batches", "8", small="checkpoint"),
     bench(4, "decode-flux", 60, "decode", (FLUX, *LARGE_1024), "--batches", "2"),
     bench(4, "sdxl", 60, "rollout,update", SDXL, "--batches", "4"),
     bench(

@@ -86,7 +86,7 @@ def test_the_default_attention_is_right_and_the_same_with_and_without_gradient(s
     smaller = shape.smaller(4)
     for backend in attention.BACKENDS:
         records.attempt(lambda b=backend: attention.of_backend(smaller, b, device, torch.bfloat16, 1), backend=backend)
-    errors = {row["backend"]: row["error"] for row in records.rows if "forward_ms" in row}
+    errors = {row["backend"]: row["deviation"] for row in records.rows if "forward_ms" in row}
     assert "default" in errors
     assert max(errors.values()) <= 1e-2
     found = attention.of_default(smaller, device, torch.bfloat16)

@@ -39,7 +39,7 @@ def test_the_plans_memory_is_that_of_the_storages_that_a_phase_makes():
 def test_attention_is_measured_and_its_default_named():
     shape, cpu = attention.SHAPES[-1].smaller(128), torch.device("cpu")
     found = attention.of_backend(shape, "default", cpu, torch.float32, 1)
-    assert found["error"] < 1e-5
+    assert found["deviation"] < 1e-5
     default = attention.of_default(shape, cpu, torch.float32)
     assert default["same_output"]
     assert default["strict_gradients_equal"] is True

@@ -106,11 +106,11 @@ def of_backend(shape: Shape, backend: str, device: torch.device, dtype: torch.dt
         "forward_ms": forward,
         "backward_ms": backward,
         "forward_tflops": round(flop / forward / 1e9, 3),
-        "error": _error(output, qkv, mask),
+        "deviation": _deviation(output, qkv, mask),
     }
 
 
-def _error(output: Tensor, qkv: Tensor, mask: Tensor | None) -> float:
+def _deviation(output: Tensor, qkv: Tensor, mask: Tensor | None) -> float:
     """|output - reference| / |reference| over the first queries; the reference is float32."""
     q, k, v = qkv[0, :, :, :_COMPARED].float(), qkv[1].float(), qkv[2].float()
     with sdpa_kernel(SDPBackend.MATH):
