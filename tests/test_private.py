@@ -21,6 +21,7 @@ ALLOWED = {
     "_foreach_lerp_": "torch: one kernel for all tensors of a moving average; there is no public form",
     "_forward_pre_hooks": "torch: a copy of a network is to have none of the hooks that watch it",
     "_cdata": "torch: the identity of a storage, which has no public one",
+    "_destroy": "torch: takes back the kernels of a library at the end of a block; there is no public form",
     "_scaled_dot_product_flash_attention_for_cpu": "torch: an operator that is counted",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "torch: an operator that is counted",
     "_attention_backend": "diffusers: a processor that has it may take another kernel",

@@ -45,6 +45,7 @@ from flowrl.models.paths import loading
 from flowrl.models.savings import offloaded, require_known
 from flowrl.models.weights import Weights, component_names
 from flowrl.planning import few_bits, forwards
+from flowrl.planning.cuda_rules import cuda_rules
 from flowrl.planning.meter import faked, measured
 from flowrl.planning.tree_work import tree_work
 from flowrl.training.world import shard
@@ -303,7 +304,7 @@ def _measure(
             unknown[what] = str(error)
             return None, None
 
-    with faked(adapter.network, vae, *encoders.values()):
+    with faked(adapter.network, vae, *encoders.values()), cuda_rules():
         forward = attempt("rollout", lambda: forwards.predict(adapter, batch, guidance))
         held_out = forward
         if eval_guidance != guidance:

@@ -1,0 +1,164 @@
+"""CUDA's rules of mixed precision and its fused kernels, for work on tensors of another device.
+
+`torch.autocast` has a list of operations for each kind of device. Most of those that run in float32 on CUDA are not on
+the CPU's list, so work under the CPU's autocast stores less than the same work on a GPU. Inside `cuda_rules()` the
+CPU's list is extended by CUDA's, and RMSNorm is one kernel, as on CUDA.
+
+Source: torch, aten/src/ATen/autocast_mode.h; docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.utils._pytree import tree_map
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+FLOAT32 = _names("""
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+    kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+""")
+"""Operations whose inputs become float32."""
+FLOAT32_RESULT = _names("""
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""")
+"""Operations that compute in float32 unless they are given a dtype."""
+NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+"""Operations without a dtype -> the forms that take one, here float32."""
+WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
+"""Operations whose inputs become float32 if one of them is."""
+LOWER = _names("""
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
+    bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
+    rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+""")
+"""Operations whose inputs become bfloat16 or float16."""
+
+
+def operator(name: str) -> Any:
+    """The operator `name` or `name.overload` of torch.
+
+    >>> operator("softmax.int").name()
+    'aten::softmax.int'
+    """
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _eligible(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _cast(args: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda value: value.to(dtype) if _eligible(value) else value, args)
+
+
+def _float32(device: str, op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+
+    return kernel
+
+
+def _float32_result(device: str, op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+        dtype = {} if given or not _eligible(args[0]) else {"dtype": torch.float32}
+        with torch.autocast(device, enabled=False):
+            return op(*args, **kwargs | dtype)
+
+    return kernel
+
+
+def _norm(device: str, op: Any) -> Callable[..., Any]:
+    def kernel(x: Tensor, p: Any = 2, *rest: Any) -> Any:
+        dims = () if not rest else (*rest, False)[:2]
+        with torch.autocast(device, enabled=False):
+            return op(x, p, *dims, dtype=torch.float32 if _eligible(x) else x.dtype)
+
+    return kernel
+
+
+def _widest(device: str, op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        found: list[torch.dtype] = []
+        tree_map(lambda value: found.append(value.dtype) if _eligible(value) else None, (args, kwargs))
+        dtype = torch.float32 if torch.float32 in found else torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    return kernel
+
+
+def _lower(device: str, op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    return kernel
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The shapes of CUDA's kernel, without values: it keeps x and one number of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows = x.shape[: x.ndim - len(shape)]
+        scale = x.new_empty((*rows, *[1] * len(shape)), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x), scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+    return _RmsNorm.apply(x, shape, weight)
+
+
+def kernels(device: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """(operator, its kernel under autocast of `device`) of the whole of CUDA's list."""
+    for names, kernel in ((FLOAT32, _float32), (FLOAT32_RESULT, _float32_result), (WIDEST, _widest), (LOWER, _lower)):
+        for name in names:
+            yield name, kernel(device, operator(name))
+    for name, form in NORMS.items():
+        yield name, _norm(device, operator(form))
+
+
+@contextmanager
+def cuda_rules() -> Iterator[None]:
+    """CUDA's dtypes under the CPU's autocast inside the block, and RMSNorm as one kernel; for fake tensors on the CPU.
+
+    Casts to lower precision stay the CPU's, which keeps a cast weight as CUDA does.
+    """
+    library = Library("aten", "IMPL")
+    lower = set(LOWER) - {"mv", "addmv", "addr", "einsum"}
+    try:
+        for name, kernel in kernels("cpu"):
+            if name not in lower:
+                library.impl(name, kernel, "AutocastCPU")
+        library.impl("_fused_rms_norm", _rms_norm, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
