@@ -23,7 +23,7 @@ from flowrl.diffusion.plan import solver_plan, window
 from flowrl.diffusion.process import FlowProcess
 from flowrl.models import generic
 from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights
+from flowrl.models.weights import Weights, fit_network
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
@@ -169,6 +169,7 @@ def output(model: Any, guidance_scale: float) -> Tensor:
 def lora(model: Any, *, noise: float = 0.0) -> Weights:
     """LoRA on the adapter's network; `noise` fills the B matrices, so that the update is not zero."""
     weights = Weights(model.network, LORA, model.lora_targets, seed=1)
+    fit_network(model, weights.components.values(), weights.layers)
     torch.manual_seed(2)
     for name, p in weights.parameters.items():
         if noise and "lora_B" in name:

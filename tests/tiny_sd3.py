@@ -19,7 +19,7 @@ from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import window
 from flowrl.models.base import LoraSettings, ModelAdapter
 from flowrl.models.sd3 import LORA_TARGETS, Config, Sd3
-from flowrl.models.weights import Weights
+from flowrl.models.weights import Weights, fit_network
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
@@ -79,6 +79,7 @@ def save(folder: Path, made: Any = None) -> Path:
 def lora(model: ModelAdapter, settings: LoraSettings = LORA, *, noise: float = 0.0) -> Weights:
     """LoRA on the adapter's network; `noise` fills the B matrices, so that the update is not zero."""
     weights = Weights(model.network, settings, tuple(settings.targets or LORA_TARGETS), seed=1)
+    fit_network(model, weights.components.values(), weights.layers)
     torch.manual_seed(2)
     for name, p in weights.parameters.items():
         if noise and "lora_B" in name:

@@ -30,8 +30,8 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
         Notes about a checkpoint distilled to few steps; none about others.
 
     Raises:
-        ConfigError: a KL divisor that does not fit the process, a guidance scale without an effect, or one that a
-            distilled checkpoint does not take.
+        ConfigError: a KL divisor that does not fit the process, a guidance scale without an effect, one that a
+            distilled checkpoint does not take, or a branch of guidance without gradient where updates have none.
     """
     if adapter is None:
         return []
@@ -43,6 +43,7 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     scales += [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
     if is_cfg(adapter):
         _check_below(scales, adapter.unguided, adapter.kind)
+    _check_gradient(resolved, adapter)
     if not how:
         return []
     for key, scale in scales:
@@ -60,6 +61,19 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
             "methods with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
         )
     return notes
+
+
+def _check_gradient(resolved: Resolved, adapter: ModelAdapter) -> None:
+    """Refuse `model.guidance_gradient=positive` where no update evaluates two branches."""
+    if resolved.model.config.guidance_gradient == "both":
+        return
+    scale = resolved.training.guidance(adapter, resolved.run.rollout.guidance_scale)
+    if resolved.training.frozen or adapter.branches(scale) == 1:
+        reason = "trains no network" if resolved.training.frozen else f"is without it (guidance scale {scale:g})"
+        raise ConfigError(
+            f"model.guidance_gradient=positive takes the gradient of one branch of classifier-free guidance, and "
+            f"training with {resolved.algorithm.name} {reason}; leave it out, or set a guidance scale in training"
+        )
 
 
 def _check_below(scales: list[tuple[str, float | None]], none: float, kind: str) -> None:

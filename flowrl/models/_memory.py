@@ -67,6 +67,16 @@ def require_own_type(settings: MemorySettings, shard: bool) -> None:
             )
 
 
+def require_own_guidance(gradient: str) -> None:
+    """Raise ValueError if a pipeline's own guidance would lose the gradient of one branch."""
+    if gradient != "both":
+        raise ValueError(
+            f"guidance_gradient={gradient}: guidance is inside the pipeline's own call, which evaluates both branches "
+            "as it likes; use the family's native adapter (model.name: sd, sdxl, sd3, flux, qwen_image or wan), or "
+            "guidance_gradient=both"
+        )
+
+
 def require_native(shard: bool) -> None:
     """Raise ValueError if the weights of a pipeline's own call would be split over processes."""
     if shard:

@@ -26,6 +26,7 @@ from flowrl.models.base import (
     torch_dtype,
     unused_modules,
 )
+from flowrl.models.guidance import Forwards
 from flowrl.models.paths import lacks
 from flowrl.models.savings import place, switch_on
 from flowrl.models.weights import component_names
@@ -151,7 +152,7 @@ class Native(ModelAdapter):
         self._had_encoder = pipeline.text_encoder is not None
         self.network = pipeline.transformer if network is None else network
         self.device = torch.device("cpu")
-        self.dtype = torch_dtype(config.dtype)
+        self.dtype, self.autocasts = torch_dtype(config.dtype), config.precision == "autocast"
         for name, part in pipeline.components.items():
             if part is not None and (name == "vae" or name.startswith("text_encoder")):
                 part.requires_grad_(False).eval()
@@ -249,6 +250,14 @@ class Native(ModelAdapter):
         shapes = self.condition_shapes()
         return Condition({name: torch.empty(batch, *shape, dtype=self.dtype) for name, shape in shapes.items()})
 
+    # ---- the network
+
+    def forwards(self, *, separate: bool = False) -> Forwards:
+        """The forwards of classifier-free guidance; `separate`: two, even where both may carry gradient."""
+        if self.config.guidance_gradient == "positive":
+            return "detached"
+        return "separate" if separate else "joined"
+
     # ---- the pipeline's own call
 
     def scheduler(self) -> Any:
@@ -302,7 +311,7 @@ class Native(ModelAdapter):
         return (latents - self._shift()) * vae.config.scaling_factor
 
     def to(self, device: torch.device) -> None:
-        place(self.pipeline, self.config, device)
+        place(self.pipeline, self.config, device, autocasts=self.autocasts)
         self.device = device
         if self.unconditional is not None:
             self.unconditional = self.unconditional.to(device)

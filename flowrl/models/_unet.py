@@ -202,7 +202,8 @@ class UNet(Native):
         self.check_guidance(guidance_scale)
         if not self.embeds_guidance:
             combine = self._rescaled if self.config.guidance_rescale else classifier_free
-            raw = guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale, combine=combine)
+            options = {"combine": combine, "forwards": self.forwards()}
+            raw = guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale, **options)
         else:
             scales = torch.full((len(x),), guidance_scale - 1)
             size = self.settings["time_cond_proj_dim"]
@@ -217,11 +218,11 @@ class UNet(Native):
         return result * (share * positive.std(dims, keepdim=True) / result.std(dims, keepdim=True) + 1 - share)
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition, guidance: Tensor | None = None) -> Tensor:
-        with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype, self.autocasts):
             return self.network(
                 x.to(self.dtype),
                 timestep,
-                encoder_hidden_states=cond["prompt_embeds"],
+                encoder_hidden_states=cond["prompt_embeds"].to(self.dtype),
                 timestep_cond=guidance,
                 added_cond_kwargs=self.encoders.added(cond, self.sizes),
                 return_dict=False,

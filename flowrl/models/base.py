@@ -18,6 +18,8 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.models._memory import MemorySettings, require_frozen, require_own_type
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["native", "autocast"]
+GuidanceGradient = Literal["both", "positive"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,11 @@ class ModelConfig:
     """Weight file variant, such as fp16."""
     dtype: DtypeName = "float32"
     """Precision of the network's frozen weights and of its forward pass; trained weights are always float32."""
+    precision: Precision | None = None
+    """Arithmetic of a forward in half precision: `native`, the network's own dtype, as its pipeline runs, each LoRA
+    product one addmm; or `autocast`, torch.autocast with peft's own LoRA layers.
+    Native has fewer casts, kernels and bytes; the two round differently. null: native, but autocast where all weights
+    are trained in half precision: those are float32, so the network has no half-precision dtype of its own."""
     lora: LoraSettings | None = None
     """The adapter to train; null trains all weights of the denoiser."""
     init_lora: Annotated[str | None, PATH] = None
@@ -66,6 +73,10 @@ class ModelConfig:
     """Image width in pixels; null takes the pipeline's default."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    guidance_gradient: GuidanceGradient = "both"
+    """Branches of classifier-free guidance through which an update differentiates.
+    `positive` evaluates the unconditional branch alone and without gradient: less memory and compute in updates, and
+    another gradient, that of the guidance scale times the conditional branch."""
     shard: bool = False
     """FSDP2: split the denoiser's weights over the processes; native adapters only. One process keeps them whole."""
     memory: MemorySettings = field(default_factory=MemorySettings)
@@ -109,6 +120,8 @@ class ModelAdapter:
     """Frames of a decoded video; 1: images."""
     channel_axis: int = 1
     """Axis of the latents [B, ...] that holds the channels: 2 for packed ones [B, tokens, C]."""
+    autocasts: bool = False
+    """The network runs under torch.autocast (`model.precision`), not in its own dtype."""
     unguided: float = 1.0
     """Largest guidance scale without CFG."""
     distilled: str = ""
@@ -212,9 +225,9 @@ def torch_dtype(name: DtypeName) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    """Mixed precision for the forward pass; nothing in float32."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+def autocast(device: torch.device, dtype: torch.dtype, wanted: bool) -> AbstractContextManager:
+    """Mixed precision for the forward pass where it is wanted; nothing in float32."""
+    return torch.autocast(device.type, dtype=dtype) if wanted and dtype != torch.float32 else nullcontext()
 
 
 def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tensor) -> Tensor:

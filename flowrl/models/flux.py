@@ -67,19 +67,20 @@ class Flux(Native):
         def forward(x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
             return self._forward(x, timestep, cond, guidance_scale)
 
-        return guided(forward, x, timestep, cond, self.unconditional, self.config.true_cfg_scale)
+        scale = self.config.true_cfg_scale
+        return guided(forward, x, timestep, cond, self.unconditional, scale, forwards=self.forwards())
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
-        embeds = cond["prompt_embeds"]
+        embeds = cond["prompt_embeds"].to(self.dtype)
         guidance = None
         if self.settings["guidance_embeds"]:
             guidance = torch.full((len(x),), guidance_scale, device=x.device)
-        with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype, self.autocasts):
             return self.network(
                 hidden_states=x.to(self.dtype),
                 timestep=timestep / 1000,
                 guidance=guidance,
-                pooled_projections=cond["pooled"],
+                pooled_projections=cond["pooled"].to(self.dtype),
                 encoder_hidden_states=embeds,
                 txt_ids=torch.zeros(embeds.shape[1], 3, device=x.device),
                 # The pipeline's own positions have no public name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from flowrl.core.types import Condition
 
 Forward = Callable[[Tensor, Tensor, Condition], Tensor]
 """x [B, ...], timestep [B], B conditions -> network output [B, ...]."""
+Forwards = Literal["joined", "separate", "detached"]
+"""The two branches of guidance: one forward of a doubled batch (unconditional half first); two forwards, for texts of
+different lengths and for latents too large to fit twice; or two, the unconditional one without gradient."""
 
 
 def classifier_free(negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
@@ -28,9 +32,12 @@ def guided(
     guidance_scale: float,
     *,
     combine: Callable[[Tensor, Tensor, float], Tensor] = classifier_free,
-    separate: bool = False,
+    forwards: Forwards = "joined",
 ) -> Tensor:
-    """Classifier-free guidance. Both branches carry gradient; as in diffusers, guidance_scale <= 1 means none.
+    """Classifier-free guidance; as in diffusers, guidance_scale <= 1 means none.
+
+    Detached, the gradient is that of `combine` with a constant unconditional output: s dc for u + s (c - u). The value
+    is that of separate forwards with and without gradient, so a rollout and its replay have the same batches.
 
     Args:
         forward: the network.
@@ -40,8 +47,7 @@ def guided(
         unconditional: one row.
         guidance_scale: s.
         combine: (unconditional output, conditional output, s) -> output, each [B, ...].
-        separate: two forwards instead of one on a doubled batch (unconditional half first), for texts of different
-            lengths and for latents too large to fit twice.
+        forwards: how the two branches are evaluated, and whether both carry gradient.
 
     Raises:
         ModelError: `unconditional` is None.
@@ -51,9 +57,11 @@ def guided(
     if unconditional is None:
         raise ModelError("guidance needs the embedding of the empty prompt: call encode() first")
     rows = unconditional.index(torch.zeros(len(x), dtype=torch.int64))
-    if separate:
-        negative, positive = forward(x, timestep, rows), forward(x, timestep, cond)
-    else:
+    if forwards == "joined":
         output = forward(torch.cat([x, x]), torch.cat([timestep, timestep]), Condition.collate([rows, cond]))
         negative, positive = output.chunk(2)
+    else:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and forwards == "separate"):
+            negative = forward(x, timestep, rows)
+        positive = forward(x, timestep, cond)
     return combine(negative, positive, guidance_scale)

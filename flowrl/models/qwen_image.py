@@ -76,16 +76,16 @@ class QwenImage(Native):
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         # Two forwards: on one doubled batch the negative prompt would be padded to the longest of the others.
-        options = {"combine": renormalised, "separate": True}
+        options = {"combine": renormalised, "forwards": self.forwards(separate=True)}
         return guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale, **options)
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
-        rows = list(cond["prompt_embeds"])
+        rows = [row.to(self.dtype) for row in cond["prompt_embeds"]]
         lengths = torch.tensor([len(row) for row in rows], device=x.device)
         longest, mask = max(map(len, rows)), None
         if any(len(row) < longest for row in rows):
             mask = torch.arange(longest, device=x.device) < lengths[:, None]
-        with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype, self.autocasts):
             return self.network(
                 hidden_states=x.to(self.dtype),
                 timestep=timestep / 1000,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flowrl.core.errors import ModelError
-from flowrl.models.base import ModelConfig, torch_dtype
+from flowrl.models.base import ModelConfig, autocast, torch_dtype
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -173,8 +173,8 @@ def offloaded(pipeline: Any, config: ModelConfig) -> list[str]:
     return encoders + [name for name in parts if name == "vae" and "vae" in wanted]
 
 
-def place(pipeline: Any, config: ModelConfig, device: torch.device) -> None:
-    """Move the pipeline to its device, except the parts that are offloaded.
+def place(pipeline: Any, config: ModelConfig, device: torch.device, *, autocasts: bool = False) -> None:
+    """Move the pipeline to its device, except the parts that are offloaded; `autocasts`: `ModelAdapter.autocasts`.
 
     Raises:
         ModelError: there is no device to offload from, or the attention backend does not work on it.
@@ -194,7 +194,7 @@ def place(pipeline: Any, config: ModelConfig, device: torch.device) -> None:
     else:
         pipeline.to(device)
     if config.attention is not None:
-        probe_attention(config.attention, device, torch_dtype(config.dtype))
+        probe_attention(config.attention, device, torch_dtype(config.dtype), autocasts=autocasts)
 
 
 def offload(part: nn.Module, device: torch.device) -> None:
@@ -207,21 +207,25 @@ def offload(part: nn.Module, device: torch.device) -> None:
     apply_group_offloading(part, onload_device=device, offload_device=torch.device("cpu"), offload_type="leaf_level")
 
 
-def probe_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelError unless the backend works here, has a gradient and agrees with torch's own attention."""
+def probe_attention(name: str, device: torch.device, dtype: torch.dtype, *, autocasts: bool = False) -> None:
+    """Raise ModelError unless the backend works here, has a gradient and agrees with torch's own attention.
+
+    Under torch.autocast where the network runs under it. Queries, keys and values are of one type in both.
+    """
     from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 
     drawn = torch.randn(3, 1, 16, 2, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    results = []
+    results, mode = [], " under autocast" if autocasts else ""
     for backend in (AttentionBackendName(name), AttentionBackendName.NATIVE):
         given = drawn.clone().requires_grad_()
         try:
-            output = dispatch_attention_fn(given[0], given[1], given[2], backend=backend)
+            with autocast(device, dtype, autocasts):
+                output = dispatch_attention_fn(given[0], given[1], given[2], backend=backend)
             (gradient,) = torch.autograd.grad(output.float().square().sum(), given)
         except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise ModelError(
-                f"model.attention={name!r} does not work on {device} in {dtype} with gradients "
+                f"model.attention={name!r} does not work on {device} in {dtype} with gradients{mode} "
                 f"({type(error).__name__}: {reason}); use another backend, or null"
             ) from error
         results.append((output.detach().float(), gradient.float()))

@@ -69,15 +69,15 @@ class Sd3(Native):
         return self._clip_tokens + self.config.max_sequence_length
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
-        return guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale)
+        return guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale, forwards=self.forwards())
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
-        with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype, self.autocasts):
             return self.network(
                 hidden_states=x.to(self.dtype),
                 timestep=timestep,
-                encoder_hidden_states=cond["prompt_embeds"],
-                pooled_projections=cond["pooled"],
+                encoder_hidden_states=cond["prompt_embeds"].to(self.dtype),
+                pooled_projections=cond["pooled"].to(self.dtype),
                 return_dict=False,
             )[0]
 

@@ -148,18 +148,18 @@ class Wan(Native):
                 patch = self.settings["patch_size"]
                 tokens = (x.shape[2] // patch[0]) * (x.shape[3] // patch[1]) * (x.shape[4] // patch[2])
                 timestep = timestep[:, None].expand(-1, tokens)
-            with autocast(self.device, self.dtype):
+            with autocast(self.device, self.dtype, self.autocasts):
                 return expert(
                     hidden_states=x.to(self.dtype),
                     timestep=timestep,
-                    encoder_hidden_states=cond["prompt_embeds"],
+                    encoder_hidden_states=cond["prompt_embeds"].to(self.dtype),
                     return_dict=False,
                 )[0]
 
         scale = guidance_scale
         if not first and self.config.guidance_scale_2 is not None and guidance_scale > 1:
             scale = self.config.guidance_scale_2
-        return guided(forward, x, timestep, cond, self.unconditional, scale, separate=True)
+        return guided(forward, x, timestep, cond, self.unconditional, scale, forwards=self.forwards(separate=True))
 
     def batch_key(self, step_index: int) -> int:
         return 0 if len(self.experts) == 1 else step_index

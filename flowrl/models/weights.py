@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from flowrl.core.errors import ModelError
+from flowrl.models._precision import ADAPTER as ADAPTER
+from flowrl.models._precision import autocasts, fit_network
 from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig
 from flowrl.models.savings import cast_frozen
 
 if TYPE_CHECKING:
-    from diffusers.loaders.peft import PeftAdapterMixin
     from peft import LoraConfig
-
-ADAPTER = "default"
 
 
 def lora_file(path: Path) -> Path:
@@ -106,7 +105,7 @@ class Weights:
         self.components = component_names(network)
         # `fully_shard` renames the classes of the modules it splits.
         self._classes: dict[str, Any] = {name: type(part) for name, part in self.components.items()}
-        self._adapted: list[PeftAdapterMixin] = []
+        self.layers: list[Any] = []
         self.copies: dict[str, dict[str, Tensor]] = {}
         if lora is None:
             network.requires_grad_(True).float()
@@ -130,11 +129,11 @@ class Weights:
         from diffusers.loaders.peft import PeftAdapterMixin
         from peft import LoraConfig
 
-        kind = type(next(iter(self.components.values()))).__name__
+        kind, adapted = type(next(iter(self.components.values()))).__name__, list[PeftAdapterMixin]()
         for network in self.components.values():
             if not isinstance(network, PeftAdapterMixin):
                 raise ModelError(f"{kind} takes no LoRA in diffusers; train its full weights with model.lora=null")
-            self._adapted.append(network)
+            adapted.append(network)
         if not targets:
             raise ModelError(
                 f"{kind} has no attention projection under the usual names: give module name suffixes in "
@@ -146,17 +145,19 @@ class Weights:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
-                for network in self._adapted:
+                for network in adapted:
                     network.add_adapter(config, adapter_name=ADAPTER)
             except ValueError as error:
                 raise ModelError(
                     f"model.lora.targets={targets} binds to no module of {kind}; give suffixes of its modules' names, "
                     f"or null for the family's own list ({error})"
                 ) from error
-        adapted = [name.partition(".lora_A.")[0] for name, _ in self.network.named_parameters() if ".lora_A." in name]
+        names = [name.partition(".lora_A.")[0] for name, _ in self.network.named_parameters() if ".lora_A." in name]
         for target in targets:
-            if not any(name == target or name.endswith(f".{target}") for name in adapted):
+            if not any(name == target or name.endswith(f".{target}") for name in names):
                 raise ModelError(f"model.lora.targets: {target!r} binds to no module of {kind}")
+        self.layers = [self.network.get_submodule(name) for name in names]
+        self._switch(on=True)  # an attribute of each layer from the first forward on
         return config
 
     @property
@@ -186,13 +187,11 @@ class Weights:
         if role == "policy":
             yield
         elif role == "reference" and self.lora is not None:
-            for network in self._adapted:
-                network.disable_adapters()
+            self._switch(on=False)
             try:
                 yield
             finally:
-                for network in self._adapted:
-                    network.enable_adapters()
+                self._switch(on=True)
         elif role in self.copies:
             kept = self._exchange(self.copies[role])
             try:
@@ -201,6 +200,11 @@ class Weights:
                 self._exchange(kept)
         else:
             raise ValueError(f"role={role!r} is unknown; there are: policy, {', '.join(sorted(self.copies)) or 'none'}")
+
+    def _switch(self, *, on: bool) -> None:
+        """Put the LoRA into the network, or leave it out; which weights are trained stays as it is."""
+        for layer in self.layers:
+            layer._disable_adapters = not on
 
     def _exchange(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Put values into the network; returns the previous ones."""
@@ -341,9 +345,11 @@ def trainable(adapter: ModelAdapter, options: ModelConfig, seed: int) -> Weights
     """The trained weights of an adapter by its options; made before it moves to its device.
 
     Raises:
-        ModelError: a LoRA that does not fit.
+        ModelError: a LoRA that does not fit, or `model.precision=native` for full weights in half precision.
     """
+    adapter.autocasts = autocasts(options, trained=True)
     weights = Weights(adapter.network, options.lora, adapter.lora_targets, seed)
+    fit_network(adapter, weights.components.values(), weights.layers)
     if options.init_lora is not None:
         weights.load_lora(options.init_lora)
     # Before the device: weights stored in few bits never occupy it at their full size.
@@ -357,10 +363,15 @@ def freeze(adapter: ModelAdapter, options: ModelConfig, seed: int) -> None:
     Raises:
         ModelError: a LoRA that does not fit.
     """
+    adapter.autocasts = autocasts(options, trained=False)
+    networks, layers = component_names(adapter.network).values(), []
     if options.lora is not None and options.init_lora is not None:
-        Weights(adapter.network, options.lora, adapter.lora_targets, seed).load_lora(options.init_lora)
+        weights = Weights(adapter.network, options.lora, adapter.lora_targets, seed)
+        weights.load_lora(options.init_lora)
+        layers = weights.layers
+    fit_network(adapter, networks, layers)
     adapter.network.requires_grad_(False)
-    cast_frozen(component_names(adapter.network).values(), options)
+    cast_frozen(networks, options)
 
 
 def _save_lora_weights(folder: Path, *, transformer_lora_layers: Any, transformer_lora_adapter_metadata: Any) -> None:

@@ -27,6 +27,8 @@ from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.strict import Options
 from flowrl.data.prompts import Prompt
 
+_ROUNDED = ("shard", "gradient_checkpointing", "precision", "guidance_gradient")
+"""Options of a model that change its images by rounding alone."""
 LARGEST_COPY = 64 << 20
 LARGEST_TEXT = 1 << 20
 """Largest size in bytes of an option's file (a rubric, a question) that is recorded; larger ones are weights."""
@@ -200,7 +202,7 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[S
     Returns:
         `model`, `prompts`, and `score NAME` for each output. The folders of files do not matter.
     """
-    model = {k: v for k, v in asdict(resolved.model.config).items() if k not in ("shard", "gradient_checkpointing")}
+    model = {k: v for k, v in asdict(resolved.model.config).items() if k not in _ROUNDED}
     result = {"model": fingerprint([resolved.model.name, _portable(model)])}
     result["prompts"] = fingerprint([[p.text, _portable(p.metadata)] for p in prompts])
     files = collect(resolved)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from flowrl.core.errors import ModelError
 from flowrl.models import sd3
 from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights, lora_file, read_lora
+from flowrl.models.weights import Weights, lora_file, read_lora, trainable
 from flowrl.training.optim import OptimConfig, Optimizer
 from tests import native
 from tests import tiny_sd3 as tiny
@@ -113,7 +113,7 @@ def test_gradient_checkpointing_changes_no_gradient(full):
 
 def test_bfloat16_trains_full_weights_in_float32(folder):
     model = sd3.build(sd3.Config(path=str(folder), dtype="bfloat16", max_sequence_length=tiny.TOKENS))
-    weights = Weights(model.network, None, model.lora_targets, seed=0)
+    weights = trainable(model, model.config, seed=0)
     tiny.backward(model, weights, guidance_scale=2.0)
     assert {p.dtype for p in weights.parameters.values()} == {torch.float32}
     gradients = [p.grad for p in weights.parameters.values() if p.grad is not None]

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._memory import require_native
+from flowrl.models._memory import require_native, require_own_guidance
 from flowrl.models._native import NO_ENCODERS
 from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
 from flowrl.models.base import ModelAdapter, ModelConfig, autocast, network_config, torch_dtype
@@ -43,6 +43,7 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
         require_native(self.shard)
+        require_own_guidance(self.guidance_gradient)
 
     @property
     def frames(self) -> int:
@@ -67,6 +68,7 @@ class Generic(ModelAdapter):
         if self.path.is_flow and config.final_alpha != "model":
             raise ModelError(f"model.final_alpha={config.final_alpha}: a flow ends at sigma 0; leave it out")
         self.device, self.dtype = torch.device("cpu"), torch_dtype(config.dtype)
+        self.autocasts = config.precision == "autocast"
         self._template: Template | None = None
         self._freed = False
 
@@ -104,7 +106,7 @@ class Generic(ModelAdapter):
     def _stepped(self, latents: Tensor, timestep: float) -> Tensor:
         """The latents that reach the scheduler when the loop is entered with these [1, ...] of the probe."""
         options = {"timesteps": self._pin([timestep]), "latents": latents, "keep_dtype": True}
-        with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype, self.autocasts):
             stepped = self.entrance.enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options).latents
         assert stepped is not None
         return stepped
@@ -233,7 +235,7 @@ class Generic(ModelAdapter):
         times = None
         if any(value != values[0] for value in values):
             times = torch.stack([self._time(value)[1] for value in values])
-        with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype, self.autocasts):
             visit = self.entrance.enter(
                 len(x),
                 guidance_scale,
@@ -338,7 +340,7 @@ class Generic(ModelAdapter):
         return images[:, 0] if images.ndim == 5 and self.num_frames == 1 else images
 
     def to(self, device: torch.device) -> None:
-        place(self.pipeline, self.config, device)
+        place(self.pipeline, self.config, device, autocasts=self.autocasts)
         self.device = device
         self.reentry.forget()
         self.images.to(device)
