@@ -19,6 +19,8 @@ class Data:
     """Number of distinct texts whose embeddings are cached, of the known ones."""
     unknown: bool
     """Whether some data are on the hub."""
+    images: bool
+    """Whether prompts have images."""
 
 
 def data_here(resolved: Resolved) -> Data:
@@ -68,4 +70,4 @@ def data_here(resolved: Resolved) -> Data:
         lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]
     if count is not None and count < resolved.slots:
         lines.append("fewer than are drawn in an iteration: some are drawn twice")
-    return Data(tuple(lines), len(texts), bool(remote))
+    return Data(tuple(lines), len(texts), bool(remote), any(images for _, images in texts))

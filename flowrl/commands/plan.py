@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from flowrl.commands._plan_data import Data
     from flowrl.config.resolved import Resolved
     from flowrl.diffusion.plan import StepPlan
     from flowrl.planning.memory import Estimate
@@ -52,15 +53,20 @@ def command(config: Config, overrides: Overrides = None) -> None:
         return
     if data.unknown and resolved.run.data.caches_text:
         console.print("embeddings are counted for the texts that are known, at least for those of an iteration")
-    _memory(console, resolved, adapter, plan, max(data.texts, resolved.slots if data.unknown else 0))
+    _memory(console, resolved, adapter, plan, data)
 
 
-def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, texts: int) -> None:
-    """Print memory and compute of the run, with `texts` distinct texts."""
+def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, data: Data) -> None:
+    """Print memory and compute of the run."""
+    from flowrl.data.text_files import text_folder
     from flowrl.planning.memory import estimate
 
+    texts = max(data.texts, resolved.slots if data.unknown else 0)
     result = estimate(resolved, adapter, plan, prompts=texts)
-    console.print(_memory_table(resolved, result, texts))
+    run = resolved.run
+    folder = text_folder(run.data, run.output, result.embeddings, images=data.images)
+    held = "host, in every process" if folder is None else f"files in {folder}"
+    console.print(_memory_table(resolved, result, texts, held if result.embeddings else "made when needed"))
     console.print(_phase_table(result))
     largest = "largest: not known"
     if result.peak is not None:
@@ -306,7 +312,7 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
     return [float(s) if noisy else 0.0 for s, noisy in zip(stds, plan.stochastic, strict=True)]
 
 
-def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
+def _memory_table(resolved: Resolved, result: Estimate, texts: int, cached: str) -> Table:
     lora = resolved.model.config.lora
     what = "full weights"
     if lora is not None:
@@ -324,7 +330,6 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int) -> Table:
     for name, held in (("EMA", result.ema), ("snapshots", result.snapshots)):
         if held:
             table.add_row(name, f"{held // 4:,}", size(held), "device")
-    cached = "host" if result.embeddings else "made when needed"
     table.add_row(f"embeddings of {texts} texts, {size(result.prompt)} each", "", size(result.embeddings), cached)
     table.add_row("latents of a rollout", "", size(result.latents), "host")
     table.add_row("images of a rollout", "", size(result.images), "host")

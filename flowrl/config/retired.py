@@ -64,7 +64,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A later option whose default differs from the behaviour of earlier runs."""
+    """A later option, with the value that earlier runs were made with."""
 
     new: Place
     value: Any
@@ -134,7 +134,11 @@ RETIRED: tuple[Retired, ...] = (
     ),
     *_gone(("dpok",), {"kl.divisor": None}, "algorithm.kl.form says which KL there is"),
 )
-ADDED = (Added(Place("run", "*", "data.eval_share"), 0.0),)
+ADDED = (
+    Added(Place("run", "*", "data.eval_share"), 0.0),
+    Added(Place("models", "*", "vae_precision"), "tf32"),
+    Added(Place("models", "*", "memory.vae_channels_last"), False),
+)
 
 
 def as_it_was(tree: Options, source: Path) -> Options:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from flowrl.core.paths import PAIRS, PROMPTS
+from flowrl.core.paths import CACHE, PAIRS, PROMPTS
 from flowrl.core.strict import require_positive
 from flowrl.data.preferences import PreferenceOptions
 
@@ -69,9 +69,19 @@ class DataConfig:
     cache_text: bool | None = None
     """True: all prompts are embedded at the start and the text encoders freed; false: they are embedded when drawn.
     Null: true with prompts, false with pairs, as a large set has more captions than memory."""
+    text_cache: Annotated[str | None, CACHE] = None
+    """Folder of embeddings that all processes and later runs share, or `memory`: every process holds all of them.
+    Null: the folder `.text_cache` in `output` if they are more than 1 GiB, else memory (docs/files.md)."""
 
     def __post_init__(self) -> None:
         require_positive(max_prompts=self.max_prompts, max_eval_prompts=self.max_eval_prompts)
+        if self.text_cache == "":
+            raise ValueError("text_cache='' is no folder; give a path, or memory")
+        if self.text_cache is not None and not self.caches_text:
+            raise ValueError(
+                f"text_cache={self.text_cache!r} has no effect: texts are embedded when they are drawn; set "
+                "cache_text=true, or leave it out"
+            )
         if not 0 <= self.eval_share < 1:
             raise ValueError(f"eval_share={self.eval_share} is a share of the prompts: give 0 to below 1")
         if self.prompts is None and self.pairs is None:

@@ -2,52 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flowrl.core.media import open_image
-from flowrl.core.types import Condition
+from flowrl.core.types import Condition, Identity
 from flowrl.data.prompts import Prompt, identity
+from flowrl.data.text_files import TextFiles
 from flowrl.models.base import ModelAdapter
+
+BATCH = 64
+"""Prompts that are encoded together."""
 
 
 class Texts:
     """Embeddings of prompts and their images: all made once and the encoders freed, or made on demand.
 
-    The cache is in host memory, since thousands of long prompts take more than a denoiser; `lookup` copies those of
-    an iteration to the device.
+    The cache is in host memory, or in files that are mapped into it, since thousands of long prompts take more than a
+    denoiser; `lookup` copies those of an iteration to the device.
+
+    Args:
+        adapter: encodes the prompts.
+        prompts: those of the cache.
+        cache: make them all now; False: when they are looked up.
+        batch_size: prompts that are encoded together.
+        files: hold the prompts; None: memory does.
     """
 
     def __init__(
-        self, adapter: ModelAdapter, prompts: Sequence[str | Prompt], *, cache: bool, batch_size: int = 64
+        self,
+        adapter: ModelAdapter,
+        prompts: Sequence[str | Prompt],
+        *,
+        cache: bool,
+        batch_size: int = BATCH,
+        files: TextFiles | None = None,
     ) -> None:
-        self.adapter, self.batch_size = adapter, batch_size
-        self.rows: dict[tuple[str, tuple[str, ...]], int] = {}
+        self.adapter, self.batch_size, self.files = adapter, batch_size, files
+        self.rows: dict[Identity, int] = {}
         self.table: Condition | None = None
-        if cache:
-            unique = list(dict.fromkeys(identity(prompt) for prompt in prompts))
-            parts = self._batches(unique)
-            first = next(iter(parts))
+        if files is not None:
+            self.device = files.device
+            files.load()
+        elif cache:
+            unique = batches(prompts, batch_size)
+            parts = (encoded(adapter, part) for part in unique)
+            first = next(parts)
             self.device = first.device
             self.table = Condition.collate([first.to("cpu"), *(part.to("cpu") for part in parts)])
-            self.rows = {key: row for row, key in enumerate(unique)}
+            self.rows = {key: row for row, key in enumerate(key for part in unique for key in part)}
+        if cache:
             adapter.free_text_encoders()
 
     def lookup(self, prompts: Sequence[str | Prompt]) -> Condition:
         """Conditions of P prompts in order; a text is a prompt without images."""
         wanted = [identity(prompt) for prompt in prompts]
-        if self.table is None:
-            return Condition.collate(list(self._batches(wanted)))
-        return self.table.index(torch.tensor([self.rows[key] for key in wanted])).to(self.device)
+        if self.files is not None:
+            return self.files.lookup(wanted).to(self.device)
+        if self.table is not None:
+            return self.table.index(torch.tensor([self.rows[key] for key in wanted])).to(self.device)
+        starts = range(0, len(wanted), self.batch_size)
+        return Condition.collate([encoded(self.adapter, wanted[k : k + self.batch_size]) for k in starts])
 
-    def _batches(self, wanted: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[Condition]:
-        for start in range(0, len(wanted), self.batch_size):
-            part = wanted[start : start + self.batch_size]
-            texts = [text for text, _ in part]
-            if not any(files for _, files in part):
-                yield self.adapter.encode(texts)
-                continue
-            encode: Any = self.adapter.encode  # with images, for adapters that declare image_limits
-            yield encode(texts, [[open_image(file) for file in files] for _, files in part])
+
+def batches(prompts: Sequence[str | Prompt], batch_size: int = BATCH) -> list[list[Identity]]:
+    """The distinct prompts in order, as many as are encoded together in each."""
+    unique = list(dict.fromkeys(identity(prompt) for prompt in prompts))
+    return [unique[k : k + batch_size] for k in range(0, len(unique), batch_size)]
+
+
+def encoded(adapter: ModelAdapter, prompts: Sequence[Identity]) -> Condition:
+    """Conditions of prompts, on the adapter's device."""
+    texts = [text for text, _ in prompts]
+    if not any(files for _, files in prompts):
+        return adapter.encode(texts)
+    encode: Any = adapter.encode  # with images, for adapters that declare image_limits
+    return encode(texts, [[open_image(file) for file in files] for _, files in prompts])

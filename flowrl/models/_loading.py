@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flowrl.core.errors import ModelError
+from flowrl.models._vae import cast_vae, vae_dtype
 from flowrl.models.base import ModelConfig, torch_dtype
 from flowrl.models.paths import lacks, loading, null_components, pipeline_index, require_folder, resolve_path
 from flowrl.models.savings import check_available, quantization
@@ -29,7 +30,8 @@ def quiet_diffusers(name: str) -> Any:
 def load_pipeline(pipeline_name: str, vae_name: str, config: ModelConfig, **components: object) -> Any:
     """The configured pipeline of a class of diffusers, by `from_pretrained` or `from_single_file`, with its VAE.
 
-    Null components of the folder are passed as None. The VAE decodes in float32: half precision shifts scores.
+    Null components of the folder are passed as None. The VAE has the type of `model.vae_precision`, not of
+    `model.dtype`: half precision shifts scores.
     """
     require_folder(config.path, None if pipeline_name == "DiffusionPipeline" else pipeline_name)
     pipeline_class = quiet_diffusers(pipeline_name)
@@ -51,14 +53,13 @@ def load_pipeline(pipeline_name: str, vae_name: str, config: ModelConfig, **comp
         if name in pipeline.components and pipeline.components[name] is None:
             raise ModelError(lacks(type(pipeline).__name__, name))
     pipeline.set_progress_bar_config(disable=True)
-    if isinstance(pipeline.components.get("vae"), nn.Module):
-        pipeline.vae.float()
+    cast_vae(pipeline, config.vae_precision)
     return pipeline
 
 
 def meta_pipeline(
     folder: Path,
-    dtype: torch.dtype,
+    config: ModelConfig,
     *,
     kind: str = "",
     absent: Collection[str] = (),
@@ -68,7 +69,7 @@ def meta_pipeline(
 
     Args:
         folder: with model_index.json and the components' JSON files.
-        dtype: of every network but the VAE, which is float32 as in a run.
+        config: gives the types of the VAE and of all other networks; its path is not read.
         kind: name of the pipeline's class; empty: the one that the folder names.
         absent: components to leave out.
         device: of the denoisers and the VAE; on any but meta they have the values that their classes begin with.
@@ -79,7 +80,7 @@ def meta_pipeline(
     import diffusers
     import transformers
 
-    index = pipeline_index(folder)
+    index, dtypes = pipeline_index(folder), {"vae": vae_dtype(config.vae_precision)}
     pipeline_class = _class(diffusers, kind or index["_class_name"])
     accepted = inspect.signature(pipeline_class.__init__).parameters
     parts: dict[str, Any] = {}
@@ -95,7 +96,7 @@ def meta_pipeline(
             parts[name] = None
             continue
         part_class = _class(diffusers if library == "diffusers" else transformers, class_name)
-        parts[name] = _part(part_class, folder / name, torch.float32 if name == "vae" else dtype, device)
+        parts[name] = _part(part_class, folder / name, dtypes.get(name, torch_dtype(config.dtype)), device)
     pipeline = pipeline_class(**parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

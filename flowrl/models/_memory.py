@@ -17,6 +17,8 @@ class MemorySettings:
     """Decode the images of a batch one by one: the same images."""
     vae_tiling: bool = False
     """Decode a large image in overlapping tiles: nearly the same image, blended where tiles meet."""
+    vae_channels_last: bool = False
+    """Keep the VAE's weights and activations with the channels last: faster convolutions of images, other rounding."""
     layerwise_casting: Literal["float8_e4m3fn", "float8_e5m2"] | None = None
     """Store the denoiser's frozen linear weights in 8 bits, without scales; each is cast up for its forward."""
     quantize: Literal["int8", "nf4"] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,11 @@ from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models._loading import load_pipeline, meta_pipeline
 from flowrl.models._schedulers import flow_grid, with_shift
+from flowrl.models._vae import decoded_pixels, posterior
 from flowrl.models.base import (
     ModelAdapter,
     ModelConfig,
+    VaePrecision,
     check_size,
     network_config,
     require_channels,
@@ -28,7 +29,7 @@ from flowrl.models.base import (
 )
 from flowrl.models.guidance import Forwards
 from flowrl.models.paths import lacks
-from flowrl.models.savings import place, switch_on
+from flowrl.models.savings import give_memory_back, place, switch_on
 from flowrl.models.weights import component_names
 
 Part = Callable[[str], dict[str, Any]]
@@ -91,7 +92,7 @@ class Family:
         """
         absent = (*self.left_out(config), "feature_extractor", "image_encoder")
         options = {"kind": self.pipeline, "absent": absent, "device": device}
-        return self.adapter(meta_pipeline(folder, torch_dtype(config.dtype), **options), config)
+        return self.adapter(meta_pipeline(folder, config, **options), config)
 
     def takes(self, part: Part) -> bool:
         """Whether a checkpoint of the class takes text alone and is on the family's grid."""
@@ -230,7 +231,7 @@ class Native(ModelAdapter):
     def free_text_encoders(self) -> None:
         for name in [name for name in self.pipeline.components if name.startswith("text_encoder")]:
             setattr(self.pipeline, name, None)
-        gc.collect()
+        give_memory_back()
 
     @property
     def text_tokens(self) -> int:
@@ -295,19 +296,18 @@ class Native(ModelAdapter):
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         vae = self.pipeline.vae
         latents = self.unpacked(latents) / vae.config.scaling_factor + self._shift()
-        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-        return (images.float() / 2 + 0.5).clamp(0, 1)
+        return decoded_pixels(vae, latents, self.config.vae_precision)
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         require_image_size(images, self.height, self.width)
         vae = self.pipeline.vae
-        posterior = vae.encode(2 * images.to(self.device, vae.dtype) - 1).latent_dist
-        latents = self.packed(posterior.mean.float())
+        given = posterior(vae, images.to(self.device), self.config.vae_precision)
+        latents = self.packed(given.mean.float())
         if noise is not None:
             if noise.shape != latents.shape:
                 raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
-            latents = latents + self.packed(posterior.std.float()) * noise.to(self.device)
+            latents = latents + self.packed(given.std.float()) * noise.to(self.device)
         return (latents - self._shift()) * vae.config.scaling_factor
 
     def to(self, device: torch.device) -> None:
@@ -317,10 +317,9 @@ class Native(ModelAdapter):
             self.unconditional = self.unconditional.to(device)
 
 
-def decoded_frames(vae: Any, latents: Tensor) -> Tensor:
+def decoded_frames(vae: Any, latents: Tensor, precision: VaePrecision) -> Tensor:
     """Frames [B, F, 3, H, W] in [0, 1] of latents [B, C, T, h, w]: a VAE with a mean and a std for each channel."""
     shape = (1, vae.config.z_dim, 1, 1, 1)
     mean = torch.tensor(vae.config.latents_mean, device=latents.device).view(shape)
     std = torch.tensor(vae.config.latents_std, device=latents.device).view(shape)
-    frames = vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0].transpose(1, 2)
-    return (frames.float() / 2 + 0.5).clamp(0, 1)
+    return decoded_pixels(vae, latents * std + mean, precision).transpose(1, 2)

@@ -20,6 +20,7 @@ from flowrl.models._memory import MemorySettings, require_frozen, require_own_ty
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["native", "autocast"]
 GuidanceGradient = Literal["both", "positive"]
+VaePrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +68,9 @@ class ModelConfig:
     """Folder or .safetensors of a LoRA to start from; its rank and targets must be those of `lora`."""
     vae: Annotated[str | None, NAME_OR_PATH] = None
     """Another VAE: hub id or folder."""
+    vae_precision: VaePrecision = "tf32"
+    """Arithmetic of the VAE, whatever `dtype` is: `tf32`, float32 with TF32 convolutions on a GPU; `float32`, IEEE
+    throughout and slower there; `bfloat16` or `float16`, half the memory and coarser images (docs/memory.md)."""
     height: int | None = None
     """Image height in pixels; null takes the pipeline's default."""
     width: int | None = None

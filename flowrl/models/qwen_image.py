@@ -98,7 +98,7 @@ class QwenImage(Native):
     @torch.no_grad()
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         # The VAE is for videos: an image is a video of one frame.
-        return decoded_frames(self.pipeline.vae, self.unpacked(latents))[:, 0]
+        return decoded_frames(self.pipeline.vae, self.unpacked(latents), self.config.vae_precision)[:, 0]
 
     encode_images = ModelAdapter.encode_images
 

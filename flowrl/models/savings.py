@@ -1,13 +1,14 @@
 """`model.memory` and `model.attention` applied to a pipeline, the same for every adapter: the libraries' own switches.
 
 before loading      check_available, quantization
-in the adapter      switch_on: checkpointing, VAE slicing and tiling, attention
+in the adapter      switch_on: checkpointing, attention, the VAE (_vae.py)
 with its LoRA       cast_frozen
 on its device       place: group offload; one small attention, a test of the backend and its gradient
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from flowrl.core.errors import ModelError
+from flowrl.models._vae import set_up_vae
 from flowrl.models.base import ModelConfig, autocast, torch_dtype
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -101,7 +103,7 @@ def quantization(pipeline_class: Any, path: str, config: ModelConfig) -> dict[st
 
 
 def switch_on(pipeline: Any, networks: Iterable[nn.Module], config: ModelConfig) -> None:
-    """Set the denoisers' checkpointing and attention, and the VAE's slicing and tiling.
+    """Set the denoisers' checkpointing and attention, and the VAE's slicing, tiling and memory format.
 
     Raises:
         ModelError: a part lacks the switch.
@@ -114,17 +116,7 @@ def switch_on(pipeline: Any, networks: Iterable[nn.Module], config: ModelConfig)
             network.enable_gradient_checkpointing()
         if config.attention is not None:
             _set_attention(network, config.attention)
-    vae, memory = pipeline.components.get("vae"), config.memory
-    options = (("vae_slicing", memory.vae_slicing), ("vae_tiling", memory.vae_tiling))
-    for option, wanted in options:
-        switch = option.replace("vae_", "enable_")
-        if wanted:
-            try:
-                getattr(vae, switch)()
-            except (AttributeError, NotImplementedError):
-                raise ModelError(
-                    f"model.memory.{option}=true: {type(vae).__name__} has no {switch}(); leave it out"
-                ) from None
+    set_up_vae(pipeline, config)
 
 
 def _set_attention(network: Any, name: str) -> None:
@@ -195,6 +187,16 @@ def place(pipeline: Any, config: ModelConfig, device: torch.device, *, autocasts
         pipeline.to(device)
     if config.attention is not None:
         probe_attention(config.attention, device, torch_dtype(config.dtype), autocasts=autocasts)
+
+
+def give_memory_back() -> None:
+    """Return the device memory of parts that were dropped, so that other allocators (NCCL, a reward server) get it.
+
+    torch keeps freed blocks, and those of an encoder's weights are too small for activations.
+    """
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def offload(part: nn.Module, device: torch.device) -> None:

@@ -3,8 +3,8 @@
 Process: VP; grids and distilled checkpoints: models/_unet.py. timestep is that of training, 0..999. `guidance_scale` is
 the pipeline's own CFG scale (<= 1: none); of a consistency model the value that is embedded. Text: the last but one
 layers of CLIP and of OpenCLIP side by side, OpenCLIP's pooled embedding, and the image's size. Without a negative
-prompt guidance leads away from zeros if the checkpoint has force_zeros_for_empty_prompt. The VAE decodes in float32, so
-its published weights, which overflow in float16, need no fp16-fix (`model.vae` takes one).
+prompt guidance leads away from zeros if the checkpoint has force_zeros_for_empty_prompt. The VAE has the type of
+`model.vae_precision`, by default float32, so its published weights, which overflow in float16, need no fp16-fix.
 Refiners are refused: they start from another model's latents.
 """
 

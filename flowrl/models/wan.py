@@ -166,7 +166,7 @@ class Wan(Native):
 
     @torch.no_grad()
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
-        frames = decoded_frames(self.pipeline.vae, latents)
+        frames = decoded_frames(self.pipeline.vae, latents, self.config.vae_precision)
         return frames[:, 0] if self.num_frames == 1 else frames
 
     encode_images = ModelAdapter.encode_images

@@ -5,7 +5,7 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
 
     peak(phase) = resident(phase) + transient(phase)
 
-    resident  frozen denoiser + trained weights (4 bytes each) + VAE (float32) + snapshots and EMA (4 each)
+    resident  frozen denoiser + trained weights (4 bytes each) + VAE (vae_precision) + snapshots and EMA (4 each)
               + Adam's moments (8 each) + embeddings of the prompts at work (those of all prompts, where they
               are cached, are in host memory);
               in `encode` the text encoders instead of moments, EMA and embeddings
@@ -123,7 +123,7 @@ class Estimate:
     prompt: int
     """Embeddings of one prompt."""
     embeddings: int
-    """Host memory: embeddings of all prompts, where they are cached."""
+    """Embeddings of all prompts, where they are cached: in host memory or in files (`text_folder`)."""
     moments: int
     ema: int
     snapshots: int

@@ -31,6 +31,7 @@ from flowrl.models.weights import Weights
 from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.saliency_maps import Mapper, mapper
 from flowrl.run.inputs import made_with
+from flowrl.run.texts import embedded
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.scoring.build import build_scorers, probe, require_modality
 from flowrl.scoring.scorer import Scorer
@@ -146,7 +147,7 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     probe(scorers.watched, prompts.evaluated[:2], adapter, known=scorers.trained)
     if data.given is not None:
         require_encoder(adapter)
-    texts = Texts(adapter, data.texts(cache=config.data.caches_text), cache=config.data.caches_text)
+    texts = embedded(resolved, adapter, data.texts(cache=config.data.caches_text), world)
     kind.begin(weights, texts, prompts.train, config.seed)
     for role in method.roles:
         weights.snapshot(role)
@@ -196,7 +197,7 @@ def sampling_of(resolved: Resolved, adapter: ModelAdapter, texts: Texts, world: 
 
 
 def _advice(resolved: Resolved, learner: Learner, **known: bool) -> str:
-    return remedy(resolved.model.config.dtype, resolved.run.optim, learner.grad_norm, **known)
+    return remedy(resolved.model.config, resolved.run.optim, learner.grad_norm, **known)
 
 
 def _embedded(texts: Texts, prompts: Sequence[Identity]) -> Condition:

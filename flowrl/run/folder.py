@@ -44,7 +44,10 @@ BATCHES = (
 )
 # A resumed run may be longer, save more often, be in another folder or on other processes, or accept more broken
 # images; anything else would make it another run.
-_MAY_CHANGE = ("iterations", "checkpoint", "name", "output", "model.shard", "data.pairs.records.max_broken", *BATCHES)
+_MAY_CHANGE = (
+    *("iterations", "checkpoint", "name", "output", "model.shard", "data.text_cache", "data.pairs.records.max_broken"),
+    *BATCHES,
+)
 
 
 class MetricsFile:

@@ -19,6 +19,7 @@ from flowrl.core import registry
 from flowrl.core.errors import ConfigError, Fault, described
 from flowrl.core.paths import CACHE, PATH
 from flowrl.core.strict import Options, config_class, validate
+from flowrl.core.subprocesses import require_patience
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.cache import Folder, Memory, ScoreCache
 from flowrl.scoring.scorer import doubled_output
@@ -78,6 +79,7 @@ class RewardEntry:
             raise ValueError(f"prefix={self.prefix!r} must be letters, digits and _")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout} must be above 0; null sets none")
+        require_patience("timeout", self.timeout or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowrl.core.console import log
 from flowrl.core.errors import Diverged
+from flowrl.models.base import ModelConfig
 from flowrl.training.optim import OptimConfig
 
 TOO_MANY = 0.5
@@ -70,21 +71,24 @@ def _odd(values: Tensor) -> Tensor:
     return ~values.detach().sum(dim=tuple(range(1, values.ndim)), dtype=torch.float32).isfinite()
 
 
-def remedy(dtype: str, optim: OptimConfig, grad_norm: float | None, *, trained: bool, in_decoder: bool) -> str:
+def remedy(model: ModelConfig, optim: OptimConfig, grad_norm: float | None, *, trained: bool, in_decoder: bool) -> str:
     """The state of the training, and what to change.
 
     Args:
-        dtype: `model.dtype`.
+        model: the run's `model`.
         optim: the run's `optim`.
         grad_norm: of the last update; None: there was none.
         trained: the weights have moved.
         in_decoder: the latents are finite, the images are not.
     """
-    if in_decoder and not trained:
-        return f"the latents are finite, so the decoder overflows: model.dtype is {dtype}, set bfloat16 or float32"
+    if in_decoder and (model.vae_precision == "float16" or not trained):
+        return (
+            f"the latents are finite, so the decoder overflows: model.vae_precision is {model.vae_precision}; set "
+            "tf32, float32 or bfloat16, or another model.vae"
+        )
     if not trained:
         return (
-            f"nothing was trained yet, so the model itself makes them: model.dtype is {dtype}, set bfloat16 or "
+            f"nothing was trained yet, so the model itself makes them: model.dtype is {model.dtype}, set bfloat16 or "
             "float32, or lower rollout.guidance_scale"
         )
     rate, limit = optim.learning_rate, optim.max_grad_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from flowrl.core.errors import (
     RewardError,
     described,
 )
+from flowrl.core.subprocesses import PATIENCE_S
 
 T = TypeVar("T")
 
@@ -199,10 +201,12 @@ def join() -> World:
     """
     from accelerate import PartialState
 
-    expected, options = int(os.environ.get("WORLD_SIZE", "1")), {}
+    expected = int(os.environ.get("WORLD_SIZE", "1"))
+    options: dict[str, Any] = {}
     if expected > 1:
         backend = require_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        options = {} if backend is None else {"backend": backend}
+        options = {"timeout": datetime.timedelta(seconds=PATIENCE_S)}
+        options |= {} if backend is None else {"backend": backend}
     state = PartialState(cpu=not torch.cuda.is_available(), **options)
     if state.num_processes != expected:
         raise LaunchError(

@@ -28,6 +28,7 @@ from flowrl.rewards._vision.arrays import jpeg
 from PIL import Image
 from torch import Tensor
 
+from flowrl.core.subprocesses import require_patience
 from flowrl.reward import RewardError, unscored
 
 _RETRIED = {408, 409, 425, 429}
@@ -70,6 +71,7 @@ class Http:
         for name in ("concurrency", "timeout_s", "deadline_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        require_patience("deadline_s", self.deadline_s)
         if self.retries < 0:
             raise ValueError(f"retries={self.retries} must not be negative")
         if not 2 <= self.top_logprobs <= 20:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from flowrl.core.paths import SECRET
+from flowrl.core.subprocesses import require_patience
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,5 +44,6 @@ class Config:
             least = 1 if name in counts else 0.01
             if not value >= least:
                 raise ValueError(f"{name}={value} must be at least {least}")
+        require_patience("deadline_s", self.deadline_s)
         if self.token_file is not None and self.token_env is not None:
             raise ValueError("give token_file or token_env, not both")

@@ -12,6 +12,7 @@ from flowrl.config.load import load_config
 from flowrl.config.schema import EvalConfig
 from flowrl.core.errors import Diverged
 from flowrl.evaluation.evaluator import Evaluator, Setting
+from flowrl.models.base import ModelConfig
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.divergence import Health, remedy
 from tests.scoring.test_overlap import PROMPTS, brightness, draw, entry
@@ -107,11 +108,12 @@ def test_an_evaluation_with_a_few_of_them_has_no_score_for_these(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"), [("trained", "learning_rate"), ("untrained", "dtype"), ("decoder", "dtype")]
+    ("config", "expected"),
+    [("trained", "learning_rate"), ("untrained", "model.dtype"), ("decoder", "model.vae_precision")],
 )
 def test_the_remedy_names_options_with_their_values(config, expected):
-    run = load_config("configs/quickstart.yaml", ["optim.learning_rate=0.5"])
-    found = remedy("float16", run.optim, 1234.5, trained=config == "trained", in_decoder=config == "decoder")
+    run, model = load_config("configs/quickstart.yaml", ["optim.learning_rate=0.5"]), ModelConfig(path="x")
+    found = remedy(model, run.optim, 1234.5, trained=config == "trained", in_decoder=config == "decoder")
     assert expected in found
     assert ("1.23e+03" in found and "0.5" in found) == (config == "trained")
 

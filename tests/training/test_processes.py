@@ -6,9 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import accelerate
 import pytest
 import torch
+from flowrl.rewards._judges.chat_api import Http
+from flowrl.rewards._remote import options as remote
 
 from flowrl.core import files, status
 from flowrl.core.errors import Abandoned, ConfigError, Diverged, Elsewhere, RewardError, RewardFailure
@@ -16,7 +21,8 @@ from flowrl.core.files import fsync, write_atomically
 from flowrl.run import checkpoint
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import launch
-from flowrl.training.world import BACKEND, World, require_devices
+from flowrl.scoring.entries import RewardEntry
+from flowrl.training.world import BACKEND, World, join, require_devices
 from tests.training.test_sharding import everywhere
 
 
@@ -54,6 +60,29 @@ def test_processes_that_the_gpus_cannot_bear_are_refused(cards, count, processes
 def test_two_processes_have_a_gpu_each_share_one_through_gloo_or_use_none(cards, count, backend):
     cards(count, backend)
     assert require_devices(2) == backend
+
+
+def test_processes_wait_longer_for_each_other_than_any_call_of_a_reward_may_take(monkeypatch):
+    """torch's 600 s between GPUs end a run whose reward tries its servers for 900."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv(BACKEND, raising=False)
+    seen: dict[str, Any] = {}
+
+    def state(**options: Any) -> SimpleNamespace:
+        seen.update(options)
+        return SimpleNamespace(num_processes=2, process_index=0, device=torch.device("cpu"))
+
+    monkeypatch.setattr(accelerate, "PartialState", state)
+    join()
+    waits = seen["timeout"].total_seconds()
+    assert waits >= 4 * remote.Config(servers=["http://x"], reward="x").deadline_s
+    for make in (
+        lambda: remote.Config(servers=["http://x"], reward="x", deadline_s=waits),
+        lambda: Http(deadline_s=waits),
+        lambda: RewardEntry(name="x", timeout=waits),
+    ):
+        with pytest.raises(ValueError, match="other processes wait"):
+            make()
 
 
 def test_more_processes_than_cores_are_warned_about_before_they_start(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,13 +15,14 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.models._memory import require_native, require_own_guidance
 from flowrl.models._native import NO_ENCODERS
 from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
+from flowrl.models._vae import arithmetic, vae_dtype
 from flowrl.models.base import ModelAdapter, ModelConfig, autocast, network_config, torch_dtype
 from flowrl.models.generic.encoding import SHORT, Calls, Template, learn, one_by_one, without_warnings
 from flowrl.models.generic.entrance import PROBE_STEPS, Entrance
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.generic.images import blank
 from flowrl.models.generic.reentry import Visit
-from flowrl.models.savings import place
+from flowrl.models.savings import give_memory_back, place
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -184,12 +184,18 @@ class Generic(ModelAdapter):
             texts = prompts if batch == len(prompts) else prompts * batch
             return self.entrance.enter(batch, PROBE_GUIDANCE, prompts=texts, images=images, stop_at_network=True)
 
-        visit = enter(len(prompts))
+        with arithmetic(self.config.vae_precision):  # of reference images
+            visit = enter(len(prompts))
         cond = self._template.condition(visit.returned["encode_prompt"], len(prompts))
         if not images:
             return cond
         self.images.learn(enter)
         return Condition(cond.tensors | self.images.entries(visit, images))
+
+    def condition_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of a short prompt, where lengths differ."""
+        self._learned()
+        return {name: tuple(value[0].shape) for name, value in self._probe.tensors.items()}
 
     def free_text_encoders(self) -> None:
         self._learned()
@@ -197,7 +203,7 @@ class Generic(ModelAdapter):
             if name.startswith("text_encoder") and part is not None:
                 setattr(self.pipeline, name, None)
         self._freed = True
-        gc.collect()
+        give_memory_back()
 
     # ---- the network
 
@@ -332,12 +338,15 @@ class Generic(ModelAdapter):
 
     def _decode(self, latents: Tensor, cond: Condition) -> Tensor:
         options = {**self._answers(cond), "timesteps": self._pin([]), "output_type": "pt"}
-        visit = self.entrance.enter(len(latents), PROBE_GUIDANCE, latents=latents.float(), keep_dtype=True, **options)
+        latents = latents.to(vae_dtype(self.config.vae_precision))
+        with arithmetic(self.config.vae_precision):
+            visit = self.entrance.enter(len(latents), PROBE_GUIDANCE, latents=latents, keep_dtype=True, **options)
         output = visit.output[0] if isinstance(visit.output, tuple) else visit.output
         if not torch.is_tensor(output) or len(output) != len(latents):
             raise ModelError(f"{self.kind} decodes to {type(output).__name__}, not to one image or video per sample")
         images = output.float().clamp(0, 1)
-        return images[:, 0] if images.ndim == 5 and self.num_frames == 1 else images
+        images = images[:, 0] if images.ndim == 5 and self.num_frames == 1 else images
+        return images.contiguous() if self.config.memory.vae_channels_last else images
 
     def to(self, device: torch.device) -> None:
         place(self.pipeline, self.config, device, autocasts=self.autocasts)

@@ -20,7 +20,6 @@ from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models._loading import meta_pipeline
-from flowrl.models.base import torch_dtype
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.encoding import LONG
 from flowrl.models.generic.entrance import PROBE_STEPS
@@ -44,7 +43,7 @@ class Outline(Generic):
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
-        pipeline = meta_pipeline(folder, torch_dtype(config.dtype))
+        pipeline = meta_pipeline(folder, config)
         self.text_tokens: dict[str, int] = {}
         self._folder = folder
         with self._standing_in(pipeline):

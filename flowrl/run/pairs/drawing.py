@@ -26,7 +26,6 @@ from flowrl.core.phases import phase
 from flowrl.core.rng import derive, permutation
 from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt
-from flowrl.data.text_cache import Texts
 from flowrl.models.weights import freeze
 from flowrl.planning.out_of_memory import explaining
 from flowrl.rollout.noise import Noise
@@ -35,6 +34,7 @@ from flowrl.run.assembly import require_fit, sampling_of
 from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.pairs.folder import IMAGES, Done, PairFolder
 from flowrl.run.pairs.plan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
+from flowrl.run.texts import embedded
 from flowrl.scoring.build import build_scorers, probe
 from flowrl.scoring.scorer import Scores
 from flowrl.training.divergence import remedy
@@ -108,8 +108,8 @@ class Pairing:
         freeze(adapter, options, derive(config.seed, "lora"))
         adapter.to(world.device)
         probe(scorer, prompts[:2], adapter)
-        sampling = sampling_of(resolved, adapter, Texts(adapter, prompts, cache=config.data.caches_text), world)
-        advice = partial(remedy, options.dtype, config.optim, None)
+        sampling = sampling_of(resolved, adapter, embedded(resolved, adapter, prompts, world), world)
+        advice = partial(remedy, options, config.optim, None)
         self.scorer, self.sampling = scorer, replace(sampling, remedy=advice)
         try:
             self.plan = rollout_plan(resolved, sampling.schedule)

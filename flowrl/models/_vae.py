@@ -1,0 +1,98 @@
+"""The VAE at work, the same for every adapter: its type (`model.vae_precision`), its switches, its arithmetic.
+
+On CUDA torch computes the convolutions of a float32 network in TF32: operands rounded to 10 bits of mantissa, sums in
+float32. That is `tf32`; `float32` is IEEE arithmetic. On a CPU both are IEEE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.core.errors import ModelError
+from flowrl.models.base import ModelConfig, VaePrecision
+
+
+def vae_dtype(precision: VaePrecision) -> torch.dtype:
+    """The type of the VAE's weights and of its latents."""
+    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    return half.get(precision, torch.float32)
+
+
+def cast_vae(pipeline: Any, precision: VaePrecision) -> None:
+    """Give the VAE of a loaded pipeline its type, whatever the type of the denoiser."""
+    vae = pipeline.components.get("vae")
+    if isinstance(vae, nn.Module):
+        # Past ModelMixin.to, which warns of half precision on a CPU.
+        nn.Module.to(vae, vae_dtype(precision))
+
+
+def set_up_vae(pipeline: Any, config: ModelConfig) -> None:
+    """Set the VAE's slicing, tiling and memory format.
+
+    Raises:
+        ModelError: it lacks the switch, is a VAE for videos, or overflows in the configured type.
+    """
+    vae, memory = pipeline.components.get("vae"), config.memory
+    for option, wanted in (("vae_slicing", memory.vae_slicing), ("vae_tiling", memory.vae_tiling)):
+        switch = option.replace("vae_", "enable_")
+        if wanted:
+            try:
+                getattr(vae, switch)()
+            except (AttributeError, NotImplementedError):
+                raise ModelError(
+                    f"model.memory.{option}=true: {type(vae).__name__} has no {switch}(); leave it out"
+                ) from None
+    if memory.vae_channels_last:
+        if vae is None or any(p.ndim > 4 for p in vae.parameters()):
+            raise ModelError(
+                f"model.memory.vae_channels_last=true: {type(vae).__name__} has convolutions over time, and this "
+                "format is for those of images; leave it out"
+            )
+        vae.to(memory_format=torch.channels_last)
+    # Only the pipelines of SDXL's VAE have upcast_vae(); force_upcast alone is the default of every VAE.
+    overflows = vae is not None and "upcast_vae" in dir(pipeline) and vae.config.get("force_upcast", True)
+    if config.vae_precision == "float16" and overflows:
+        raise ModelError(
+            "model.vae_precision=float16: the activations of this VAE exceed float16 (its force_upcast is true), and "
+            "images would be black; set bfloat16 or tf32, or model.vae=madebyollin/sdxl-vae-fp16-fix"
+        )
+
+
+@contextmanager
+def arithmetic(precision: VaePrecision) -> Generator[None]:
+    """The configured arithmetic of convolutions on CUDA inside the block; the settings are those of the process.
+
+    Images have few shapes, so cuDNN may try its kernels once for each, unless kernels must be deterministic.
+    """
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.benchmark
+    if vae_dtype(precision) == torch.float32:
+        cudnn.allow_tf32 = precision == "tf32"
+    cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, cudnn.benchmark = before
+
+
+def decoded_pixels(vae: Any, latents: Tensor, precision: VaePrecision) -> Tensor:
+    """Images [B, 3, H, W], or frames [B, 3, F, H, W], float32 in [0, 1], of the VAE's own latents.
+
+    Values that overflow are NaN, not white.
+    """
+    with arithmetic(precision):
+        values = vae.decode(latents.to(vae.dtype), return_dict=False)[0].float()
+    if vae.dtype == torch.float16:
+        values = values + 0 * values
+    return (values / 2 + 0.5).clamp(0, 1).contiguous()
+
+
+def posterior(vae: Any, images: Tensor, precision: VaePrecision) -> Any:
+    """The VAE's distribution of latents for images [B, 3, H, W] in [0, 1], on its device."""
+    with arithmetic(precision):
+        return vae.encode((2 * images - 1).to(vae.dtype)).latent_dist

@@ -1,0 +1,50 @@
+"""Embeddings of a run's prompts: on demand, in the memory of each process, or in files that the processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from flowrl.config.resolved import Resolved
+from flowrl.core.console import log
+from flowrl.data.prompts import Prompt
+from flowrl.data.text_cache import Texts, batches, encoded
+from flowrl.data.text_files import TextFiles, text_folder
+from flowrl.data.text_identity import text_identity
+from flowrl.models.base import ModelAdapter, torch_dtype
+from flowrl.training.world import World
+
+
+def embedded(resolved: Resolved, adapter: ModelAdapter, prompts: Sequence[str | Prompt], world: World) -> Texts:
+    """The embeddings of a run; each process encodes a share of those that no file holds yet.
+
+    Raises:
+        ConfigError: `data.text_cache` is a folder, and these embeddings cannot be kept.
+        WriteError: the disk is full or not writable.
+    """
+    run, config = resolved.run, resolved.model.config
+    listed = batches(prompts)
+    keys = [key for batch in listed for key in batch]
+    size = None if adapter.pipeline is None else len(keys) * _prompt_size(adapter, torch_dtype(config.dtype))
+    folder = text_folder(run.data, run.output, size, images=any(images for _, images in keys))
+    if folder is None:
+        return Texts(adapter, prompts, cache=run.data.caches_text)
+    identity = text_identity(adapter, config, world.device)
+    files = TextFiles(folder, identity, listed, adapter, partial(encoded, adapter), world.device)
+    made = sum(world.together(lambda: files.make(range(world.rank, len(files), world.size))))
+    # A folder of another machine does not have what this one wrote.
+    world.together(lambda: files.make(files.missing()))
+    if world.main:
+        log.info("embeddings of %d texts: %d of %d files in %s were made", len(keys), made, len(files), folder)
+    return Texts(adapter, (), cache=True, files=files)
+
+
+def _prompt_size(adapter: ModelAdapter, dtype: torch.dtype) -> int:
+    """Bytes of a prompt's embeddings, at most where lengths differ; 0 where the adapter does not know their shapes."""
+    try:
+        shapes = adapter.condition_shapes()
+    except NotImplementedError:  # of a family of the user's own
+        return 0
+    return sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
