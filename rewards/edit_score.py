@@ -147,7 +147,7 @@ class Asker:
         return [combine(*sc, *pq) for sc, pq in zip(grades[: len(both)], grades[len(both) :], strict=True)]
 
     def __call__(self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
-        # All sources first: a missing one is the user's mistake, and found before the slow part.
+        # All sources first: a missing one is the user's mistake, and is refused before the slow part.
         sources = [source_pixels(record) for record in metadata]
         edited = [to_uint8(image) for image in images]
         rows = [row for row, pixels in enumerate(edited) if pixels is not None]

@@ -12,7 +12,7 @@ Scores, of which one is trained on and the first three are always reported:
 
 Colours are named on objects cut out and cropped as the benchmark does, half an odd margin rounded half to even.
 The benchmark's prompts are `geneval.jsonl`. The detector is one of transformers, not the benchmark's mmdet
-checkpoint: report results as GenEval-hf; or it runs elsewhere, behind HTTP (docs/rewards/geneval.md).
+checkpoint: report results as GenEval-hf; or it runs elsewhere, over HTTP (docs/rewards/geneval.md).
 
 Source: arXiv:2310.11513; djghosh13/geneval; the other scores: yifan123/reward-server:reward_server/gen_eval.py.
 """

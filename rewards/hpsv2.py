@@ -5,7 +5,7 @@ output carries the version: `hpsv2_1` or `hpsv2_0`. The longest side is resized 
 other CLIPs this one sees the whole image; the resizing is done on float tensors and may overshoot [0, 1]. Of the
 prompt it sees 77 tokens. A video has the mean over some of its frames.
 
-The networks are of one kind and cannot be told apart by their weights' shapes: what tells them is the file's name, and
+The networks are of one kind and cannot be told apart by their weights' shapes: the file's name tells which it is, and
 `sha256` where you give it.
 
 Source: arXiv:2306.09341; tgxs002/HPSv2:hpsv2/src/open_clip/transform.py.

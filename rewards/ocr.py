@@ -141,7 +141,7 @@ def build(config: Config) -> Reward:
         return sum(read) / len(read) if read else 0.0
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        # All targets first: a prompt without one is the user's mistake, and found before the slow part.
+        # All targets first: a prompt without one is the user's mistake, and is refused before the slow part.
         targets = [target_text(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
         samples = [[to_uint8(f) for f in (x[::_FRAME_INTERVAL] if x.ndim == 4 else [x])] for x in images]
         # One call for all, so that a pool has work for every worker.

@@ -20,7 +20,7 @@ CARD = Card(
     resolution="as served",
     overlap=True,
     level=LEVEL,
-    licence="Apache-2.0 (this project); that of the reward behind it",
+    licence="Apache-2.0 (this project); that of the served reward",
     source="flowrl serve",
 )
 

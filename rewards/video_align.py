@@ -1,7 +1,7 @@
 """VideoAlign (VideoReward): visual quality, motion quality and text alignment of a video, by a Qwen2-VL 2B.
 
 raw: three values read at three tokens of one text, brought to mean 0 and deviation 1 by the checkpoint's constants,
-and their sum, which is trained on. The caption stands behind the first two tokens and so cannot change their values.
+and their sum, which is trained on. The caption stands after the first two tokens and so cannot change their values.
 Frames are sampled by time, two a second: the video's frame rate comes from metadata["fps"] or the option `fps`.
 
 The checkpoint's model_config.json says what to sample, how large, which outputs the head has, and how to normalise.

@@ -92,9 +92,9 @@ def _by_bertscore(judge: Judge, config: Config, compare: BertScore) -> ScoreFunc
 
         def ask(asked: list[Question]) -> Tensor:
             answers = _answers(judge, asked, config)
-            told = [row for row, answer in enumerate(answers) if answer is not None]
+            answered = [row for row, answer in enumerate(answers) if answer is not None]
             values = torch.full((len(asked), 3), torch.nan, dtype=torch.float64)
-            values[told] = compare([str(answers[row]) for row in told], [references[row] for row in told])
+            values[answered] = compare([str(answers[row]) for row in answered], [references[row] for row in answered])
             return values
 
         return dict(zip(CARD.outputs, where_asked(questions, ask).float().unbind(dim=1), strict=True))
@@ -127,7 +127,7 @@ def questions_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _strict(judge: Judge, config: Config) -> ScoreFunction:
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        # All records first: a bad one is the user's mistake, and found before the slow part.
+        # All records first: a bad one is the user's mistake, and is refused before the slow part.
         wanted = [questions_of(record) for record in metadata]
         pixels = [to_uint8(image) for image in images]
         asked = [
@@ -150,10 +150,10 @@ def build(config: Config) -> Reward:
     asked = f"{config.mode} {config.jpeg_quality} {config.max_tokens}"
     if config.mode == "strict":
         return judge_reward("vlm_caption", card, config, DEFAULT, lambda judge: _strict(judge, config), asked)
-    # The smaller one first: what it lacks is told before the judge is loaded.
+    # The smaller one first: what it lacks is reported before the judge is loaded.
     compare = bert.load(config.bertscore, "vlm_caption")
-    told = config.question, config.reference, f"{config.bertscore.model} {config.bertscore.depth}"
+    identity = config.question, config.reference, f"{config.bertscore.model} {config.bertscore.depth}"
     how = judge_reward(
-        "vlm_caption", card, config, DEFAULT, lambda judge: _by_bertscore(judge, config, compare), asked, *told
+        "vlm_caption", card, config, DEFAULT, lambda judge: _by_bertscore(judge, config, compare), asked, *identity
     )
     return Reward(how.score, replace(how.card, memory_gib=how.card.memory_gib + compare.memory_gib))

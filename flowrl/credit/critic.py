@@ -68,10 +68,9 @@ class ValueNetwork:
         device: torch.device | str = "cpu",
         num_steps: int | None = None,
     ) -> None:
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(seed)
-        self.network = Perceptron(inputs, num_steps).to(device)
-        torch.set_rng_state(state)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            self.network = Perceptron(inputs, num_steps).to(device)
         self.adam: torch.optim.Optimizer = torch.optim.AdamW(self.network.parameters(), lr=learning_rate)
 
     def __call__(self, features: Tensor, step: Tensor | None = None) -> Tensor:

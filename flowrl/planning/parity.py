@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
 def facts(model: Generic) -> Iterator[tuple[str, str]]:
-    """(name, value) of everything that was read from the pipeline or found by probing."""
+    """(name, value) of everything that was read from the pipeline or learned by probing."""
     scheduler, (slope, offset) = model.pipeline.scheduler, model.time_map()
     yield "class", model.kind
     yield "process", f"{type(model.process).__name__}, predicts {model.prediction_type} ({type(scheduler).__name__})"

@@ -140,7 +140,7 @@ class Search:
         self.left = self.left and self.left - 1
         return high - low == 1
 
-    def _keep(self, found: Mapping[str, Tensor], low: int, high: int) -> None:
+    def _keep(self, outputs: Mapping[str, Tensor], low: int, high: int) -> None:
         self.left = None
-        for name, values in found.items():
+        for name, values in outputs.items():
             self.scores[name][low:high] = values

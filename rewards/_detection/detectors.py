@@ -52,7 +52,7 @@ class Detector(Protocol):
 
 
 class ColorNamer(Protocol):
-    def __call__(self, pixels: np.ndarray, found: Sequence[Detection]) -> list[str]:
+    def __call__(self, pixels: np.ndarray, detections: Sequence[Detection]) -> list[str]:
         """One of COLORS for each object; all are of one label."""
         ...
 
@@ -171,13 +171,13 @@ class ClipColors:
     prototypes: dict[str, Tensor] = field(default_factory=dict)
     """Label -> unit mean of the phrasings of each colour, [colors, D]; filled as labels come up."""
 
-    def __call__(self, pixels: np.ndarray, found: Sequence[Detection]) -> list[str]:
-        if not found:
+    def __call__(self, pixels: np.ndarray, detections: Sequence[Detection]) -> list[str]:
+        if not detections:
             return []
-        label = found[0].label
+        label = detections[0].label
         if label not in self.prototypes:
             self.prototypes[label] = self._prototypes(label)
-        crops = [torch.from_numpy(cut_out(pixels, item)).permute(2, 0, 1) / 255 for item in found]
+        crops = [torch.from_numpy(cut_out(pixels, item)).permute(2, 0, 1) / 255 for item in detections]
         similarity = self.clip.embed_images(crops) @ self.prototypes[label].T
         return [COLORS[index] for index in similarity.argmax(dim=1).tolist()]
 

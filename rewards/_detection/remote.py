@@ -1,4 +1,4 @@
-"""An object detector behind HTTP, for rewards whose detector needs an environment of its own. A helper, not a reward.
+"""An object detector over HTTP, for rewards whose detector needs an environment of its own. A helper, not a reward.
 
 The benchmark's mmdet checkpoint runs on Python 3.10 and older only; a small server there answers in JSON:
 

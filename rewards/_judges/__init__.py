@@ -1,1 +1,1 @@
-"""Judges: vision-language models here or behind a chat API, and what they are asked."""
+"""Judges: vision-language models here or on a server with a chat API, and what they are asked."""

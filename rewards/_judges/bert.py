@@ -102,7 +102,7 @@ class BertScore:
     def _longest(self) -> int:
         """Tokens of a text with its special ones; a tokenizer that sets no limit says a huge number."""
         positions = self.model.config.max_position_embeddings
-        # RoBERTa's positions begin behind those of the padding token.
+        # RoBERTa's positions begin after those of the padding token.
         offset = self.model.config.pad_token_id + 1 if self.model.config.model_type == "roberta" else 0
         return min(self.tokenizer.model_max_length, positions - offset)
 

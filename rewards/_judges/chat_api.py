@@ -1,4 +1,4 @@
-"""A judge behind any server that speaks OpenAI's chat API: vLLM, SGLang, hosted ones. A helper, not a reward.
+"""A judge on any server that speaks OpenAI's chat API: vLLM, SGLang, hosted ones. A helper, not a reward.
 
 Questions go out side by side, at most `concurrency` at a time. Connection errors, timeouts and the statuses 408, 429
 and 5xx are tried again after a growing, jittered wait, or after the server's Retry-After, until the deadline; then the
@@ -38,7 +38,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Http:
-    """A judge behind a server."""
+    """A judge on a server."""
 
     base_url: str = "http://localhost:8000/v1"
     model: str = ""
@@ -90,7 +90,7 @@ class HttpJudge:
         self.counters = Counters(config.price_prompt, config.price_completion)
         self._key = _api_key(config, reward)
         self._unreachable = False
-        """The last question found nobody listening, with all its tries: the next ones try once until one succeeds."""
+        """No server answered the last question, in all its tries: the next ones try once until one succeeds."""
         # Of its own: waits must not move the random numbers of the training.
         self._jitter = random.Random(os.getpid())
 
@@ -269,7 +269,7 @@ def _api_key(config: Http, reward: str) -> str | None:
 
 
 def load(config: Http, reward: str) -> HttpJudge:
-    """A judge behind a server; nothing is sent yet.
+    """A judge on a server; nothing is sent yet.
 
     Raises:
         RewardError: the openai package is missing, no model is named, or the key's variable is not set.

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from flowrl.rewards._vision import checkpoints
@@ -23,6 +23,9 @@ from flowrl.rewards._vision.pixels import MEAN, STD
 from torch import Tensor, nn
 
 from flowrl.reward import RewardError
+
+if TYPE_CHECKING:
+    from transformers import Qwen2VLConfig
 
 FACTOR = 28
 """Pixels to a token's side: sizes are multiples of it."""
@@ -220,18 +223,9 @@ def load(
     Raises:
         RewardError: the base cannot be found, or does not fit the weights.
     """
-    from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
+    from transformers import Qwen2VLModel
 
-    try:
-        config = Qwen2VLConfig.from_pretrained(base)
-        tokenizer = AutoTokenizer.from_pretrained(base)
-    except (OSError, ValueError) as error:
-        raise RewardError(
-            f"reward {reward!r} cannot load configuration and tokenizer of {base!r}; give a folder or a hub id that "
-            f"can be reached: {error}"
-        ) from error
-    if not tokenizer.chat_template:
-        raise RewardError(f"reward {reward!r}: the tokenizer of {base!r} has no chat template; take Qwen's own folder")
+    config, tokenizer = _base(base, reward)
     tokenizer.add_tokens(list(marks), special_tokens=True)
     embedding = tensors.get("language_model.embed_tokens.weight")
     if embedding is not None and len(embedding) != len(tokenizer):
@@ -254,3 +248,24 @@ def load(
     place = checkpoints.place(device)
     ids = tuple(tokenizer.convert_tokens_to_ids(list(marks)))
     return Regressor(backbone.to(place), rated.to(place), tokenizer, ids, positions, reward)
+
+
+def _base(base: str, reward: str) -> tuple[Qwen2VLConfig, Any]:
+    """(configuration, tokenizer) of a folder or hub id.
+
+    Raises:
+        RewardError: they cannot be loaded, or the tokenizer has no chat template.
+    """
+    from transformers import AutoTokenizer, Qwen2VLConfig
+
+    try:
+        config = Qwen2VLConfig.from_pretrained(base)
+        tokenizer = AutoTokenizer.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        raise RewardError(
+            f"reward {reward!r} cannot load configuration and tokenizer of {base!r}; give a folder or a hub id that "
+            f"can be reached: {error}"
+        ) from error
+    if not tokenizer.chat_template:
+        raise RewardError(f"reward {reward!r}: the tokenizer of {base!r} has no chat template; take Qwen's own folder")
+    return config, tokenizer

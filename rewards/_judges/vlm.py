@@ -211,7 +211,7 @@ def _stacked(rows: Sequence[Tensor], width: int | None) -> Tensor:
 
 
 def _with_answer(inputs: Any, ids: Tensor) -> dict[str, Tensor]:
-    """The inputs with the same tokens behind every row; other tensors by token (types) get zeros there."""
+    """The inputs with the same tokens after every row; other tensors by token (types) get zeros there."""
     fillings = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     longer = dict(inputs)
     for name, value in inputs.items():

@@ -56,7 +56,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of `score`: how long it may take, and what went wrong in it, which is told once at its end."""
+    """One call of `score`: how long it may take, and what went wrong in it, which is reported once at its end."""
 
     deadline: float
     lost: int = 0

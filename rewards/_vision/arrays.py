@@ -1,4 +1,4 @@
-"""Images as the libraries behind rewards want them. A helper, not a reward."""
+"""Images as the libraries that rewards use want them. A helper, not a reward."""
 
 from __future__ import annotations
 

@@ -117,12 +117,12 @@ def fill(network: nn.Module, tensors: Mapping[str, Tensor], *, reward: str, sour
             f"{name}: {given[name]}, not {wanted[name]}" for name in both if given[name] != wanted[name]
         ],
     }
-    told = [
+    lines = [
         f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
         for what, names in differences.items()
         if names
     ]
-    if told:
-        raise RewardError(f"reward {reward!r}: {source} holds other weights than the network's: {'; '.join(told)}")
+    if lines:
+        raise RewardError(f"reward {reward!r}: {source} holds other weights than the network's: {'; '.join(lines)}")
     network.load_state_dict(tensors, strict=True, assign=True)
     network.eval().requires_grad_(False)

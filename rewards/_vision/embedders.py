@@ -21,7 +21,7 @@ Embed = Callable[[Sequence[Tensor]], Tensor]
 def network(name: str, device: str | None, *, reward: str, instead: str = "") -> Embed:
     """Projected image embeddings of a CLIP, else the class token of a ViT such as DINO or DINOv2.
 
-    The network is float32 and frozen, behind its own preprocessing.
+    The network is float32 and frozen, after its own preprocessing.
 
     Args:
         name: a folder or a hub id.
@@ -36,7 +36,7 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "") ->
 
     try:
         processor = AutoImageProcessor.from_pretrained(name)
-        # Of a ViT the class token is taken; DINO's checkpoints have no pooler behind it.
+        # Of a ViT the class token is taken; DINO's checkpoints have no pooler after it.
         model = checkpoints.whole(AutoModel, name, reward=reward, unused=("pooler.",), dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise RewardError(

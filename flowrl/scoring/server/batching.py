@@ -33,7 +33,7 @@ class _Job:
 
     def settle(self, row: int, result: Result) -> None:
         self.results[row] = result
-        if not self.done.done() and all(found is not None for found in self.results):
+        if not self.done.done() and all(result is not None for result in self.results):
             self.done.set_result(None)
 
 
@@ -89,13 +89,13 @@ class Batcher:
         Raises:
             WorkerFailed: the reward cannot be built.
         """
-        found = await asyncio.gather(*(runner.start() for runner in self.runners), return_exceptions=True)
-        for one in found:
+        answers = await asyncio.gather(*(runner.start() for runner in self.runners), return_exceptions=True)
+        for one in answers:
             if isinstance(one, BaseException):
                 await self.close()
                 raise one
-        assert isinstance(found[0], dict)
-        self.about = found[0]
+        assert isinstance(answers[0], dict)
+        self.about = answers[0]
         self.live = len(self.runners)
         self._tasks = [asyncio.create_task(self._serve(runner)) for runner in self.runners]
 
@@ -190,9 +190,9 @@ class Batcher:
         single = all(one.job is batch[0].job for one in batch)
         try:
             async with asyncio.timeout(self.limits.score_s):
-                found = await runner.run([one.item for one in batch])
-                if len(found) != len(batch):
-                    raise RuntimeError(f"{len(found)} results for {len(batch)} samples")
+                results = await runner.run([one.item for one in batch])
+                if len(results) != len(batch):
+                    raise RuntimeError(f"{len(results)} results for {len(batch)} samples")
         except TimeoutError:
             log.warning("reward %r took longer than %g s: its worker is ended", self.name, self.limits.score_s)
             kind, text, final = "time", f"the reward took longer than {self.limits.score_s:g} s", single
@@ -204,7 +204,7 @@ class Batcher:
             log.exception("reward %r: a batch failed outside of the reward", self.name)
             kind, text, final = "failed", f"{type(error).__name__}: {error}", single
         else:
-            for one, result in zip(batch, found, strict=True):
+            for one, result in zip(batch, results, strict=True):
                 one.job.settle(one.row, result)
             return True
         runner.kill()
@@ -225,11 +225,11 @@ class Batcher:
             tries += 1
             self.counters.add("flowrl_worker_restarts_total", reward=self.name)
             try:
-                found = await runner.start()
+                about = await runner.start()
             except (WorkerFailed, OSError) as error:  # OSError: no process or socket to be had at the moment
                 log.warning("reward %r cannot be started again: %s", self.name, error)
                 continue
-            if found["fingerprint"] == self.about["fingerprint"]:
+            if about["fingerprint"] == self.about["fingerprint"]:
                 return
             # Its file was edited: half of a run would be scored by another reward.
             log.warning("reward %r is not what it was when the server started; restart the server", self.name)

@@ -48,15 +48,15 @@ def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:
     while batches:
         batch = batches.pop()
         try:
-            found = _score_rows(entry, [items[row] for row in batch], [samples[row] for row in batch])
+            scores = _score_rows(entry, [items[row] for row in batch], [samples[row] for row in batch])
         except (Exception, SystemExit) as error:  # a reward may raise anything
             if len(batch) > 1 and not whole:
                 batches += [[row] for row in batch]
                 continue
             kind = "refused" if isinstance(error, RewardError) else "raised"
             text = str(error) if kind == "refused" else described(error)
-            found = [failed(outputs, kind, text) for _ in batch]
-        results |= dict(zip(batch, found, strict=True))
+            scores = [failed(outputs, kind, text) for _ in batch]
+        results |= dict(zip(batch, scores, strict=True))
     return [results[row] for row in range(len(items))]
 
 
@@ -124,7 +124,7 @@ def main(connection: socket.socket) -> None:
         plan = reward_plan(options, "--reward")
         entry = plan.build()
         answer(introduce(plan, entry))
-    except (Exception, SystemExit) as error:  # told to the server, which ends with it or tries again
+    except (Exception, SystemExit) as error:  # reported to the server, which ends with it or tries again
         answer({"failed": str(error) if isinstance(error, Fault) else described(error)})
         return
     while (frame := read_frame(file)) is not None:
