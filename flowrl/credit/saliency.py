@@ -59,7 +59,7 @@ def saliency(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     tokens = tokens.float()
     tokens = torch.where(tokens.isfinite().all(dim=2).all(dim=1)[:, None, None], tokens, 0.0)
     centred = tokens - tokens.mean(dim=1, keepdim=True)
-    left, sigma, _ = torch.linalg.svd(centred, full_matrices=False)
+    left, sigma, _ = torch.svd(centred)  # torch declares no types for linalg.svd; this one calls it
     top = sigma[:, :_COMPONENTS]
     components = _stretched(left[:, :, :_COMPONENTS] * top[:, None], (1,), otherwise=0.5)
     # Sign-free: a flipped component has 1 - border. The corner decides where the border is even.
