@@ -68,9 +68,12 @@ class ValueNetwork:
         device: torch.device | str = "cpu",
         num_steps: int | None = None,
     ) -> None:
-        with torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        try:
             torch.default_generator.manual_seed(seed)
             self.network = Perceptron(inputs, num_steps).to(device)
+        finally:
+            torch.set_rng_state(state)
         self.adam: torch.optim.Optimizer = torch.optim.AdamW(self.network.parameters(), lr=learning_rate)
 
     def __call__(self, features: Tensor, step: Tensor | None = None) -> Tensor:
