@@ -96,7 +96,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     deterministic: bool = True
-    """Deterministic kernels, which make a resumed run bitwise equal; false: faster on a GPU."""
+    """Deterministic kernels, which make a resumed run bitwise equal; false: faster on a GPU.
+    An operation of the update that has no such kernel stops the run, and is named."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.name) or self.name in (".", ".."):

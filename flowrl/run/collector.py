@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from flowrl.run.assembly import Parts
 from flowrl.scoring.overlap import Ahead
 from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.training.dead_groups import DeadGroups
+from flowrl.training.determinism import strict
 from flowrl.training.divergence import Health
 from flowrl.training.image_std import group_image_std
 from flowrl.training.metrics import Sums, Timer
@@ -103,7 +105,8 @@ class Drawing:
         options = RunOptions(recording=wanted.recording, progress=self.bar.update, stop=self.stop.in_step)
         if self.ahead:  # without a reward that scores during sampling, the VAE waits for the end
             options = replace(options, finished=lambda start, x0: self._decode(x0, asked.cond, asked.rows[start:]))
-        with self.timer.phase("rollout"):
+        # A setting of the process: a reward at work in a thread must not meet the strict one.
+        with self.timer.phase("rollout"), nullcontext() if self.ahead else strict():
             size, most = wanted.batch_size, wanted.most
             return self.sampling.draw(wanted.plan, wanted.noise, asked, batch_size=size, options=options, most=most)
 

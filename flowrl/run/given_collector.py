@@ -23,6 +23,7 @@ from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import Asked, Rollout, Trajectories
 from flowrl.training.base import Iteration
+from flowrl.training.determinism import strict
 from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums, Timer
 from flowrl.training.sample_batches import SampleBatches
@@ -89,7 +90,7 @@ class PairCollector:
         # A slot has one drawn sample: as many batches are made elsewhere as for groups of one.
         most = largest_shard(self.given.options.per_iteration, 1, self.world.size)
         try:
-            with timer.phase("rollout"), learner.networks.weights.using(learner.method.behaviour):
+            with timer.phase("rollout"), strict(), learner.networks.weights.using(learner.method.behaviour):
                 drawn = sampling.draw(plan, noise, asked, batch_size=size, options=options, most=most)
         finally:
             bar.close()

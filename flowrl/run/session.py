@@ -13,13 +13,11 @@ A trainer is a session with a folder, signals and a loop.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod, Method, Networks
@@ -40,6 +38,7 @@ from flowrl.run.collector import Collector
 from flowrl.run.gauges import Gauges
 from flowrl.run.given_collector import HeldOutPairs, PairCollector
 from flowrl.scoring.scorer import Scorer
+from flowrl.training import determinism
 from flowrl.training.base import Iteration
 from flowrl.training.metrics import Sums, Timer
 from flowrl.training.optim import Optimizer
@@ -73,10 +72,9 @@ class Session:
     ) -> None:
         self.resolved = resolved(config, *overrides)
         self.config = self.resolved.run
-        self._joined, self.world = world is None, world or join()
         if self.config.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            determinism.prepare()
+        self._joined, self.world = world is None, world or join()
         with phase("loading"):
             self.parts = parts = assemble(self.resolved, self.world, folder, training=training)
         self.stop = (signals or Signals()).stop(self.world, sharded=parts.sampling.sharded)

@@ -22,8 +22,9 @@ from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.report import Before, Report, row_line
 from flowrl.run.session import Session, resolved
 from flowrl.run.state import Clock, Saver, load_newest
+from flowrl.training import determinism
 from flowrl.training.signals import Signals
-from flowrl.training.world import join
+from flowrl.training.world import World, join
 
 
 class Trainer:
@@ -49,8 +50,7 @@ class Trainer:
             Exited: code of the run called `sys.exit`.
             Exception: any other failure; the last finished iteration is saved, unless it was the update that failed.
         """
-        self.world = join()
-        self.folder = RunFolder(self.config.folder)
+        self.world, self.folder = self._join(), RunFolder(self.config.folder)
         try:
             start = self.world.agree(lambda: self._open_folder(resume, accept_changes))[0]
             set_up_logging(self.folder.path / "train.log", main=self.world.main, rank=self.world.rank)
@@ -61,6 +61,11 @@ class Trainer:
         finally:
             self.folder.unlock()
             self.world.close()
+
+    def _join(self) -> World:
+        if self.config.deterministic:
+            determinism.prepare()
+        return join()
 
     def _open_folder(self, resume: bool, accept: bool) -> int:
         """The finished iteration to resume after; only the first process touches the folder."""
@@ -112,7 +117,7 @@ class Trainer:
 
     def evaluate_only(self, run: Path | None, out: Path, accept_changes: bool = False) -> Evaluation:
         """Evaluate the untrained model, or the newest checkpoint of a run folder, into `out`."""
-        self.world, self.folder = join(), RunFolder(out)
+        self.world, self.folder = self._join(), RunFolder(out)
         set_up_logging(None, main=self.world.main)
         with explaining(self.resolved, self.world):
             self._open_session(0, accept_changes, training=False)

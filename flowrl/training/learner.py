@@ -11,6 +11,7 @@ from flowrl.core.errors import Diverged
 from flowrl.credit.advantages import Advantages
 from flowrl.rollout.trajectories import Rollout
 from flowrl.training.base import Iteration, Training, UpdateContext, Work
+from flowrl.training.determinism import strict
 from flowrl.training.metrics import Sums
 from flowrl.training.optim import Optimizer
 
@@ -40,10 +41,18 @@ class Learner:
             credit: advantages of all samples of the iteration.
             sums: receives the metrics.
             gate: dtype of the network if the parity gate is to be passed first, else None.
+
+        Raises:
+            ConfigError: in deterministic mode, naming an operation that is not.
+            Diverged, ParityError: as their messages say.
         """
-        counter = self.context.counter
+        with strict():
+            self._updates(Iteration(iteration, rollout, credit, sums), gate)
+
+    def _updates(self, iteration: Iteration, gate: torch.dtype | None) -> None:
+        counter, sums = self.context.counter, iteration.sums
         before = counter.rows
-        work = self.training.work(self.context, Iteration(iteration, rollout, credit, sums), gate)
+        work = self.training.work(self.context, iteration, gate)
         work.prepare()
         for _ in range(self.method.passes):
             for number in range(len(work.shares)):
@@ -51,7 +60,7 @@ class Learner:
                     self.before_update(work, number)
                 self._one_update(work, number, sums)
         self.method.after_iteration(self.optimizer.updates, self.networks.weights)
-        sums.add("nfe/train", counter.rows - before, len(rollout.rows))
+        sums.add("nfe/train", counter.rows - before, len(iteration.rollout.rows))
 
     def _one_update(self, work: Work, number: int, sums: Sums) -> None:
         """One optimizer step on the share `number`."""

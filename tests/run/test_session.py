@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +116,23 @@ def test_it_leaves_the_group_that_it_joined_and_no_other(folder, session, monkey
 def test_overrides_are_for_recipes(folder):
     with pytest.raises(TypeError, match="overrides"):
         Session(load_config(folder / "run.yaml"), "iterations=2")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_rollout_is_strictly_deterministic_unless_a_reward_works_at_the_same_time(folder, monkeypatch, overlap):
+    """A reward, whose code is not ours, is warned at most; a setting of the process serves both."""
+    session, degrees = Session(folder / "run.yaml", *SMALL), {}
+    assert session.rewards is not None
+    reward, predict = session.rewards.entries[0].reward, session.model.predict
+
+    def note(name: str, result: Any) -> Any:
+        degrees.setdefault(name, set()).add(torch.is_deterministic_algorithms_warn_only_enabled())
+        return result
+
+    monkeypatch.setattr(session.model, "predict", lambda *given: note("rollout", predict(*given)))
+    score, card = reward.score, dataclasses.replace(reward.card, overlap=overlap)
+    object.__setattr__(reward, "score", lambda *given: note("reward", score(*given)))
+    object.__setattr__(reward, "card", card)
+    session.roll_out(1)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert degrees == {"rollout": {overlap}, "reward": {True}}
