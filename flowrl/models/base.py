@@ -200,6 +200,13 @@ class ModelAdapter:
         """Steps with the same key may share a forward."""
         return 0
 
+    def text_lengths(self, cond: Condition) -> Tensor | None:
+        """Text tokens of each row, [P] int64: rows share a forward only if theirs are equal; None: all may.
+
+        For networks that would be given padding with a mask, and with it another attention kernel.
+        """
+        return None
+
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents."""
         raise NotImplementedError

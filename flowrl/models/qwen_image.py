@@ -2,8 +2,8 @@
 
 Process: flow, velocity prediction. timestep = 1000 sigma. `guidance_scale` is the pipeline's true_cfg_scale (<= 1:
 none): two forwards, and the guided prediction gets the norm of the conditional one, token by token. Text: the hidden
-states of a vision-language model, as long as each prompt; a batch is padded with zeros under a mask, so a prompt does
-not see its neighbours.
+states of a vision-language model, as long as each prompt. The loop makes forwards of prompts of one length, without
+padding; other batches are padded with zeros under a mask, so a prompt does not see its neighbours.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ class QwenImage(Native):
         if guidance_scale > 1:
             call["negative_prompt"] = self.config.negative_prompt
         return call
+
+    def text_lengths(self, cond: Condition) -> Tensor:
+        return torch.tensor([len(row) for row in cond["prompt_embeds"]], dtype=torch.int64)
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         # Two forwards: on one doubled batch the negative prompt would be padded to the longest of the others.

@@ -166,11 +166,17 @@ def offloaded(pipeline: Any, config: ModelConfig) -> list[str]:
 
 
 def place(pipeline: Any, config: ModelConfig, device: torch.device, *, autocasts: bool = False) -> None:
-    """Move the pipeline to its device, except the parts that are offloaded; `autocasts`: `ModelAdapter.autocasts`.
+    """Move the pipeline to its device, except the parts that are offloaded, and choose one attention there.
+
+    `autocasts`: `ModelAdapter.autocasts`.
 
     Raises:
         ModelError: there is no device to offload from, or the attention backend does not work on it.
     """
+    if device.type == "cuda":
+        # Torch may take cuDNN's attention, with one kernel for forwards with gradients and another without: rollout and
+        # training would differ. `attention: _native_cudnn` still has it.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     visiting = offloaded(pipeline, config)
     if visiting and device.type == "cpu":
         raise ModelError(

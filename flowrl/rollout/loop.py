@@ -18,6 +18,7 @@ from flowrl.core.types import Condition, Edges, Prediction, SampleId, Samples, S
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.solver_base import Node
 from flowrl.diffusion.solvers import SOLVERS
+from flowrl.models.base import ModelAdapter
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
 from flowrl.rollout.recorder import Recorder, Recording, join
@@ -63,9 +64,9 @@ def run(
     Raises:
         Abandoned: `options.stop` returned True.
     """
-    latents, parts, nodes_before, size = [], [], 0, plan.drawn_together(batch_size)
-    for start in range(0, len(asked.ids), size):
-        part = asked[start : start + size]
+    latents, parts, nodes_before = [], [], 0
+    for rows in batches(policy.adapter, plan, asked.cond, asked.rows, batch_size):
+        part, start = asked[rows], rows.start
         recorder = Recorder(options.recording, policy.adapter.channel_axis)
         x0, edges = _Walk(policy, plan, noise, part, recorder, options)(batch_size)
         parts.append((edges, nodes_before, start))
@@ -74,6 +75,26 @@ def run(
         options.finished(start, x0)
         options.progress(len(part.ids))
     return Samples(x0=torch.cat(latents), ids=tuple(asked.ids)), join(parts)
+
+
+def batches(adapter: ModelAdapter, plan: StepPlan, cond: Condition, rows: Tensor, batch_size: int) -> list[slice]:
+    """Samples that are drawn together: as many whole trees as a batch holds, next to each other and, where the adapter
+    wants that, with texts of one length.
+
+    Args:
+        adapter: of the model.
+        plan: the denoising steps.
+        cond: conditions of the prompts.
+        rows: row of `cond` of each sample, [B].
+        batch_size: samples per forward.
+    """
+    count, size, lengths = len(rows), plan.drawn_together(batch_size), adapter.text_lengths(cond)
+    ends = [count] if count else []
+    if lengths is not None:
+        own = lengths[rows]
+        ends = [*((own[1:] != own[:-1]).nonzero().flatten() + 1).tolist(), *ends]
+    spans = zip([0, *ends], ends, strict=False)
+    return [slice(start, min(start + size, high)) for low, high in spans for start in range(low, high, size)]
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,11 +16,12 @@ from flowrl.core.types import SampleId
 from flowrl.credit.saliency import apply_map
 from flowrl.diffusion.plan import StepPlan
 from flowrl.losses.batches import Microbatch
+from flowrl.rollout.loop import batches
 from flowrl.rollout.recorder import Recording
 from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler, takes_vp
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
-from flowrl.training.microbatches import forwards, microbatches
+from flowrl.training.microbatches import Forward, forwards, microbatches
 from flowrl.training.sharding import longest
 
 
@@ -172,7 +174,7 @@ class EdgeBatches(Work):
             yield from ((batch, True) for batch in real)
             return
         edges = self.rollout.edges
-        own = forwards(edges, self.adapter, order, context.optim.batch_size)
+        own = Counter(forward.key for forward in forwards(self.rollout, self.adapter, order, context.optim.batch_size))
         keys = torch.tensor([self.adapter.batch_key(int(k)) for k in edges.step])
         for key, most in longest(context.world.gather(own)).items():
             mine = own.get(key, 0)
@@ -195,9 +197,11 @@ class EdgeBatches(Work):
         )
 
     def pass_gate(self, dtype: torch.dtype) -> None:
-        """Replay one microbatch before the first update, and stop if it does not repeat the rollout.
+        """Replay some microbatches before the first update, and stop if they do not repeat the rollout.
 
-        The second number in the log is at the rollout's own batch composition, where it must be 0.
+        What the updates will meet decides: full microbatches and the smallest one, with gradients, with which a kernel
+        may be another. The log has two further numbers, without gradients: of the full ones, and at the rollout's own
+        batch composition, where it must be 0.
 
         Args:
             dtype: of the network.
@@ -205,58 +209,91 @@ class EdgeBatches(Work):
         Raises:
             ParityError: naming the step.
         """
-        context, method, rollout = self.context, self.context.method, self.rollout
+        context, method = self.context, self.context.method
         size = context.optim.batch_size
-        worst, step = self._deviation(torch.cat(self.shares)[:size])
-        # The first rollout batch at its first trained step, in the rollout's order.
-        edges, first = rollout.edges, min(rollout.plan.train)
-        together = rollout.plan.drawn_together(context.rollout_batch_size)
-        same = ((edges.step == first) & (edges.sample < together)).nonzero().squeeze(1)
-        exact, _ = self._deviation(same[: size * rollout.plan.leaves])
-        worst, step, exact = max(context.world.gather((worst, step, exact)))
+        full, partial = self._full_and_partial()
+        drawn = self._first_drawn()[: size * self.rollout.plan.leaves]
+        trained = [self._deviation(full), self._deviation(partial)]
+        with torch.no_grad():
+            plain = [self._deviation(full), self._deviation(drawn)]
+        numbers = [max(each) for each in zip(*context.world.gather(trained + plain), strict=True)]
         tolerance = method.parity_tolerance(context.networks.policy.sampler, dtype)
         log.info(
-            "parity: replayed log ratios are at most %.2e (allowed %.2e); %.2e at the rollout's own batches",
-            worst,
+            "parity: replayed log ratios are at most %.2e (allowed %.2e), %.2e in the smallest batch; %.2e without "
+            "gradients, and %.2e at the rollout's own batches",
+            numbers[0][0],
             tolerance,
-            exact,
+            *(number for number, _ in numbers[1:]),
         )
-        # In this form a NaN does not pass.
-        if not worst <= tolerance and not method.recompute:
+        worst, step = max(numbers[:2])
+        if worst > tolerance and not method.recompute:
             raise ParityError(
                 f"replaying the rollout changes the log ratio by {worst:.2e} at step {step}, more than {tolerance:.2e} "
                 "(a tenth of the clip range): set algorithm.old_log_prob=recompute, or equal rollout.batch_size and "
                 "optim.batch_size"
             )
 
-    @torch.no_grad()
+    def _full_and_partial(self) -> tuple[Tensor, Tensor]:
+        """Edges of the first share: of the largest forward of each batch key, and of the smallest of all, both [n]."""
+        order, size = self.shares[0], self.context.optim.batch_size
+        largest: dict[int, Forward] = {}
+        smallest: Forward | None = None
+        for each in forwards(self.rollout, self.adapter, order, size):
+            if each.key not in largest or each.latents > largest[each.key].latents:
+                largest[each.key] = each
+            if smallest is None or each.latents < smallest.latents:
+                smallest = each
+        if smallest is None:
+            return order, order
+        return order[torch.cat([each.place for each in largest.values()])], order[smallest.place]
+
+    def _first_drawn(self) -> Tensor:
+        """Edges of the first rollout batch at its first trained step, in the rollout's order, [n]."""
+        rollout, edges = self.rollout, self.rollout.edges
+        size, first = self.context.rollout_batch_size, min(rollout.plan.train)
+        drawn = batches(self.adapter, rollout.plan, rollout.cond, rollout.rows, size)
+        return ((edges.step == first) & (edges.sample < drawn[0].stop)).nonzero().squeeze(1)
+
     def _deviation(self, order: Tensor) -> tuple[float, int]:
         """Largest |log ratio| of a replay of the edges `order` [n], and its step."""
-        method, networks = self.context.method, self.context.networks
         change = torch.zeros(len(order))
         for batch, counts in self._in_step(order):
-            log_ratio = method.log_ratio(networks.transition(batch), batch, networks.policy.sampler)
-            if not counts:
-                continue
-            # Microbatches come by batch key, so an edge's place in `order` is not its place in the batches.
-            change[batch.place] = log_ratio.abs().reshape(len(batch), -1).amax(dim=1).cpu()
+            deviation = self._replayed(batch)
+            if counts:
+                # Microbatches come by batch key, so an edge's place in `order` is not its place in the batches.
+                change[batch.place] = deviation
         if not len(order):
             return 0.0, -1
         return float(change.max()), int(self.rollout.edges.step[order][change.argmax()])
 
-    @torch.no_grad()
+    def _replayed(self, batch: Microbatch) -> Tensor:
+        """|log ratio| of each edge, [E] on the CPU; a graph ends with the call, so there are never two."""
+        networks = self.context.networks
+        log_ratio = self.context.method.log_ratio(networks.transition(batch), batch, networks.policy.sampler)
+        largest = log_ratio.detach().abs().reshape(len(batch), -1).amax(dim=1).cpu()
+        return torch.where(largest.isnan(), torch.inf, largest)  # NaN passes no gate
+
     def _recomputed(self) -> Rollout:
-        """The rollout with old log-probs, and old means if the method keeps them, at the batches of the updates."""
-        edges, networks = self.rollout.edges, self.context.networks
-        old, form = edges.old_log_prob.clone(), self.context.method.log_prob_form(networks.policy.sampler)
-        columns = {name: value.clone() for name, value in edges.columns.items()}
+        """The rollout with old log-probs, and old means if the method keeps them, at the batches of the updates.
+
+        With gradients, like those, though none is taken: kernels may be others without.
+        """
+        edges = self.rollout.edges
+        old, columns = edges.old_log_prob.clone(), {name: value.clone() for name, value in edges.columns.items()}
         for share in self.shares:
             for batch, counts in self._in_step(share):
-                policy = networks.transition(batch)
+                log_prob, mean = self._scored(batch)
                 if not counts:
                     continue
                 rows = share[batch.place]
-                old[rows] = policy.log_prob(batch.next_latents, form).cpu()
+                old[rows] = log_prob
                 if "mean_old" in columns:
-                    columns["mean_old"][rows] = policy.mean.cpu()
+                    columns["mean_old"][rows] = mean
         return replace(self.rollout, edges=replace(edges, old_log_prob=old, columns=columns))
+
+    def _scored(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """(log-probs [E, *pos], means [E, ...]) of the edges under the policy, on the CPU, without their graph."""
+        networks = self.context.networks
+        policy = networks.transition(batch)
+        log_prob = policy.log_prob(batch.next_latents, self.context.method.log_prob_form(networks.policy.sampler))
+        return log_prob.detach().cpu(), policy.mean.detach().cpu()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flowrl.core.rng import permutation
-from flowrl.core.types import Edges
 from flowrl.losses.batches import Microbatch
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.trajectories import Trajectories
@@ -38,6 +38,38 @@ def update_chunks(numbers: Tensor, updates: int, seed: int, iteration: int, *, s
     return [dealt[(k - first) % updates :: updates] for k in range(updates)]
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The edges of a training forward."""
+
+    key: int
+    """Batch key of their steps."""
+    place: Tensor
+    """Position of each edge in the requested order, [E] int64."""
+    parent: Tensor
+    """Number of the latents at which each edge starts, in the forward, [E] int64."""
+    latents: int
+
+
+def forwards(drawn: Trajectories, adapter: ModelAdapter, order: Tensor, batch_size: int) -> Iterator[Forward]:
+    """Forwards of the edges `order` [n], of at most `batch_size` latents, by batch key, then by length of the text.
+
+    The last of a key and length may be partial. Edges that start from the same latents share their forward.
+    """
+    edges = drawn.edges
+    steps = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
+    keys, lengths = steps, adapter.text_lengths(drawn.cond)
+    if lengths is not None:
+        keys = steps * (int(lengths.max()) + 1) + lengths[drawn.rows[edges.sample[order]]]
+    for key in keys.unique():
+        members = (keys == key).nonzero().squeeze(1)
+        number = _by_appearance(edges.parent[order[members]])
+        for start in range(0, int(number.max()) + 1, batch_size):
+            here = (number >= start) & (number < start + batch_size)
+            parent = number[here] - start
+            yield Forward(int(steps[members[0]]), members[here], parent, int(parent.max()) + 1)
+
+
 def microbatches(
     drawn: Trajectories,
     advantage: Tensor,
@@ -47,50 +79,34 @@ def microbatches(
     order: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[Microbatch]:
-    """Forwards of at most `batch_size` latents, never mixing batch keys; the last of a key may be partial.
-
-    Edges that start from the same latents share their forward.
+    """The data of `forwards`, one at a time.
 
     Args:
         drawn: samples with E edges; their plan gives each edge its step.
         advantage: [E, R, *pos].
-        adapter: decides which steps may share a forward.
+        adapter: decides which edges may share a forward.
         batch_size: latents per forward.
         order: numbers of the edges, [n]; None: all of them.
         device: of the forward.
     """
-    edges, plan = drawn.edges, drawn.plan
-    order = torch.arange(len(edges)) if order is None else order
-    keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
-    for key in keys.unique():
-        members = (keys == key).nonzero().squeeze(1)
-        number = _by_appearance(edges.parent[order[members]])
-        for start in range(0, int(number.max()) + 1, batch_size):
-            here = (number >= start) & (number < start + batch_size)
-            place, parent = members[here], number[here] - start
-            chosen = order[place]
-            part = edges.select(chosen)
-            first = _first_of_each(parent)
-            yield Microbatch(
-                latents=part.nodes[part.parent[first]].to(device),
-                start=plan.steps(part.step[first], adapter.process, device),
-                cond=drawn.cond.index(drawn.rows[part.sample[first]]),
-                parent=parent.to(device),
-                next_latents=part.nodes[part.child].to(device),
-                step=plan.steps(part.step, adapter.process, device),
-                old_log_prob=part.old_log_prob.to(device),
-                advantage=advantage[chosen].to(device),
-                place=place,
-                plan=plan,
-                columns={name: value.to(device) for name, value in part.columns.items()},
-            )
-
-
-def forwards(edges: Edges, adapter: ModelAdapter, order: Tensor, batch_size: int) -> dict[int, int]:
-    """Number of microbatches of the edges `order` [n], by batch key."""
-    keys = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
-    parents = edges.parent[order]
-    return {int(key): -(-len(parents[keys == key].unique()) // batch_size) for key in keys.unique()}
+    plan = drawn.plan
+    order = torch.arange(len(drawn.edges)) if order is None else order
+    for forward in forwards(drawn, adapter, order, batch_size):
+        chosen = order[forward.place]
+        part, first = drawn.edges.select(chosen), _first_of_each(forward.parent)
+        yield Microbatch(
+            latents=part.nodes[part.parent[first]].to(device),
+            start=plan.steps(part.step[first], adapter.process, device),
+            cond=drawn.cond.index(drawn.rows[part.sample[first]]),
+            parent=forward.parent.to(device),
+            next_latents=part.nodes[part.child].to(device),
+            step=plan.steps(part.step, adapter.process, device),
+            old_log_prob=part.old_log_prob.to(device),
+            advantage=advantage[chosen].to(device),
+            place=forward.place,
+            plan=plan,
+            columns={name: value.to(device) for name, value in part.columns.items()},
+        )
 
 
 def _first_of_each(number: Tensor) -> Tensor:

@@ -124,6 +124,8 @@ class SampleBatches(Work):
         self.count = self.times.sigma.shape[1]
         self.slot = torch.tensor([i.slot for i in samples.ids])
         self.old: Tensor | None = None
+        lengths = context.networks.policy.adapter.text_lengths(self.rollout.cond)
+        self.lengths = None if lengths is None else lengths[self.rollout.rows].tolist()
         kept = credit.kept.flatten()[self.identity]
         for number, chunk in enumerate(self._chunks(credit)):
             rows = (kept & torch.isin(self.identity, chunk)).nonzero().squeeze(1)
@@ -199,15 +201,18 @@ class SampleBatches(Work):
                 yield torch.zeros(1, dtype=torch.int64), False
 
     def _forwards(self, share: list[Tensor]) -> Iterator[Tensor]:
-        """Terms [n] of each forward: whole units, at most `optim.batch_size` terms."""
-        waiting: list[Tensor] = []
+        """Terms [n] of each forward: whole units, of one length of text where that counts, at most `optim.batch_size`
+        terms."""
+        waiting: dict[int, list[Tensor]] = {}
         for unit in share:
-            if waiting and sum(map(len, waiting)) + len(unit) > self.context.optim.batch_size:
-                yield torch.cat(waiting)
-                waiting = []
-            waiting.append(unit)
-        if waiting:
-            yield torch.cat(waiting)
+            # A unit is of one prompt.
+            length = 0 if self.lengths is None else self.lengths[int(unit[0]) // self.count]
+            units = waiting.get(length, [])
+            if units and sum(map(len, units)) + len(unit) > self.context.optim.batch_size:
+                yield torch.cat(units)
+                units = []
+            waiting[length] = [*units, unit]
+        yield from (torch.cat(units) for units in waiting.values())
 
     def _batch(self, terms: Tensor) -> NoisedBatch:
         rows, time, device = terms // self.count, terms % self.count, self.context.world.device

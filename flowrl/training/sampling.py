@@ -18,7 +18,7 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.rollout.learned_noise import LearnedNoise
-from flowrl.rollout.loop import RunOptions, run
+from flowrl.rollout.loop import RunOptions, batches, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.trajectories import Asked, Trajectories
@@ -76,13 +76,20 @@ class Sampling:
         """
         options = replace(options, device=self.world.device)
         samples, edges = run(self.policy, plan, noise, asked, batch_size=batch_size, options=options)
-        if self.sharded and most is not None:
-            together = plan.drawn_together(batch_size)
+        if self.sharded:
             spare = RunOptions(device=options.device, stop=options.stop)
-            for _ in range(math.ceil(most / together) - math.ceil(len(asked.ids) / together)):
+            for _ in range(self._missing(plan, asked, batch_size, most)):
                 with self.counter.uncounted():
                     run(self.policy, plan, noise, asked[: plan.leaves], batch_size=batch_size, options=spare)
         return Trajectories(plan, samples, edges, asked.cond, asked.rows)
+
+    def _missing(self, plan: StepPlan, asked: Asked, batch_size: int, most: int | None) -> int:
+        """Batches that another process makes in addition to those of this one."""
+        if self.adapter.text_lengths(asked.cond) is not None:
+            own = len(batches(self.adapter, plan, asked.cond, asked.rows, batch_size))
+            return max(self.world.gather(own)) - own
+        together = plan.drawn_together(batch_size)
+        return 0 if most is None else math.ceil(most / together) - math.ceil(len(asked.ids) / together)
 
     def images(
         self, drawn: Trajectories, batch_size: int, *, health: Health | None = None, stop: Stop = NEVER

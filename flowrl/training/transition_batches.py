@@ -122,6 +122,9 @@ class TransitionBatches(Work):
         advantage = part.reward - expected.float().cpu()
         cond, place = self._conditions(part)
         keys = torch.tensor([self.adapter.batch_key(int(k)) for k in part.step])
+        lengths = self.adapter.text_lengths(cond)
+        if lengths is not None:
+            keys = keys * (int(lengths.max()) + 1) + lengths[place]
         for key in keys.unique():
             for members in (keys == key).nonzero().squeeze(1).split(self.context.optim.batch_size):
                 yield self._microbatch(part.at(members), cond.index(place[members]), advantage[members], members), True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,6 +288,16 @@ def test_only_the_offloaded_parts_stay_behind(monkeypatch):
     where = {name: next(part.parameters()).device.type for name, part in parts(model).items()}
     assert where.pop("vae") == "cpu"
     assert set(where.values()) == {"meta"}
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cpu", []), ("cuda", [False])])
+def test_rollout_and_training_have_one_attention_on_cuda(monkeypatch, device, calls):
+    """cuDNN's has one kernel for forwards with gradients and another without; here no part goes to a device."""
+    chosen: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", chosen.append)
+    pipeline = SimpleNamespace(components={}, to=lambda where: None)
+    savings.place(pipeline, adapter("sd3").config, torch.device(device))
+    assert chosen == calls
 
 
 def parts(model: Any) -> dict[str, nn.Module]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -177,8 +178,8 @@ def test_the_microbatches_of_a_share_are_counted_before_they_are_made(batch_size
         torch.randperm(12, generator=torch.Generator().manual_seed(0))[:7],
         torch.zeros(0, dtype=torch.int64),
     ):
-        counts = forwards(edges, adapter, order, batch_size)
         drawn = test_buffer.drawn(edges)
+        counts = Counter(forward.key for forward in forwards(drawn, adapter, order, batch_size))
         found = microbatches(drawn, torch.zeros(12, 1), adapter, batch_size=batch_size, order=order)
         keys = [adapter.batch_key(int(batch.step.index[0])) for batch in found]
         assert counts == {key: keys.count(key) for key in sorted(set(keys))}

@@ -322,6 +322,10 @@ class Generic(ModelAdapter):
         self._learned()
         return 0 if self._mixable and len(self.networks) == 1 else step_index
 
+    def text_lengths(self, cond: Condition) -> Tensor | None:
+        rows = next((value for value in cond.tensors.values() if isinstance(value, list)), None)
+        return None if rows is None else torch.tensor([len(row) for row in rows], dtype=torch.int64)
+
     # ---- images
 
     @torch.no_grad()
