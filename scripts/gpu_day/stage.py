@@ -146,7 +146,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         recipe = Path(str(row.get("config", ""))).parent.name
-        names = " ".join(str(row[key]) for key in SHOWN if row.get(key) not in (None, ""))
+        names = " ".join(str(row[key])[:48] for key in SHOWN if row.get(key) not in (None, ""))
         values = {k: v for k, v in row.items() if k not in (*SHOWN, *HIDDEN, "what")}
         text = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         lines.append(f"{row.get('what', '')} {recipe} {names}: {text}"[:300])

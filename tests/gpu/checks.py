@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowrl.commands._gpu import gate, phases
 from flowrl.commands._gpu.session import Bench, opened
+from flowrl.models.base import decoded
 from flowrl.run.session import Session
 from flowrl.training.base import Iteration
 from flowrl.training.metrics import Sums
@@ -80,7 +81,7 @@ def losses(*words: str) -> tuple[float, list[Tensor]]:
         batch, _ = next(iter(work.batches(0)))
         loss = small.session.method.loss(batch, small.session.networks).loss
         loss.backward()
-        return float(loss), [g.clone() for g in small.session.weights.gradients() if g is not None]
+        return float(loss.detach()), [g.clone() for g in small.session.weights.gradients() if g is not None]
 
 
 def distance(a: list[Tensor], b: list[Tensor]) -> float:
@@ -99,4 +100,5 @@ def images(*words: str) -> Tensor:
     """Images of the first batch, in [0, 1]."""
     with bench(*words) as small:
         drawn = small.draw(small.ids(1))
-        return small.session.parts.sampling.decode(drawn.samples.x0, drawn.cond, drawn.rows)
+        x0 = drawn.samples.x0.to(small.device)
+        return decoded(small.session.model, x0, drawn.cond, drawn.rows).cpu()

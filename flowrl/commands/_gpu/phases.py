@@ -16,6 +16,7 @@ from flowrl.commands._gpu.clock import WARMUPS, Clock, peak_gib, reset_peak, tim
 from flowrl.commands._gpu.records import Row, middle
 from flowrl.commands._gpu.session import Bench
 from flowrl.core.errors import Abandoned
+from flowrl.models.base import decoded
 from flowrl.planning.meter import Meter
 from flowrl.planning.out_of_memory import planned
 from flowrl.rollout.loop import RunOptions
@@ -91,10 +92,10 @@ def _tflops(bench: Bench, rows: float, trained: float, times: list[float]) -> Ro
 def decode(bench: Bench, repeats: int) -> Row:
     """Milliseconds of an image or a video through the VAE's decoder, at the batch of the rollout."""
     ids = bench.ids(1)
-    asked, sampling = bench.asked(ids), bench.session.parts.sampling
-    x0 = torch.randn(len(ids), *bench.session.model.latent_shape())
+    asked, model = bench.asked(ids), bench.session.model
+    x0 = torch.randn(len(ids), *model.latent_shape()).to(bench.device)
     reset_peak(bench.device)
-    times = timed(lambda: sampling.decode(x0, asked.cond, asked.rows), bench.device, repeats, warmups=1)
+    times = timed(lambda: decoded(model, x0, asked.cond, asked.rows), bench.device, repeats, warmups=1)
     return {"ms_per_sample": middle([ms / len(ids) for ms in times]), "peak_gib": peak_gib(bench.device)}
 
 
