@@ -136,9 +136,10 @@ def report(name: str, found: Found) -> str:
 
 
 def write(found: dict[str, Found], file: Path) -> list[Path]:
-    """Traces for a viewer of Chrome's format, one for each profile, next to `file`."""
+    """Traces for a viewer of Chrome's format, one for each profile, named after `file`: .json, or packed .json.gz."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = [file.with_name(f"{file.stem}-{name.replace(' ', '-')}.json") for name in found]
+    stem, ending = file.name.partition(".json")[0], ".json.gz" if file.suffix == ".gz" else ".json"
+    written = [file.with_name(f"{stem}-{name.replace(' ', '-')}{ending}") for name in found]
     for target, profile in zip(written, found.values(), strict=True):
         profile.profiler.export_chrome_trace(str(target))
     return written
