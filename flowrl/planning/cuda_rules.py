@@ -124,6 +124,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = x.shape[: x.ndim - len(shape)]
         scale = x.new_empty((*rows, *[1] * len(shape)), dtype=torch.float32)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, scale)
         return torch.empty_like(x), scale
 
