@@ -36,6 +36,14 @@ def loss(adapter: ModelAdapter, batch: int, guidance_scale: float, reference: bo
     return output.square().mean()
 
 
+def microbatch(adapter: ModelAdapter, batch: int, guidance_scale: float, reference: bool) -> None:
+    """A forward and backward of an update, beside the gradients that an earlier one has left."""
+    for p in adapter.network.parameters():
+        if p.requires_grad:
+            p.grad = torch.empty_like(p)
+    loss(adapter, batch, guidance_scale, reference).backward()
+
+
 def encode(name: str, encoder: nn.Module, adapter: ModelAdapter) -> Any:
     ids = torch.zeros(adapter.text_batch, adapter.encoder_tokens(name, encoder), dtype=torch.int64)
     return encoder(ids, output_hidden_states=True)

@@ -1,7 +1,8 @@
 """Memory and compute of a run, before anything is downloaded: no weights, only a model's JSON files.
 
 Counts come from modules on the meta device. Peaks come from running the network, the VAE and the text
-encoders on fake tensors (shapes and dtypes, no values) and adding up the storages that are alive.
+encoders on fake tensors (shapes and dtypes, no values) and adding up the storages that are alive. Dtypes are CUDA's,
+also where a forward runs under autocast (cuda_rules.py).
 
     peak(phase) = resident(phase) + transient(phase)
 
@@ -13,7 +14,8 @@ encoders on fake tensors (shapes and dtypes, no values) and adding up the storag
               rollout     a forward without gradients at rollout.batch_size, doubled by CFG
               decode      the VAE at rollout.batch_size; with pairs `images`, its encoder
               evaluation  the larger of those two at eval.batch_size
-              update      forward, the reference's forward if there is a KL, and backward at optim.batch_size;
+              update      forward, the reference's forward if there is a KL, and backward at optim.batch_size, beside
+                          the gradients of an earlier microbatch;
                           at least the gradient with its three flat copies (16 bytes per trained weight)
 
 `model.memory` is followed: weights in few bits as the libraries store and compute them (few_bits.py); parts of
@@ -316,9 +318,7 @@ def _measure(
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         if not resolved.training.frozen:
-            update = attempt(
-                "update", lambda: forwards.loss(adapter, edges, in_training, reference).backward(), grad=True
-            )
+            update = attempt("update", lambda: forwards.microbatch(adapter, edges, in_training, reference), grad=True)
         texts = [
             measured(lambda n=n, e=e: forwards.encode(n, e, adapter), grad=False)[0] + leaf[n]
             for n, e in encoders.items()
