@@ -108,7 +108,8 @@ class Card(TorchDispatchMode):
         """(name, number of waits before it)."""
         self.attention: Counter[torch.dtype] = Counter()
         """Number of calls by dtype."""
-        self.pinned: list[Tensor] = []
+        self.pinned: dict[int, Tensor] = {}
+        """By storage."""
         self.paused = self.asleep = False
         self.at_work = False
         """A call of torch is under way that names the card, or has a tensor of it."""
@@ -212,14 +213,13 @@ class Card(TorchDispatchMode):
             self.wait("copy of pageable host memory")
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        own = tensor.untyped_storage()._cdata
-        return any(own == known.untyped_storage()._cdata for known in self.pinned)
+        return tensor.untyped_storage()._cdata in self.pinned
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """The tensor, in memory that the card reads without the host."""
-        if not self.is_pinned(tensor):
-            self.pinned.append(tensor)
-        return tensor
+        """A copy in memory that the card reads without the host."""
+        copy = tensor if self.is_pinned(tensor) else tensor.clone()
+        self.pinned[copy.untyped_storage()._cdata] = copy
+        return copy
 
 
 _NAMES_ONLY = (torch.device, torch._C._nn._parse_to)
@@ -286,21 +286,11 @@ def _attended(gpu: Card, func: Any, query: Tensor, key: Tensor, value: Tensor, *
     return func(query, key, value, *args, **options)
 
 
-def _pinned(gpu: Card, func: Any, tensor: Tensor, *_: Any) -> Tensor:
-    return gpu.pin(tensor.clone())
-
-
-def _is_pinned(gpu: Card, func: Any, tensor: Tensor, *_: Any) -> bool:
-    return gpu.is_pinned(tensor)
-
-
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.tolist: _tolist,
     torch.tensor: _moved,
     torch.as_tensor: _moved,
     torch.nn.functional.scaled_dot_product_attention: _attended,
-    Tensor.pin_memory: _pinned,
-    Tensor.is_pinned: _is_pinned,
 }
 
 
@@ -317,6 +307,12 @@ def _caller() -> str:
     return other
 
 
+def _available() -> bool:
+    """There is a card for flowrl; a library would go on to ask it."""
+    file = sys._getframe(1).f_code.co_filename
+    return "/flowrl/" in file and "/tests/" not in file
+
+
 @contextmanager
 def card() -> Iterator[Card]:
     """A card inside the block, whose tensors live no longer than it."""
@@ -327,6 +323,14 @@ def card() -> Iterator[Card]:
             library.impl(name, kernel, "AutocastCUDA")
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
+        # Methods of tensors, since a thread has no modes.
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda own, *_: gpu.pin(own)))
+        stack.enter_context(mock.patch.object(Tensor, "is_pinned", lambda own, *_: gpu.is_pinned(own)))
+        stack.enter_context(mock.patch("torch.cuda.is_available", _available))
+        for name in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=0))
+        for name in ("torch.cuda.synchronize", "torch.accelerator.synchronize"):
+            stack.enter_context(mock.patch(name, lambda *_: gpu.wait("synchronize")))
         # A module keeps its parameters when it moves, as on CUDA.
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, False)
         torch.__future__.set_swap_module_params_on_conversion(True)
