@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -124,7 +125,7 @@ class Card(TorchDispatchMode):
         places = [place for own, place in self.marks if own == name]
         return [self.waits[low:high] for low, high in pairwise(places)]
 
-    def wait(self, what: str) -> None:
+    def wait(self, what: str, *_: object) -> None:
         if not self.paused:
             self.waits.append(Wait(what, _caller()))
 
@@ -330,7 +331,7 @@ def card() -> Iterator[Card]:
         for name in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=0))
         for name in ("torch.cuda.synchronize", "torch.accelerator.synchronize"):
-            stack.enter_context(mock.patch(name, lambda *_: gpu.wait("synchronize")))
+            stack.enter_context(mock.patch(name, partial(gpu.wait, "synchronize")))
         # A module keeps its parameters when it moves, as on CUDA.
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, False)
         torch.__future__.set_swap_module_params_on_conversion(True)
