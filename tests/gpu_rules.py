@@ -32,6 +32,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,6 +50,12 @@ _SIZED_BY_VALUES = {
 """Operations whose result has a size, or is a Python value, that the host must wait for."""
 _TAKES_HOST = {"_to_copy", "copy_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 """Operations that take tensors of the host beside those of the card."""
+
+
+_OF_CARD = {
+    op: decomposition_table[op] for op in (_ATEN._fused_rms_norm.default, _ATEN._fused_rms_norm_backward.default)
+}
+"""Operations that the CPU has not, in terms of others."""
 
 
 class OnCard(Tensor):
@@ -170,7 +177,7 @@ class Card(TorchDispatchMode):
             shells[id(leaf.value)] = leaf
             return leaf.value
 
-        result = func(*tree_map(inner, args), **tree_map(inner, kwargs))
+        result = _OF_CARD.get(func, func)(*tree_map(inner, args), **tree_map(inner, kwargs))
         if asked is not None and not here:
             return result
         if name == "copy_" and not isinstance(args[0], OnCard):
