@@ -40,9 +40,9 @@ class Case:
 
     words: tuple[str, ...]
     """Of the configuration."""
-    step: int = 3
+    step: int = 22
     """Most waits of a denoising step."""
-    microbatch: int = 6
+    microbatch: int = 60
     """Most waits of a microbatch."""
     pipeline: str = ""
     """A random pipeline of tests/tiny_pipelines; empty: the embedded one that the words name."""
@@ -56,34 +56,28 @@ def _family(name: str, words: str, options: str = "") -> tuple[str, ...]:
 
 
 CASES = {
-    "edges of tiny-sd3": Case((GRPO,), step=20, microbatch=49),
+    "edges of tiny-sd3": Case((GRPO,)),
     "edges of tiny-sd": Case(
         (
             "model={name: sd, path: tiny-sd, dtype: bfloat16, lora: {rank: 2, alpha: 4}}",
             "rollout.sampler={name: ddim, eta: 0.7}",
             "algorithm={name: ddpo, clip_range: 0.1, sde_steps: [0, 1, 2]}",
         ),
-        step=18,
-        microbatch=41,
     ),
-    "edges of FLUX": Case(_family("flux", GRPO), step=20, microbatch=49, pipeline="flux"),
-    "edges of Qwen-Image": Case(_family("qwen_image", GRPO), step=22, microbatch=47, pipeline="qwen_image"),
-    "edges of Wan": Case(_family("wan", GRPO, ", num_frames: 9"), step=20, microbatch=49, pipeline="wan"),
+    "edges of FLUX": Case(_family("flux", GRPO), pipeline="flux"),
+    "edges of Qwen-Image": Case(_family("qwen_image", GRPO), pipeline="qwen_image"),
+    "edges of Wan": Case(_family("wan", GRPO, ", num_frames: 9"), pipeline="wan"),
     "remembered transitions": Case(
         (
             "algorithm={name: dpok, clip_range: 0.1, buffer: 32, batch: 12, policy_steps: 2, value: {batch_size: 8}}",
             "rollout.sampler=null",
         ),
-        step=19,
-        microbatch=49,
     ),
     "finished samples": Case(
         (
             "algorithm={name: diffusion_nft, kl: {coef: 0.1}, times: {name: subset, count: 2, fraction: 0.84}}",
             "rollout.sampler=null",
         ),
-        step=11,
-        microbatch=17,
     ),
     "given pairs": Case(
         (
@@ -94,7 +88,6 @@ CASES = {
             "rewards=[]",
             "eval.rewards=[{path: brightness.py}]",
         ),
-        microbatch=22,
         pairs=True,
     ),
     "initial noise": Case(
@@ -103,8 +96,6 @@ CASES = {
             *("data.eval_prompts=null", "model.lora=null", "rollout.sampler=null", "optim.weight_decay=0"),
             "rollout.guidance_scale=1.0",
         ),
-        step=9,
-        microbatch=11,
     ),
 }
 
