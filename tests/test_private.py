@@ -28,6 +28,7 @@ ALLOWED = {
     "_disable_adapters": "peft: the switch of a LoRA layer; its public form also says which weights are trained",
     "_keep_in_fp32_modules": "diffusers: parts that a network wants at full precision",
     "_no_split_modules": "diffusers: blocks that a network wants to stay whole",
+    "_repeated_blocks": "diffusers: blocks that a network wants to be compiled one by one",
     "_optional_components": "diffusers: parts that a pipeline works without",
     "_pack_latents": "diffusers: FLUX's and Qwen-Image's own layout of latents",
     "_unpack_latents": "diffusers: as _pack_latents",

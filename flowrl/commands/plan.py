@@ -77,6 +77,10 @@ def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, 
         f"{largest}. Not included: reward models, the backbone of saliency maps, the CUDA context, library workspaces, "
         "fragmentation; add 10 to 20 %. Formulas: flowrl/planning/memory.py."
     )
+    if resolved.model.config.gradient_checkpointing == "auto":
+        from flowrl.planning.checkpointing import threshold
+
+        console.print(threshold(result, resolved))
     if resolved.model.config.shard:
         ways = " / ".join(map(str, PROCESSES[1:]))
         spared = [size(result.spared(n, full=resolved.model.config.lora is None)) for n in PROCESSES[1:]]

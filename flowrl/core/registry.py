@@ -29,7 +29,7 @@ BASES = {"samplers": ("flowrl.samplers.base", "Sampler"), "algorithms": ("flowrl
 """Kind -> (module, class) that its components extend."""
 PLUGINS = {"rewards": "flowrl.rewards"}
 """Kind -> entry-point group by which packages add to it."""
-_HELPERS = {"base", "classes", "guidance", "paths", "random", "savings", "weights"}
+_HELPERS = {"base", "blocks", "classes", "compiled", "guidance", "paths", "random", "savings", "weights"}
 """Modules in the folders that are not components."""
 
 

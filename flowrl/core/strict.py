@@ -283,7 +283,13 @@ def _names(cls: type, place: Sequence[str | int]) -> tuple[Any, ...]:
 def _explain(cls: type, error: ValidationError, where: str) -> str:
     """The errors of pydantic as lines: key, value, reason."""
     lines: list[str] = []
+    for place, choices in _either(error).items():
+        shown = next(problem["input"] for problem in error.errors() if problem["loc"][:-1] == place)
+        key = ".".join(str(part) for part in ((where,) if where else ()) + place)
+        lines.append(f"{key} = {shown!r}: must be {' or '.join(choices)}")
     for problem in error.errors():
+        if problem["loc"][:-1] in _either(error):
+            continue
         place = ".".join(str(part) for part in ((where,) if where else ()) + problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
         shown = "" if problem["type"] in ("missing", "value_error") else f" = {problem['input']!r}"
@@ -295,6 +301,20 @@ def _explain(cls: type, error: ValidationError, where: str) -> str:
             message += f"; {registry.suggest(str(problem['input']), names)}".removesuffix("; ").rstrip()
         lines.append(f"{place or 'configuration'}{shown}: {message}")
     return "\n".join(lines)
+
+
+_SCALARS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+
+
+def _either(error: ValidationError) -> dict[tuple[str | int, ...], list[str]]:
+    """Place of an option that takes several kinds of plain values -> those kinds in words."""
+    result: dict[tuple[str | int, ...], list[str]] = {}
+    for problem in error.errors():
+        kind = str(problem["loc"][-1]) if problem["loc"] else ""
+        if kind in _SCALARS or kind.startswith("literal["):
+            words = _SCALARS.get(kind) or kind.removeprefix("literal[").removesuffix("]").replace("'", "")
+            result.setdefault(problem["loc"][:-1], []).append(words)
+    return {place: choices for place, choices in result.items() if len(choices) > 1}
 
 
 def find_config(path: str | Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+Checkpointing = bool | Literal["auto"] | int
 OFFLOADED = ("text_encoders", "vae")
 _DENOISER = ("denoiser", "network", "transformer", "transformer_2", "unet")
 
@@ -76,6 +77,15 @@ def require_own_guidance(gradient: str) -> None:
             f"guidance_gradient={gradient}: guidance is inside the pipeline's own call, which evaluates both branches "
             "as it likes; use the family's native adapter (model.name: sd, sdxl, sd3, flux, qwen_image or wan), or "
             "guidance_gradient=both"
+        )
+
+
+def require_step(checkpointing: Checkpointing) -> None:
+    """Raise ValueError for a number of blocks that is not one."""
+    if not isinstance(checkpointing, bool | str) and checkpointing < 2:
+        raise ValueError(
+            f"gradient_checkpointing={checkpointing} must be auto, true (every block), false, or n of at least 2 "
+            "(every n-th block)"
         )
 
 

@@ -15,7 +15,7 @@ from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._memory import MemorySettings, require_frozen, require_own_type
+from flowrl.models._memory import Checkpointing, MemorySettings, require_frozen, require_own_type, require_step
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["native", "autocast"]
@@ -75,8 +75,12 @@ class ModelConfig:
     """Image height in pixels; null takes the pipeline's default."""
     width: int | None = None
     """Image width in pixels; null takes the pipeline's default."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Checkpointing = False
+    """Recompute activations in the backward pass: less memory, about a third more time. n: of every n-th block only.
+    auto: where updates do not fit the device without it, by the estimate of `flowrl plan`."""
+    compile: Literal["blocks"] | None = None
+    """torch.compile of the denoiser's repeated blocks, one by one: fewer passes over memory for a start of minutes;
+    null runs them as they are. What cannot be compiled whole is refused, never run uncompiled."""
     guidance_gradient: GuidanceGradient = "both"
     """Branches of classifier-free guidance through which an update differentiates.
     `positive` evaluates the unconditional branch alone and without gradient: less memory and compute in updates, and
@@ -91,6 +95,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require_frozen(self.memory, self.lora)
         require_own_type(self.memory, self.shard)
+        require_step(self.gradient_checkpointing)
 
     @property
     def frames(self) -> int:

@@ -19,6 +19,8 @@ from torch import nn
 from flowrl.core.errors import ModelError
 from flowrl.models._vae import set_up_vae
 from flowrl.models.base import ModelConfig, autocast, torch_dtype
+from flowrl.models.blocks import checkpoint_blocks
+from flowrl.models.compiled import require_compiler
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -29,7 +31,11 @@ _INSTALL = {"flash": "flash-attn --no-build-isolation", "xformers": "'flowrl[xfo
 
 
 def check_available(config: ModelConfig) -> None:
-    """Raise ModelError where an option needs a package or a device that this machine lacks."""
+    """Raise ModelError where an option needs a package, a compiler or a device that this machine lacks."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    require_types(config, device)
+    if config.compile is not None:
+        require_compiler(device)
     if config.memory.quantize is not None:
         package = "torchao" if config.memory.quantize == "int8" else "bitsandbytes"
         if importlib.util.find_spec(package) is None:
@@ -43,6 +49,28 @@ def check_available(config: ModelConfig) -> None:
             )
     if config.attention is not None:
         _check_backend(config.attention)
+
+
+def require_types(config: ModelConfig, device: torch.device) -> None:
+    """Raise ModelError unless the device computes in the network's type, and holds the type that stores its weights."""
+    if config.dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        raise ModelError(
+            f"model.dtype=bfloat16: {torch.cuda.get_device_name(device)} has no bfloat16 (compute capability 8.0 or "
+            "later has); use float16"
+        )
+    options = {"dtype": torch_dtype(config.dtype)}
+    if config.memory.layerwise_casting is not None:
+        options["memory.layerwise_casting"] = FLOAT8[config.memory.layerwise_casting]
+    for option, dtype in options.items():
+        try:
+            given = torch.ones(16, 16).to(device, dtype).to(torch_dtype(config.dtype)).requires_grad_()
+            (given @ given).float().sum().backward()
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise ModelError(
+                f"model.{option}={str(dtype).removeprefix('torch.')} does not work on {device} "
+                f"({(str(error).splitlines() or [type(error).__name__])[0]}); use "
+                f"{'another type, such as float32' if option == 'dtype' else 'null'}"
+            ) from error
 
 
 def _check_backend(name: str) -> None:
@@ -108,12 +136,8 @@ def switch_on(pipeline: Any, networks: Iterable[nn.Module], config: ModelConfig)
     Raises:
         ModelError: a part lacks the switch.
     """
-    from diffusers.models.modeling_utils import ModelMixin
-
     for network in networks:
-        if config.gradient_checkpointing:
-            assert isinstance(network, ModelMixin)
-            network.enable_gradient_checkpointing()
+        checkpoint_blocks(network, config.gradient_checkpointing)
         if config.attention is not None:
             _set_attention(network, config.attention)
     set_up_vae(pipeline, config)

@@ -20,6 +20,7 @@ from flowrl.core.errors import ModelError
 from flowrl.models._precision import ADAPTER as ADAPTER
 from flowrl.models._precision import autocasts, fit_network
 from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig
+from flowrl.models.compiled import compile_blocks
 from flowrl.models.savings import cast_frozen
 
 if TYPE_CHECKING:
@@ -354,6 +355,8 @@ def trainable(adapter: ModelAdapter, options: ModelConfig, seed: int) -> Weights
         weights.load_lora(options.init_lora)
     # Before the device: weights stored in few bits never occupy it at their full size.
     cast_frozen(weights.components.values(), options)
+    if options.compile is not None:
+        compile_blocks(adapter.network)
     return weights
 
 
@@ -372,6 +375,8 @@ def freeze(adapter: ModelAdapter, options: ModelConfig, seed: int) -> None:
     fit_network(adapter, networks, layers)
     adapter.network.requires_grad_(False)
     cast_frozen(networks, options)
+    if options.compile is not None:
+        compile_blocks(adapter.network)
 
 
 def _save_lora_weights(folder: Path, *, transformer_lora_layers: Any, transformer_lora_adapter_metadata: Any) -> None:

@@ -87,8 +87,10 @@ def skeleton(resolved: Resolved) -> Any:
     folder = locate(path)
     if resolved.model.config.attention is not None:
         require_known(resolved.model.config.attention)
-    # A plan asks for no kernels: attention is counted as a fused one.
+    # A plan asks for no kernels: attention is counted as a fused one. `auto` is decided by what updates take without.
     config = dataclasses.replace(resolved.model.config, attention=None)
+    if config.gradient_checkpointing == "auto":
+        config = dataclasses.replace(config, gradient_checkpointing=False)
     with loading("model.path", path):
         return make(config, folder)
 
@@ -275,7 +277,8 @@ def _weights(adapter: Any, resolved: Resolved, prompts: int) -> Weights:
     """The trained weights, with the frozen ones stored as the memory options say."""
     config, networks = resolved.model.config, component_names(adapter.network).values()
     few_bits.quantise(networks, config)
-    unread, texts = dataclasses.replace(config, init_lora=None), [(str(k), ()) for k in range(prompts)]
+    # Fake tensors are not compiled.
+    unread, texts = dataclasses.replace(config, init_lora=None, compile=None), [(str(k), ()) for k in range(prompts)]
     with torch.device("meta"):
         weights = resolved.training.weights(adapter, unread, texts, 0, "meta")
     few_bits.imitate_casting(networks, config)

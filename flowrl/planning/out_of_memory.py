@@ -146,7 +146,7 @@ def _training(phases: set[str], resolved: Resolved) -> list[str]:
     config = resolved.model.config
     if "update" not in phases:
         return []
-    result = [] if config.gradient_checkpointing else ["model.gradient_checkpointing=true"]
+    result = [] if config.gradient_checkpointing is True else ["model.gradient_checkpointing=true"]
     return result + (["model.lora (all weights are trained now)"] if config.lora is None else [])
 
 

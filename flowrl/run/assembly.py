@@ -27,6 +27,7 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.evaluation.evaluator import Evaluator
 from flowrl.evaluation.held_out import RunPrompts, run_prompts
 from flowrl.models.base import ModelAdapter, packed_grid, torch_dtype
+from flowrl.models.compiled import probe as probe_compiled
 from flowrl.models.weights import Weights
 from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.saliency_maps import Mapper, mapper
@@ -151,6 +152,9 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     kind.begin(weights, texts, prompts.train, config.seed)
     for role in method.roles:
         weights.snapshot(role)
+    if resolved.model.config.compile is not None:
+        cond = texts.lookup(data.texts(cache=config.data.caches_text)[:1])
+        _try_compiled(resolved, kind, adapter, cond, weights)
     sampling = sampling_of(resolved, adapter, texts, world)
     check_trained(resolved, _require_plan(kind, sampling.sampler, sampling.schedule, adapter, config.seed))
     for note in check_model(resolved, adapter):
@@ -231,6 +235,16 @@ def _weights(
     else:
         adapter.to(world.device)
     return weights
+
+
+def _try_compiled(resolved: Resolved, kind: Training, adapter: ModelAdapter, cond: Condition, weights: Weights) -> None:
+    """One forward and backward of a microbatch through compiled blocks, so that what cannot be compiled ends here."""
+    run = resolved.run
+    batch = run.rollout.batch_size if kind.frozen else run.optim.batch_size
+    rows = cond.index(torch.zeros(batch, dtype=torch.int64, device=cond.device))
+    timesteps = adapter.schedule(run.rollout.num_inference_steps).timesteps[[0, -1]].unique().to(cond.device)
+    trained = [] if kind.frozen else list(weights.parameters.values())
+    probe_compiled(adapter, rows, timesteps, kind.guidance(adapter, run.rollout.guidance_scale), trained)
 
 
 def _learner(resolved: Resolved, kind: Training, sampling: Sampling, weights: Weights) -> Learner:

@@ -27,7 +27,7 @@ from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.strict import Options
 from flowrl.data.prompts import Prompt
 
-_ROUNDED = ("shard", "gradient_checkpointing", "precision", "guidance_gradient")
+_ROUNDED = ("shard", "gradient_checkpointing", "compile", "precision", "guidance_gradient")
 """Options of a model that change its images by rounding alone."""
 LARGEST_COPY = 64 << 20
 LARGEST_TEXT = 1 << 20

@@ -32,6 +32,7 @@ from flowrl.evaluation.evaluator import Setting
 from flowrl.evaluation.results import Evaluation
 from flowrl.models.base import ModelAdapter, torch_dtype
 from flowrl.models.weights import Weights
+from flowrl.planning.checkpointing import decided
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.assembly import assemble
 from flowrl.run.collector import Collector
@@ -75,6 +76,8 @@ class Session:
         if self.config.deterministic:
             determinism.prepare()
         self._joined, self.world = world is None, world or join()
+        if training:
+            self.resolved = decided(self.resolved, self.world)
         with phase("loading"):
             self.parts = parts = assemble(self.resolved, self.world, folder, training=training)
         self.stop = (signals or Signals()).stop(self.world, sharded=parts.sampling.sharded)

@@ -15,6 +15,7 @@ from flowrl.core.console import log, set_up_logging
 from flowrl.core.contents import require_unedited
 from flowrl.evaluation.held_out import require_same_split
 from flowrl.evaluation.results import Evaluation
+from flowrl.planning.checkpointing import decided
 from flowrl.planning.out_of_memory import explaining
 from flowrl.run import checkpoint
 from flowrl.run.ending import Ending
@@ -85,6 +86,7 @@ class Trainer:
         ending = Ending(self.folder, self.world, self.signals, self.clock, start=start, planned=planned)
         try:
             ending.begin()
+            self.resolved = decided(self.resolved, self.world)
             with explaining(self.resolved, self.world):
                 self.world.agree(lambda: self._open_session(start, accept))
                 self.saver = ending.saver = Saver(self.session, self.folder, self.clock)

@@ -17,6 +17,7 @@ from torch import nn
 
 from flowrl.core.errors import ModelError
 from flowrl.models.base import ModelAdapter
+from flowrl.models.blocks import blocks
 from flowrl.models.weights import Weights
 from flowrl.training.world import World
 
@@ -61,16 +62,14 @@ def split(adapter: ModelAdapter, weights: Weights, world: World, dtype: torch.dt
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a network, as diffusers declares them."""
-    names = getattr(network, "_no_split_modules", None) or ()
-    # Inner ones first, as `fully_shard` wants them: a UNet's blocks are nested.
-    blocks = [part for part in network.modules() if type(part).__name__ in names][::-1]
-    if not blocks:
+    """The parts that are split one by one."""
+    result = blocks(network)
+    if not result:
         raise ModelError(
             f"model.shard=true: {type(network).__name__} does not declare its blocks (_no_split_modules); "
             "set model.shard=false"
         )
-    return blocks
+    return result
 
 
 def rows(weights: Weights) -> dict[str, Rows]:

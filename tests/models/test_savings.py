@@ -304,6 +304,37 @@ def parts(model: Any) -> dict[str, nn.Module]:
     return {name: part for name, part in model.pipeline.components.items() if isinstance(part, nn.Module)}
 
 
+# ---- types that a card does not have
+
+
+class _Without8Bits:
+    """A tensor of a device without 8-bit floats."""
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float8_e4m3fn:
+            raise TypeError("Trying to convert Float8_e4m3fn to the MPS backend but it does not have support")
+        return torch.zeros(16, 16, dtype=dtype)
+
+
+def test_types_that_a_card_lacks_are_refused_before_loading(monkeypatch):
+    card = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: card)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: emulated)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ModelError, match=r"model\.dtype=bfloat16: Tesla T4 has no bfloat16 .*; use float16"):
+        savings.check_available(config(dtype="bfloat16", lora=LORA))
+    monkeypatch.setattr(torch, "ones", lambda *size: _Without8Bits())
+    savings.check_available(config(dtype="float16", lora=LORA))
+    with pytest.raises(ModelError, match=r"layerwise_casting=float8_e4m3fn does not work on cuda .*; use null"):
+        savings.check_available(config(lora=LORA, memory={"layerwise_casting": "float8_e4m3fn"}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_types_that_a_cpu_has_are_taken(dtype):
+    casting = {"layerwise_casting": "float8_e5m2"}
+    savings.require_types(config(dtype=dtype, lora=LORA, memory=casting), CPU)
+
+
 # ---- whole runs
 
 
