@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.nn.functional as F
 from flowrl.rewards._vision import checkpoints, clips, open_clips
-from flowrl.rewards._vision.arrays import eight_bit
+from flowrl.rewards._vision.arrays import eight_bit, finite
 from flowrl.rewards._vision.frames import framewise
 from flowrl.rewards._vision.options import DTYPES, ClipOptions
 from flowrl.rewards._vision.pixels import broken, normalised, padded, resized_shape
@@ -80,7 +80,7 @@ def prepared(image: Tensor, size: int, *, preprocess: clips.Preprocess = "fast",
     """
     if image.ndim != 3 or image.shape[0] != 3:
         raise ValueError(f"an image must be [3, H, W], got {list(image.shape)}")
-    if not image.isfinite().all():
+    if not finite(image):
         return broken(image, size, preprocess)
     exact = preprocess == "exact"
     pixels = torch.from_numpy(eight_bit(image)).permute(2, 0, 1).float() / 255 if exact else image.float()

@@ -33,4 +33,4 @@ class ClipOptions(FrameOptions):
     preprocess: Preprocess = "exact"
     """"exact": through 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
     dtype: Dtype = "float32"
-    """Precision of the image tower. "bfloat16" is several times as fast on a GPU; cosines move by up to 0.01."""
+    """Precision of the image tower. "bfloat16" is faster on a GPU and moves cosines by about 0.001 to 0.02."""

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from flowrl.rewards._vision.arrays import eight_bit
+from flowrl.rewards._vision.arrays import eight_bit, finite
 from flowrl.rewards._vision.pool import stacked
 from PIL import Image
 from torch import Tensor
@@ -65,7 +65,7 @@ class Pixels:
         if image.ndim != 3 or image.shape[0] != 3:
             raise ValueError(f"an image must be [3, H, W], got {list(image.shape)}")
         # Tested first: a crop or a clamp could hide it.
-        if not image.isfinite().all():
+        if not finite(image):
             return broken(image, self.size, self.preprocess)
         height, width = image.shape[-2:]
         resized = resize(image, resized_shape(height, width, self.size, self.fit))

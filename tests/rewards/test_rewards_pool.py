@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flowrl.rewards._vision import clips, pool
+from flowrl.rewards._vision.arrays import finite
 from flowrl.rewards._vision.pixels import Pixels
 from torch.testing import assert_close
 
@@ -26,6 +28,16 @@ def test_threads_are_a_share_of_the_cores_and_one_without_a_gpu(monkeypatch, dev
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert pool.threads(torch.device(device)) == expected
+
+
+def test_an_image_is_finite_without_nan_and_inf_however_large_its_values_are():
+    image = torch.rand(3, 8, 8)
+    for value, expected in ((0.5, True), (-1.0, True), (math.nan, False), (math.inf, False), (-math.inf, False)):
+        image[1, 2, 3] = value
+        assert finite(image) is expected
+    assert finite(torch.full((3, 8, 8), 3e38)), "their sum is inf"
+    image[0, 0, 0], image[1, 2, 3] = math.inf, -math.inf
+    assert not finite(image)
 
 
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
