@@ -41,8 +41,10 @@ def row_flop(resolved: Resolved, cond: Condition, unconditional: Condition | Non
         unconditional: the embedding that guidance leads away from, one row; None: there is none.
     """
     # What computes the same in another way is left out: it must not count as useful.
-    plain = {"gradient_checkpointing": False, "memory": type(resolved.model.config.memory)(), "init_lora": None}
-    config = dataclasses.replace(resolved.model.config, **plain)
+    config = resolved.model.config
+    plain = {"gradient_checkpointing": False, "memory": type(config.memory)(), "init_lora": None, "compile": None}
+    known = {field.name for field in dataclasses.fields(config)}
+    config = dataclasses.replace(config, **{name: value for name, value in plain.items() if name in known})
     model = dataclasses.replace(resolved.model, config=config)
     frozen = resolved.training.frozen
     try:

@@ -65,6 +65,15 @@ class Evaluations:
         finally:
             self.rows, self.trained = before
 
+    @contextmanager
+    def without_backward(self) -> Iterator[None]:
+        """Forwards inside the block have no backward pass, though they may run with gradients."""
+        before = self.trained
+        try:
+            yield
+        finally:
+            self.trained = before
+
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The first argument of a denoiser is its latents: a tensor, or a list of samples.
         count = len(args[0] if args else next(iter(kwargs.values())))

@@ -53,7 +53,8 @@ class Learner:
         counter, sums = self.context.counter, iteration.sums
         before = counter.rows
         work = self.training.work(self.context, iteration, gate)
-        work.prepare()
+        with counter.without_backward():
+            work.prepare()
         for _ in range(self.method.passes):
             for number in range(len(work.shares)):
                 if self.before_update is not None:

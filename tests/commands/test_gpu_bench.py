@@ -59,6 +59,7 @@ def test_a_step_of_the_rollout_is_one_forward_of_the_batch_doubled_by_guidance(b
     assert found["ms_per_forward"] > 0
 
 
+@pytest.mark.slow
 def test_an_update_is_counted_by_its_training_forwards(bench):
     found, each = phases.update(bench, 1), bench.flop()
     assert each is not None

@@ -12,6 +12,7 @@ from flowrl.commands._gpu.session import Bench, opened
 from flowrl.models.base import decoded
 from flowrl.run.session import Session
 from flowrl.training.base import Iteration
+from flowrl.training.determinism import strict
 from flowrl.training.metrics import Sums
 
 RECIPE = "configs/lab/flow_grpo-lora.yaml"
@@ -66,7 +67,8 @@ def gradients(*words: str, times: int = 2) -> list[list[Tensor]]:
         batch, _ = next(iter(work.batches(0)))
         found = []
         for _ in range(times):
-            small.session.method.loss(batch, small.session.networks).loss.backward()
+            with strict():
+                small.session.method.loss(batch, small.session.networks).loss.backward()
             found.append([g.clone() for g in small.session.weights.gradients() if g is not None])
             small.session.optimizer.zero_grad()
         return found

@@ -9,6 +9,7 @@ from flowrl.commands._gpu import attention
 from tests.gpu import checks
 
 
+@pytest.mark.slow
 def test_the_rollouts_own_batches_replay_without_any_change():
     found = checks.gate_of()
     assert found["same_no_grad"] == found["same_grad"] == 0
@@ -23,6 +24,7 @@ def test_a_replay_in_half_precision_stays_within_the_gate(dtype):
     assert found["other_no_grad"] <= found["allowed"]
 
 
+@pytest.mark.slow
 def test_a_microbatch_has_the_same_gradient_twice_and_a_resumed_run_the_same_bits():
     first, second = checks.gradients()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -66,7 +66,9 @@ def test_a_step_is_its_three_parts(session, folder):
     assert "perf/tflops" not in row, "counting takes seconds, which a run on the CPU does not have"
 
 
-def test_the_network_is_credited_with_the_forwards_and_backward_passes_of_the_iteration(session, monkeypatch):
+@pytest.mark.parametrize("old", ["rollout", "recompute"])
+def test_the_network_is_credited_with_the_forwards_and_backward_passes_of_the_iteration(old, folder, monkeypatch):
+    session = Session(folder / "run.yaml", *SMALL, f"algorithm.old_log_prob={old}")
     monkeypatch.setattr(gauges, "row_flop", lambda *given: RowFlop(1e12, 1e9))
     counting = gauges.Gauges(session.resolved, session.parts.sampling, counts=True)
     counting.begin()
@@ -74,8 +76,8 @@ def test_the_network_is_credited_with_the_forwards_and_backward_passes_of_the_it
     row = session.update(rollout, session.credit(rollout))
     found = counting.row({"rollout": 1.5, "update": 2.5, "reward": 9.0}, rollout.cond)
     samples, steps, trained = 4, 3, 2  # without guidance and reference a row is a sample
-    # The parity gate's forwards do not count.
-    assert found["perf/tflops"] == pytest.approx((samples * (steps + trained) + samples * trained / 1000) / 4, rel=1e-3)
+    forwards = samples * (steps + trained * (1 + (old == "recompute")))  # the parity gate's do not count
+    assert found["perf/tflops"] == pytest.approx((forwards + samples * trained / 1000) / 4, rel=1e-3)
     assert found["memory/peak_gib"] >= row["memory/peak_gib"]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from flowrl.commands._gpu.clock import WARMUPS, Clock, wait
@@ -34,11 +35,11 @@ class Found:
         """The operators by their own time on the device, on the CPU by that of the CPU; the largest first."""
         rows: list[Row] = []
         for event in self.profiler.key_averages():
+            if event.device_type != DeviceType.CPU:
+                continue  # a kernel, whose time the operator that started it has too
             device, own = event.self_device_time_total / 1000, event.self_cpu_time_total / 1000
             rows.append({"op": event.key, "count": event.count, "device_ms": device, "cpu_ms": own})
         key = "device_ms" if self.cuda else "cpu_ms"
-        # A kernel and the operator that starts it both have its time: operators alone, else it counts twice.
-        rows = [row for row in rows if "::" in row["op"]]
         total = sum(row[key] for row in rows) or 1.0
         rows = [row | {"share": row[key] / total} for row in rows]
         return sorted(rows, key=lambda row: -row[key])
@@ -46,7 +47,8 @@ class Found:
     @property
     def busy_ms(self) -> float:
         """Time in which the device works, on one stream."""
-        return sum(row["device_ms"] for row in self.costs())
+        kernels = [event for event in self.profiler.key_averages() if event.device_type != DeviceType.CPU]
+        return sum(event.self_device_time_total for event in kernels) / 1000
 
     def count(self, name: str) -> int:
         """Events of a name."""
