@@ -211,8 +211,8 @@ class EdgeBatches(Work):
         """
         context, method = self.context, self.context.method
         size = context.optim.batch_size
-        full, partial = self._full_and_partial()
-        drawn = self._first_drawn()[: size * self.rollout.plan.leaves]
+        full, partial = self.full_and_partial()
+        drawn = self.first_drawn()[: size * self.rollout.plan.leaves]
         trained = [self._deviation(full), self._deviation(partial)]
         with torch.no_grad():
             plain = [self._deviation(full), self._deviation(drawn)]
@@ -233,7 +233,7 @@ class EdgeBatches(Work):
                 "optim.batch_size"
             )
 
-    def _full_and_partial(self) -> tuple[Tensor, Tensor]:
+    def full_and_partial(self) -> tuple[Tensor, Tensor]:
         """Edges of the first share: of the largest forward of each batch key, and of the smallest of all, both [n]."""
         order, size = self.shares[0], self.context.optim.batch_size
         largest: dict[int, Forward] = {}
@@ -247,7 +247,7 @@ class EdgeBatches(Work):
             return order, order
         return order[torch.cat([each.place for each in largest.values()])], order[smallest.place]
 
-    def _first_drawn(self) -> Tensor:
+    def first_drawn(self) -> Tensor:
         """Edges of the first rollout batch at its first trained step, in the rollout's order, [n]."""
         rollout, edges = self.rollout, self.rollout.edges
         size, first = self.context.rollout_batch_size, min(rollout.plan.train)

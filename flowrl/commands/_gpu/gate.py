@@ -29,10 +29,8 @@ def measure(bench: Bench, repeats: int) -> Row:
         raise ConfigError(f"algorithm.name={bench.session.resolved.algorithm.name}: it has no log-probs to replay")
     own, credit = bench.scored(bench.draw(bench.ids()))
     work = EdgeBatches(bench.context, Iteration(1, own, credit, Sums()))
-    edges, mixed = work.rollout.edges, torch.cat(work.shares)[: bench.batch]
-    together = own.plan.drawn_together(bench.batch)
-    same = ((edges.step == min(own.plan.train)) & (edges.sample < together)).nonzero().squeeze(1)
-    orders = {"same": same, "other": mixed, "partial": mixed[: max(len(mixed) // 2, 1)]}
+    edges, (mixed, _) = work.rollout.edges, work.full_and_partial()
+    orders = {"same": work.first_drawn(), "other": mixed, "partial": mixed[: max(len(mixed) // 2, 1)]}
     result: Row = {"edges": len(edges.step)}
     for name, order in orders.items():
         for grad in (False, True):
