@@ -1,36 +1,23 @@
-"""torch.autocast on the CPU with a rule of CUDA's that the CPU's lacks: norms compute, and answer, in float32."""
+"""torch.autocast on the CPU with the operations that CUDA's runs in float32, on tensors with values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch.library import Library
 
-_NORMS = ("layer_norm", "rms_norm", "group_norm")
+from flowrl.planning.cuda_rules import LOWER, kernels
 
 
 @contextmanager
-def norms_in_float32() -> Iterator[None]:
-    """CUDA's rule inside the block, for all calls through torch.nn.functional under autocast."""
-    plain = {name: getattr(F, name) for name in _NORMS}
-
-    def raised(name: str) -> Any:
-        def norm(*args: Any, **kwargs: Any) -> Tensor:
-            if torch.is_autocast_enabled("cpu"):
-                args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
-                kwargs = {key: a.float() if isinstance(a, Tensor) else a for key, a in kwargs.items()}
-            return plain[name](*args, **kwargs)
-
-        return norm
-
-    for name in _NORMS:
-        setattr(F, name, raised(name))
+def cuda_autocast() -> Iterator[None]:
+    """CUDA's dtypes under the CPU's autocast inside the block: `cuda_rules`, but for its RMSNorm without values."""
+    library = Library("aten", "IMPL")
     try:
+        for name, kernel in kernels("cpu"):
+            if name not in LOWER:
+                library.impl(name, kernel, "AutocastCPU")
         yield
     finally:
-        for name, function in plain.items():
-            setattr(F, name, function)
+        library._destroy()

@@ -157,7 +157,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # Two experts, trained in microbatches of their own.
     "wan_2_2": (BOTH, ("model={name: wan, path: 'tiny:wan_2_2'}", *TINY, *CLIP, *UNEVEN)),
     "half": (
-        FULL,
+        BOTH,
         ("model={name: flux, path: 'tiny:flux', dtype: bfloat16}", *TINY, *UNEVEN, DEEP, "algorithm.clip_range=0.1"),
     ),
     # All groups of the first process are dead.

@@ -20,7 +20,7 @@ from flowrl.models._precision import join_products
 from flowrl.models.base import LoraSettings
 from tests import native, tiny_sd3
 from tests import tiny_pipelines as tiny
-from tests.like_cuda import norms_in_float32
+from tests.like_cuda import cuda_autocast
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LORA = LoraSettings(rank=4, alpha=10)
@@ -260,7 +260,7 @@ def test_queries_keys_and_values_have_one_type_under_cudas_rules(name, precision
     attention = Attention(monkeypatch)
     x, timestep, cond = native.point(model)
     attention.seen.clear()  # text encoders have their own
-    with norms_in_float32():
+    with cuda_autocast():
         output = model.predict(x, timestep, cond, kind.scale)
     output.float().square().sum().backward()
     assert attention.seen

@@ -258,6 +258,23 @@ def test_a_backend_is_tried_before_it_is_used(monkeypatch, attention, message):
         savings.probe_attention("flex", CPU, torch.float32)
 
 
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_a_backend_is_tried_under_the_arithmetic_of_the_run(monkeypatch, autocasts):
+    """On tensors of one type, under autocast where the network is."""
+    registry, name = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName.FLEX
+    seen = []
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), query.dtype, key.dtype, value.dtype))
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setitem(registry._backends, name, attention)
+    monkeypatch.setitem(registry._supported_arg_names, name, {"query", "key", "value"})
+    with pytest.raises(ModelError, match="with gradients under autocast" if autocasts else r"with gradients \(Runtime"):
+        savings.probe_attention("flex", CPU, torch.bfloat16, autocasts=autocasts)
+    assert seen == [(autocasts, *[torch.bfloat16] * 3)]
+
+
 # ---- parts that visit the device
 
 
