@@ -138,6 +138,7 @@ ADDED = (
     Added(Place("run", "*", "data.eval_share"), 0.0),
     Added(Place("models", "*", "vae_precision"), "tf32"),
     Added(Place("models", "*", "memory.vae_channels_last"), False),
+    Added(Place("models", "*", "guidance_gradient"), "both"),
 )
 
 

@@ -203,6 +203,10 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[S
         `model`, `prompts`, and `score NAME` for each output. The folders of files do not matter.
     """
     model = {k: v for k, v in asdict(resolved.model.config).items() if k not in _ROUNDED}
+    # As in records of versions before these options, whose VAE had the arithmetic of today's default.
+    model["memory"] = {k: v for k, v in model["memory"].items() if k != "vae_channels_last"}
+    if model["vae_precision"] == "tf32":
+        del model["vae_precision"]
     result = {"model": fingerprint([resolved.model.name, _portable(model)])}
     result["prompts"] = fingerprint([[p.text, _portable(p.metadata)] for p in prompts])
     files = collect(resolved)

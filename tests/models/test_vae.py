@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
@@ -146,6 +147,21 @@ def test_what_overflows_is_nan_and_not_white():
     found = decoded_pixels(vae, torch.zeros(1), "float16")
     assert found.isnan().tolist() == [[True, False, True, False]]
     assert found[0, [1, 3]].tolist() == [0.75, 1.0]
+
+
+def test_a_pipeline_that_hands_images_to_its_vae_in_its_own_type_says_what_to_set():
+    size = tiny.IMAGED["flux_kontext"].sizes[0]
+    for precision in ("tf32", "bfloat16"):
+        pipe = native.halved(tiny.make("flux_kontext"))
+        cast_vae(pipe, precision)
+        config = generic.Config(path="tiny", height=size[0], width=size[1], dtype="bfloat16", vae_precision=precision)
+        model, given = generic.Generic(pipe, config), [[Image.new("RGB", (size[1], size[0]))]]
+        if precision == "tf32":
+            with pytest.raises(ModelError, match=r"set model\.vae_precision to that type"):
+                model.encode(["a cat"], given)
+        else:
+            cond = model.encode(["a cat"], given)
+            assert model.decode(latents(model)[:1], cond).shape == (1, 3, *size)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16"])

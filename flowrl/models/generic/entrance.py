@@ -85,6 +85,8 @@ class Entrance:
             text = f"{self.kind} cannot be used {where}: {type(error).__name__}: {reason}"
             if not self.path.is_flow and "sigmas" in reason:
                 text += " (it is a pipeline of a flow: load it with FlowMatchEulerDiscreteScheduler)"
+            if self.images.limits[1] and "bias type" in reason:
+                text += " (it hands images to its VAE in model.dtype: set model.vae_precision to that type)"
             raise ModelError(text) from error
 
     def enter(self, batch: int, guidance_scale: float, *, steps: int = PROBE_STEPS, **options: Any) -> Visit:
