@@ -56,6 +56,11 @@ class Texts:
         if cache:
             adapter.free_text_encoders()
 
+    @property
+    def ready(self) -> bool:
+        """All embeddings were made beforehand, so that `lookup` runs no encoder."""
+        return self.files is not None or self.table is not None
+
     def lookup(self, prompts: Sequence[str | Prompt]) -> Condition:
         """Conditions of P prompts in order; a text is a prompt without images."""
         wanted = [identity(prompt) for prompt in prompts]

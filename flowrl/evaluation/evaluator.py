@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from flowrl.config.schema import EvalConfig
 from flowrl.core import media
@@ -120,7 +121,9 @@ class Evaluator:
         due: list[tuple[list[SampleId], Scores]] = []
         health, options = Health(), RunOptions(stop=stop.in_step)
         agree: Callable[[Callable[[], list]], list] = self.world.in_step if sampling.sharded else lambda work: work()
-        with Beside(self.scorer, self.world.device) as beside:
+        # Where prompts are encoded between batches, encoders may set switches of the process (`Lanes.quiet`).
+        device = self.world.device if sampling.texts.ready else torch.device("cpu")
+        with Beside(self.scorer, device) as beside:
             for slots, counts in self._rounds(len(prompts)):
                 ids = [SampleId(slot, k) for slot in slots for k in range(self.options.samples_per_prompt)]
                 drawn = sampling.draw(plan, noise, sampling.asked(prompts, ids), batch_size=size, options=options)
@@ -134,6 +137,7 @@ class Evaluator:
     ) -> list[tuple[list[SampleId], Scores]]:
         """Decode and keep a batch, and begin to score it; the scores that are due."""
         ids, due = list(drawn.samples.ids), []
+        beside.quiet()
         images = self.sampling.images(drawn, self.options.batch_size, health=health, stop=stop)
         if not health.diverged:  # then no reward is to be blamed
             prompts = [self.prompts[i.slot] for i in ids]

@@ -112,6 +112,7 @@ class Drawing:
 
     def _decode(self, x0: Tensor, cond: Condition, rows: Tensor) -> None:
         """Decode the next samples [b, ...], whose rows come first in `rows`, for the rewards that overlap."""
+        self.ahead.quiet()
         with self.timer.phase("decode"):
             images = self.decoding.add(x0, cond, rows[: len(x0)])
         # Of a sharded network every forward needs all processes: what a reward raises must wait.

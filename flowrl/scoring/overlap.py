@@ -54,6 +54,7 @@ class Lanes:
         self.pools = [(entry, ThreadPoolExecutor(1, "flowrl-reward")) for entry in entries]
         on_gpu = [entry for entry in entries if device.type == "cuda" and entry.reward.card.overlap_on_gpu]
         self.streams = {id(entry): SideStream(device) for entry in on_gpu}
+        self._on_gpu: list[Future[Outputs]] = []
 
     def __bool__(self) -> bool:
         return bool(self.pools)
@@ -65,7 +66,22 @@ class Lanes:
             stream = self.streams.get(id(entry))
             after = nullcontext() if stream is None else stream.after(stream.mark())
             begun[id(entry)] = pool.submit(self.ambient.run, self._beside, after, entry, batch, errors)
+            if stream is not None:
+                self._on_gpu.append(begun[id(entry)])
         return begun
+
+    def quiet(self) -> None:
+        """Wait until no reward is at work on the GPU.
+
+        For what follows: a decoder sets switches of the whole process (cuDNN's precision), which would reach a reward's
+        kernels, so that its scores depended on timing.
+
+        Raises:
+            Abandoned: the run is to stop.
+        """
+        for future in self._on_gpu:
+            self._end(future)
+        self._on_gpu.clear()
 
     def _beside(
         self, after: AbstractContextManager[None], entry: WeightedReward, batch: Batch, errors: list[str]
@@ -90,10 +106,13 @@ class Lanes:
         Raises:
             Abandoned: the run is to stop.
         """
+        self._end(future)
+        return future.result()
+
+    def _end(self, future: Future[Outputs]) -> None:
         while not wait((future,), timeout=_ASK_S).done:
             if self.scorer.stop():
                 raise Abandoned
-        return future.result()
 
     def others(self, batch: Batch, errors: list[str]) -> dict[int, Outputs]:
         """Outputs of the rewards without a thread, which score the batch now."""
@@ -132,6 +151,10 @@ class Ahead:
 
     def close(self) -> None:
         self.lanes.close()
+
+    def quiet(self) -> None:
+        """As `Lanes.quiet`, to be called before the next images are decoded."""
+        self.lanes.quiet()
 
     def add(self, images: EightBitImages, *, early: bool = True) -> None:
         """The next b images.
@@ -201,6 +224,11 @@ class Beside:
         begun = self.lanes.submit(batch, errors)
         self._waiting.append((key, self.lanes.others(batch, errors), begun, errors))
         return self._take(1 if self.lanes else 0)
+
+    def quiet(self) -> None:
+        """As `Lanes.quiet`, to be called before the next batch is decoded."""
+        if self.lanes is not None:
+            self.lanes.quiet()
 
     def rest(self) -> list[tuple[Any, Scores]]:
         """(key, scores) of the batches that have not come back yet."""

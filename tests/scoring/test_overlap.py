@@ -250,6 +250,33 @@ def test_next_to_a_gpu_a_reward_on_it_has_a_stream_that_waits_for_the_decoded_im
     assert by_thread == ["after decoded", "idle"] * 3
 
 
+def test_the_next_batch_is_decoded_once_no_reward_is_at_work_on_the_gpu(monkeypatch):
+    """The decoder sets cuDNN's switches for the whole process. A server is not waited for."""
+    monkeypatch.setattr(overlap, "SideStream", FakeStream)
+    monkeypatch.setattr(FakeStream, "told", [])
+    began, release, waits = threading.Event(), threading.Event(), Waits()
+
+    def on_gpu(images, prompts, metadata):
+        began.set()
+        assert release.wait(WAIT_S)
+        return means(images, prompts, metadata)
+
+    scorer = Scorer([entry(on_gpu, overlap_on_gpu=True), entry(waits, "server", overlap=True)])
+    ahead = Ahead(scorer, [""] * 2, [{}] * 2, GPU)
+    ahead.add(noise_in_8_bits(2))
+    assert began.wait(WAIT_S)
+    scorer.stop = lambda: True
+    with pytest.raises(Abandoned):
+        ahead.quiet()
+    scorer.stop = lambda: False
+    release.set()
+    ahead.quiet()
+    assert FakeStream.told[-1][0] == "idle"
+    assert not waits.event.is_set()
+    waits.event.set()
+    ahead.close()
+
+
 def test_an_entry_without_overlap_scores_at_the_end(tmp_path):
     """Two entries of one reward cannot differ in it."""
     file = tmp_path / "mine.py"
