@@ -19,6 +19,8 @@ _ASKS = ("getattr", "hasattr", "setattr", "delattr")
 ALLOWED = {
     "_exit": "os: a process that must not run the handlers of the one that it was forked from, or wait for threads",
     "_foreach_lerp_": "torch: one kernel for all tensors of a moving average; there is no public form",
+    "_foreach_div_": "torch: as _foreach_lerp_, for gradients",
+    "_foreach_mul_": "torch: as _foreach_lerp_, for gradients",
     "_forward_pre_hooks": "torch: a copy of a network is to have none of the hooks that watch it",
     "_cdata": "torch: the identity of a storage, which has no public one",
     "_destroy": "torch: takes back the kernels of a library at the end of a block; there is no public form",

@@ -50,12 +50,17 @@ class Networks:
 
     def transition(self, batch: Microbatch) -> StepDistribution:
         """The policy's distribution for each of the E edges, with gradients: one forward per place they start from."""
-        return self.policy.transition(batch.latents, batch.start, batch.cond).at(batch.parent)
+        return by_edge(self.policy.transition(batch.latents, batch.start, batch.cond), batch)
 
     def frozen(self, role: str, batch: Microbatch) -> StepDistribution:
         """The distributions under another role's weights, without gradients."""
         with torch.no_grad(), self.weights.using(role):
             return self.transition(batch)
+
+
+def by_edge(transition: StepDistribution, batch: Microbatch) -> StepDistribution:
+    """The distributions of the latents of a batch for each of its edges."""
+    return transition if batch.alone else transition.at(batch.parent)
 
 
 class Lag(Protocol):

@@ -92,8 +92,9 @@ def reference_point(means: Tensor, how: Literal["mean", "class_means"]) -> Tenso
     gain, liked, likes, disliked, dislikes = means
     if how == "mean":
         return gain.clamp(min=0)
-    classes = [part / share for part, share in ((liked, likes), (disliked, dislikes)) if share > 0]
-    return torch.stack(classes).mean()
+    parts, shares = torch.stack([liked, disliked]), torch.stack([likes, dislikes])
+    here = shares > 0
+    return torch.where(here, parts / shares, 0.0).sum() / here.sum()
 
 
 build = DiffusionKto

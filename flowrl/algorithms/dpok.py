@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms._options import Options
-from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
 from flowrl.algorithms.ddpo import noisy_plan
 from flowrl.algorithms.flow_grpo import check_steps, clip_preset, ratio_metrics, single_advantage
 from flowrl.core.strict import require_positive
@@ -148,7 +148,7 @@ class Dpok(EdgeMethod[Config]):
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         config, policy, sampler = self.config, networks.policy, networks.policy.sampler
         prediction = policy.predict(batch.latents, batch.start, batch.cond)
-        transition = policy.distribution(prediction, batch.latents, batch.start).at(batch.parent)
+        transition = by_edge(policy.distribution(prediction, batch.latents, batch.start), batch)
         log_ratio, bound = self.log_ratio(transition, batch, sampler), config.clip(sampler)
         rule = clamped_ratio_loss if config.surrogate == "clamp" else clipped_ratio_loss
         surrogate, clipped = rule(log_ratio, single_advantage(batch), (bound, bound))
@@ -158,9 +158,9 @@ class Dpok(EdgeMethod[Config]):
             with torch.no_grad(), networks.weights.using("reference"):
                 anchor = policy.predict(batch.latents, batch.start, batch.cond)
             if config.kl.form == "gaussian":
-                kl = transition.kl(policy.distribution(anchor, batch.latents, batch.start).at(batch.parent))
+                kl = transition.kl(by_edge(policy.distribution(anchor, batch.latents, batch.start), batch))
             else:
-                kl = (prediction.eps_hat - anchor.eps_hat).square().flatten(1).mean(dim=1)[batch.parent]
+                kl = batch.by_edge((prediction.eps_hat - anchor.eps_hat).square().flatten(1).mean(dim=1))
             loss = loss + config.kl.coef * kl
             metrics["policy/kl_reference"] = kl.detach().sum()
         per_step = {"policy/ratio": log_ratio.detach().exp(), "policy/clip_fraction": clipped.float()}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flowrl.algorithms._credit import leaf_advantages
 from flowrl.algorithms._tree import tree_plan
-from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_terms, single_advantage, with_reference
 from flowrl.core.types import Edges
 from flowrl.credit.advantages import Advantages, RuleConfig
@@ -169,13 +169,13 @@ class DynamicTreeRpo(EdgeMethod[Config]):
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         config, policy = self.config, networks.policy
         prediction = policy.predict(batch.latents, batch.start, batch.cond)
-        transition = policy.distribution(prediction, batch.latents, batch.start).at(batch.parent)
+        transition = by_edge(policy.distribution(prediction, batch.latents, batch.start), batch)
         clip, advantage = config.clip(policy.sampler), single_advantage(batch)
         lean = config.clip_sensitivity * advantage
         bounds = Bounds(clip * (1 - lean).clamp(min=_LEAST), clip * (1 + lean).clamp(min=_LEAST))
         terms = clipped_terms(self.log_ratio(transition, batch, policy.sampler), [advantage], bounds)
         if config.tuning is not None:
-            error = (prediction.velocity[batch.parent] - batch.columns["target"]).square().flatten(1).mean(dim=1)
+            error = (batch.by_edge(prediction.velocity) - batch.columns["target"]).square().flatten(1).mean(dim=1)
             tuned = config.tuning.coef * batch.columns["worth"].to(error) * error
             metrics = {**terms.metrics, "policy/tuning": tuned.detach().sum()}
             terms = replace(terms, loss=terms.loss + tuned, metrics=metrics)

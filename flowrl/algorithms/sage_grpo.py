@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClippedOptions, Terms, clipped_terms, single_advantage, with_reference
+from flowrl.core.tensors import sent
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import Process
@@ -112,7 +113,7 @@ class SageGrpo(EdgeMethod[Config]):
         weight = None
         if self.config.equalise:
             scale = equaliser(batch.plan, sampler, networks.policy.adapter.process)
-            weight = scale.to(log_ratio.device)[batch.step.index]
+            weight = sent(scale, log_ratio.device)[batch.step.index]
         terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.clip(sampler), weight)
         if self.feedback:
             terms = self._trusted(terms, policy, log_ratio, batch, networks)
@@ -132,7 +133,7 @@ class SageGrpo(EdgeMethod[Config]):
                 to_old = policy.kl(StepDistribution(batch.columns["mean_old"], policy.std))
             kl, metrics["policy/kl_old"] = kl + self.config.trust.old_weight * to_old, to_old.detach().sum()
         coef = self.trust_coef
-        metrics |= {"policy/trust_kl": kl.detach().sum(), "policy/trust_coef": kl.new_tensor(coef * len(batch))}
+        metrics |= {"policy/trust_kl": kl.detach().sum(), "policy/trust_coef": kl.new_full((), coef * len(batch))}
         return Terms(terms.loss + coef * kl, terms.metrics | metrics, terms.per_step)
 
     def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:

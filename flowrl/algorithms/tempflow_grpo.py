@@ -21,6 +21,7 @@ from torch import Tensor
 from flowrl.algorithms._tree import NodeConfig, branching_steps, by_nodes, check_children, tree_plan
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClippedOptions, KLConfig, clipped_terms, single_advantage, with_reference
+from flowrl.core.tensors import sent
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import LeafRewards, Scale, depthwise, fuse
 from flowrl.diffusion.tree_shapes import Branching, offshoots
@@ -91,7 +92,7 @@ class TempFlowGrpo(EdgeMethod[Config]):
         every = torch.tensor(sorted(set(self.config.every_step(len(plan)))))
         step = plan.steps(every, process, ends=every + self.config.merge)
         step = replace(step, noise_level=torch.full_like(step.noise_level, plan.noise_level[plan.train[0]]))
-        return std / step_std(networks.policy.sampler, process, step).mean().to(std)
+        return std / sent(step_std(networks.policy.sampler, process, step).mean(), std.device)
 
 
 build = TempFlowGrpo

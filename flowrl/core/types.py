@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.tensors import ints, sent
+
 Member = Literal["chosen", "rejected", "labelled", "drawn"]
 """Origin of a sample in a slot: an image of the data, or the network ("drawn")."""
 Unit = Literal["term", "sample", "group", "prompt"]
@@ -42,10 +44,31 @@ class Step:
     """Bound of sigma in the std of some samplers, which diverges at sigma = 1."""
     std_scale: Tensor | None = None
     """Factor of the transition's std, not of its mean; None is 1."""
+    host: Step | None = field(default=None, init=False)
+    """The same steps on the CPU, where these are on a GPU (`knowing`); None: not kept."""
+
+    @property
+    def on_cpu(self) -> Step:
+        """The same steps on the CPU, so that a sampler can check them; without `host` the CPU waits for the GPU."""
+        if self.sigma.device.type == "cpu":
+            return self
+        return Step(**{name: value.cpu() for name, value in self.columns().items()}) if self.host is None else self.host
+
+    def columns(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def at(self, rows: Tensor) -> Step:
-        """The steps of `rows` [n]."""
-        return Step(**{name: value[rows] for name, value in vars(self).items() if value is not None})
+        """The steps of `rows` [n]; `host` stays if the rows are on the CPU."""
+        here = sent(rows, self.sigma.device)
+        kept = None if self.host is None or rows.device.type != "cpu" else self.host.at(rows)
+        return Step(**{name: value[here] for name, value in self.columns().items()}).knowing(kept)
+
+    def knowing(self, host: Step | None) -> Step:
+        """These steps, with the same ones on the CPU as `host`."""
+        made = Step(**self.columns())
+        object.__setattr__(made, "host", host)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +107,27 @@ class Condition:
         return first[0].device if isinstance(first, list) else first.device
 
     def index(self, rows: Tensor) -> Condition:
-        """The conditions of `rows` [B]."""
+        """The conditions of `rows` [B], best on the CPU."""
         return Condition(
             {
-                name: [value[int(row)] for row in rows] if isinstance(value, list) else value[rows.to(value.device)]
+                name: [value[row] for row in ints(rows)] if isinstance(value, list) else value[sent(rows, value.device)]
                 for name, value in self.tensors.items()
             }
+        )
+
+    def repeated(self, count: int) -> Condition:
+        """The one row `count` times; tensors share its memory."""
+        return Condition(
+            {
+                name: value * count if isinstance(value, list) else value.expand(count, *value.shape[1:])
+                for name, value in self.tensors.items()
+            }
+        )
+
+    def contiguous(self) -> Condition:
+        """The same rows, each tensor in memory of its own if its rows share theirs."""
+        return Condition(
+            {name: value if isinstance(value, list) else value.contiguous() for name, value in self.tensors.items()}
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Condition:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from flowrl.core.tensors import sent
 from flowrl.core.types import Step
 from flowrl.diffusion.process import Process
 from flowrl.diffusion.schedules import Schedule
@@ -34,6 +35,8 @@ class StepPlan:
     """s of a tree: siblings share a noise, and each adds s times its own; None: they share nothing."""
     inflation: float = 1.0
     """Factor on the std where a tree splits, in draw and density alike; other than 1 it changes the marginals."""
+    _tables: dict[int, _Table] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `steps` takes from, by the identity of the process."""
 
     def __post_init__(self) -> None:
         num_steps = len(self.schedule)
@@ -112,26 +115,59 @@ class StepPlan:
     def steps(
         self, index: Tensor, process: Process, device: torch.device | str = "cpu", ends: Tensor | None = None
     ) -> Step:
-        """The steps of `index` [B] as [B] tensors; `ends` [B] are their ends, where not those of stochastic steps."""
-        index = index.cpu()
-        if ends is None:
-            ends = torch.tensor([self.end(k) for k in range(len(self))])[index]
-        sigmas = self.schedule.sigmas
+        """The steps of `index` [B] as [B] tensors; `ends` [B] are their ends, where not those of stochastic steps.
+
+        Both are best on the CPU: a GPU's are waited for. Steps on a GPU keep themselves on the CPU too, as `host`.
+        """
+        index, table = index.cpu(), self._table(process)
+        columns = {name: values[index] for name, values in table.columns.items()}
+        if ends is not None:
+            ends = ends.cpu()
+            columns |= {"alpha_next": table.alphas[ends], "sigma_next": table.sigmas[ends]}
+        here = Step(index=index, **columns)
+        if torch.device(device).type == "cpu":
+            return here
+        # Two copies instead of one for each column.
+        there = sent(torch.stack(list(columns.values())), device).unbind()
+        return Step(index=sent(index, device), **dict(zip(columns, there, strict=True))).knowing(here)
+
+    def _table(self, process: Process) -> _Table:
+        """The values of every step, made once."""
+        known = self._tables.get(id(process))
+        if known is None:
+            known = self._tables[id(process)] = self._made_table(process)
+        return known
+
+    def _made_table(self, process: Process) -> _Table:
+        sigmas, steps = self.schedule.sigmas, torch.arange(len(self))
         alphas = process.alpha(sigmas) if self.schedule.alphas is None else self.schedule.alphas
-        # Some samplers diverge at the noisiest sigma; official code bounds it by the grid's second value.
-        ceiling = sigmas[1 if len(sigmas) > 2 else 0].expand(len(index))
+        ends = torch.tensor([self.end(k) for k in range(len(self))])
         columns = {
-            "alpha": alphas[index],
-            "sigma": sigmas[index],
+            "alpha": alphas[steps],
+            "sigma": sigmas[steps],
             "alpha_next": alphas[ends],
             "sigma_next": sigmas[ends],
-            "timestep": self.schedule.timesteps[index],
-            "noise_level": torch.tensor(self.noise_level)[index],
-            "sigma_ceiling": ceiling.clone(),
+            "timestep": self.schedule.timesteps[steps],
+            "noise_level": torch.tensor(self.noise_level),
+            # Some samplers diverge at the noisiest sigma; official code bounds it by the grid's second value.
+            "sigma_ceiling": sigmas[1 if len(sigmas) > 2 else 0].repeat(len(self)),
         }
         if self.tree is not None and self.inflation != 1:
-            columns["std_scale"] = torch.where(torch.tensor(self.tree.splits)[index], self.inflation, 1.0)
-        return Step(index=index.to(device), **{name: value.to(device) for name, value in columns.items()})
+            columns["std_scale"] = torch.where(torch.tensor(self.tree.splits), self.inflation, 1.0)
+        return _Table(process, alphas, sigmas, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Values of the steps of a plan on the CPU."""
+
+    process: Process
+    alphas: Tensor
+    """At the places of the grid, [K + 1]."""
+    sigmas: Tensor
+    """[K + 1]."""
+    columns: dict[str, Tensor]
+    """Fields of `Step`, [K] each."""
 
 
 def solver_plan(schedule: Schedule, solver: SolverName = "ode", noise_level: float = 0.0) -> StepPlan:

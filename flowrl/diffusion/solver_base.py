@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from flowrl.core.tensors import sent
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.schedules import Schedule
 
@@ -32,9 +33,10 @@ class Node:
     """Whether a stochastic solver began here: its step was of order 1 and stays as it is."""
 
     def at(self, rows: Tensor) -> Node:
-        """The nodes of `rows` [n], where several chains come from one place."""
-        noise = None if self.noise is None else self.noise[rows]
-        return Node(self.x[rows], self.x0_hat[rows], self.step.at(rows), noise, self.first)
+        """The nodes of `rows` [n], best on the CPU, where several chains come from one place."""
+        here = sent(rows, self.x.device)
+        noise = None if self.noise is None else self.noise[here]
+        return Node(self.x[here], self.x0_hat[here], self.step.at(rows), noise, self.first)
 
 
 class Solver:

@@ -37,6 +37,8 @@ class Microbatch:
     plan: StepPlan
     """The rollout's plan, for losses that weigh its steps against each other."""
     columns: dict[str, Tensor] = field(default_factory=dict)
+    alone: bool = False
+    """Every edge starts from a row of its own, in their order: `parent` is 0 .. E - 1."""
 
     def __len__(self) -> int:
         return len(self.old_log_prob)
@@ -44,7 +46,11 @@ class Microbatch:
     @property
     def steps(self) -> Tensor:
         """Index into the plan of each row, [E] int64, on the CPU."""
-        return self.step.index.cpu()
+        return self.step.on_cpu.index
+
+    def by_edge(self, values: Tensor) -> Tensor:
+        """Values [N, ...] of the latents for each edge, [E, ...]."""
+        return values if self.alone else values[self.parent]
 
 
 @dataclass(frozen=True, slots=True)

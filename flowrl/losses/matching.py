@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.core.tensors import distinct
+from flowrl.core.tensors import numbered
 from flowrl.diffusion.process import expand
 
 _LEAST = 1e-5  # of self-normalising weights
@@ -125,10 +125,8 @@ def negative_aware_loss(
 
 def group_sum(values: Tensor, group: Tensor) -> Tensor:
     """Sum over the rows of the same group, at every row; values [M], group [M] int64."""
-    numbers = distinct(group)
-    number = torch.searchsorted(numbers, group)
-    sums = values.new_zeros(len(numbers)).index_add(0, number, values)
-    return sums[number]
+    number = numbered(group)
+    return torch.zeros_like(values).index_add(0, number, values)[number]
 
 
 def group_mean(values: Tensor, group: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import ModelError
+from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.vp_schedules import Spacing, alphas_cumprod, betas, level_at, spaced
@@ -208,7 +209,7 @@ class UNet(Native):
             scales = torch.full((len(x),), guidance_scale - 1)
             size = self.settings["time_cond_proj_dim"]
             embedded = self.pipeline.get_guidance_scale_embedding(scales, embedding_dim=size)
-            raw = self._forward(x, timestep, cond, embedded.to(self.device, self.dtype))
+            raw = self._forward(x, timestep, cond, sent(embedded.to(self.dtype), self.device))
         return self._consistent(raw, x, timestep) if self.distilled == CONSISTENCY else raw
 
     def _rescaled(self, negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:

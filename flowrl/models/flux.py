@@ -75,6 +75,9 @@ class Flux(Native):
         guidance = None
         if self.settings["guidance_embeds"]:
             guidance = torch.full((len(x),), guidance_scale, device=x.device)
+        with x.device:  # made there: a copy from the host would wait for a GPU
+            # The pipeline's own positions have no public name.
+            places = self.pipeline._prepare_latent_image_ids(len(x), *self.tokens(), x.device, torch.float32)
         with autocast(self.device, self.dtype, self.autocasts):
             return self.network(
                 hidden_states=x.to(self.dtype),
@@ -83,8 +86,7 @@ class Flux(Native):
                 pooled_projections=cond["pooled"].to(self.dtype),
                 encoder_hidden_states=embeds,
                 txt_ids=torch.zeros(embeds.shape[1], 3, device=x.device),
-                # The pipeline's own positions have no public name.
-                img_ids=self.pipeline._prepare_latent_image_ids(len(x), *self.tokens(), x.device, torch.float32),
+                img_ids=places,
                 return_dict=False,
             )[0]
 

@@ -56,12 +56,12 @@ def guided(
         return forward(x, timestep, cond)
     if unconditional is None:
         raise ModelError("guidance needs the embedding of the empty prompt: call encode() first")
-    rows = unconditional.index(torch.zeros(len(x), dtype=torch.int64))
+    rows = unconditional.repeated(len(x))
     if forwards == "joined":
         output = forward(torch.cat([x, x]), torch.cat([timestep, timestep]), Condition.collate([rows, cond]))
         negative, positive = output.chunk(2)
     else:
         with torch.set_grad_enabled(torch.is_grad_enabled() and forwards == "separate"):
-            negative = forward(x, timestep, rows)
+            negative = forward(x, timestep, rows.contiguous())
         positive = forward(x, timestep, cond)
     return combine(negative, positive, guidance_scale)

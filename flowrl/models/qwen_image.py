@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.models._native import JOINT_ATTENTION, Family, FlowConfig, Native, decoded_frames
 from flowrl.models.base import ModelAdapter, autocast
@@ -84,7 +85,7 @@ class QwenImage(Native):
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition) -> Tensor:
         rows = [row.to(self.dtype) for row in cond["prompt_embeds"]]
-        lengths = torch.tensor([len(row) for row in rows], device=x.device)
+        lengths = sent(torch.tensor([len(row) for row in rows]), x.device)
         longest, mask = max(map(len, rows)), None
         if any(len(row) < longest for row in rows):
             mask = torch.arange(longest, device=x.device) < lengths[:, None]

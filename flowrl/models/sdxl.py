@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import ModelError
+from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.models._native import Family, Part
 from flowrl.models._unet import UNet, UNetConfig, on_noise
@@ -60,7 +61,7 @@ class TwoClips:
 
     def added(self, cond: Condition, sizes: Tensor) -> dict[str, Tensor]:
         pooled = cond["pooled"]
-        return {"text_embeds": pooled, "time_ids": sizes.to(pooled).expand(len(pooled), -1)}
+        return {"text_embeds": pooled, "time_ids": sent(sizes, pooled.device).to(pooled).expand(len(pooled), -1)}
 
 
 def sdxl(pipeline: Any, config: Config) -> UNet:

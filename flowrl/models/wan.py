@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # there is no public name
 
 from flowrl.core.errors import ModelError
+from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models._native import Family, FlowConfig, Native, Part, decoded_frames
@@ -129,15 +130,17 @@ class Wan(Native):
         # Fake tensors have no values: in the plan of a run the first expert stands for both.
         if len(self.experts) == 1 or isinstance(timestep, FakeTensor):
             return self._guided(True, x, timestep, cond, guidance_scale)
-        first = timestep >= self.boundary
-        if bool(first.all()) or not bool(first.any()):
-            return self._guided(bool(first.all()), x, timestep, cond, guidance_scale)
-        output = [
-            self._guided(own, x[rows], timestep[rows], cond.index(rows), guidance_scale)
-            for own, rows in ((True, first.nonzero().squeeze(1)), (False, (~first).nonzero().squeeze(1)))
-        ]
-        order = torch.cat([first.nonzero(), (~first).nonzero()]).squeeze(1).argsort()
-        return torch.cat(output)[order]
+        # Which weights are called is a choice of the host: here, once, it waits for a GPU.
+        first = (timestep >= self.boundary).cpu()
+        if len(first.unique()) == 1:
+            return self._guided(bool(first[0]), x, timestep, cond, guidance_scale)
+        places = [(own, (first == own).nonzero().squeeze(1)) for own in (True, False)]
+        output = []
+        for own, rows in places:
+            here = sent(rows, x.device)
+            output.append(self._guided(own, x[here], timestep[here], cond.index(rows), guidance_scale))
+        order = torch.cat([rows for _, rows in places]).argsort()
+        return torch.cat(output)[sent(order, x.device)]
 
     def _guided(self, first: bool, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         expert = self.experts["transformer" if first else "transformer_2"]

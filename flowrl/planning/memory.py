@@ -16,7 +16,7 @@ also where a forward runs under autocast (cuda_rules.py).
               evaluation  the larger of those two at eval.batch_size
               update      forward, the reference's forward if there is a KL, and backward at optim.batch_size, beside
                           the gradients of an earlier microbatch;
-                          at least the gradient with its three flat copies (16 bytes per trained weight)
+                          at least the gradient (4 bytes per trained weight), with several processes and its flat copy
 
 `model.memory` is followed: weights in few bits as the libraries store and compute them (few_bits.py); parts of
 group_offload are not resident, their largest leaf is added where they work; slicing and tiling are the VAE's own.
@@ -225,7 +225,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     sampled, trained_on, kept = _work(resolved, plan, samples, len({slot for slot, _ in own}))
     transient, unknown = _measure(adapter, encoders, resolved, reference=bool(method.roles))
     if transient["update"] is not None:
-        transient["update"] = max(transient["update"], 4 * _FLOAT * trained)
+        transient["update"] = max(transient["update"], (1 + (processes > 1)) * _FLOAT * trained)
     return Estimate(
         parameters=parameters,
         stored=stored,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.core.tensors import sent
 from flowrl.core.types import Gaussians, Identity
 from flowrl.credit.critic import ValueNetwork
 from flowrl.models.weights import Weights
@@ -56,7 +57,7 @@ class LearnedNoise(nn.Module):
         distinct, place = numbers.unique(return_inverse=True)
         rows = distinct.tolist()
         mean, std = (torch.stack([values[row] for row in rows]) for values in (self.mean, self.std))
-        return Gaussians(mean, std).at(place.to(mean.device))
+        return Gaussians(mean, std).at(sent(place, mean.device))
 
     @torch.no_grad()
     def drawn_from(self, numbers: Tensor) -> Gaussians:

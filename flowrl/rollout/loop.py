@@ -7,18 +7,22 @@ first ratio is 1 by construction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import tee
 
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import Abandoned
+from flowrl.core.tensors import in_order, ints, sent
 from flowrl.core.types import Condition, Edges, Prediction, SampleId, Samples, Step
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.solver_base import Node
 from flowrl.diffusion.solvers import SOLVERS
 from flowrl.models.base import ModelAdapter
+from flowrl.rollout.ahead import Ahead, pinned
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
 from flowrl.rollout.recorder import Recorder, Recording, join
@@ -65,15 +69,18 @@ def run(
         Abandoned: `options.stop` returned True.
     """
     latents, parts, nodes_before = [], [], 0
-    for rows in batches(policy.adapter, plan, asked.cond, asked.rows, batch_size):
-        part, start = asked[rows], rows.start
-        recorder = Recorder(options.recording, policy.adapter.channel_axis)
-        x0, edges = _Walk(policy, plan, noise, part, recorder, options)(batch_size)
-        parts.append((edges, nodes_before, start))
-        nodes_before += len(edges.nodes)
-        latents.append(x0)
-        options.finished(start, x0)
-        options.progress(len(part.ids))
+    spans = batches(policy.adapter, plan, asked.cond, asked.rows, batch_size)
+    ours, same = tee(_Batch.of(plan, noise, asked.ids[rows]) for rows in spans)
+    with Ahead((draw for batch in same for draw in batch.draws()), options.device) as drawn:
+        for rows, batch in zip(spans, ours, strict=True):
+            part, start = asked[rows], rows.start
+            recorder = Recorder(options.recording, policy.adapter.channel_axis)
+            x0, edges = _Walk(policy, batch, drawn, part, recorder, options)(batch_size)
+            parts.append((edges, nodes_before, start))
+            nodes_before += len(edges.nodes)
+            latents.append(x0)
+            options.finished(start, x0)
+            options.progress(len(part.ids))
     return Samples(x0=torch.cat(latents), ids=tuple(asked.ids)), join(parts)
 
 
@@ -97,6 +104,60 @@ def batches(adapter: ModelAdapter, plan: StepPlan, cond: Condition, rows: Tensor
     return [slice(start, min(start + size, high)) for low, high in spans for start in range(low, high, size)]
 
 
+Draw = Callable[[], list[Tensor | None]]
+"""The noise of each move of a place, on the CPU; None: it takes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Samples that are denoised together: their routes, and the noise on the way."""
+
+    plan: StepPlan
+    noise: Noise
+    ids: Sequence[SampleId]
+    routes: Routes
+    moves: list[list[Move]]
+    """Steps from each place but the last; empty where there is no node."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, noise: Noise, ids: Sequence[SampleId]) -> _Batch:
+        routes = Routes.of(plan, ids, shared_start=noise.shared_start)
+        places = [routes.at(k) for k in range(len(plan))]
+        moves = [routes.moves(k, leads) if len(leads) else [] for k, leads in enumerate(places)]
+        return cls(plan, noise, ids, routes, moves)
+
+    def draws(self) -> Iterator[Draw]:
+        """The draws in the order in which a walk takes them: the initial noise, and that of every place with nodes."""
+        yield lambda: [pinned(self.noise.initial(self._of(self.routes.at(0))))]
+        for k, moves in enumerate(self.moves):
+            if moves:
+                yield partial(self._at, k)
+
+    def _at(self, k: int) -> list[Tensor | None]:
+        """The noise of each move from place k."""
+        leads, solver = self.routes.at(k), SOLVERS[self.plan.solver[k]]
+        result: list[Tensor | None] = []
+        for move in self.moves[k]:
+            if move.noisy:
+                result.append(pinned(self._of_children(k, leads, move)))
+            elif solver.stochastic and self.plan.noise_level[k] > 0:
+                result.append(pinned(self.noise.step(self._of(leads), k)))
+            else:
+                result.append(None)
+        return result
+
+    def _of_children(self, k: int, leads: Tensor, move: Move) -> Tensor:
+        """The noise of the children [M, ...] of the nodes `leads`."""
+        plan, xi = self.plan, self.noise.step(self._of(move.leads), k)
+        if plan.sibling_noise is None or plan.tree is None or not plan.tree.splits[k]:
+            return xi
+        common = self.noise.common(self._of(leads[move.parent]), k)
+        return (common + plan.sibling_noise * xi) / math.sqrt(1 + plan.sibling_noise**2)
+
+    def _of(self, samples: Tensor) -> list[SampleId]:
+        return [self.ids[j] for j in ints(samples)]
+
+
 @dataclass(slots=True)
 class _Front:
     """The nodes at one place of the grid, one row each."""
@@ -116,7 +177,7 @@ class _Front:
             return parts[0]
         leads, order = torch.cat([part.leads for part in parts]).sort()
         x = torch.cat([part.x for part in parts])
-        return _Front(leads, x[order.to(x.device)], None, torch.cat([part.stored for part in parts])[order])
+        return _Front(leads, x[sent(order, x.device)], None, torch.cat([part.stored for part in parts])[order])
 
 
 class _Walk:
@@ -125,29 +186,30 @@ class _Walk:
     def __init__(
         self,
         policy: Policy,
-        plan: StepPlan,
-        noise: Noise,
+        batch: _Batch,
+        drawn: Ahead[list[Tensor | None]],
         asked: Asked,
         recorder: Recorder,
         options: RunOptions,
     ) -> None:
-        self.policy, self.plan, self.noise, self.ids = policy, plan, noise, list(asked.ids)
+        self.policy, self.plan, self.batch, self.drawn = policy, batch.plan, batch, drawn
         self.cond, self.stop = asked.cond.index(asked.rows), options.stop
         self.recorder, self.device, self.process = recorder, options.device, policy.adapter.process
-        self.routes = Routes.of(plan, self.ids, shared_start=noise.shared_start)
 
     def __call__(self, batch_size: int) -> tuple[Tensor, Edges]:
         """(clean latents [B, ...] float32, the trained edges), on the CPU."""
-        leads = self.routes.at(0)
+        routes = self.batch.routes
+        leads, (start,) = routes.at(0), self.drawn.take()
+        assert start is not None
         # Unscaled also if sigmas[0] < 1 (VP, sigma_max < 1), as in the pipelines and their training.
-        start = self.noise.initial(self._ids(leads)).to(self.device)
-        arrived = {0: [_Front(leads, start, None, torch.full((len(leads),), -1))]}
+        first = _Front(leads, sent(start, self.device), None, torch.full((len(leads),), -1))
+        arrived = {0: [first]}
         for k in range(len(self.plan)):
             if k in arrived:
                 for end, part in self._step(k, _Front.join(arrived.pop(k)), batch_size):
                     arrived.setdefault(end, []).append(part)
         last = _Front.join(arrived.pop(len(self.plan)))
-        x0 = last.x[torch.searchsorted(last.leads, self.routes.node[-1]).to(last.x.device)]
+        x0 = _taken(last.x, _rows(torch.searchsorted(last.leads, routes.node[-1]), last.x))
         return x0.float().cpu(), self.recorder.edges(x0)
 
     def _step(self, k: int, front: _Front, batch_size: int) -> list[tuple[int, _Front]]:
@@ -155,17 +217,20 @@ class _Walk:
         step = self.plan.steps(torch.full((len(front.x),), k), self.process, self.device)
         prediction = self._predict(front, step, batch_size)
         result = []
-        for move in self.routes.moves(k, front.leads):
-            rows = move.parent.to(front.x.device)
+        for move, xi in zip(self.batch.moves[k], self.drawn.take(), strict=True):
+            rows = _rows(move.parent, front.x)
             if move.noisy:
-                x_next, stored = self._draw(k, front, step, prediction, move)
+                assert xi is not None
+                x_next, stored = self._draw(k, front, step, prediction, move, sent(xi, self.device))
                 # Stochastic steps leave a node too: a solver after a window continues from them.
                 left = Node(front.x, prediction.x0_hat, step)
             else:
-                x_next, left = self._solve(k, front, step, prediction, move.end)
-                x_next, stored = x_next[rows], torch.full((len(rows),), -1)
-            part = _Front(move.leads, x_next, None if self.plan.tree is not None else left.at(rows), stored)
-            result.append((move.end, part))
+                x_next, left = self._solve(k, front, step, prediction, move.end, xi)
+                x_next, stored = _taken(x_next, rows), torch.full((len(move.leads),), -1)
+            before = None
+            if self.plan.tree is None:
+                before = left if rows is None else left.at(move.parent)
+            result.append((move.end, _Front(move.leads, x_next, before, stored)))
         return result
 
     def _predict(self, front: _Front, step: Step, batch_size: int) -> Prediction:
@@ -177,8 +242,8 @@ class _Walk:
             return self._forward(front.x, step, cond)
         parts = []
         for rows in torch.arange(size).split(batch_size):
-            here = rows.to(front.x.device)
-            parts.append(self._forward(front.x[here], step.at(here), cond.index(rows)))
+            here = slice(int(rows[0]), int(rows[-1]) + 1)
+            parts.append(self._forward(front.x[here], step.at(rows), cond.index(rows)))
         return Prediction(
             torch.cat([part.x0_hat for part in parts]),
             torch.cat([part.eps_hat for part in parts]),
@@ -190,29 +255,36 @@ class _Walk:
             raise Abandoned
         return self.policy.predict(x, step, cond)
 
-    def _draw(self, k: int, front: _Front, step: Step, prediction: Prediction, move: Move) -> tuple[Tensor, Tensor]:
-        """Children [M, ...] drawn from the transition, and their numbers among the recorded nodes."""
-        rows = move.parent.to(front.x.device)
-        transition = self.policy.distribution(prediction, front.x, step).at(rows)
-        xi, plan = self.noise.step(self._ids(move.leads), k), self.plan
-        if plan.sibling_noise is not None and plan.tree is not None and plan.tree.splits[k]:
-            common = self.noise.common(self._ids(front.leads[move.parent]), k)
-            xi = (common + plan.sibling_noise * xi) / math.sqrt(1 + plan.sibling_noise**2)
-        x_next = transition.sample(xi.to(self.device))
-        if k not in plan.train:
-            return x_next, torch.full((len(rows),), -1)
+    def _draw(
+        self, k: int, front: _Front, step: Step, prediction: Prediction, move: Move, xi: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Children [M, ...] drawn from the transition by xi, and their numbers among the recorded nodes."""
+        rows, transition = _rows(move.parent, front.x), self.policy.distribution(prediction, front.x, step)
+        if rows is not None:
+            transition = transition.at(rows)
+        x_next = transition.sample(xi)
+        if k not in self.plan.train:
+            return x_next, torch.full((len(x_next),), -1)
         return x_next, self.recorder.add(k, front.x, front.stored, move, x_next, transition, prediction.velocity)
 
-    def _solve(self, k: int, front: _Front, step: Step, prediction: Prediction, end: int) -> tuple[Tensor, Node]:
-        """All rows after one deterministic step, and the nodes that they leave."""
+    def _solve(
+        self, k: int, front: _Front, step: Step, prediction: Prediction, end: int, xi: Tensor | None
+    ) -> tuple[Tensor, Node]:
+        """All rows after one deterministic step, and the nodes that they leave; xi is a stochastic solver's noise."""
         plan, solver, x, noise = self.plan, SOLVERS[self.plan.solver[k]], front.x, None
         if end != plan.end(k):
-            step = plan.steps(step.index, self.process, self.device, torch.full((len(x),), end))
+            place = torch.full((len(x),), k)
+            step = plan.steps(place, self.process, self.device, torch.full_like(place, end))
         if solver.stochastic:
-            noisy = plan.noise_level[k] > 0
-            noise = self.noise.step(self._ids(front.leads), k).to(self.device) if noisy else torch.zeros_like(x)
+            noise = torch.zeros_like(x) if xi is None else sent(xi, self.device)
         here = Node(x, prediction.x0_hat, step, noise)
         return solver.step(prediction, here, front.before, last=end == len(plan))
 
-    def _ids(self, samples: Tensor) -> list[SampleId]:
-        return [self.ids[j] for j in samples.tolist()]
+
+def _rows(rows: Tensor, values: Tensor) -> Tensor | None:
+    """`rows` [n] on the device of the values [N, ...]; None: they are all of these in order, which needs no copy."""
+    return None if in_order(rows, len(values)) else sent(rows, values.device)
+
+
+def _taken(values: Tensor, rows: Tensor | None) -> Tensor:
+    return values if rows is None else values[rows]

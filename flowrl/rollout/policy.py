@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowrl.core.types import Condition, Prediction, Step
 from flowrl.models.base import ModelAdapter
-from flowrl.samplers.base import Sampler, StepDistribution
+from flowrl.samplers.base import Sampler, StepDistribution, step_std
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,12 @@ class Policy:
 
     def distribution(self, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         """The sampler's transition for that prediction."""
-        result = self.sampler.transition(self.adapter.process, prediction, x, step)
+        process = self.adapter.process
+        result = self.sampler.transition(process, prediction, x, step)
         std = result.std if step.std_scale is None else step.std_scale * result.std
-        return replace(result, std=std, channel_axis=self.adapter.channel_axis)
+        # On a GPU the std is known from the steps on the CPU, so that no density has to wait for it.
+        noisy = None if step.host is None else bool((step_std(self.sampler, process, step.host) != 0).all())
+        return replace(result, std=std, channel_axis=self.adapter.channel_axis, noisy=noisy)
 
 
 class Evaluations:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl.core.tensors import in_order, sent
 from flowrl.core.types import Edges
 from flowrl.rollout.routes import Move
 from flowrl.samplers.base import LogProbForm, StepDistribution
@@ -32,7 +33,10 @@ class Recording:
 
 
 class Recorder:
-    """The trained steps of one batch, whose latents have their channels at `axis`."""
+    """The trained steps of one batch, whose latents have their channels at `axis`.
+
+    All stays on the device until the batch has ended: a copy to the CPU at every step would wait for the network.
+    """
 
     def __init__(self, recording: Recording, axis: int) -> None:
         self.recording, self.axis = recording, axis
@@ -67,45 +71,46 @@ class Recorder:
         new = parent.unique()
         new = new[stored[new] < 0]
         if len(new):
-            stored[new] = self._store(x[new.to(x.device)])
+            stored[new] = self._store(x if in_order(new, len(x)) else x[sent(new, x.device)])
         child = self._store(x_next)
-        extras = {"mean_old": transition.mean, "velocity_old": velocity[parent.to(x.device)]}
-        self.records.append(
-            {
-                "parent": stored[parent],
-                "child": child,
-                "step": torch.full((len(x_next),), k),
-                "sample": move.leads,
-                "old_log_prob": transition.log_prob(x_next, self.recording.form).cpu(),
-            }
-            | {name: extras[name].cpu() for name in self.recording.columns}
-        )
+        record = {
+            "parent": stored[parent],
+            "child": child,
+            "step": torch.full((len(x_next),), k),
+            "sample": move.leads,
+            "old_log_prob": transition.log_prob(x_next, self.recording.form),
+        }
+        if "mean_old" in self.recording.columns:
+            record["mean_old"] = transition.mean
+        if "velocity_old" in self.recording.columns:
+            record["velocity_old"] = velocity[sent(parent, x.device)]
+        self.records.append(record)
         return child
 
     def _store(self, x: Tensor) -> Tensor:
         """Keep latents [n, ...] as nodes; their numbers [n]."""
         before = sum(len(part) for part in self.nodes)
-        self.nodes.append(x.cpu())
+        self.nodes.append(x)
         return before + torch.arange(len(x))
 
     def edges(self, x: Tensor) -> Edges:
-        """The edges ordered by (sample, step); `x` gives the shape if there are none."""
+        """The edges ordered by (sample, step), on the CPU; `x` gives the shape if there are none."""
         if not self.records:
             none = torch.zeros(0, dtype=torch.int64)
             position = x.shape[1 : self.axis] + x.shape[self.axis + 1 :]
             return Edges(
-                nodes=x.new_zeros((0, *x.shape[1:])).cpu(),
+                nodes=torch.zeros(0, *x.shape[1:], dtype=x.dtype),
                 parent=none,
                 child=none,
                 step=none,
                 sample=none,
                 old_log_prob=torch.zeros(0, *(position if self.recording.form == "position" else ())),
             )
-        table = {name: torch.cat([r[name] for r in self.records]) for name in self.records[0]}
+        table = {name: torch.cat([r[name] for r in self.records]).cpu() for name in self.records[0]}
         order = table["sample"].argsort(stable=True)  # the records come by step
         table = {name: value[order] for name, value in table.items()}
         fixed = {name: table.pop(name) for name in ("parent", "child", "step", "sample", "old_log_prob")}
-        return Edges(nodes=torch.cat(self.nodes), columns=table, **fixed)
+        return Edges(nodes=torch.cat(self.nodes).cpu(), columns=table, **fixed)
 
 
 def join(parts: Sequence[tuple[Edges, int, int]]) -> Edges:

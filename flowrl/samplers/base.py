@@ -30,10 +30,12 @@ class StepDistribution:
     std: Tensor
     channel_axis: int = 1
     """Channel axis of the mean, for the form `position`: 1 in [B, C, h, w], 2 in packed latents [B, tokens, C]."""
+    noisy: bool | None = None
+    """Whether every std is above 0; None: looked at when a density is asked for, which waits for a GPU."""
 
     def at(self, rows: Tensor) -> StepDistribution:
         """The distributions of `rows` [n], which may repeat."""
-        return StepDistribution(self.mean[rows], self.std[rows], self.channel_axis)
+        return StepDistribution(self.mean[rows], self.std[rows], self.channel_axis, self.noisy or None)
 
     def sample(self, noise: Tensor) -> Tensor:
         """mean + std * noise, [B, ...] float32; `noise` is standard normal, shaped like the mean."""
@@ -88,7 +90,7 @@ class StepDistribution:
         return square / (2 * variance)
 
     def _require_noise(self, what: str) -> None:
-        if bool((self.std == 0).any()):
+        if not (bool((self.std != 0).all()) if self.noisy is None else self.noisy):
             raise ValueError(f"{what} of a deterministic step (std 0): only stochastic steps can be scored or trained")
 
 
@@ -153,7 +155,8 @@ class Sampler(ABC):
         Raises:
             ValueError: the sampler does not support the step.
         """
-        flow = bool(((step.alpha + step.sigma - 1).abs() < 1e-4).all())
+        at = step.on_cpu
+        flow = bool(((at.alpha + at.sigma - 1).abs() < 1e-4).all())
         process, zeros = FlowProcess() if flow else VPProcess(), torch.zeros(len(step.sigma), 1).to(step.sigma)
         # On both paths x0_hat moves with the velocity by -sigma and eps_hat by alpha.
         moved = Prediction(-step.sigma[:, None], step.alpha[:, None], zeros + 1)

@@ -37,11 +37,13 @@ def flow_sde_diffusion(step: Step, noise_level: Tensor) -> Tensor:
     Raises:
         ValueError: sigma is 1 and so is sigma_ceiling; g diverges there.
     """
-    sigma = step.sigma
-    bound = torch.where(sigma >= 1, step.sigma_ceiling, sigma)
-    if bool((bound >= 1).any()):
+    if bool((_bound(step.on_cpu) >= 1).any()):
         raise ValueError("the Flow-SDE diverges at sigma = 1; pass the grid's second sigma as sigma_ceiling")
-    return noise_level * (sigma / (1 - bound)).sqrt()
+    return noise_level * (step.sigma / (1 - _bound(step))).sqrt()
+
+
+def _bound(step: Step) -> Tensor:
+    return torch.where(step.sigma >= 1, step.sigma_ceiling, step.sigma)
 
 
 class FlowSde(FlowSampler):

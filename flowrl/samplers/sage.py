@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flowrl.core.tensors import sent
 from flowrl.core.types import Step
 from flowrl.samplers.base import FlowSampler
 
@@ -65,18 +66,19 @@ class Sage(FlowSampler):
         """
         sigma_max = self.config.sigma_max
         # At low sigma the logarithm and the difference cancel to second order: float64, which not every device has.
-        sigma, sigma_next, noisy = step.sigma.cpu(), step.sigma_next.cpu(), step.noise_level.cpu() > 0
+        at = step.on_cpu
+        sigma, sigma_next, noisy = at.sigma, at.sigma_next, at.noise_level > 0
         variance = unit_variance(sigma, sigma_next, sigma_max)
         bad = noisy & (variance <= 0)
         if bool(bad.any()):
-            at, end = int(step.index.cpu()[bad][0]), float(sigma_next[bad][0])
+            at, end = int(at.index[bad][0]), float(sigma_next[bad][0])
             raise ValueError(
                 f"sampler 'sage': step {at} ends at sigma_next={end:.6g}, too near to 1 for sigma_max={sigma_max:g}: "
                 "its noise would not be positive. Use fewer steps or a smaller shift, raise sigma_max above "
                 "sigma_next, or leave this step deterministic"
             )
         g = (variance.clamp(min=0) / (sigma - sigma_next)).sqrt()
-        return step.noise_level * g.float().to(step.noise_level.device)
+        return step.noise_level * sent(g.float(), step.noise_level.device)
 
 
 build = Sage

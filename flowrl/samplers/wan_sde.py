@@ -37,9 +37,10 @@ class WanSde(FlowSampler):
         Raises:
             ValueError: a noise level other than 0 and 1.
         """
-        other = (step.noise_level != 0) & (step.noise_level != 1)
+        levels = step.on_cpu.noise_level
+        other = (levels != 0) & (levels != 1)
         if bool(other.any()):
-            level = float(step.noise_level[other][0])
+            level = float(levels[other][0])
             raise ValueError(f"sampler 'wan_sde' has no strength: noise_level={level:g} must be 1 (on) or 0 (off)")
         return step.noise_level * step.sigma_ceiling * step.sigma
 

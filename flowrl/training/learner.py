@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from flowrl.core.errors import Diverged
+from flowrl.core.tensors import floats
 from flowrl.credit.advantages import Advantages
 from flowrl.rollout.trajectories import Rollout
 from flowrl.training.base import Iteration, Training, UpdateContext, Work
@@ -76,21 +78,16 @@ class Learner:
             sums.add_loss(output, len(batch), batch.steps)
             for place, name in enumerate(names):
                 tail[place] += output.metrics[name]
-        # One reduction per update: the gradient of the summed loss, the metrics of `feedback`, the number of rows.
-        gradient = self.optimizer.flat_gradient()
-        if self.networks.weights.split:
-            # The backward pass has summed it already, and left this process its rows.
-            tail = self.world.all_reduce_sum(tail)
-        else:
-            flat = self.world.all_reduce_sum(torch.cat([gradient, tail]))
-            gradient, tail = flat[: -len(tail)], flat[-len(tail) :]
-        feedback, count = tail[:-1], tail[-1]
-        if count == 0:
+        sums.fetch()
+        gradients, tail = self._reduced(tail)
+        count = tail[-1]
+        *means, rows = floats(torch.cat([tail[:-1] / count, tail[-1:]]))
+        if rows == 0:
             self.optimizer.zero_grad()
             return
-        report = self.optimizer.step(gradient / (count * scale))
+        report = self.optimizer.step(gradients, count * scale)
         if not report.skipped:
-            means = dict(zip(names, (feedback / count).tolist(), strict=True))
+            means = dict(zip(names, means, strict=True))
             self.method.after_update(self.optimizer.updates, self.networks.weights, means)
         if report.grad_norm == 0 and self.optimizer.updates == 1:
             raise RuntimeError("no trainable parameter got a gradient: the loss does not reach the weights")
@@ -104,3 +101,17 @@ class Learner:
         sums.add("grad/norm", report.grad_norm if math.isfinite(report.grad_norm) else 0.0)
         sums.add("optim/learning_rate", report.learning_rate)
         sums.add("optim/skipped", float(report.skipped))
+
+    def _reduced(self, tail: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The gradients of the summed loss and the sums `tail`, over all processes: one reduction per update."""
+        gradients = self.optimizer.gradients()
+        if self.networks.weights.split:
+            # The backward pass has summed them already, and left this process its rows.
+            return gradients, self.world.all_reduce_sum(tail)
+        if self.world.size == 1:
+            return gradients, tail
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), tail])
+        del gradients
+        self.optimizer.zero_grad()  # their memory is free before it is needed
+        flat = self.world.all_reduce_sum(flat)
+        return self.optimizer.pieces(flat[: -len(tail)]), flat[-len(tail) :]

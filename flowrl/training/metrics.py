@@ -6,10 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flowrl.core.phases import phase
+from flowrl.core.tensors import floats, ints, sent
 from flowrl.losses.batches import LossOutput
 
 
@@ -19,31 +22,74 @@ class Sums:
     def __init__(self) -> None:
         self.values: dict[str, float] = defaultdict(float)
         self.counts: dict[str, float] = defaultdict(float)
+        self._waiting: list[_Waiting] = []
 
     def add(self, name: str, value: float, count: float = 1.0) -> None:
         self.values[name] += value
         self.counts[name] += count
 
     def add_loss(self, output: LossOutput, size: int, steps: Tensor | None = None) -> None:
-        """Metrics of a batch of `size` rows, and its per-step values by denoising step, steps [size]."""
-        for name, value in output.metrics.items():
-            self.add(name, float(value), size)
-        for name, values in output.per_step.items():
-            assert steps is not None
-            for k in steps.unique().tolist():
-                chosen = values[steps == k]
+        """Metrics of a batch of `size` rows, and its per-step values by denoising step, steps [size] on the CPU.
+
+        They stay on the device until `fetch`.
+        """
+        given, device = (*output.metrics.values(), *output.per_step.values()), output.loss.device
+        if not given:
+            return
+        parts = [torch.as_tensor(value).detach() for value in given]
+        # Types mix upwards: float32 is exact in float64.
+        flat, dtypes = torch.cat([sent(part.reshape(-1), device) for part in parts]), [part.dtype for part in parts]
+        self._waiting.append(_Waiting(list(output.metrics), list(output.per_step), flat, dtypes, size, steps))
+
+    def fetch(self) -> None:
+        """Add what `add_loss` was given since, with one copy from the device."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        table = torch.cat([each.flat for each in waiting]).cpu()
+        for each, flat in zip(waiting, table.split([len(each.flat) for each in waiting]), strict=True):
+            self._add(each, flat)
+
+    def _add(self, batch: _Waiting, flat: Tensor) -> None:
+        """Add the values of one batch, on the CPU."""
+        sums = len(batch.sums)
+        for name, value in zip(batch.sums, floats(flat[:sums]), strict=True):
+            self.add(name, value, batch.size)
+        rows = flat[sums:].split(batch.size) if batch.by_step else ()
+        for name, values, dtype in zip(batch.by_step, rows, batch.dtypes[sums:], strict=True):
+            assert batch.steps is not None
+            for k in ints(batch.steps.unique()):
+                chosen = values[batch.steps == k].to(dtype)
                 self.add(f"{name}/step{k:02d}", float(chosen.sum()), len(chosen))
 
     def merge(self, others: Iterable[Sums]) -> Sums:
         """A new table with the sums of all."""
         total = Sums()
         for other in others:
+            other.fetch()
             for name, value in other.values.items():
                 total.add(name, value, other.counts[name])
         return total
 
     def means(self) -> dict[str, float]:
+        self.fetch()
         return {name: value / self.counts[name] for name, value in self.values.items() if self.counts[name]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Metrics of a batch that are still on its device."""
+
+    sums: list[str]
+    """Names of the sums."""
+    by_step: list[str]
+    """Names of what has a value for each row."""
+    flat: Tensor
+    """The sums, then the values, one name after the other."""
+    dtypes: list[torch.dtype]
+    """Of each name's own values."""
+    size: int
+    steps: Tensor | None
 
 
 class Timer:

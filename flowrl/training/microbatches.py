@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.rng import permutation
+from flowrl.core.tensors import in_order, sent
 from flowrl.losses.batches import Microbatch
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.trajectories import Trajectories
@@ -94,18 +95,21 @@ def microbatches(
     for forward in forwards(drawn, adapter, order, batch_size):
         chosen = order[forward.place]
         part, first = drawn.edges.select(chosen), _first_of_each(forward.parent)
+        start = plan.steps(part.step[first], adapter.process, device)
+        alone = in_order(forward.parent, len(first))
         yield Microbatch(
-            latents=part.nodes[part.parent[first]].to(device),
-            start=plan.steps(part.step[first], adapter.process, device),
+            latents=sent(part.nodes[part.parent[first]], device),
+            start=start,
             cond=drawn.cond.index(drawn.rows[part.sample[first]]),
-            parent=forward.parent.to(device),
-            next_latents=part.nodes[part.child].to(device),
-            step=plan.steps(part.step, adapter.process, device),
-            old_log_prob=part.old_log_prob.to(device),
-            advantage=advantage[chosen].to(device),
+            parent=sent(forward.parent, device),
+            next_latents=sent(part.nodes[part.child], device),
+            step=start if alone else plan.steps(part.step, adapter.process, device),
+            old_log_prob=sent(part.old_log_prob, device),
+            advantage=sent(advantage[chosen], device),
             place=forward.place,
             plan=plan,
-            columns={name: value.to(device) for name, value in part.columns.items()},
+            columns={name: sent(value, device) for name, value in part.columns.items()},
+            alone=alone,
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from flowrl.algorithms.base import NoiseMethod
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive
+from flowrl.core.tensors import sent
 from flowrl.core.types import Identity
 from flowrl.credit.critic import text_features
 from flowrl.data.prompts import Prompt, identity
@@ -121,7 +122,7 @@ class NoiseBatches(Work):
         with self.weights.using(self.context.method.behaviour):
             with torch.no_grad():
                 for rows in torch.arange(len(self.numbers)).split(self.context.optim.batch_size):
-                    latents = self.latents[rows].to(self.context.world.device)
+                    latents = sent(self.latents[rows], self.context.world.device)
                     self.old[rows] = self.context.method.log_prob(latents, self.numbers[rows], self.weights).cpu()
             advantage, error = self.context.method.calibrated(self.iteration.credit, self.slot_numbers, self.weights)
         self.advantage = advantage.flatten()[self.identity]
@@ -133,10 +134,10 @@ class NoiseBatches(Work):
         device = self.context.world.device
         for rows in self.shares[number].split(self.context.optim.batch_size):
             batch = InitialBatch(
-                latents=self.latents[rows].to(device),
+                latents=sent(self.latents[rows], device),
                 numbers=self.numbers[rows],
-                advantage=self.advantage[rows].to(device),
-                old_log_prob=self.old[rows].to(device),
+                advantage=sent(self.advantage[rows], device),
+                old_log_prob=sent(self.old[rows], device),
             )
             if len(batch):  # an empty share splits into one empty part
                 yield batch, True

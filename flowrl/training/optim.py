@@ -105,6 +105,7 @@ class Optimizer:
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             weight_decay=config.weight_decay,
+            fused=True,
         )
         if config.ema is not None and "ema" not in weights.copies:
             weights.snapshot("ema")
@@ -130,28 +131,35 @@ class Optimizer:
         for p in (*self.parameters, *self.weights.parameters.values()):
             p.grad = None
 
-    def flat_gradient(self) -> Tensor:
-        """All gradients as one vector; of split weights this process's rows; a missing gradient is zeros."""
+    def gradients(self) -> list[Tensor]:
+        """Gradient of each parameter, not a copy; of split weights this process's rows; a missing one is zeros."""
         pairs = zip(self.weights.gradients(), self.parameters, strict=True)
-        return torch.cat([(torch.zeros_like(p) if grad is None else grad).flatten() for grad, p in pairs])
+        return [torch.zeros_like(p) if gradient is None else gradient for gradient, p in pairs]
 
-    def _norm(self, gradient: Tensor) -> float:
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """A gradient of all parameters in one vector as views, one for each."""
+        parts = flat.split([p.numel() for p in self.parameters])
+        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def _norm(self, gradients: list[Tensor]) -> float:
         """Norm of the whole gradient, the same on every process."""
-        norm = torch.linalg.vector_norm(gradient)
+        norm = torch.nn.utils.get_total_norm(gradients)
         return float(self.world.all_reduce_sum(norm.square()).sqrt() if self.weights.split else norm)
 
-    def step(self, gradient: Tensor) -> StepReport:
-        """Clip the (unscaled) flat gradient, then move the weights and their average."""
+    def step(self, gradients: list[Tensor], divisor: Tensor | None = None) -> StepReport:
+        """Divide the gradients by a scalar and clip them, in place, then move the weights and their average."""
         rate = self.learning_rate()
-        norm = self._norm(gradient)
+        if divisor is not None:
+            torch.ops.aten._foreach_div_.Tensor(gradients, divisor)
+        norm = self._norm(gradients)
         if not math.isfinite(norm):
             self.skipped += 1
             self._grow(False)
             self.zero_grad()
             return StepReport(grad_norm=norm, learning_rate=rate, skipped=True)
         if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
-            gradient = gradient * (self.config.max_grad_norm / norm)
-        self._give(gradient)
+            torch.ops.aten._foreach_mul_.Scalar(gradients, self.config.max_grad_norm / norm)
+        self._give(gradients)
         self.adam.param_groups[0]["lr"] = rate
         self.adam.step()
         self.zero_grad()
@@ -160,12 +168,13 @@ class Optimizer:
         self._average()
         return StepReport(grad_norm=norm, learning_rate=rate, skipped=False)
 
-    def _give(self, gradient: Tensor) -> None:
-        """Give each parameter its piece; sparse weights whose piece is 0 get none, so that AdamW leaves them alone."""
-        pieces = gradient.split([p.numel() for p in self.parameters])
-        given = torch.stack([piece.any() for piece in pieces]).tolist() if self.weights.sparse else [True] * len(pieces)
-        for p, piece, moves in zip(self.parameters, pieces, given, strict=True):
-            p.grad = piece.view_as(p) if moves else None
+    def _give(self, gradients: list[Tensor]) -> None:
+        """Give each parameter its own; sparse weights whose gradient is 0 get none, so that AdamW leaves them alone."""
+        moved = [True] * len(gradients)
+        if self.weights.sparse:
+            moved = torch.stack([gradient.any() for gradient in gradients]).tolist()
+        for p, gradient, moves in zip(self.parameters, gradients, moved, strict=True):
+            p.grad = _like(gradient, p) if moves else None
 
     def _grow(self, finite: bool) -> None:
         """Dynamic loss scale: halve on overflow, double after 2000 good steps."""
@@ -201,7 +210,14 @@ class Optimizer:
             name, _, key = flat.rpartition("/")
             p = self.weights.values.get(name)
             if p is not None:
-                # Adam keeps its step counter on the CPU, the moments on the parameter's device.
-                self.adam.state[p][key] = value.clone() if key == "step" else value.to(p.device).clone()
+                # The fused step keeps its counter next to the moments; older checkpoints have it too.
+                self.adam.state[p][key] = value.to(p.device).clone() if key == "step" else _like(value, p, copy=True)
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.scale, self._good_steps = counters["scale"], counters["good"]
+
+
+def _like(values: Tensor, parameter: Tensor, *, copy: bool = False) -> Tensor:
+    """The values on the device and in the order of memory of the parameter: the fused step takes no other."""
+    if not copy and values.stride() == parameter.stride():
+        return values
+    return torch.empty_like(parameter, requires_grad=False).copy_(values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from torch import Tensor
 from flowrl.algorithms.base import SampleMethod
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import normal
+from flowrl.core.tensors import sent
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import NoisedBatch
 from flowrl.models.base import ModelAdapter
+from flowrl.rollout.ahead import Ahead, pinned
 from flowrl.rollout.options import RolloutConfig
 from flowrl.rollout.outputs import training_guidance
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
@@ -157,11 +160,16 @@ class SampleBatches(Work):
         if not method.keeps_old or (updates == 1 and method.behaviour == "policy"):
             return
         old = torch.zeros(len(self.identity) * self.count, dtype=torch.float64)
+        places: list[Tensor] = []
+        values: list[Tensor] = []
         with torch.no_grad(), networks.weights.using(method.behaviour):
-            for terms, counts in (each for share in self.shares for each in self._in_step(share)):
-                result = method.old(self._batch(terms), networks).cpu()
+            for terms, batch, counts in (each for share in self.shares for each in self._in_step(share)):
+                result = method.old(batch, networks)
                 if counts:
-                    old[terms] = result
+                    places.append(terms)
+                    values.append(result)
+        if values:
+            old[torch.cat(places)] = torch.cat(values).cpu()
         self.old = old
 
     @property
@@ -175,30 +183,34 @@ class SampleBatches(Work):
 
     def plain_batches(self, number: int) -> Iterator[tuple[NoisedBatch, bool]]:
         """The same batches without the means of `method.centres`."""
-        return ((self._batch(terms), counts) for terms, counts in self._in_step(self.shares[number]))
+        return ((batch, counts) for _, batch, counts in self._in_step(self.shares[number]))
 
     def _centre(self, number: int) -> Tensor | None:
         """Means of `method.measured` over the terms of a share on all processes, [K]; None without terms."""
-        sums, count = torch.zeros(()), 0
+        sums, count = torch.zeros((), device=self.context.world.device), 0
         with torch.no_grad():
             for batch, counts in self.plain_batches(number):
                 result = self.method.measured(batch, self.context.networks)
                 if counts:
-                    sums, count = sums + result.sum(dim=0).cpu(), count + len(batch)
-        parts = [part for part in self.context.world.gather((sums, count)) if part[1]]
+                    sums, count = sums + result.sum(dim=0), count + len(batch)
+        parts = [part for part in self.context.world.gather((sums.cpu(), count)) if part[1]]
         if not parts:
             return None
         total = torch.stack([sums for sums, _ in parts]).sum(dim=0) / sum(count for _, count in parts)
         return total.to(self.context.world.device)
 
-    def _in_step(self, share: list[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-        """Terms of each forward, and whether they count; of a sharded network as many forwards on every process."""
+    def _in_step(self, share: list[Tensor]) -> Iterator[tuple[Tensor, NoisedBatch, bool]]:
+        """Terms of each forward, their batch, and whether they count; of a sharded network as many forwards on every
+        process."""
         own = list(self._forwards(share))
         most = max(self.context.world.gather(len(own))) if self.context.sharded else len(own)
-        yield from ((terms, True) for terms in own)
+        with Ahead((partial(self._eps, terms) for terms in own), self.context.world.device) as drawn:
+            for terms in own:
+                yield terms, self._batch(terms, drawn.take()), True
+        spare = torch.zeros(1, dtype=torch.int64)
         for _ in range(most - len(own)):
             with self.context.counter.uncounted():
-                yield torch.zeros(1, dtype=torch.int64), False
+                yield spare, self._batch(spare, self._eps(spare)), False
 
     def _forwards(self, share: list[Tensor]) -> Iterator[Tensor]:
         """Terms [n] of each forward: whole units, of one length of text where that counts, at most `optim.batch_size`
@@ -214,21 +226,25 @@ class SampleBatches(Work):
             waiting[length] = [*units, unit]
         yield from (torch.cat(units) for units in waiting.values())
 
-    def _batch(self, terms: Tensor) -> NoisedBatch:
-        rows, time, device = terms // self.count, terms % self.count, self.context.world.device
-        clean = self.rollout.samples.x0[rows]
+    def _eps(self, terms: Tensor) -> Tensor:
+        """The noise of each term, on the CPU."""
+        rows, time, samples = terms // self.count, terms % self.count, self.rollout.samples
         keys = [
             (self.iteration.number, i.slot, 0 if self.method.shared_eps else i.sample, k)
-            for i, k in zip([self.rollout.samples.ids[row] for row in rows.tolist()], time.tolist(), strict=True)
+            for i, k in zip([samples.ids[row] for row in rows.tolist()], time.tolist(), strict=True)
         ]
+        return pinned(normal(samples.x0.shape[1:], self.context.seed, "training_noise", keys))
+
+    def _batch(self, terms: Tensor, eps: Tensor) -> NoisedBatch:
+        rows, time, device = terms // self.count, terms % self.count, self.context.world.device
         return NoisedBatch(
-            clean=clean.to(device),
-            eps=normal(clean.shape[1:], self.context.seed, "training_noise", keys).to(device),
-            sigma=self.times.sigma[rows, time].to(device),
-            timestep=self.times.timestep[rows, time].to(device),
+            clean=sent(self.rollout.samples.x0[rows], device),
+            eps=sent(eps, device),
+            sigma=sent(self.times.sigma[rows, time], device),
+            timestep=sent(self.times.timestep[rows, time], device),
             cond=self.rollout.cond.index(self.rollout.rows[rows]),
-            advantage=self.credit[rows].to(device),
-            sample=self.identity[rows].to(device),
-            group=(self.slot[rows] * self.count + time).to(device),
-            old=None if self.old is None else self.old[terms].to(device),
+            advantage=sent(self.credit[rows], device),
+            sample=sent(self.identity[rows], device),
+            group=sent(self.slot[rows] * self.count + time, device),
+            old=None if self.old is None else sent(self.old[terms], device),
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive, permutation
+from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.credit.critic import text_features
 from flowrl.diffusion.plan import StepPlan
@@ -59,7 +60,7 @@ class TransitionBatches(Work):
         for number in range(value.steps if len(self.memory) else 0):
             rows = self._drawn(value.batch_size, "value", number)
             part, expected = self._expected(rows)
-            error = expected - part.reward.to(expected)
+            error = expected - sent(part.reward, expected.device).to(expected)
             if number == 0:
                 self.iteration.sums.add("policy/value_error", float(error.detach().square().mean()))
             assert self.method.critic is not None
@@ -89,11 +90,11 @@ class TransitionBatches(Work):
         assert self.memory.table is not None
         part, device = self.memory.table.at(rows), self.world.device
         cond, place = self._conditions(part)
-        latents = part.latents.to(device).float().flatten(1)
-        features = torch.cat([latents, text_features(cond)[place.to(device)].to(latents)], dim=1)
+        latents = sent(part.latents, device).float().flatten(1)
+        features = torch.cat([latents, text_features(cond)[sent(place, device)].to(latents)], dim=1)
         seed, steps = derive(self.context.seed, "value"), len(self.rollout.plan)
         critic = self.method.make_critic(features.shape[1], steps, seed, device)
-        return part, critic(features, part.step.to(device))
+        return part, critic(features, sent(part.step, device))
 
     def _conditions(self, part: Table) -> tuple[Condition, Tensor]:
         """Conditions of the distinct prompts of n transitions, and the row of each, [n]."""
@@ -133,14 +134,15 @@ class TransitionBatches(Work):
         plan, device = self.rollout.plan, self.world.device
         step = plan.steps(part.step, self.adapter.process, device)
         return Microbatch(
-            latents=part.latents.to(device),
+            latents=sent(part.latents, device),
             start=step,
             cond=cond,
             parent=torch.arange(len(part), device=device),
-            next_latents=part.next_latents.to(device),
+            next_latents=sent(part.next_latents, device),
             step=step,
-            old_log_prob=part.old_log_prob.to(device),
-            advantage=advantage[:, None].to(device),
+            old_log_prob=sent(part.old_log_prob, device),
+            advantage=sent(advantage[:, None], device),
             place=place,
             plan=plan,
+            alone=True,
         )

@@ -179,7 +179,7 @@ def test_the_sizes_are_those_of_the_run_itself(folder, tmp_path):
     assert result.prompt == sum(value.numel() * value.element_size() for value in stored)
     assert result.embeddings == 7 * result.prompt
     optimizer = Optimizer(weights, OptimConfig(ema=None), 1)
-    optimizer.step(torch.ones(weights.count))
+    optimizer.step(optimizer.pieces(torch.ones(weights.count)))
     moments, _ = optimizer.state()
     assert result.moments == sum(v.numel() * 4 for name, v in moments.items() if not name.endswith("/step"))
     assert (result.ema, result.snapshots) == (4 * weights.count, 0)
