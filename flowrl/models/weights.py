@@ -7,7 +7,7 @@ for LoRA the reference is the network with the adapter disabled, and costs nothi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -296,13 +296,18 @@ class Weights:
         if not fits:
             raise ModelError(f"model.init_lora={path!r} does not fit model.lora: rank and targets must be the same")
 
-    def whole(self, name: str, *, keep: bool) -> Any:
+    def whole(self, name: str, *, keep: bool, values: Mapping[str, Tensor] | None = None) -> Any:
         """The component with all its weights in host memory where `keep`, else None.
 
-        Collective for a split network, which is gathered tensor by tensor.
+        Collective for a split network, which is gathered tensor by tensor. `values` by the names of parameters are
+        taken in place of the network's own.
         """
         network, kind, tensors = self.components[name], self._classes[name], {}
         for key, value in network.state_dict().items():
+            known = None if values is None else values.get(key if network is self.network else f"{name}.{key}")
+            if known is not None:
+                tensors[key] = known
+                continue
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
             if keep:
                 tensors[key] = full.detach().cpu()

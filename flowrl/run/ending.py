@@ -77,6 +77,10 @@ class Ending:
         are split.
         """
         done, saver = self.iteration, self.saver
+        if saver is not None and saver.writing and (agreed or self.world.main):
+            if not agreed:
+                ask_for_time()
+            saver.settle(alone=not agreed)
         if saver is None or done <= self.start or saver.attempted == done:
             return ""
         session = saver.session

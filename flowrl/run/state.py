@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, Elsewhere, UnwritableCheckpoint
 from flowrl.core.files import fsync_all, writing
 from flowrl.core.versions import versions
 from flowrl.run import checkpoint, handover
+from flowrl.run.background import Background
 from flowrl.run.checkpoint import Checkpoint
 from flowrl.run.folder import BATCHES, RunFolder, differences
 from flowrl.run.session import Session
 from flowrl.training.sharding import Rows, rows
 
 _ALGORITHM = "algorithm/"
+_LARGE = 2**30
+"""Bytes from which the checkpoint of full weights is written in a thread, while the run goes on."""
 
 
 class Clock:
@@ -40,18 +46,23 @@ class Saver:
         """The last iteration with a checkpoint, and the last one for which a checkpoint was begun."""
         self.due: dict[str, Any] | None = None
         """Row of the last finished iteration, until it and its evaluation are written; else None."""
+        self._pending: int | None = None
+        """Iteration whose checkpoint a thread of the first process writes; None: there is none."""
+        self._thread: Background | None = None
 
-    def save(self, *, alone: bool = False) -> None:
+    def save(self, *, alone: bool = False, wait: bool = True) -> None:
         """Save the end of the last finished iteration: a checkpoint, and the weights for a plain pipeline.
 
         Args:
             alone: without the other processes, which may be gone.
+            wait: False returns as soon as a large state is copied to host memory; `settle` waits until it is written.
 
         Raises:
             UnwritableCheckpoint: on every process, if it could not be written on one.
             WriteError: the checkpoint is written, and its adapter could not be.
         """
         session, iteration = self.session, self.session.iteration
+        self.settle(alone=alone)
         if self.saved == iteration:
             return
         self.attempted = iteration
@@ -68,11 +79,58 @@ class Saver:
         places = {name: own[_parameter(name)] for name in split}
         saved, keep = Checkpoint(iteration, tensors, plain, places), session.config.checkpoint.keep
         try:
+            if not (wait or alone or own) and session.weights.lora is None and _size(tensors) >= _LARGE:
+                _first(session, lambda: self._begin(saved, keep), alone=False)
+                self._pending = iteration
+                return
             if own and not alone:
                 checkpoint.save(self.folder.checkpoints, saved, keep, session.world)
             else:
                 _first(session, lambda: checkpoint.save(self.folder.checkpoints, saved, keep), alone=alone)
             write_adapter(session, self.folder.path, alone=alone)
+        except Elsewhere as error:
+            raise UnwritableCheckpoint(str(error)) from error
+        self.saved = iteration
+
+    def _begin(self, live: Checkpoint, keep: int) -> None:
+        """Copy a state to host memory, and write it in a thread."""
+        weights, run, iteration = self.session.weights, self.folder.path, live.iteration
+        tensors = {name: value.to("cpu", copy=True) for name, value in live.tensors.items()}
+        prefix = f"weights/{self.session.optimizer.role}/"
+        values = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        networks = {name: weights.whole(name, keep=True, values=values) for name in weights.components}
+
+        def work() -> None:
+            checkpoint.save(self.folder.checkpoints, replace(live, tensors=tensors), keep)
+            with writing(run / handover.FOLDER, f"the checkpoint of iteration {iteration} is safe"):
+                for name, network in networks.items():
+                    network.save_pretrained(run / handover.FOLDER / name)
+                fsync_all(run / handover.FOLDER)
+                handover.stamp(run, iteration)
+
+        self._thread = Background(work)
+
+    @property
+    def writing(self) -> bool:
+        """A thread of the first process writes a checkpoint, or has ended and was not waited for."""
+        return self._pending is not None
+
+    def settle(self, *, alone: bool = False, only_done: bool = False) -> None:
+        """Wait until the checkpoint that a thread writes is in place, if there is one.
+
+        Args:
+            alone: without the other processes.
+            only_done: do not wait for a thread that is still at work.
+
+        Raises:
+            UnwritableCheckpoint, WriteError: as `save` would have.
+        """
+        thread, world = self._thread, self.session.world
+        if self._pending is None or (only_done and not world.any(thread is not None and thread.done)):
+            return
+        iteration, self._pending, self._thread = self._pending, None, None
+        try:
+            _first(self.session, lambda: None if thread is None else thread.wait(), alone=alone)
         except Elsewhere as error:
             raise UnwritableCheckpoint(str(error)) from error
         self.saved = iteration
@@ -107,6 +165,11 @@ def _unlike(state: dict[str, Any], session: Session) -> list[str]:
     if changed:
         result.append(f"other versions than before ({changed}): the result may differ in the last digits")
     return result
+
+
+def _size(tensors: dict[str, Tensor]) -> int:
+    """Bytes of tensors."""
+    return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
 def is_split(session: Session) -> bool:

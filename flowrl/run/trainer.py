@@ -145,9 +145,12 @@ class Trainer:
                 log.info("every prompt is retired: training ends after iteration %d", session.iteration)
                 break
             self._record(session.step(iteration))
-            if iteration == config.iterations or session.exhausted or iteration % config.checkpoint.every == 0:
-                saver.save()
+            saver.settle(only_done=True)  # a checkpoint that could not be written ends the run
+            last = iteration == config.iterations or session.exhausted
+            if last or iteration % config.checkpoint.every == 0:
+                saver.save(wait=last)
             self.signals.honour(self.world)
+        saver.settle()
         return self.report.finish(before)
 
     def _record(self, row: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ class TransitionBatches(Work):
         value = self.method.config.value
         for number in range(value.steps if len(self.memory) else 0):
             rows = self._drawn(value.batch_size, "value", number)
-            part, expected = self._expected(rows)
+            part, expected, _, _ = self._expected(rows)
             error = expected - sent(part.reward, expected.device).to(expected)
             if number == 0:
                 self.iteration.sums.add("policy/value_error", float(error.detach().square().mean()))
@@ -85,8 +85,8 @@ class TransitionBatches(Work):
         key = f"recall/{purpose}", self.iteration.number, number
         return permutation(len(self.memory), self.context.seed, *key)[:count]
 
-    def _expected(self, rows: Tensor) -> tuple[Table, Tensor]:
-        """The transitions `rows` [n], and the critic's expected rewards, [n] with a graph."""
+    def _expected(self, rows: Tensor) -> tuple[Table, Tensor, Condition, Tensor]:
+        """The transitions `rows` [n], the critic's expected rewards, [n] with a graph, and what `_conditions` gives."""
         assert self.memory.table is not None
         part, device = self.memory.table.at(rows), self.world.device
         cond, place = self._conditions(part)
@@ -94,7 +94,7 @@ class TransitionBatches(Work):
         features = torch.cat([latents, text_features(cond)[sent(place, device)].to(latents)], dim=1)
         seed, steps = derive(self.context.seed, "value"), len(self.rollout.plan)
         critic = self.method.make_critic(features.shape[1], steps, seed, device)
-        return part, critic(features, sent(part.step, device))
+        return part, critic(features, sent(part.step, device)), cond, place
 
     def _conditions(self, part: Table) -> tuple[Condition, Tensor]:
         """Conditions of the distinct prompts of n transitions, and the row of each, [n]."""
@@ -119,9 +119,8 @@ class TransitionBatches(Work):
         if not len(rows):
             return
         with torch.no_grad():
-            part, expected = self._expected(rows)
+            part, expected, cond, place = self._expected(rows)
         advantage = part.reward - expected.float().cpu()
-        cond, place = self._conditions(part)
         keys = torch.tensor([self.adapter.batch_key(int(k)) for k in part.step])
         lengths = self.adapter.text_lengths(cond)
         if lengths is not None:

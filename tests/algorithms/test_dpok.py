@@ -140,7 +140,7 @@ def test_the_advantage_is_the_reward_less_the_value_there():
     work.prepare()
     rows = work._drawn(8, "policy", 0)
     with torch.no_grad():
-        part, expected = work._expected(rows)
+        part, expected, _, _ = work._expected(rows)
     batches = [batch for batch, _ in work.batches(0)]
     assert_close(torch.cat([b.advantage for b in batches])[:, 0], part.reward - expected)
     assert torch.equal(torch.cat([b.next_latents for b in batches]), part.next_latents)
