@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from flowrl.core.errors import Stopped, UnwritableCheckpoint
+from flowrl.core.rows import repeatable
 from flowrl.run import checkpoint, state
 from flowrl.run.background import Background
 from flowrl.run.session import Session
@@ -43,7 +44,7 @@ def written(run: str) -> dict[str, str]:
     found = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        found[f"row {row['iteration']}"] = str({k: v for k, v in row.items() if not k.startswith("time/")})
+        found[f"row {row['iteration']}"] = str(repeatable(row))
     return found
 
 
