@@ -42,9 +42,9 @@ def row_flop(resolved: Resolved, cond: Condition, unconditional: Condition | Non
     """
     # What computes the same in another way is left out: it must not count as useful.
     config = resolved.model.config
-    plain = {"gradient_checkpointing": False, "memory": type(config.memory)(), "init_lora": None, "compile": None}
-    known = {field.name for field in dataclasses.fields(config)}
-    config = dataclasses.replace(config, **{name: value for name, value in plain.items() if name in known})
+    # All branches of guidance have a gradient, so that each row is counted alike; how many had one is counted in a run.
+    plain = {"gradient_checkpointing": False, "guidance_gradient": "both", "compile": None}
+    config = dataclasses.replace(config, memory=type(config.memory)(), init_lora=None, **plain)
     model = dataclasses.replace(resolved.model, config=config)
     frozen = resolved.training.frozen
     try:

@@ -20,6 +20,7 @@ TINY = (
     "algorithm.sde_steps=null",
 )
 """Stands in for every model in a rehearsal."""
+VAES = "now,vae-float32,vae-bfloat16,vae-channels-last"
 REHEARSED = "now,checkpointing"
 """Variants of a rehearsal; compiling takes too long."""
 LARGE_1024 = ("model.height=1024", "model.width=1024")
@@ -116,7 +117,7 @@ STEPS = (
     ),
     bench(2, "sd3-batches", 90, "rollout,update", (SD3,), "--batches", "4,16"),
     bench(2, "sd3-bfloat16", 40, "gate", (SD3, "model.dtype=bfloat16"), "--batches", "8"),
-    bench(2, "sd3-checkpointing", 40, "update", (SD3,), "--batches", "8", "--variants", "checkpointing"),
+    bench(2, "sd3-checkpointing", 40, "update", (SD3,), "--batches", "8", "--variants", "checkpointing,positive"),
     flowrl(
         2,
         "sd3-profile",
@@ -141,8 +142,9 @@ STEPS = (
         (WAN, "model.height=480", "model.width=832", "model.num_frames=81"),
         *("--batches", "1", "--repeats", "1"),
     ),
-    bench(4, "decode-sd3", 40, "decode,checkpoint", (SD3,), "--batches", "8", small="checkpoint"),
-    bench(4, "decode-flux", 60, "decode", (FLUX, *LARGE_1024), "--batches", "2"),
+    bench(4, "checkpoint", 40, "checkpoint", (SD3,), small="checkpoint"),
+    bench(4, "decode-sd3", 60, "decode", (SD3,), "--batches", "8", "--variants", VAES),
+    bench(4, "decode-flux", 80, "decode", (FLUX, *LARGE_1024), "--batches", "2", "--variants", "now,vae-bfloat16"),
     bench(4, "sdxl", 60, "rollout,update", SDXL, "--batches", "4"),
     bench(
         4, "sd3-float8", 40, "rollout,memory", (SD3, "model.memory.layerwise_casting=float8_e4m3fn"), "--batches", "8"

@@ -88,7 +88,11 @@ def gpu(
     ] = "gate,rollout,update",
     batches: Annotated[str, option("Samples of a forward, by commas.", "Default: rollout.batch_size.")] = "",
     variants: Annotated[
-        str, option("Variants, by commas: now, autocast, native, compile, checkpointing, stored.")
+        str,
+        option(
+            "Variants, by commas: now (the recipe), autocast, native, compile, checkpointing, stored, positive, "
+            "vae-float32, vae-bfloat16, vae-channels-last."
+        ),
     ] = "now",
     repeats: Annotated[int, option("Measured calls of each; the median counts.", least=1)] = 3,
     out: Out = None,

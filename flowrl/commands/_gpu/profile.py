@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from flowrl.commands._gpu.clock import WARMUPS, Clock, wait
@@ -35,7 +34,7 @@ class Found:
         """The operators by their own time on the device, on the CPU by that of the CPU; the largest first."""
         rows: list[Row] = []
         for event in self.profiler.key_averages():
-            if event.device_type != DeviceType.CPU:
+            if event.device_type.name != "CPU":
                 continue  # a kernel, whose time the operator that started it has too
             device, own = event.self_device_time_total / 1000, event.self_cpu_time_total / 1000
             rows.append({"op": event.key, "count": event.count, "device_ms": device, "cpu_ms": own})
@@ -47,7 +46,7 @@ class Found:
     @property
     def busy_ms(self) -> float:
         """Time in which the device works, on one stream."""
-        kernels = [event for event in self.profiler.key_averages() if event.device_type != DeviceType.CPU]
+        kernels = [event for event in self.profiler.key_averages() if event.device_type.name != "CPU"]
         return sum(event.self_device_time_total for event in kernels) / 1000
 
     def count(self, name: str) -> int:

@@ -36,6 +36,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "compile": ("model.compile=blocks",),
     "checkpointing": ("model.gradient_checkpointing=true",),
     "stored": ("model.gradient_checkpointing=false",),
+    "positive": ("model.guidance_gradient=positive",),
+    "vae-float32": ("model.vae_precision=float32",),
+    "vae-bfloat16": ("model.vae_precision=bfloat16",),
+    "vae-channels-last": ("model.memory.vae_channels_last=true",),
 }
 """Name of a variant -> the options that it sets; `now` is the recipe as it is."""
 
