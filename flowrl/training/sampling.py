@@ -75,12 +75,13 @@ class Sampling:
         sharded network every process makes as many batches as that one. None: all have the same number.
         """
         options = replace(options, device=self.world.device)
+        # Agreed on before the first forward: from then on every forward is one of all processes.
+        missing = self._missing(plan, asked, batch_size, most) if self.sharded else 0
         samples, edges = run(self.policy, plan, noise, asked, batch_size=batch_size, options=options)
-        if self.sharded:
-            spare = RunOptions(device=options.device, stop=options.stop)
-            for _ in range(self._missing(plan, asked, batch_size, most)):
-                with self.counter.uncounted():
-                    run(self.policy, plan, noise, asked[: plan.leaves], batch_size=batch_size, options=spare)
+        spare = RunOptions(device=options.device, stop=options.stop)
+        for _ in range(missing):
+            with self.counter.uncounted():
+                run(self.policy, plan, noise, asked[: plan.leaves], batch_size=batch_size, options=spare)
         return Trajectories(plan, samples, edges, asked.cond, asked.rows)
 
     def _missing(self, plan: StepPlan, asked: Asked, batch_size: int, most: int | None) -> int:

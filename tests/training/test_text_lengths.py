@@ -69,6 +69,7 @@ def test_a_sharded_rollout_makes_as_many_batches_as_the_process_that_has_the_mos
     @dataclass(frozen=True)
     class Others(World):
         def gather(self, value: Any) -> list[Any]:
+            assert not made, "the others are in their forwards"
             return [value, 5]
 
     made: list[int] = []
