@@ -65,7 +65,7 @@ class OnCard(Tensor):
     device = property(lambda self: CUDA)  # pyright: ignore[reportAssignmentType]
     is_cuda = property(lambda self: True)  # pyright: ignore[reportAssignmentType]
     is_meta = is_cpu = property(lambda self: False)  # pyright: ignore[reportAssignmentType]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def of(value: Tensor) -> OnCard:
@@ -230,7 +230,7 @@ class Card(TorchDispatchMode):
         return copy
 
 
-_NAMES_ONLY = (torch.device, torch._C._nn._parse_to)
+_NAMES_ONLY = (torch.device, torch._C._nn._parse_to)  # pyright: ignore[reportAttributeAccessIssue]
 """Functions that read the name of a device, and make no tensor there."""
 
 

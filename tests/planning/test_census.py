@@ -93,7 +93,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, p: fl
 @contextmanager
 def on(device: str, *modules: nn.Module) -> Iterator[None]:
     """Fake tensors inside the block, those of `modules` on the device."""
-    patches = [
+    patches: list[Any] = [
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
         mock.patch("torch.cuda.is_bf16_supported", return_value=True),
     ]
@@ -175,7 +175,8 @@ def update(resolved: Resolved) -> int:
         output = adapter.predict(x, timestep, cond, scale).float()
         if resolved.method.roles:
             with torch.no_grad():
-                output = output - adapter.predict(x, timestep, cond, scale).float()
+                reference = adapter.predict(x, timestep, cond, scale).float()
+            output = output - reference
         output.square().mean().backward()
 
     def both() -> None:
@@ -198,7 +199,7 @@ def test_the_plans_memory_is_that_of_a_census(name, monkeypatch):
     adapter = skeleton(resolved)
     grid = adapter.schedule(resolved.run.rollout.num_inference_steps)
     plan = resolved.algorithm.build().plan(grid, resolved.sampler.build(), 1, 0)
-    planned = {phase.name: phase.transient for phase in estimate(resolved, adapter, plan, prompts=1).phases}
+    planned = {phase.name: phase.transient or 0 for phase in estimate(resolved, adapter, plan, prompts=1).phases}
     census = forwards(resolved) | {"update": update(resolved)}
     ratios = {phase: planned[phase] / count for phase, count in census.items()}
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=0.03), (planned, census)
