@@ -36,7 +36,6 @@ from torch._decomp import decomposition_table
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from flowrl.planning.cuda_rules import kernels
 
@@ -160,7 +159,8 @@ class Card(TorchDispatchMode):
         kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
         if self.asleep:
             return func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given: list[Tensor] = []
+        _mapped(given.append, (*args, *kwargs.values()))
         asked, ours = kwargs.get("device"), any(isinstance(leaf, OnCard) for leaf in given)
         here = asked is not None and asked.type == "meta" and (self.at_work or ours)
         if not here and not ours:
@@ -171,25 +171,24 @@ class Card(TorchDispatchMode):
         self._count(name, args, kwargs, here)
         shells: dict[int, OnCard] = {}
 
-        def inner(leaf: Any) -> Any:
+        def inner(leaf: Tensor) -> Tensor:
             if not isinstance(leaf, OnCard):
                 return leaf
             shells[id(leaf.value)] = leaf
             return leaf.value
 
-        result = _OF_CARD.get(func, func)(*tree_map(inner, args), **tree_map(inner, kwargs))
+        options = {name: _mapped(inner, value) for name, value in kwargs.items()}
+        result = _OF_CARD.get(func, func)(*_mapped(inner, args), **options)
         if asked is not None and not here:
             return result
         if name == "copy_" and not isinstance(args[0], OnCard):
             return args[0]
 
-        def outer(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def outer(leaf: Tensor) -> OnCard:
             known = shells.get(id(leaf))
             return OnCard.of(leaf) if known is None else known
 
-        return tree_map(outer, result)
+        return _mapped(outer, result)
 
     def _check(self, func: Any, name: str, given: list[Tensor]) -> None:
         """Refuse tensors of both devices as CUDA does: the host's are scalars, indices or the source of a copy."""
@@ -258,6 +257,15 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs) if special is None else special(self.gpu, func, *args, **kwargs)
         finally:
             self.gpu.at_work = before
+
+
+def _mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with each of its tensors changed, also those in lists."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(change, each) for each in value)
+    return value
 
 
 def _names_card(value: object) -> bool:

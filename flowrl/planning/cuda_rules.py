@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.utils._pytree import tree_map
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -66,8 +65,12 @@ def _eligible(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _cast(args: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda value: value.to(dtype) if _eligible(value) else value, args)
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if _eligible(value):
+        return value.to(dtype)
+    if isinstance(value, list | tuple):
+        return [_cast(each, dtype) for each in value]
+    return {name: _cast(each, dtype) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _float32(device: str, op: Any) -> Callable[..., Any]:
@@ -99,8 +102,7 @@ def _norm(device: str, op: Any) -> Callable[..., Any]:
 
 def _widest(device: str, op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        found: list[torch.dtype] = []
-        tree_map(lambda value: found.append(value.dtype) if _eligible(value) else None, (args, kwargs))
+        found = [value.dtype for value in (*args, *kwargs.values()) if _eligible(value)]
         dtype = torch.float32 if torch.float32 in found else torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return op(*_cast(args, dtype), **_cast(kwargs, dtype))

@@ -32,11 +32,11 @@ _ATEN = torch.ops.aten
 HALF = "model.dtype=bfloat16"
 LORA = "model.lora={rank: 8, alpha: 8}"
 FAST = {
-    "tiny-sd3, LoRA": ("lab/flow_grpo", HALF, LORA, "rollout.guidance_scale=3.0"),
     "tiny-sd3, all weights": ("lab/flow_grpo", HALF),
     "tiny-sd": ("lab/sd-flow_grpo", HALF, LORA),
 }
 SLOW = {
+    "tiny-sd3, LoRA": ("lab/flow_grpo", HALF, LORA, "rollout.guidance_scale=3.0"),
     "SD3.5-M": ("sd3/flow_grpo-pickscore",),
     "SD3.5-M, autocast": ("sd3/flow_grpo-pickscore", "model.precision=autocast"),
     "FLUX, checkpointed": ("flux/flow_grpo-pickscore",),

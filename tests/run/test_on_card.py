@@ -27,7 +27,7 @@ from tests.native import halved
 
 SMALL = (
     *("model.dtype=bfloat16", "model.lora={rank: 2, alpha: 4}", "data.max_prompts=2", "data.max_eval_prompts=1"),
-    *("rollout.group_size=4", "rollout.batch_size=4", "rollout.num_inference_steps=4", "rollout.guidance_scale=3.0"),
+    *("rollout.group_size=4", "rollout.batch_size=4", "rollout.num_inference_steps=3", "rollout.guidance_scale=3.0"),
     *("optim.updates_per_iteration=1", "optim.batch_size=4", "eval.batch_size=2"),
 )
 REWARD = "def score(images, prompts, metadata):\n    return images.flatten(1).mean(dim=1)\n"
@@ -61,7 +61,7 @@ CASES = {
         (
             "model={name: sd, path: tiny-sd, dtype: bfloat16, lora: {rank: 2, alpha: 4}}",
             "rollout.sampler={name: ddim, eta: 0.7}",
-            "algorithm={name: ddpo, clip_range: 0.1, sde_steps: [0, 1, 2]}",
+            "algorithm={name: ddpo, clip_range: 0.1, sde_steps: [0, 1]}",
         ),
     ),
     "edges of FLUX": Case(_family("flux", GRPO), pipeline="flux"),
