@@ -40,9 +40,9 @@ class Case:
 
     words: tuple[str, ...]
     """Of the configuration."""
-    step: int = 22
+    step: int = 3
     """Most waits of a denoising step."""
-    microbatch: int = 60
+    microbatch: int = 6
     """Most waits of a microbatch."""
     pipeline: str = ""
     """A random pipeline of tests/tiny_pipelines; empty: the embedded one that the words name."""
