@@ -63,8 +63,24 @@ class Block:
         return tree_map_only(Tensor, Tensor.detach, output)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with explained(self.kind):
+        with explained(self.kind), _warning():
             return self._graph(*args, **kwargs)
+
+
+@contextmanager
+def _warning() -> Iterator[None]:
+    """Deterministic mode, where it is on, in the degree that warns: torch would compile each graph for each degree.
+
+    Backward passes, whose attention is what the strict degree changes, run outside.
+    """
+    refuses = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if refuses:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        if refuses:
+            torch.use_deterministic_algorithms(True, warn_only=False)
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, Tensor]]:
@@ -137,8 +153,9 @@ def compile_blocks(network: nn.Module) -> None:
     config.recompile_limit = max(config.recompile_limit, LIMIT)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8 * LIMIT)
     config.suppress_errors = False  # it would run a block uncompiled
-    # Sums and products are rounded where the network rounds them, whatever is fused.
-    options = {"emulate_precision_casts": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    # Sums and products are rounded where the network rounds them, whatever is fused. In deterministic mode torch turns
+    # off what inductor would choose by timing.
+    options = {"emulate_precision_casts": True}
     for part in network.values() if isinstance(network, nn.ModuleDict) else (network,):
         found = repeated(part)
         if not found:

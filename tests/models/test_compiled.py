@@ -155,6 +155,20 @@ def test_a_block_that_would_run_uncompiled_is_refused():
             grows(torch.ones(5))
 
 
+@pytest.mark.usefixtures("traced")
+def test_both_degrees_of_deterministic_mode_share_a_graph():
+    net, before = _Net(_Grows()), torch.get_deterministic_debug_mode()
+    compile_blocks(net)
+    try:
+        for degree in (1, 2, 1):  # warns, refuses
+            torch.set_deterministic_debug_mode(degree)
+            net(torch.ones(2))
+            assert torch.get_deterministic_debug_mode() == degree
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    assert graphs() == 1
+
+
 def test_a_network_without_blocks_and_a_machine_without_a_compiler_are_refused(monkeypatch):
     with pytest.raises(ModelError, match=r"Linear does not declare its blocks .* set model\.compile=null"):
         compile_blocks(nn.Linear(2, 2))
