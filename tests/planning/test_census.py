@@ -99,6 +99,7 @@ def on(device: str, *modules: nn.Module) -> Iterator[None]:
     ]
     if device == "cuda":
         patches.append(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        patches.append(mock.patch.object(Tensor, "pin_memory", lambda own: own))
     for patch in patches:
         patch.start()
     try:
