@@ -70,6 +70,15 @@ def require_own_type(settings: MemorySettings, shard: bool) -> None:
             )
 
 
+def require_seen_overflow(vae_precision: str) -> None:
+    """Raise ValueError if images that overflow would be clamped in silence, by a pipeline's own code."""
+    if vae_precision == "float16":
+        raise ValueError(
+            "vae_precision=float16: the pipeline's own call clamps its images, so a value that overflows would become "
+            "white or black in silence; use bfloat16 or tf32, or the family's native adapter, which reports it"
+        )
+
+
 def require_own_guidance(gradient: str) -> None:
     """Raise ValueError if a pipeline's own guidance would lose the gradient of one branch."""
     if gradient != "both":

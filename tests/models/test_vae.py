@@ -140,6 +140,11 @@ def test_a_vae_that_is_known_to_overflow_is_refused_with_the_one_that_does_not()
     assert adapter("sd3", vae_precision="float16").pipeline.vae.dtype == torch.float16
 
 
+def test_a_generic_pipeline_which_clamps_by_itself_takes_no_float16():
+    with pytest.raises(ValueError, match=r"vae_precision=float16.*in silence.*bfloat16"):
+        generic.Config(path="tiny", vae_precision="float16")
+
+
 def test_what_overflows_is_nan_and_not_white():
     vae = adapter("sd3", vae_precision="float16").pipeline.vae
     values = torch.tensor([[float("inf"), 0.5, -float("inf"), 3.0]], dtype=torch.float16)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._memory import require_native, require_own_guidance
+from flowrl.models._memory import require_native, require_own_guidance, require_seen_overflow
 from flowrl.models._native import NO_ENCODERS
 from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
 from flowrl.models._vae import arithmetic, vae_dtype
@@ -44,6 +44,7 @@ class Config(ModelConfig):
         ModelConfig.__post_init__(self)
         require_native(self.shard)
         require_own_guidance(self.guidance_gradient)
+        require_seen_overflow(self.vae_precision)
 
     @property
     def frames(self) -> int:
