@@ -63,8 +63,9 @@ def require_types(config: ModelConfig, device: torch.device) -> None:
         options["memory.layerwise_casting"] = FLOAT8[config.memory.layerwise_casting]
     for option, dtype in options.items():
         try:
-            given = torch.ones(16, 16).to(device, dtype).to(torch_dtype(config.dtype)).requires_grad_()
-            (given @ given).float().sum().backward()
+            with torch.enable_grad():
+                given = torch.ones(16, 16).to(device, dtype).to(torch_dtype(config.dtype)).requires_grad_()
+                (given @ given).float().sum().backward()
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise ModelError(
                 f"model.{option}={str(dtype).removeprefix('torch.')} does not work on {device} "

@@ -100,7 +100,7 @@ def test_what_fake_tensors_cannot_do_is_said_and_the_rest_is_known(tmp_path, cap
     assert result.rollout_flop is None
     known = {phase.name for phase in result.phases if phase.transient is not None}
     assert known == {"encode", "decode"}
-    assert result.images == 6 * 9 * 3 * 16 * 16 * 4
+    assert result.images == 6 * 9 * 3 * 16 * 16
     file = tmp_path / "run.yaml"
     call = "call: {num_frames: 9, max_sequence_length: 8}"
     file.write_text(

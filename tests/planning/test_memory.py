@@ -218,7 +218,9 @@ def test_processes_share_the_samples(folder):
     one, two = (measured(run_, processes=n) for n in (1, 2))
     assert two.latents == one.latents // 2
     assert two.rollout_flop == one.rollout_flop / 2
-    assert two.phases == one.phases
+    assert two.phases[:-1] == one.phases[:-1]
+    # Several processes reduce one flat copy of the gradient.
+    assert two.phases[-1].peak == max(one.phases[-1].peak, one.phases[-1].resident + 8 * one.trained)
 
 
 def test_samples_of_one_start_share_their_forwards_up_to_the_first_stochastic_step(folder):

@@ -100,7 +100,7 @@ def test_its_state_goes_on_in_another_session(session, folder):
 
 
 def test_a_failed_update_leaves_word_of_it(session, monkeypatch):
-    monkeypatch.setattr(session.optimizer, "step", lambda gradient: 1 / 0)
+    monkeypatch.setattr(session.optimizer, "step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         session.step(1)
     assert (session.iteration, session.between_updates) == (0, False)
