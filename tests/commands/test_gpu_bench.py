@@ -27,7 +27,7 @@ def bench() -> Bench:
 def test_a_result_is_written_at_once_and_a_failure_is_a_result(tmp_path: Path):
     records = Records(tmp_path / "new" / "out.jsonl", card="none")
     assert records.attempt(lambda: {"ms": 1.0}, what="a")
-    assert not records.attempt(lambda: torch.zeros(2) @ torch.zeros(3), what="b")
+    assert not records.attempt(lambda: {"ms": float(torch.zeros(2) @ torch.zeros(3))}, what="b")
     rows = [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()]
     assert [row["what"] for row in rows] == ["a", "b"]
     assert rows[0]["card"] == rows[1]["card"] == "none"

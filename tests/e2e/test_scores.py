@@ -11,6 +11,7 @@ import torch
 from flowrl.commands import score
 from flowrl.core import media
 from flowrl.evaluation.evaluator import Setting
+from flowrl.run.collector import Collector
 from flowrl.run.session import Session
 from tests.e2e.test_bad_input import command
 
@@ -21,6 +22,7 @@ REWARDS = "rewards=[{name: shapes, outputs: {shapes_partial: 1}}, {path: brightn
 
 def of_files(session: Session, files: list[Path], prompts: list[str]) -> dict[str, list[float]]:
     """What `flowrl score` says of saved images."""
+    assert isinstance(session.collector, Collector)
     scorer = session.collector.scorer
     lines = list(score._scored(scorer, [[(file, text, {}) for file, text in zip(files, prompts, strict=True)]]))
     return {name: [line[name] for line in lines] for name in scorer.outputs}
@@ -31,6 +33,7 @@ def test_training_and_an_evaluation_score_what_the_files_hold(place):
     (place / "brightness.py").write_text(BRIGHTNESS)
     session = Session("run.yaml", REWARDS, "eval.samples_per_prompt=3", "eval.batch_size=2", "eval.save_images=null")
     rollout = session.roll_out(1)
+    assert isinstance(session.collector, Collector)
     numbers = session.parts.data.source.draw(1)
     texts = [session.collector.source.prompts[k].text for k in numbers for _ in range(4)]
     images = session.images(rollout)

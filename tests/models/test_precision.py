@@ -36,7 +36,7 @@ def layers(bias: bool, base: nn.Module | None = None) -> tuple[Any, Any]:
     torch.manual_seed(0)
     holder = nn.ModuleDict({"one": base or nn.Linear(6, 5, bias=bias)}).requires_grad_(False)
     config = LoraConfig(r=3, lora_alpha=7, target_modules=["one"], init_lora_weights="gaussian")
-    plain = inject_adapter_in_model(config, holder)["one"]
+    plain = inject_adapter_in_model(config, holder).get_submodule("one")
     assert isinstance(plain, LoraLayer)
     nn.init.normal_(plain.lora_B["default"].weight)  # type: ignore[arg-type]
     joined = copy.deepcopy(plain)

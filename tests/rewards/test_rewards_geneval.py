@@ -33,8 +33,8 @@ def judged(found, record: dict, **options) -> dict[str, float]:
     """Scores of one picture in which `found`, a list of `seen`, was detected."""
     names = {id(item): color for item, color in found}
 
-    def namer(pixels, found):
-        return [names[id(item)] for item in found]
+    def namer(pixels, detections):
+        return [names[id(item)] for item in detections]
 
     reward = scorer(Config(**options), lambda pixels: [item for item, _ in found], namer)
     scores = Scorer([WeightedReward("geneval", reward)]).score(PICTURE, ["a prompt"], [record])
@@ -107,15 +107,15 @@ def test_an_object_counts_above_the_confidence_of_its_task(tag, threshold):
 
 def test_the_mode_decides_which_score_is_trained_on_and_all_are_reported():
     for mode in ("partial", "strict", "official"):
-        card = scorer(Config(mode=mode), lambda pixels: [], lambda pixels, found: []).card
+        card = scorer(Config(mode=mode), lambda pixels: [], lambda pixels, detections: []).card
         assert card.outputs[0] == f"geneval_{mode}"
         assert sorted(card.outputs) == ["geneval_official", "geneval_partial", "geneval_strict"]
-    card = scorer(Config(mode="legacy"), lambda pixels: [], lambda pixels, found: []).card
+    card = scorer(Config(mode="legacy"), lambda pixels: [], lambda pixels, detections: []).card
     assert card.outputs == ("geneval_legacy", "geneval_partial", "geneval_strict", "geneval_official")
 
 
 def test_a_class_that_the_detector_was_never_taught_stops_with_its_name():
-    reward = scorer(Config(), lambda pixels: [], lambda pixels, found: [], labels={"cat", "zebra"})
+    reward = scorer(Config(), lambda pixels: [], lambda pixels, detections: [], labels={"cat", "zebra"})
     with pytest.raises(RewardError, match=r"does not know the class 'dog' .* 2 others \(such as cat, zebra\)"):
         reward.score(PICTURE, [""], [SINGLE])
 
@@ -126,7 +126,7 @@ def test_a_picture_that_the_detector_cannot_look_at_is_masked_and_no_other(caplo
             raise detectors.DetectionError("out of memory")
         return [seen("dog")[0]]
 
-    reward = scorer(Config(), detector, lambda pixels, found: [])
+    reward = scorer(Config(), detector, lambda pixels, detections: [])
     values = scored(reward, torch.cat([PICTURE, PICTURE + 1]), [""] * 2, [SINGLE] * 2)
     assert [values["geneval_partial"].isnan().tolist(), values["geneval_official"][1].item()] == [[True, False], 1.0]
     assert "out of memory" in caplog.text
@@ -185,7 +185,7 @@ def test_a_record_that_is_not_genevals_stops_with_the_reason(include, reason):
 
 
 def test_colours_are_asked_for_only_where_the_prompt_does():
-    def namer(pixels, found):
+    def namer(pixels, detections):
         raise AssertionError("no colour was asked for")
 
     reward = scorer(Config(), lambda pixels: [item for item, _ in LEFT], namer)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import subprocess
+from importlib import import_module
+from typing import Any
 
 import pytest
 
 from flowrl.commands._gpu.session import VARIANTS
 from flowrl.config.load import load_config, resolve
-from scripts.gpu_day import stage
-from scripts.gpu_day._steps import STAGES, STEPS, Step
 from tests.tiny_sd3 import ROOT
 
+stage: Any = import_module("scripts.gpu_day.stage")
+_steps: Any = import_module("scripts.gpu_day._steps")
+STAGES, STEPS, Step = _steps.STAGES, _steps.STEPS, _steps.Step
 FOLDER = ROOT / "scripts" / "gpu_day"
 BENCHES = [step for step in STEPS if step.words[:3] == ("flowrl", "bench", "gpu")]
 
 
 @pytest.mark.parametrize("step", BENCHES, ids=lambda step: step.name)
-def test_the_options_of_a_step_are_valid(step: Step):
+def test_the_options_of_a_step_are_valid(step: Any):
     end = step.words.index("--random")
     config, *words = step.words[3:end]
     variants = step.words[step.words.index("--variants") + 1].split(",") if "--variants" in step.words else ["now"]
