@@ -259,6 +259,7 @@ def part_of(batch: Microbatch | InitialBatch, rows: Tensor) -> Microbatch | Init
     return dataclasses.replace(
         batch,
         parent=batch.parent[rows],
+        alone=False,
         next_latents=batch.next_latents[rows],
         step=batch.step.at(rows),
         old_log_prob=batch.old_log_prob[rows],

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 _ATEN = torch.ops.aten
 _FLOP = {
     **flop_registry,
+    _ATEN.addmm_: flop_registry[_ATEN.addmm],  # a LoRA's product, added in place
     # torch counts attention on a GPU only.
     _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, k.shape, v.shape

@@ -22,6 +22,7 @@ from flowrl.diffusion.schedules import shift_sigmas
 from flowrl.diffusion.windows import step_subsets
 from flowrl.models.classes import choose
 from flowrl.planning import memory
+from flowrl.planning.checkpointing import with_checkpointing
 from flowrl.planning.tree_work import tree_work
 from flowrl.samplers.ode import Ode
 from tests.recipes import EVERY, FOLDER, PAIRED, PROVENANCE, RECIPES, adapter, at, published, recipe, words
@@ -224,6 +225,8 @@ def test_the_noise_that_the_official_rollout_keeps_in_its_last_step_is_named_as_
 @pytest.mark.parametrize(("name", "gigabytes"), zip(PAIRED, (12, 24, 24), strict=True))
 def test_times_of_pairs_are_those_of_training_and_the_run_fits_its_device(name, gigabytes):
     run = recipe(name)
+    if run.model.config.gradient_checkpointing == "auto":  # on, on a device of this size
+        run = with_checkpointing(run, on=True)
     model = memory.skeleton(run)
     grid = model.schedule(run.run.rollout.num_inference_steps)
     algorithm = run.algorithm.build()

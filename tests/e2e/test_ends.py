@@ -176,8 +176,8 @@ def test_an_update_that_fails_leaves_the_last_checkpoint_alone(run, monkeypatch)
 
     step, steps = Optimizer.step, []
 
-    def failing(self: Optimizer, gradient: Any) -> Any:
-        steps.append(step(self, gradient))
+    def failing(self: Optimizer, *given: Any) -> Any:
+        steps.append(step(self, *given))
         if len(steps) == 2:
             raise ArithmeticError("in the second step")
         return steps[-1]

@@ -77,7 +77,9 @@ def in_every_mode(model: Any, weights: Weights) -> list[Tensor]:
     [
         {},
         pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param({"gradient_checkpointing": 2, "dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"gradient_checkpointing": 2, "dtype": "bfloat16", "precision": "autocast"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["plain", "checkpointed", "bfloat16"],
 )

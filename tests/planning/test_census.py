@@ -42,7 +42,6 @@ SLOW = {
     "FLUX, checkpointed": ("flux/flow_grpo-pickscore",),
     "Qwen-Image": ("qwen_image/flow_grpo_fast-pickscore",),
     "Wan": ("wan/flow_grpo-ocr",),
-    "SDXL": ("sdxl/diffusion_dpo-pickapic",),
 }
 CASES = FAST | SLOW
 
