@@ -12,14 +12,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from flowrl.core.errors import RewardError as RewardError
 
-Images = Tensor | Sequence[Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Words, so that a card is read without torch.
+Images: TypeAlias = "Tensor | Sequence[Tensor]"
 """Images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1]; where sizes differ a sequence, [3, H, W] or [F, 3, H, W]."""
-ScoreFunction = Callable[[Images, Sequence[str], Sequence[dict]], Tensor | Mapping[str, Tensor]]
+ScoreFunction: TypeAlias = "Callable[[Images, Sequence[str], Sequence[dict]], Tensor | Mapping[str, Tensor]]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from flowrl.commands._arguments import argument
 from flowrl.core import assets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from flowrl.core.excerpt import Excerpt
     from flowrl.reward import Card
 
 
@@ -43,8 +44,8 @@ def command(kind: Kind, name: Name = None) -> None:
     if kind == "rewards":
         titles, rows = ("name", *COLUMNS), list(_rewards())
     else:
-        modules = {each: registry.load(kind, each) for each in registry.names(kind)}
-        rows = [(each, getattr(m, "LEVEL", "experimental"), about(m.__doc__)) for each, m in modules.items()]
+        known = {each: registry.facts(kind, each) for each in registry.names(kind)}
+        rows = [(each, facts.get("LEVEL", "experimental"), about(facts.about)) for each, facts in known.items()]
     _print(titles, rows)
     for each in registry.plugins(kind):
         wrong = registry.collision(kind, each)
@@ -119,12 +120,11 @@ def _rewards() -> Iterator[tuple[str, ...]]:
     builtin = registry.names("rewards")
     for name in (*builtin, *(each for each in registry.plugins("rewards") if each not in builtin)):
         try:
-            module = registry.load("rewards", name)
-            card = getattr(module, "CARD", None)
+            own = vars(registry.load("rewards", name)) if name not in builtin else registry.facts("rewards", name)
+            card, level = own.get("CARD"), own.get("LEVEL", "experimental")
         except (Exception, SystemExit) as error:  # a package's plug-in may fail in any way; the others are listed still
             yield (name, "", f"cannot be imported: {described(error)}", *[""] * (len(COLUMNS) - 2))
             continue
-        level = getattr(module, "LEVEL", "experimental")
         yield (name, *cells(card)) if card else (name, level, "(no CARD)", *[""] * (len(COLUMNS) - 2))
 
 
@@ -132,22 +132,31 @@ def _show(name: str) -> None:
     """Print a reward's whole card, and its own options with their defaults."""
     import dataclasses
 
+    from flowrl.core import registry
     from flowrl.core.errors import ConfigError
-    from flowrl.scoring.entries import imported
 
-    module = imported("rewards", name, "flowrl list rewards")
-    card = getattr(module, "CARD", None)
+    own: Mapping[str, Any] | Excerpt
+    if name in registry.names("rewards"):
+        own = registry.facts("rewards", name)
+        text = own.about
+    else:
+        from flowrl.scoring.entries import imported
+
+        module = imported("rewards", name, "flowrl list rewards")
+        own, text = vars(module), module.__doc__
+    card = own.get("CARD")
     if card is None:
         raise ConfigError(f"the reward {name!r} declares no CARD, so nothing is known about it before it is built")
-    print((module.__doc__ or "").strip() or name)
+    print((text or "").strip() or name)
     print("\ncard")
     for item in dataclasses.fields(card):
         value = getattr(card, item.name)
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
         print(f"  {item.name}: {shown if shown != '' else 'none'}")
-    if hasattr(module, "Config"):
+    config = own.get("Config")
+    if config is not None:
         print("\noptions")
-        for item in dataclasses.fields(module.Config):
+        for item in dataclasses.fields(config):
             made = item.default_factory
             value = item.default if made is dataclasses.MISSING else made()
             print(f"  {item.name}: {'required' if value is dataclasses.MISSING else repr(value)}")
