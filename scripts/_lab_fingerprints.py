@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,26 @@ def _words(value: Any) -> Iterator[str]:
             yield from _words(part)
 
 
-def _imported(file: Path) -> Iterator[Path]:
-    """Files of this repository that a module imports, inside functions too."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        names: list[str] = []
+@cache
+def _names(code: str) -> tuple[str, ...]:
+    """Names below flowrl that a module imports, inside functions too: modules, and what may be one."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            # The files of flowrl.rewards lie in rewards/.
-            place = name.removeprefix("flowrl.") if name.startswith("flowrl.rewards.") else name
-            target = _file_of(place.replace(".", "/"))
-            if name.startswith("flowrl.") and target.is_file():
-                yield target
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(dict.fromkeys(name for name in names if name.startswith("flowrl.")))
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    """Files of this repository that a module imports."""
+    for name in _names(file.read_text(encoding="utf-8")):
+        # The files of flowrl.rewards lie in rewards/.
+        place = name.removeprefix("flowrl.") if name.startswith("flowrl.rewards.") else name
+        target = _file_of(place.replace(".", "/"))
+        if target.is_file():
+            yield target
 
 
 def _file_of(module: str) -> Path:
@@ -129,6 +136,7 @@ class _Meaning(ast.NodeTransformer):
         return None if [ast.unparse(target) for target in node.targets] == ["LEVEL"] else node
 
 
+@cache
 def meaning(code: str) -> str:
     """Python code without comments, docstrings, imports, layout and level; of one version of Python.
 

@@ -18,8 +18,9 @@ HEAD = """\
 
 Written by `python scripts/lab.py`; do not edit. Strict accuracy (`shapes_strict`) in per cent on the 512
 held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over captions, paired differences.
-Two single-thread processes on two CPU cores; seconds include both evaluations and, where there is one, the search
-for the base's best CFG. Network evaluations are counted per rolled-out sample, in sampling and in updates.
+Two single-thread processes on two CPU cores. CPU seconds are those of both processes, with the start, both evaluations
+and, where there is one, the search for the base's best CFG; seconds are those of the clock, without the start, and
+depend on what else the machine did. Network evaluations are counted per rolled-out sample, in sampling and in updates.
 """
 STATES = """\
 `code` is the fingerprint of the code that the cell was measured with: every module of the run that can change a number,
@@ -33,14 +34,15 @@ with uncommitted changes.
 """
 RACE = """\
 Goal: {goal:.1f} per cent, the quickstart's accuracy at its end on the captions of the evaluations during training (the
-first 128 held-out ones, two images each), mean of its seeds; it takes {whole:.0f} s of iterations. Seconds are those of
-iterations, without evaluations. A recipe is there at the first of its evaluations, one every ten iterations, that with
-the next one is at the goal on average. The runs were not made side by side: the machine's speed changes by the hour.
+first 128 held-out ones, two images each), mean of its seeds; its iterations take {whole:.0f} CPU seconds. CPU seconds
+here are those of the iterations in both processes (`perf/cpu_s`), without evaluations and the start. A recipe is there
+at the first of its evaluations that with the next one is at the goal on average. Listed are the recipes that are
+evaluated {many} times or more on the way.
 """
 EQUAL = """\
-The same runs at equal wall-clock: accuracy in per cent on those captions after {spent:.0f} s of iterations, the time
-of the shortest of these runs, between two evaluations in proportion. A run's rate falls to 0 at its own end, which is
-later.
+The same runs after equal work: accuracy in per cent on those captions after {spent:.0f} CPU seconds of iterations,
+those of the shortest of these runs, between two evaluations in proportion. A learning rate that falls does so to a
+run's own end, which is later for the others.
 """
 SIZES = """\
 These recipes are rewarded for the JPEG size of their images alone, quality 95. Bytes are those above a flat
@@ -51,7 +53,9 @@ WINS = """\
 For methods that learn from preferences: of the held-out captions x 2 seeds, the share where the tuned model's image has
 a higher partial score (`shapes_partial`) than the base's, among those that are not tied; 95 % bootstrap interval.
 """
-MANY = 10
+MANY = 9
+"""Evaluations on the way from which a recipe is in the race."""
+Curve = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +77,10 @@ class Entry:
     """Learns from pairs of which one is preferred."""
 
     @property
-    def curves(self) -> dict[int, list[list[float]]]:
-        """Seed -> [seconds, accuracy] of the evaluations on the way, where there were any."""
+    def curves(self) -> dict[int, Curve]:
+        """Seed -> (CPU seconds, accuracy) of base, evaluations on the way and end."""
         kept = {seed: cell["summary"].get("curve") for seed, cell in self.cells.items() if cell is not None}
-        return {seed: curve for seed, curve in kept.items() if curve}
+        return {seed: [(p["cpu_seconds"], p[METRIC]) for p in points] for seed, points in kept.items() if points}
 
     @property
     def summaries(self) -> list[dict[str, Any]]:
@@ -92,12 +96,12 @@ def commit_name(commit: str) -> str:
     return f"`{commit[:8]}" + ("+`" if "uncommitted" in commit else "`")
 
 
-def _row(*columns: object) -> str:
+def row(*columns: object) -> str:
     return "| " + " | ".join(str(column) for column in columns) + " |"
 
 
-def _table(*titles: str) -> list[str]:
-    return [_row(*titles), "|" + "---|" * len(titles)]
+def table(*titles: str) -> list[str]:
+    return [row(*titles), "|" + "---|" * len(titles)]
 
 
 def code_column(cell: dict[str, Any], state: str) -> str:
@@ -108,23 +112,29 @@ def code_column(cell: dict[str, Any], state: str) -> str:
     return name if state == "fresh" else f"{name} {state.replace(': ', ' (')})"
 
 
+def cpu_seconds(summaries: list[dict[str, Any]]) -> str:
+    """Mean of cells; "-" where one was measured before CPU time was recorded."""
+    known = [values["cpu_seconds"] for values in summaries if "cpu_seconds" in values]
+    return f"{statistics.mean(known):.0f}" if len(known) == len(summaries) else "-"
+
+
 def summary_row(entry: Entry) -> str:
     """A recipe over its seeds."""
     result = entry.summaries
     if not result:
-        return _row(entry.name, entry.level, *[""] * 6, "not run")
+        return row(entry.name, entry.level, *[""] * 6, "not run")
     gains = [values["difference"][METRIC] for values in result]
-    mean = {key: sum(values[key] for values in result) / len(result) for key in ("seconds", "iterations")}
+    iterations = statistics.mean(values["iterations"] for values in result)
     spent = [sum(v["evaluations"][part] for v in result) / len(result) for part in ("rollout", "train")]
-    return _row(
+    return row(
         entry.name,
         entry.level,
         f"{100 * sum(gain['mean'] for gain in gains) / len(gains):+.1f}",
         f"{100 * min(gain['low'] for gain in gains):+.1f}",
         f"{len(result)} of {len(entry.cells)}",
-        f"{mean['iterations']:.0f}",
+        f"{iterations:.0f}",
         f"{spent[0]:.2f} + {spent[1]:.2f}",
-        f"{mean['seconds']:.0f}",
+        cpu_seconds(result),
         ", ".join(sorted(set(entry.states.values()))),
     )
 
@@ -133,10 +143,10 @@ def cell_row(entry: Entry, seed: int) -> str:
     """One seed of a recipe."""
     cell = entry.cells[seed]
     if cell is None:
-        return _row(entry.name, seed, *[""] * 8, "not run")
+        return row(entry.name, seed, *[""] * 9, "not run")
     values = cell["summary"]
     rival, spent = values["base_best_guidance"], values["evaluations"]
-    return _row(
+    return row(
         entry.name,
         seed,
         percent(values["base"][METRIC]),
@@ -145,6 +155,7 @@ def cell_row(entry: Entry, seed: int) -> str:
         percent(values["difference"][METRIC], "+"),
         values["iterations"],
         f"{spent['rollout']:.2f} + {spent['train']:.2f}",
+        cpu_seconds([values]),
         f"{values['seconds']:.0f}",
         code_column(cell, entry.states[seed]),
         commit_name(values["commit"]),
@@ -162,18 +173,18 @@ def size_row(entry: Entry, seed: int, flat: float) -> str:
     """One seed of a recipe that is rewarded for the size of its images; `flat` in thousands of bytes."""
     cell = entry.cells[seed]
     if cell is None:
-        return _row(entry.name, entry.level, seed, *[""] * 7, "not run")
+        return row(entry.name, entry.level, seed, *[""] * 7, "not run")
     values = cell["summary"]
     base, spent = values["base"][SIZE]["mean"] - flat, values["evaluations"]
     change = {key: values["difference"][SIZE][key] / base for key in ("mean", "low", "high")}
-    return _row(
+    return row(
         *(entry.name, entry.level, seed),
         *(f"{1000 * (values[when][SIZE]['mean'] - flat):.0f}" for when in ("base", "tuned")),
         percent(change, "+"),
         " to ".join(f"{100 * values[when][METRIC]['mean']:.1f}" for when in ("base", "tuned")),
         values["iterations"],
         f"{spent['rollout']:.2f} + {spent['train']:.2f}",
-        f"{values['seconds']:.0f}",
+        cpu_seconds([values]),
         entry.states[seed],
     )
 
@@ -184,9 +195,9 @@ def sizes(entries: list[Entry]) -> list[str]:
         return []
     flat = flat_kilobytes()
     lines = ["", "## Size of the images", "", SIZES.format(flat=1000 * flat)]
-    lines += _table(
+    lines += table(
         *("recipe", "level", "seed", "base, bytes", "tuned, bytes", "change, per cent", "strict accuracy"),
-        *("iterations", "evaluations", "seconds", "state"),
+        *("iterations", "evaluations", "CPU seconds", "state"),
     )
     return lines + [size_row(entry, seed, flat) for entry in entries for seed in entry.cells]
 
@@ -199,13 +210,13 @@ def wins(entries: list[Entry]) -> list[str]:
             if cell is not None:
                 result = cell["summary"]["win_rate"][PARTIAL]
                 values = percent(result | {"mean": result["rate"]}), result["n"], f"{100 * result['tie_rate']:.1f}"
-                rows.append(_row(entry.name, seed, *values))
-    titles = _table("recipe", "seed", "win rate, per cent", "images not tied", "ties, per cent")
+                rows.append(row(entry.name, seed, *values))
+    titles = table("recipe", "seed", "win rate, per cent", "images not tied", "ties, per cent")
     return ["", "## Win rate", "", WINS, *titles, *rows] if rows else []
 
 
-def reached(curve: list[list[float]], goal: float) -> float | None:
-    """Seconds at the first evaluation that, together with the next one, is at `goal` on average; None: never.
+def reached(curve: Curve, goal: float) -> float | None:
+    """CPU seconds at the first evaluation that, together with the next one, is at `goal` on average; None: never.
 
     One evaluation alone would let the luckiest of a dozen decide. The last one stands alone.
     """
@@ -215,10 +226,10 @@ def reached(curve: list[list[float]], goal: float) -> float | None:
     return None
 
 
-def at(curve: list[list[float]], seconds: float) -> float:
-    """Accuracy after so many seconds, in proportion between the evaluations on both sides.
+def at(curve: Curve, seconds: float) -> float:
+    """Accuracy after so many CPU seconds, in proportion between the evaluations on both sides.
 
-    >>> at([[10.0, 0.4], [20.0, 0.5], [30.0, 0.9]], 25.0)
+    >>> at([(10.0, 0.4), (20.0, 0.5), (30.0, 0.9)], 25.0)
     0.7
     """
     times, result = zip(*curve, strict=True)
@@ -226,23 +237,23 @@ def at(curve: list[list[float]], seconds: float) -> float:
 
 
 def raced(entries: list[Entry]) -> list[Entry]:
-    """Recipes that were evaluated ten times or more on the way."""
-    return [entry for entry in entries if entry.curves and min(map(len, entry.curves.values())) >= MANY]
+    """Recipes that were evaluated often on the way: a curve has the base and the end too."""
+    return [entry for entry in entries if entry.curves and min(map(len, entry.curves.values())) >= MANY + 2]
 
 
 def race(entries: list[Entry]) -> list[str]:
-    """Lines on who reaches the quickstart's accuracy when, and on how far everyone is at the same time."""
+    """Lines on who reaches the quickstart's accuracy when, and on how far everyone is after the same work."""
     first, *others = entries
     if not first.curves:
         return []
     goal, whole = (statistics.mean(curve[-1][k] for curve in first.curves.values()) for k in (1, 0))
-    lines = ["", "## Time to the quickstart's accuracy", "", RACE.format(goal=100 * goal, whole=whole)]
-    lines += _table("recipe", "seconds, by seed", "share of the quickstart's time, by seed", "mean", "95 % interval")
+    lines = ["", "## Time to the quickstart's accuracy", "", RACE.format(goal=100 * goal, whole=whole, many=MANY)]
+    lines += table("recipe", "CPU seconds, by seed", "share of the quickstart's, by seed", "mean", "95 % interval")
     for entry in raced(others):
         times = [reached(curve, goal) for curve in entry.curves.values()]
         shares = [None if time is None else time / whole for time in times]
         lines.append(
-            _row(
+            row(
                 entry.name,
                 ", ".join("never" if time is None else f"{time:.0f}" for time in times),
                 ", ".join("-" if share is None else f"{share:.2f}" for share in shares),
@@ -252,10 +263,10 @@ def race(entries: list[Entry]) -> list[str]:
     there = [first, *raced(others)]
     spent = min(curve[-1][0] for entry in there for curve in entry.curves.values())
     lines += ["", EQUAL.format(spent=spent)]
-    lines += _table("recipe", "accuracy, by seed", "mean")
+    lines += table("recipe", "accuracy, by seed", "mean")
     for entry in there:
         values = [100 * at(curve, spent) for curve in entry.curves.values()]
-        lines.append(_row(entry.name, ", ".join(f"{v:.1f}" for v in values), f"{statistics.mean(values):.1f}"))
+        lines.append(row(entry.name, ", ".join(f"{v:.1f}" for v in values), f"{statistics.mean(values):.1f}"))
     return lines
 
 
@@ -269,21 +280,21 @@ def over_seeds(values: list[float | None]) -> tuple[str, str]:
     return f"{mean:.2f}", f"{max(mean - half, 0):.2f} to {mean + half:.2f}"
 
 
-def page(entries: list[Entry], notes: str) -> str:
-    """The whole page: recipes over their seeds, the race, wins, sizes, every cell, the notes."""
+def page(entries: list[Entry], long: list[str], notes: str) -> str:
+    """The whole page: recipes over their seeds, the race, long runs, wins, sizes, every cell, the notes."""
     lines = [HEAD]
-    lines += _table(
+    lines += table(
         *("recipe", "level", "mean difference", "lowest lower end", "seeds", "iterations"),
-        *("evaluations", "mean seconds", "state"),
+        *("evaluations", "mean CPU seconds", "state"),
     )
     lines += [summary_row(entry) for entry in entries if not entry.sized]
-    lines += race(entries)
+    lines += [*race(entries), *long]
     lines += wins([entry for entry in entries if entry.preferring])
     lines += sizes([entry for entry in entries if entry.sized])
     lines += ["", "## Every cell", "", STATES]
-    lines += _table(
+    lines += table(
         *("recipe", "seed", "base", "base, best CFG", "tuned", "difference", "iterations", "evaluations"),
-        *("seconds", "code", "commit"),
+        *("CPU seconds", "seconds", "code", "commit"),
     )
     # A recipe without any cell stands in the first table alone.
     lines += [cell_row(entry, seed) for entry in entries if entry.summaries for seed in entry.cells]

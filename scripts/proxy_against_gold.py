@@ -9,19 +9,23 @@
 docs/rewards.md, which shows the picture, is written with the page.
 
 A cell is one recipe of configs/proxy and one seed, kept in docs/rewards/proxy.json with the lab's fingerprints
-(scripts/lab.py) and its curve: every evaluation of the run, on the same held-out captions and seeds.
+(scripts/lab.py) and its curve: every evaluation of the run, on the same held-out captions and seeds. As the lab, it can
+be stopped at any time, and the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lab
 import make_rewards_doc
 import numpy as np
+from _lab_page import cpu_seconds
 
 from flowrl.evaluation.results import Evaluation
 
@@ -60,22 +64,19 @@ def curve(folder: Path, captions: int) -> list[dict[str, float]]:
     return rows
 
 
-def run_cell(name: str, recipe: Path, seed: int) -> dict[str, Any]:
-    """Train one cell as the lab does, in runs/lab/proxy-NAME-seedN."""
-    cell = lab.run_cell(f"proxy-{name}", recipe, seed, lab.fingerprints(recipe))
-    folder = lab.train_command(f"proxy-{name}", recipe, seed, lab.RUNS)[1]
-    return cell | {"curve": curve(folder / "eval", lab.read_recipe(recipe)["eval"]["periodic_prompts"])}
+def run_cell(name: str, recipe: Path, seed: int, now: lab.Fingerprints) -> dict[str, Any]:
+    """Train one cell as the lab does, in the run folder proxy-NAME-seedN."""
+    run = lab.cell_run(f"proxy-{name}", recipe, seed)
+    captions = lab.read_recipe(recipe)["eval"]["periodic_prompts"]
+    return lab.run_cell(run, now) | {"curve": curve(lab.RUNS / run.name / "eval", captions)}
 
 
-def run_missing(names: list[str], cells: Cells, seeds: list[int], *, stale: bool) -> None:
-    """Run what was not run, and what is stale if asked to; each cell is kept as soon as it is there."""
-    for name in names:
-        for seed in seeds:
+def jobs(names: Sequence[str], seeds: Sequence[int]) -> Iterator[lab.Job]:
+    """The cells for `lab.run_missing`, one seed of all recipes after the other."""
+    for seed in seeds:
+        for name in names:
             recipe = recipes()[name]
-            state = lab.state(cells.get(f"{name}/{seed}"), lab.fingerprints(recipe))
-            if state == "not run" or (stale and state.startswith("stale")):
-                cells[f"{name}/{seed}"] = run_cell(name, recipe, seed)
-                lab.write_results(cells, NUMBERS)
+            yield f"{name}/{seed}", recipe, partial(run_cell, name, recipe, seed)
 
 
 def check(names: list[str], cells: Cells, seeds: list[int]) -> bool:
@@ -195,7 +196,7 @@ def in_short(cells: Cells) -> list[str]:
 
 def cells_table(cells: Cells) -> list[str]:
     """A row per cell, with the state that the lab gives it."""
-    lines = _table("recipe", "seed", "proxy, tuned - base", "strict, tuned - base", "seconds", "state")
+    lines = _table("recipe", "seed", "proxy, tuned - base", "strict, tuned - base", "CPU seconds", "state")
     for name, recipe in recipes().items():
         now = lab.fingerprints(recipe)
         for seed in lab.SEEDS:
@@ -203,7 +204,7 @@ def cells_table(cells: Cells) -> list[str]:
             if cell is None:
                 continue
             gain = cell["summary"]["difference"]
-            shown = (_interval(gain[PROXY]), _interval(gain[GOLD]), f"{cell['summary']['seconds']:.0f}")
+            shown = (_interval(gain[PROXY]), _interval(gain[GOLD]), cpu_seconds([cell["summary"]]))
             lines.append(_row(name, seed, *shown, lab.state(cell, now)))
     return lines
 
@@ -282,19 +283,19 @@ def main() -> None:
     unknown = sorted(set(args.names) - recipes().keys())
     if unknown:
         parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
-    cells = json.loads(NUMBERS.read_text(encoding="utf-8")) if NUMBERS.is_file() else {}
-    names, fresh = args.names or list(recipes()), True
+    names, good = args.names or list(recipes()), True
     if args.check:
-        fresh = check(names, cells, args.seeds)
+        good = check(names, lab.load(NUMBERS), args.seeds)
     elif not args.write:
-        run_missing(names, cells, args.seeds, stale=args.stale)
+        good = lab.run_missing(jobs(names, args.seeds), NUMBERS, stale=args.stale)
+    cells = lab.load(NUMBERS)
     PAGES.mkdir(parents=True, exist_ok=True)
     if cells:
         draw(cells, IMAGE)
     PAGE.write_text(page(cells, json.loads(PRETRAINING.read_text(encoding="utf-8"))), encoding="utf-8")
     print(PAGE)
     make_rewards_doc.main()
-    raise SystemExit(0 if fresh else 1)
+    raise SystemExit(0 if good else 1)
 
 
 if __name__ == "__main__":

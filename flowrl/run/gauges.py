@@ -1,7 +1,8 @@
-"""What an iteration asked of the machine: operations a second of the network, and the largest memory."""
+"""What an iteration asked of the machine: its CPU time, operations a second of the network, the largest memory."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -18,7 +19,7 @@ _GIB = 2**30
 
 
 class Gauges:
-    """The metrics `perf/tflops` and `memory/peak_gib` of each iteration (docs/metrics.md).
+    """The metrics `perf/cpu_s`, `perf/tflops` and `memory/peak_gib` of each iteration (docs/metrics.md).
 
     Args:
         resolved: the run.
@@ -29,16 +30,16 @@ class Gauges:
     def __init__(self, resolved: Resolved, sampling: Sampling, *, counts: bool | None = None) -> None:
         self.resolved, self.sampling = resolved, sampling
         self.counts = sampling.world.device.type == "cuda" if counts is None else counts
-        self._before = (0, 0)
+        self._before, self._cpu = (0, 0), 0.0
         self._flop: RowFlop | None = None
         self._asked = False
 
     def begin(self) -> None:
-        """Start an iteration: its peak and its forwards count from here."""
+        """Start an iteration: its peak, its forwards and its CPU time count from here."""
         device, counter = self.sampling.world.device, self.sampling.counter
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._before = counter.rows, counter.trained
+        self._before, self._cpu = (counter.rows, counter.trained), time.process_time()
 
     def row(self, seconds: Mapping[str, float], cond: Condition) -> dict[str, float]:
         """The metrics of the iteration, whose phases took `seconds`; called on every process.
@@ -47,7 +48,8 @@ class Gauges:
         """
         device, counter, world = self.sampling.world.device, self.sampling.counter, self.sampling.world
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()
-        result = {"memory/peak_gib": round(max(world.gather(peak)) / _GIB, 4)}
+        peaks, cpu = zip(*world.gather((peak, time.process_time() - self._cpu)), strict=True)
+        result = {"perf/cpu_s": round(sum(cpu), 4), "memory/peak_gib": round(max(peaks) / _GIB, 4)}
         spent = sum(seconds.get(name, 0.0) for name in NETWORK)
         if not (self.counts and world.main and spent):
             return result

@@ -63,6 +63,7 @@ def test_a_step_is_its_three_parts(session, folder):
     assert repeatable(row) == repeatable(Session(folder / "run.yaml", *SMALL).step(1))
     assert 0 < row["time/update_s"] < row["time/iteration_s"]
     assert row["memory/peak_gib"] > 0
+    assert row["perf/cpu_s"] > 0
     assert "perf/tflops" not in row, "counting takes seconds, which a run on the CPU does not have"
 
 

@@ -1,16 +1,24 @@
-"""scripts/lab.py without training: fingerprints, what a replay decides, numbers of the page."""
+"""scripts/lab.py without training: fingerprints, what a replay decides, runs that are interrupted, the page."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+
+from flowrl.evaluation.results import Evaluation
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RECIPE = """\
@@ -55,11 +63,14 @@ def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    for place in (module, importlib.import_module("_lab_fingerprints")):
+    places = ("_lab_fingerprints", "_lab_runs", "_lab_compare")
+    for place in (module, *map(importlib.import_module, places)):
         monkeypatch.setattr(place, "ROOT", tmp_path)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "docs" / "lab" / "results.json")
     monkeypatch.setattr(module, "PAGE", tmp_path / "docs" / "lab.md")
-    monkeypatch.setattr(module, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(module, "LONG_RESULTS", tmp_path / "docs" / "lab" / "long.json")
+    monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "lab" / "long.svg")
+    monkeypatch.setattr(importlib.import_module("_lab_runs"), "RUNS", tmp_path / "runs")
     return module
 
 
@@ -72,6 +83,7 @@ def cell(lab: ModuleType, gain: float = 0.1) -> dict:
     rows = [{"iteration": i, "reward/total_mean": 0.4 + i, "grad/norm": 0.01, "eval/x": None} for i in (1, 2, 3)]
     summary = {
         "seconds": 100.0,
+        "cpu_seconds": 190.0,
         "iterations": 50,
         "base": accuracy(0.4),
         "base_best_guidance": accuracy(0.4) | {"guidance_scale": 1.0},
@@ -230,37 +242,207 @@ def test_what_counts_as_a_difference(lab):
 
 
 def test_first_rows_are_whole_and_without_times(lab, tmp_path):
-    assert lab.first_rows(tmp_path) == []
+    from _lab_runs import REPLAYED, first_rows
+
+    assert first_rows(tmp_path) == []
     lines = [json.dumps({"iteration": i, "grad/norm": 1.0, "time/update_s": 0.1}) + "\n" for i in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:9])
-    assert lab.first_rows(tmp_path) == [{"iteration": i, "grad/norm": 1.0} for i in (1, 2)]
+    assert first_rows(tmp_path) == [{"iteration": i, "grad/norm": 1.0} for i in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert len(lab.first_rows(tmp_path)) == lab.REPLAYED
+    assert len(first_rows(tmp_path)) == REPLAYED
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_a_run_folder_is_resumed_by_the_same_code_only(lab, monkeypatch, same):
+# ---- runs
+
+
+@pytest.mark.parametrize("change", ["nothing", "code", "words"])
+def test_a_run_folder_is_resumed_by_the_same_code_and_words_only(lab, monkeypatch, change):
+    """And what its parts have cost adds up, whenever one was killed."""
+    import _lab_runs
+
     recipe, commands = lab.recipes()["quickstart"], []
-    monkeypatch.setattr(lab.subprocess, "run", lambda command, **options: commands.append(command))
-    monkeypatch.setattr(lab, "measured", lambda folder: {})
-    for _ in range(2):
-        lab.run_cell("quickstart", recipe, 0, lab.fingerprints(recipe))
-        (lab.RUNS / "quickstart-seed0" / "left.txt").touch()
-        if not same:
+
+    def attend(command: list[str], ledger: _lab_runs.Ledger) -> int:
+        commands.append(command)
+        ledger.note(2.5)
+        return 0
+
+    monkeypatch.setattr(_lab_runs, "attend", attend)
+    for place in range(2):
+        words = ("iterations=9",) if change == "words" and place else ()
+        folder, _ = _lab_runs.train(_lab_runs.Run("run", recipe, 0, words), lab.fingerprints(recipe))
+        if change == "code":
             touch(lab, "flowrl/diffusion/process.py")
-    assert ["--resume" in command for command in commands] == [False, same]
+    assert ["--resume" in command for command in commands] == [False, change == "nothing"]
+    assert _lab_runs.costs(folder)["cpu_seconds"] == (5.0 if change == "nothing" else 2.5)
 
 
-def test_the_curve_ends_with_the_tuned_model_on_the_captions_of_the_way(lab, tmp_path):
-    folder = tmp_path / "run"
-    (folder / "eval").mkdir(parents=True)
-    rows = [{"iteration": k, "time/iteration_s": 2.0} for k in (1, 2, 3)]
-    assert lab.curve(folder, rows) == []
-    rows[1]["eval/shapes_strict"] = 0.4
-    (folder / "eval" / "iteration-000002.json").write_text(json.dumps({"prompts": ["a", "b"]}))
-    scores = [[1.0, 0.0], [None, 1.0], [0.0, 0.0]]
-    (folder / "eval" / "tuned.json").write_text(json.dumps({"scores": {"shapes_strict": scores}}))
-    assert lab.curve(folder, rows) == [[4.0, 0.4], [6.0, pytest.approx(2 / 3)]]
+def test_a_cell_is_not_kept_if_it_failed_or_the_code_changed_under_it(lab, monkeypatch, capsys):
+    import _lab_runs
+
+    codes = iter([1, 0, 0])
+
+    def attend(command: list[str], ledger: _lab_runs.Ledger) -> int:
+        if command[5].endswith("seed1"):
+            touch(lab, "flowrl/diffusion/process.py")
+        return next(codes)
+
+    monkeypatch.setattr(_lab_runs, "attend", attend)
+    monkeypatch.setattr(_lab_runs, "measured", lambda folder: {"summary": {"seconds": 1.0}})
+    lab.write_results({"other/0": cell(lab)})
+    jobs = list(lab.cell_jobs(lab.recipes(), lab.SEEDS))
+    assert [key for key, _, _ in jobs] == [f"quickstart/{seed}" for seed in lab.SEEDS]
+    assert not lab.run_missing(jobs, lab.RESULTS, stale=False)
+    assert list(lab.load(lab.RESULTS)) == ["other/0", "quickstart/2"]
+    assert "not kept: quickstart/0, quickstart/1" in capsys.readouterr().out
+
+
+def test_a_stopped_lab_stops_its_run_once_and_counts_its_time(lab, monkeypatch, tmp_path):
+    """The run saves on the first signal, and a second one would end it at once."""
+    import _lab_runs
+
+    monkeypatch.setattr(_lab_runs, "POLLED_S", 0.05)
+    log = tmp_path / "log"
+    run = f"""
+import signal, time
+signals = []
+signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+end = time.process_time() + 0.2
+while time.process_time() < end: pass
+open({str(log)!r}, "w").write("up")
+while not signals: time.sleep(0.01)
+time.sleep(0.2)
+open({str(log)!r}, "w").write(str(len(signals)))
+"""
+    ledger = _lab_runs.Ledger(tmp_path, {"recipe": "x"})
+
+    def stop() -> None:
+        while not log.exists():
+            time.sleep(0.01)
+        for _ in range(2):
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before, thread = signal.getsignal(signal.SIGTERM), threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(SystemExit, match="143"):
+        _lab_runs.attend([sys.executable, "-c", run], ledger)
+    thread.join()
+    assert log.read_text() == "1"
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert 0.2 <= _lab_runs.costs(tmp_path)["cpu_seconds"] < 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_time_of_a_living_run_includes_its_processes(lab):
+    import _lab_runs
+
+    loop = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {loop!r}])\nprint(flush=True)\ninput()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert 0.29 <= _lab_runs.used(process.pid) < 5
+        process.communicate(b"\n")
+    assert _lab_runs.used(process.pid) == 0
+
+
+def evaluated(folder: Path, tag: str, iteration: int, strict: list[float]) -> None:
+    table = np.asarray(strict)[:, None]
+    prompts = tuple(f"caption {k}" for k in range(len(strict)))
+    Evaluation(tag, iteration, 1.0, 6, prompts, 1, {"shapes_strict": table}).save(folder / "eval")
+
+
+def test_a_curve_is_on_the_same_captions_from_base_to_end(lab, tmp_path):
+    from _lab_runs import curve
+
+    evaluated(tmp_path, "base", 3, [0.0, 0.0, 1.0, 1.0])  # a resumed run says another iteration
+    evaluated(tmp_path, "iteration-000001", 1, [1.0])  # too few captions to compare
+    evaluated(tmp_path, "iteration-000002", 2, [0.0, 1.0, 1.0])
+    evaluated(tmp_path, "tuned", 3, [1.0, 1.0, 0.0, 0.0])
+    lines = [json.dumps({"iteration": k, "perf/cpu_s": 2.0}) + "\n" for k in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    points = [(p["iteration"], p["cpu_seconds"], p["shapes_strict"]) for p in curve(tmp_path, 2)]
+    assert points == [(0, 0.0, 0.0), (2, 4.0, 0.5), (3, 6.0, 1.0)]
+
+
+# ---- long runs
+
+
+def test_the_luck_of_the_best_evaluation_is_not_in_the_fall(lab, monkeypatch):
+    import _lab_long
+
+    rng = np.random.default_rng(0)
+    monkeypatch.setattr(_lab_long, "interval", lambda values, groups: {"mean": values.mean()})
+
+    def falls(level: np.ndarray) -> float:
+        found = []
+        for _ in range(40):
+            tables = (rng.random((len(level), 256, 2)) < level[:, None, None]).astype(float)
+            prompts = tuple(map(str, range(256)))
+            way = [Evaluation("x", k, 1.0, 6, prompts, 2, {"shapes_strict": table}) for k, table in enumerate(tables)]
+            found.append(_lab_long.fall(way)["mean"])
+        return float(np.mean(found))
+
+    # Standard error 0.003; the best of the eighteen means alone would be 0.03 too high.
+    assert abs(falls(np.full(20, 0.5))) < 0.012
+    assert falls(np.linspace(0.8, 0.3, 20)) == pytest.approx(-17 * 0.5 / 19, abs=0.012)
+    assert _lab_long.fall([]) is None
+
+
+def long_cell(lab: ModuleType, curve: list[float], **changes: object) -> dict:
+    result = cell(lab)
+    points = [{"iteration": 10 * k, "cpu_seconds": 20.0 * k, "shapes_strict": v} for k, v in enumerate(curve)]
+    result["summary"] |= {"curve": points}
+    fall = {"mean": -0.1, "low": -0.2, "high": -0.01, "n": 256}
+    return result | {"status": "finished", "iterations of the recipe": 10, "fall": fall} | changes
+
+
+def test_long_runs_stand_on_the_page_with_their_verdict(lab):
+    from _lab_long import FACTOR, long_run, verdict
+
+    (lab.ROOT / "configs" / "quickstart.yaml").write_text(RECIPE + "iterations: 50\n")
+    run = long_run("quickstart", lab.recipes()["quickstart"])
+    assert run.words == (f"iterations={FACTOR * 50}", "eval.every=10", "eval.periodic_prompts=256")
+    kept = long_cell(lab, [0.4, 0.5, 0.6, 0.7, 0.3])
+    lab.write_results({"quickstart/0": kept, "gone/0": kept}, lab.LONG_RESULTS)
+    lab.write_page()
+    row = "| +10.0 | +20.0 | -10.0 | +10.0 [+7.0, +13.0] | +20.0 (20) | -10.0 [-20.0, -1.0] | falls | 190 | fresh |"
+    assert f"| quickstart | 10; 40 | not run {row}" in lab.PAGE.read_text()
+    assert "gone" not in lab.PAGE.read_text()
+    assert "quickstart" in lab.PICTURE.read_text()
+    assert verdict(kept | {"fall": {"high": 0.01}}) == "holds"
+    assert verdict(kept | {"status": "diverged"}) == "diverged at 51"
+
+
+# ---- comparing with a commit
+
+
+def test_a_recipe_that_fell_is_found(lab, monkeypatch):
+    import _lab_compare
+
+    gains = {"a": (0.2, 0.15), "b": (0.2, 0.17), "c": (0.11, 0.09), "d": (0.2, 0.2), "e": (0.08, 0.06), "f": (0.1, 0.3)}
+    then, now = ({f"{name}/0": cell(lab, pair[k]) for name, pair in gains.items()} for k in (0, 1))
+    now["new/0"] = cell(lab)
+    shown = subprocess.CompletedProcess([], 0, json.dumps(then), "")
+    monkeypatch.setattr(_lab_compare.subprocess, "run", lambda *words, **options: shown)
+    lines, good = _lab_compare.compare("abc", [*gains, "new", "none"], now)
+    assert not good
+    assert [line.split(" | ")[-1].removesuffix(" |") for line in lines[2:]] == [
+        "FELL by more than its interval",
+        "-",
+        "UNDER +10",
+        "not measured anew",
+        "-",
+        "-",
+        "new",
+        "not run",
+    ]
+    assert lines[2].startswith("| a | +20.0 +- 3.0 | +15.0 +- 3.0 | -5.0 +- 4.2 | 0 |")
+
+
+# ---- the page
 
 
 @pytest.mark.parametrize(
@@ -270,7 +452,7 @@ def test_the_curve_ends_with_the_tuned_model_on_the_captions_of_the_way(lab, tmp
 def test_one_lucky_evaluation_does_not_reach_the_goal(lab, accuracies, seconds):
     from _lab_page import reached
 
-    assert reached([[10 * (k + 1), value] for k, value in enumerate(accuracies)], 0.5) == seconds
+    assert reached([(10.0 * (k + 1), value) for k, value in enumerate(accuracies)], 0.5) == seconds
 
 
 def test_an_interval_over_seeds_is_students(lab):
@@ -285,9 +467,9 @@ def test_the_page_and_the_file_of_results_are_written(lab, monkeypatch):
     results = {f"quickstart/{seed}": cell(lab, gain) for seed, gain in ((0, 0.1), (1, 0.2))}
     lab.write_results(results)
     assert json.loads(lab.RESULTS.read_text()) == results
-    lab.write_page(results)
-    row = "| quickstart | tested | +15.0 | +7.0 | 2 of 3 | 50 | 5.00 + 0.10 | 100 | fresh, not run |"
+    lab.write_page()
+    row = "| quickstart | tested | +15.0 | +7.0 | 2 of 3 | 50 | 5.00 + 0.10 | 190 | fresh, not run |"
     assert row in lab.PAGE.read_text()
     touch(lab, "flowrl/diffusion/process.py")
-    lab.write_page(results)
+    lab.write_page()
     assert f"| `{results['quickstart/0']['code'][:8]}` stale (code) |" in lab.PAGE.read_text()

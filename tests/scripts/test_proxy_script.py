@@ -55,7 +55,7 @@ def cell(strict: list[float], gain: float = 0.1, code: str = "code") -> dict[str
         {"iteration": 25 * i, "clip_cos": 0.5 + 0.1 * i, "shapes_strict": value, "shapes_partial": value}
         for i, value in enumerate(strict)
     ]
-    summary = {"seconds": 200.0, "difference": {"clip_cos": interval, "shapes_strict": interval}}
+    summary = {"seconds": 200.0, "cpu_seconds": 380.0, "difference": {"clip_cos": interval, "shapes_strict": interval}}
     return {"recipe": "recipe", "code": code, "summary": summary, "curve": rows}
 
 
@@ -129,19 +129,23 @@ def test_the_mean_curve_is_over_seeds_and_refuses_other_iterations(proxy):
 
 
 def test_only_missing_cells_are_run_and_stale_ones_if_asked_to(proxy, files, monkeypatch: pytest.MonkeyPatch):
-    ran: list[tuple[str, int]] = []
+    ran: list[str] = []
 
-    def run_cell(name: str, recipe: Path, seed: int) -> dict[str, Any]:
-        ran.append((name, seed))
+    def run_cell(run: Any, now: Any) -> dict[str, Any]:
+        ran.append(run.name)
         return cell([0.3, 0.4])
 
-    monkeypatch.setattr(proxy, "run_cell", run_cell)
-    cells = {"flow_grpo/0": cell([0.3, 0.6]), "flow_grpo/1": cell([0.3, 0.6], code="old")}
-    proxy.run_missing(["flow_grpo"], cells, [0, 1, 2], stale=False)
-    assert ran == [("flow_grpo", 2)]
-    assert json.loads(proxy.NUMBERS.read_text(encoding="utf-8")) == cells
-    proxy.run_missing(["flow_grpo"], cells, [0, 1, 2], stale=True)
-    assert ran[1:] == [("flow_grpo", 1)]
+    monkeypatch.setattr(proxy.lab, "run_cell", run_cell)
+    monkeypatch.setattr(proxy, "curve", lambda folder, captions: [captions])
+    names = ["flow_grpo", "grpo_guard"]
+    old = {f"{name}/{seed}": cell([0.3, 0.6], code="old") for name in names for seed in (0, 1)}
+    proxy.lab.write_results(old, proxy.NUMBERS)
+    assert proxy.lab.run_missing(proxy.jobs(names, [0, 1, 2]), proxy.NUMBERS, stale=False)
+    assert ran == ["proxy-flow_grpo-seed2", "proxy-grpo_guard-seed2"]
+    kept = proxy.lab.load(proxy.NUMBERS)
+    assert kept == old | {f"{name}/2": cell([0.3, 0.4]) | {"curve": [128]} for name in names}
+    assert proxy.lab.run_missing(proxy.jobs(names[:1], [0]), proxy.NUMBERS, stale=True)
+    assert ran[2:] == ["proxy-flow_grpo-seed0"]
 
 
 def test_the_page_and_the_picture_are_made_of_the_cells(proxy, files):

@@ -1,0 +1,318 @@
+"""Runs of the lab: a recipe trains in a folder of its own, may be interrupted at any time; what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _lab_fingerprints import ROOT, Fingerprints, fingerprints, read_recipe
+from _lab_page import METRIC
+
+from flowrl.core.rows import repeatable
+from flowrl.core.subprocesses import PARENT
+from flowrl.evaluation.results import Evaluation
+
+RUNS = Path(os.environ.get("FLOWRL_LAB_RUNS", ROOT / "runs" / "lab"))
+"""Run folders, outside git; the environment variable moves them to where they outlive the checkout."""
+SAVING = "checkpoint={every: 20, keep: 1}"
+"""A run that is killed loses fewer iterations than with the recipe's own; no number depends on it."""
+POLLED_S = 5.0
+"""Seconds between two looks at a run's CPU time, which are all that is known of a run that was killed."""
+WAY = 128
+"""Captions that the recipes' evaluations on the way have in common, with two images each."""
+REPLAYED = 3
+"""Iterations that a replay compares."""
+PAIRS = {
+    "runs/pairs-shapes": (
+        "configs/lab/online_dpo.yaml",
+        "rewards=[{name: shapes, outputs: {shapes_partial: 1.0}}]",
+        *("--count", "2000", "--per-prompt", "4"),
+    )
+}
+"""Folder of a preference set -> the words of `flowrl pairs` that make it, the recipe first."""
+MACHINE = ("hardware", "threads_per_process", "python", "torch", "diffusers", "transformers")
+
+
+class Failed(Exception):
+    """A cell that cannot be kept; the others go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A recipe, trained with a seed in two processes."""
+
+    name: str
+    """Of its run folder."""
+    recipe: Path
+    seed: int
+    words: tuple[str, ...] = ()
+    """Further overrides, which make it another run."""
+
+    def command(self, output: Path, *further: str) -> list[str]:
+        words = [f"name={self.name}", f"output={output}", f"seed={self.seed}", *self.words, *further]
+        return [sys.executable, "-m", "flowrl", "train", str(self.recipe), *words, "--processes", "2"]
+
+    def mark(self, now: Fingerprints) -> dict[str, Any]:
+        """What a run folder must be of, for the run to go on in it."""
+        return asdict(now) | {"words": list(self.words)}
+
+
+def cell_run(name: str, recipe: Path, seed: int) -> Run:
+    return Run(f"{name}-seed{seed}", recipe, seed)
+
+
+# ---- processes
+
+
+def read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def write(file: Path, text: str) -> None:
+    """Whole or not at all, whenever this process is killed."""
+    other = file.with_name(f"{file.name}.new")
+    other.write_text(text, encoding="utf-8")
+    os.replace(other, file)
+
+
+def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a command of flowrl; it ends when this process is killed."""
+    # In a session of its own a signal to the group, such as Ctrl-C, reaches it once, passed on by this process.
+    environment = os.environ | {PARENT: str(os.getpid())}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+
+
+def used(pid: int) -> float:
+    """CPU seconds so far of a process, the children that it waited for, and its living descendants; 0 without /proc."""
+    place = Path("/proc") / str(pid)
+    try:
+        fields = (place / "stat").read_text().rpartition(")")[2].split()
+        children = (place / "task" / str(pid) / "children").read_text().split()
+    except OSError:  # it has ended
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(used(int(child)) for child in children)
+
+
+class Ledger:
+    """`lab.json` of a run folder: what the folder is of, and what its parts have cost.
+
+    `cpu_seconds` is the CPU time of all parts, with the start of each; `load` the machine's highest load average of a
+    minute, about 2 where nothing else ran.
+    """
+
+    def __init__(self, folder: Path, mark: dict[str, Any]) -> None:
+        self.file, self.mark = folder / "lab.json", mark
+        self.before, self.load = 0.0, 0.0
+
+    def goes_on(self) -> bool:
+        """Whether the folder holds the same run; its costs are taken over then."""
+        kept = read(self.file) if self.file.is_file() else {}
+        if {key: kept.get(key) for key in self.mark} != self.mark:
+            return False
+        self.before, self.load = kept["cpu_seconds"], kept["load"]
+        return True
+
+    def note(self, cpu_seconds: float) -> None:
+        """Write what the run has cost so far, this part `cpu_seconds`."""
+        self.load = max(self.load, round(os.getloadavg()[0], 1))
+        costs = {"cpu_seconds": round(self.before + cpu_seconds, 1), "load": self.load}
+        write(self.file, json.dumps(self.mark | costs) + "\n")
+
+
+def attend(command: Sequence[str], ledger: Ledger | None = None) -> int:
+    """Run a command to its end; its exit code.
+
+    SIGINT, SIGTERM and SIGHUP are passed on once, as SIGTERM, and this process ends after the command, which saves.
+    """
+    received: list[int] = []
+    children: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        if children and len(received) == 1:
+            children[0].terminate()
+
+    heard = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, forward) for number in heard}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    try:
+        children.append(start(command))
+        if received:
+            children[0].terminate()
+        while True:
+            try:
+                code = children[0].wait(timeout=POLLED_S)
+                break
+            except subprocess.TimeoutExpired:
+                if ledger is not None:
+                    ledger.note(used(children[0].pid))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if ledger is not None:
+            ledger.note(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if received:
+        print(f"stopped by signal {received[0]}; the same command goes on", flush=True)
+        raise SystemExit(128 + received[0])
+    return code
+
+
+def make_pairs(recipe: Path) -> None:
+    """The preference set that a recipe learns from; one that the same code made is kept."""
+    pairs = read_recipe(recipe).get("data", {}).get("pairs")
+    if pairs is None:
+        return
+    words, folder = PAIRS[pairs["path"]], ROOT / pairs["path"]
+    mark = {"words": list(words)} | asdict(fingerprints(ROOT / words[0]))
+    file = folder.with_name(f"{folder.name}.lab.json")
+    if folder.is_dir() and not (file.is_file() and read(file) == mark):
+        shutil.rmtree(folder)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(file, json.dumps(mark) + "\n")
+    command = [sys.executable, "-m", "flowrl", "pairs", *words, "--out", pairs["path"], "--processes", "2"]
+    print(" ".join(command), flush=True)
+    if code := attend(command):
+        raise Failed(f"flowrl pairs ended with code {code}")
+
+
+def train(run: Run, now: Fingerprints) -> tuple[Path, int]:
+    """Train a run, or go on with it where the same recipe, words and code were interrupted; its folder and exit code.
+
+    Raises:
+        Failed: the code or the recipe is another one at its end.
+    """
+    make_pairs(run.recipe)
+    command, folder = run.command(RUNS, SAVING), RUNS / run.name
+    ledger = Ledger(folder, run.mark(now))
+    if ledger.goes_on():
+        command.append("--resume")
+    elif folder.is_dir():
+        # Resuming would mix the numbers of two recipes or codes, or hand out a finished run's old ones as new.
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ledger.note(0.0)
+    print(" ".join(command), flush=True)
+    code = attend(command, ledger)
+    if fingerprints(run.recipe) != now:
+        raise Failed("the recipe, its model or the code changed while it ran: which of them its numbers are of is open")
+    return folder, code
+
+
+def run_cell(run: Run, now: Fingerprints) -> dict[str, Any]:
+    """A cell: fingerprints, and what is kept of its run.
+
+    Raises:
+        Failed: it did not finish.
+    """
+    folder, code = train(run, now)
+    if code:
+        raise Failed(f"it ended with code {code}; {folder / 'train.log'} says why")
+    result = asdict(now) | measured(folder)
+    result["summary"] |= costs(folder)
+    return result
+
+
+# ---- what is kept
+
+
+def costs(folder: Path) -> dict[str, float]:
+    """CPU seconds and highest load of a run folder's parts."""
+    ledger = read(folder / "lab.json")
+    return {key: ledger[key] for key in ("cpu_seconds", "load")}
+
+
+def processor() -> str:
+    """The processor's name; provenance.json has its architecture only."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    result = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return result[1].strip() if result else platform.processor() or "unknown"
+
+
+def machine(facts: dict[str, Any]) -> dict[str, Any]:
+    """Where other numbers may come from than from the code, out of a run's provenance."""
+    return {"processor": processor()} | {key: facts[key] for key in MACHINE}
+
+
+def first_rows(folder: Path) -> list[dict[str, Any]]:
+    """Metrics of the first iterations of a run folder that are whole, without what depends on the machine."""
+    file, rows = folder / "metrics.jsonl", []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    for line in lines[:REPLAYED]:
+        if line.endswith("\n"):
+            rows.append(repeatable(json.loads(line)))
+    return rows
+
+
+def all_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """What a cell keeps of a finished run: its summary, evaluations per sample and commit, and the replay's numbers."""
+    summary, facts, rows = read(folder / "summary.json"), read(folder / "provenance.json"), all_rows(folder)
+    kept = (
+        "seconds",
+        "iterations",
+        "base",
+        "base_best_guidance",
+        "tuned",
+        "difference",
+        "win_rate",
+        "implicit_accuracy",
+    )
+    # Where samples are given, none are drawn.
+    evaluations = {part: sum(row.get(f"nfe/{part}", 0) for row in rows) / len(rows) for part in ("rollout", "train")}
+    result = {"evaluations": evaluations, "commit": facts["commit"], "curve": curve(folder)}
+    return {
+        "summary": {key: summary[key] for key in kept if key in summary} | result,
+        "replay": {"machine": machine(facts), "rows": first_rows(folder)},
+    }
+
+
+def on_the_way(folder: Path, captions: int = WAY) -> list[Evaluation]:
+    """Base, evaluations on the way and result of a run folder, on the first `captions`; those on fewer are left out.
+
+    A run that diverged has no result.
+    """
+    parts = folder / "eval"
+    files = [parts / "base.json", *sorted(parts.glob("iteration-*.json")), parts / "tuned.json"]
+    every = [Evaluation.load(file) for file in files if file.is_file()]
+    captions = min(captions, len(every[0].prompts))
+    return [_cut(each, captions) for each in every if len(each.prompts) >= captions]
+
+
+def _cut(evaluation: Evaluation, captions: int) -> Evaluation:
+    """The first captions of an evaluation, by strict accuracy alone."""
+    # The base is evaluated before the first iteration, whatever its record says of a resumed run.
+    iteration = 0 if evaluation.tag == "base" else evaluation.iteration
+    table = {METRIC: evaluation.scores[METRIC][:captions]}
+    groups = tuple(evaluation.groups[:captions].tolist())
+    kept = (evaluation.guidance_scale, evaluation.num_inference_steps, evaluation.prompts[:captions], evaluation.seeds)
+    return Evaluation(evaluation.tag, iteration, *kept, table, distinct=groups)
+
+
+def curve(folder: Path, captions: int = WAY) -> list[dict[str, float]]:
+    """Strict accuracy, and CPU seconds of the iterations so far, at the base, on the way and at the end."""
+    spent = np.concatenate([[0.0], np.cumsum([row["perf/cpu_s"] for row in all_rows(folder)])])
+    return [
+        {
+            "iteration": each.iteration,
+            "cpu_seconds": round(float(spent[each.iteration]), 1),
+            METRIC: round(float(np.nanmean(each.scores[METRIC])), 6),
+        }
+        for each in on_the_way(folder, captions)
+    ]
