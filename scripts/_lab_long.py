@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from _lab_fingerprints import Fingerprints, read_recipe
-from _lab_page import METRIC, percent, row, table
+from _lab_page import METRIC, cpu_seconds, percent, row, table
 from _lab_runs import Failed, Run, costs, curve, measured, on_the_way, read, train
 
 from flowrl.evaluation.results import Evaluation
@@ -126,7 +126,7 @@ def long_row(name: str, cell: dict[str, Any], short: dict[str, Any] | None, stat
         f"{most:+.1f} ({place})",
         "-" if cell["fall"] is None else percent(cell["fall"], "+"),
         verdict(cell),
-        f"{summary['cpu_seconds']:.0f}",
+        cpu_seconds([summary]),
         state,
     )
 

@@ -113,9 +113,11 @@ def code_column(cell: dict[str, Any], state: str) -> str:
 
 
 def cpu_seconds(summaries: list[dict[str, Any]]) -> str:
-    """Mean of cells; "-" where one was measured before CPU time was recorded."""
+    """Mean of cells; "-" where one was measured before CPU time was recorded. More parts have cost more starts."""
     known = [values["cpu_seconds"] for values in summaries if "cpu_seconds" in values]
-    return f"{statistics.mean(known):.0f}" if len(known) == len(summaries) else "-"
+    parts = max(values.get("parts", 1) for values in summaries)
+    text = f"{statistics.mean(known):.0f}" if len(known) == len(summaries) else "-"
+    return f"{text} (in {parts} parts)" if len(summaries) == 1 and parts > 1 else text
 
 
 def summary_row(entry: Entry) -> str:

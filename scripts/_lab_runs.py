@@ -108,26 +108,26 @@ def used(pid: int) -> float:
 class Ledger:
     """`lab.json` of a run folder: what the folder is of, and what its parts have cost.
 
-    `cpu_seconds` is the CPU time of all parts, with the start of each; `load` the machine's highest load average of a
-    minute, about 2 where nothing else ran.
+    `cpu_seconds` is the CPU time of all `parts`, with the start of each; `load` the machine's highest load average of
+    a minute, about 2 where nothing else ran.
     """
 
     def __init__(self, folder: Path, mark: dict[str, Any]) -> None:
         self.file, self.mark = folder / "lab.json", mark
-        self.before, self.load = 0.0, 0.0
+        self.before, self.load, self.parts = 0.0, 0.0, 1
 
     def goes_on(self) -> bool:
         """Whether the folder holds the same run; its costs are taken over then."""
         kept = read(self.file) if self.file.is_file() else {}
         if {key: kept.get(key) for key in self.mark} != self.mark:
             return False
-        self.before, self.load = kept["cpu_seconds"], kept["load"]
+        self.before, self.load, self.parts = kept["cpu_seconds"], kept["load"], kept["parts"] + 1
         return True
 
     def note(self, cpu_seconds: float) -> None:
         """Write what the run has cost so far, this part `cpu_seconds`."""
         self.load = max(self.load, round(os.getloadavg()[0], 1))
-        costs = {"cpu_seconds": round(self.before + cpu_seconds, 1), "load": self.load}
+        costs = {"cpu_seconds": round(self.before + cpu_seconds, 1), "load": self.load, "parts": self.parts}
         write(self.file, json.dumps(self.mark | costs) + "\n")
 
 
@@ -229,9 +229,9 @@ def run_cell(run: Run, now: Fingerprints) -> dict[str, Any]:
 
 
 def costs(folder: Path) -> dict[str, float]:
-    """CPU seconds and highest load of a run folder's parts."""
+    """What a run folder's parts have cost."""
     ledger = read(folder / "lab.json")
-    return {key: ledger[key] for key in ("cpu_seconds", "load")}
+    return {key: ledger[key] for key in ("cpu_seconds", "load", "parts")}
 
 
 def processor() -> str:

@@ -274,7 +274,8 @@ def test_a_run_folder_is_resumed_by_the_same_code_and_words_only(lab, monkeypatc
         if change == "code":
             touch(lab, "flowrl/diffusion/process.py")
     assert ["--resume" in command for command in commands] == [False, change == "nothing"]
-    assert _lab_runs.costs(folder)["cpu_seconds"] == (5.0 if change == "nothing" else 2.5)
+    costs = _lab_runs.costs(folder)
+    assert (costs["cpu_seconds"], costs["parts"]) == ((5.0, 2) if change == "nothing" else (2.5, 1))
 
 
 def test_a_cell_is_not_kept_if_it_failed_or_the_code_changed_under_it(lab, monkeypatch, capsys):
