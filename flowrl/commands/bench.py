@@ -14,6 +14,7 @@ import typer
 
 from flowrl.commands._arguments import Config, Overrides, option
 from flowrl.commands._gpu import commands as gpu_commands
+from flowrl.commands._timing import median_interval, paired
 
 app = typer.Typer(help="Benchmarks of flowrl's own machinery, each with its target.", no_args_is_help=True)
 
@@ -109,6 +110,22 @@ def trees(
 
 
 @app.command()
+def peers(
+    config: Config = "lab/flow_grpo",
+    overrides: Overrides = None,
+    pairs: Annotated[int, option("Measured pairs of each row; more of them narrow the intervals.", least=5)] = 20,
+    page: Page = None,
+) -> None:
+    """Compare rollouts and updates with plain diffusers loops of the same work: the pipeline's call, a bare loop."""
+    from flowrl.commands._peers_bench import measure, report
+
+    text = report(*measure(config, overrides or [], pairs), _cpu())
+    print(text)
+    if page is not None:
+        put_between(page, "peers", text)
+
+
+@app.command()
 def serve(
     seconds: Annotated[float, option("Measured time in seconds, after a warm-up of 2 s.", least=1)] = 10.0,
     clients: Annotated[int, option("Number of clients, each with one open request.", least=1)] = 32,
@@ -146,31 +163,6 @@ def reentry_cost(calls: int, batch: int, guidance_scale: float) -> dict[str, lis
             assert torch.allclose(predict(0), predict(1), atol=1e-5), "the adapters disagree"
             result[name] = paired(lambda: predict(0), lambda: predict(1), calls)
     return result
-
-
-def paired(first: Callable[[], Any], second: Callable[[], Any], count: int) -> list[tuple[float, float]]:
-    """Milliseconds of `count` pairs of calls, which take turns in coming first, after ten pairs of warm-up."""
-    rows = []
-    for number in range(count + 10):
-        took = {}
-        for k in (0, 1) if number % 2 else (1, 0):
-            started = time.perf_counter()
-            (first, second)[k]()
-            took[k] = 1000 * (time.perf_counter() - started)
-        rows.append((took[0], took[1]))
-    return rows[10:]
-
-
-def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """(median, low, high): the median with its 95 % interval by order statistics, for any distribution.
-
-    >>> median_interval([float(k) for k in range(101)])
-    (50.0, 40.0, 60.0)
-    """
-    ordered, n = sorted(values), len(values)
-    reach = 1.96 * n**0.5 / 2
-    low, high = max(round((n - 1) / 2 - reach), 0), min(round((n - 1) / 2 + reach), n - 1)
-    return statistics.median(ordered), ordered[low], ordered[high]
 
 
 def _reentry_text(costs: dict[str, list[tuple[float, float]]], batch: int, guidance: float, threads: int) -> str:
