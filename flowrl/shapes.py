@@ -55,7 +55,8 @@ _REFERENCE_SIZE = 32
 _GAP = 1.5
 # How far a shape's corners reach, in radii; a triangle's base corners are looked at one by one.
 _REACH = {"circle": 1.0, "square": 1.28, "triangle": 1.0, "cross": 1.07}
-_AXIS_RATIO = 1.2
+# Objects are placed further along the axis of their relation than across it by the first factor; the second suffices.
+_AXIS_RATIO, _HOLDS_RATIO = 1.2, 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +170,10 @@ def prompts(part: str) -> list[str]:
     return [form for scene in split(part) for form in scene.forms]
 
 
-def distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
+def distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float | np.ndarray) -> np.ndarray:
     """Signed distance in pixels from the rim of a shape, negative inside, at offsets (dx, dy) from its centre.
 
-    Outside, near a corner, it is a lower bound.
+    Several radii broadcast against the offsets. Outside, near a corner, it is a lower bound.
     """
     if shape == "circle":
         return np.hypot(dx, dy) - radius
@@ -189,18 +190,21 @@ def distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.nd
     raise ValueError(f"shape={shape!r}; use one of {', '.join(SHAPES)}")
 
 
-def coverage(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
+def coverage(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float | np.ndarray) -> np.ndarray:
     """Antialiased coverage in [0, 1] of a shape at offsets (dx, dy) px from its centre."""
     return np.clip(0.5 - distance(shape, dx, dy, radius), 0.0, 1.0)
 
 
 def holds(relation: str, first: tuple[float, float], second: tuple[float, float]) -> bool:
-    """True where `first` stands in `relation` to `second`: on the right side, and mainly along that axis."""
+    """True where `first` stands in `relation` to `second`: on the right side, and clearly along that axis.
+
+    On a diagonal, or within about 3 degrees of it, no relation holds.
+    """
     (ux, uy) = RELATIONS[relation]
     dx, dy = first[0] - second[0], first[1] - second[1]
     along = ux * dx + uy * dy
     across = abs(uy * dx) + abs(ux * dy)
-    return along > 0 and along >= across
+    return along > 0 and along >= _HOLDS_RATIO * across
 
 
 def place(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -> tuple[Placed, ...]:

@@ -1,0 +1,1 @@
+"""What the verifier of the shapes world sees in an image."""

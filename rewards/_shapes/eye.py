@@ -1,0 +1,300 @@
+"""Objects of an image of the shapes world, and what no object explains.
+
+An image is first averaged down to about 32 x 32 cells, so a cell is 1 px at 32 px, 2 at 64 and 4 at 128. A piece is a
+connected region of one palette hue. It is recognised by synthesis: its coverage, with the level of its own inside as
+1, gives area and centroid, every shape of that area is rendered at that place, and the best soft overlap names it,
+where it leads the second.
+
+Then the whole image is explained by the background and every piece in its own measured colour, with the coverage of
+its shape, give or take a rim. What is left over is bounded in area, in energy and in every neighbourhood.
+Beyond a bound it counts as one more object: nothing drawn beside the objects goes unseen, be it solid, thin, faint or
+fine.
+
+Source: this project; `python tests/rewards/test_rewards_shapes.py` prints the accuracy behind the thresholds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from scipy import ndimage
+
+from flowrl.shapes import AREA, BACKGROUND, CENTROID_Y, COLORS, PALETTE, SHAPES, coverage, distance
+
+BLOB = "blob"
+_OFFSETS = np.asarray([PALETTE[c] for c in COLORS], dtype=np.float32) - np.float32(BACKGROUND)
+_LENGTHS = np.linalg.norm(_OFFSETS, axis=1)
+_UNNAMED = len(COLORS)
+_LUMA = np.asarray((0.299, 0.587, 0.114), dtype=np.float32)
+_SIDE = 32
+"""Lengths and areas below are in cells of an image of _SIDE x _SIDE; those of an oblong image have the same area."""
+_CHUNK = 32
+"""Images recognised in one go: enough for numpy, few enough for the processor's cache."""
+_FOREGROUND = 0.34
+# Neighbouring hues are 35 to 45 degrees apart. A cell may be 26 off, so that noise does not tear a shape;
+# a whole piece, whose noise averages out, may be 13 off, which leaves every hue halfway between unnamed.
+_MIN_CELL_COSINE = 0.90
+_MIN_PIECE_COSINE = 0.974
+# With noise of std 0.08, shapes overlap with their template by 0.85 or more; two of them grown together, even without
+# noise, by 0.82 or less. A circle and a square of one area overlap by 0.83; the best shape leads by 0.08 or more.
+_MIN_OVERLAP = 0.83
+_MIN_LEAD = 0.03
+# Level of a piece's inside, 1 being the palette's: a picture of 0.85 of the brightness, saved as JPEG, has 0.69.
+_MIN_LEVEL, _MAX_LEVEL = 0.6, 1.3
+# Smaller pieces are specks; pieces below the second number are too small to be an object.
+_SPECK, _OBJECT = 8, 16
+_RIM = 1.2
+"""Distance from the edge of a recognised shape where any coverage is allowed: there its overlap judges."""
+# What may be left over. With noise of std 0.08 or JPEG of quality 90: at most 2 cells above the level, 0.015 in mean,
+# 0.041 in the mean of a window of 4 x 4, 0.16 as its colour.
+_LEFT_LEVEL, _LEFT_CELLS = 0.4, 3
+_LEFT_ENERGY, _LEFT_WINDOW_ENERGY, _LEFT_WINDOW_COLOR = 0.02, 0.055, 0.17
+_WINDOW = 4
+_MAX_BORDER = 0.1
+"""Share of the outermost cells that may be foreground: objects stand on a background."""
+_PLANE = np.zeros((3, 3, 3), dtype=bool)
+_PLANE[1] = [[0, 1, 0], [1, 1, 1], [0, 1, 0]]
+_BLOCK = np.zeros((3, 3, 3), dtype=bool)
+_BLOCK[1] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A recognised object: shape ("blob" if none fits), colour (None if no palette hue), centre in pixels."""
+
+    shape: str
+    color: str | None
+    x: float
+    y: float
+
+
+def detect(image: np.ndarray) -> list[Found]:
+    """Objects of an image, float [3, H, W] in [0, 1]; unrecognisable pieces and leftovers are blobs."""
+    return detect_all(image[None])[0]
+
+
+def detect_all(images: np.ndarray) -> list[list[Found]]:
+    """`detect` for every image of [B, 3, H, W]."""
+    parts = [_detect(images[i : i + _CHUNK].astype(np.float32)) for i in range(0, len(images), _CHUNK)]
+    return [found for part in parts for found in part]
+
+
+def _detect(images: np.ndarray) -> list[list[Found]]:
+    means, fine = _cells(images)
+    offset = means - np.float32(BACKGROUND)
+    pieces = _pieces(offset)
+    inside = _inside(pieces)
+    shapes = _recognise(pieces, inside)
+    found: list[list[Found]] = [[] for _ in images]
+    for n, picture in enumerate(pieces.picture):
+        shape = SHAPES[shapes.best[n]] if shapes.fits[n] else BLOB
+        color = COLORS[pieces.hue[n]] if pieces.named[n] else None
+        found[picture].append(Found(shape, color, float(shapes.x[n]), float(shapes.y[n])))
+    left = _left_over(offset, fine, pieces, inside, shapes)
+    for picture in np.flatnonzero(_too_much(left) | _no_border(offset)):
+        found[picture] += _strangers(left.energy[picture])
+    down, across = (full / cells for full, cells in zip(images.shape[-2:], offset.shape[-2:], strict=True))
+    if down == across == 1:
+        return found
+    return [[replace(f, x=(f.x + 0.5) * across - 0.5, y=(f.y + 0.5) * down - 0.5) for f in each] for each in found]
+
+
+@cache
+def _averager(pixels: int, cells: int) -> np.ndarray:
+    """[cells, pixels]: the share of every pixel in the mean of every cell."""
+    edges = np.arange(cells + 1) * (pixels / cells)
+    place = np.arange(pixels)
+    shared = np.minimum(edges[1:, None], place + 1) - np.maximum(edges[:-1, None], place)
+    return (np.maximum(shared, 0) * (cells / pixels)).astype(np.float32)
+
+
+def _cells(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean colour of every cell [B, 3, h, w], and the variance inside it, summed over colours [B, h, w]."""
+    height, width = images.shape[-2:]
+    stretch = math.sqrt(height * width) / _SIDE
+    h, w = max(round(height / stretch), 1), max(round(width / stretch), 1)
+    if (h, w) == (height, width):
+        return images, np.zeros((1, 1, 1), dtype=np.float32)
+    down, across = _averager(height, h), _averager(width, w).T
+    means = down @ images @ across
+    variance = down @ np.square(images).sum(1) @ across - np.square(means).sum(1)
+    return means, np.maximum(variance, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Connected regions of one hue, N of them, by picture; masks and maps are [N, h, w]."""
+
+    picture: np.ndarray
+    hue: np.ndarray
+    size: np.ndarray
+    named: np.ndarray
+    """Whether the piece's mean colour is near enough to its hue."""
+    mask: np.ndarray
+    near: np.ndarray
+    """The piece and the cells that touch it, without those of other pieces."""
+    offset: np.ndarray
+    """[N, 3, h, w] of its picture, from the background."""
+    cover: np.ndarray
+    """Coverage by the hue, before its level is known."""
+
+
+def _pieces(offset: np.ndarray) -> _Pieces:
+    """Every region of at least _SPECK cells, at offsets [B, 3, h, w] from the background."""
+    along = np.stack([np.tensordot(o, offset, axes=(0, 1)) for o in _OFFSETS / _LENGTHS[:, None]], axis=1)
+    best = along.argmax(axis=1)
+    sure = along.max(axis=1) > _MIN_CELL_COSINE * np.sqrt(np.square(offset).sum(axis=1))
+    best = np.where(offset.max(axis=1) > _FOREGROUND, np.where(sure, best, _UNNAMED), -1)
+    counts = np.stack([np.count_nonzero(best == hue, axis=(1, 2)) for hue in range(_UNNAMED)], axis=1)
+    # One plane for each hue of each picture; labels ascend with the planes.
+    picture, hue = (counts >= _SPECK).nonzero()
+    labels = np.zeros((len(picture), *best.shape[1:]), dtype=np.int32)
+    ndimage.label(best[picture] == hue[:, None, None], _PLANE, output=labels)
+    sizes = np.bincount(labels.ravel())
+    kept = np.flatnonzero(sizes[1:] >= _SPECK) + 1
+    last = np.maximum.accumulate(labels.reshape(len(labels), -1).max(axis=1)) if len(labels) else sizes[:0]
+    plane = np.searchsorted(last, kept)
+    mask = labels[plane] == kept[:, None, None]
+    picture, hue = picture[plane], hue[plane]
+    taken = np.zeros(best.shape, dtype=bool)
+    np.logical_or.at(taken, picture, mask)
+    near = mask | (ndimage.binary_dilation(mask, _BLOCK) & ~taken[picture])
+    mine = offset[picture]
+    total = (mine * mask[:, None]).sum(axis=(2, 3))
+    named = (total * _OFFSETS[hue]).sum(axis=1) > _MIN_PIECE_COSINE * _LENGTHS[hue] * np.linalg.norm(total, axis=1)
+    cover = along[picture, hue] / _LENGTHS[hue][:, None, None]
+    return _Pieces(picture, hue, sizes[kept], named, mask, near, mine, cover)
+
+
+class _Shapes(NamedTuple):
+    """What N pieces are: index of the best shape, its radius and centre, whether it fits, and the level inside."""
+
+    best: np.ndarray
+    radius: np.ndarray
+    x: np.ndarray
+    y: np.ndarray
+    fits: np.ndarray
+    level: np.ndarray
+
+
+def _inside(pieces: _Pieces) -> np.ndarray:
+    """Weights [N, h, w] of sum 1 that all but leave out the rim of every piece."""
+    weights = ndimage.uniform_filter(pieces.cover * pieces.mask, (0, 3, 3), mode="constant")
+    weights = np.square(np.square(weights)) * pieces.mask
+    return weights / weights.sum(axis=(1, 2), keepdims=True)
+
+
+def _recognise(pieces: _Pieces, inside: np.ndarray) -> _Shapes:
+    """Shapes by the coverage of the hue; where none fits by that of the brightness, whose edges JPEG keeps sharp."""
+    shapes = _synthesised(pieces.cover * pieces.near, inside)
+    again = np.flatnonzero(pieces.named & ~shapes.fits)
+    if again.size:
+        full = (_OFFSETS @ _LUMA)[pieces.hue[again]]
+        luma = np.tensordot(_LUMA, pieces.offset[again], axes=(0, 1)) / full[:, None, None]
+        other = _synthesised(luma * pieces.near[again], inside[again])
+        for mine, its in zip(shapes, other, strict=True):
+            mine[again[other.fits]] = its[other.fits]
+    right = pieces.named & (pieces.size >= _OBJECT) & (shapes.level > _MIN_LEVEL) & (shapes.level < _MAX_LEVEL)
+    return shapes._replace(fits=shapes.fits & right)
+
+
+def _synthesised(cover: np.ndarray, inside: np.ndarray) -> _Shapes:
+    """Every piece beside each shape of its area at its place; `cover` is 0 outside of the pieces."""
+    level = (inside * cover).sum(axis=(1, 2))
+    alpha = np.clip(cover / level[:, None, None], 0.0, 1.0)
+    rows, columns = _raster(cover)
+    area = alpha.sum(axis=(1, 2))
+    x, y = (alpha.sum(axis=1) @ columns[0]) / area, (alpha.sum(axis=2) @ rows[:, 0]) / area
+    overlap, radius, top = (np.empty((len(SHAPES), len(area)), dtype=np.float32) for _ in range(3))
+    for k, shape in enumerate(SHAPES):
+        radius[k] = np.sqrt(area / AREA[shape])
+        top[k] = y - CENTROID_Y[shape] * radius[k]
+        template = coverage(shape, columns - _each(x), rows - _each(top[k]), _each(radius[k]))
+        # The template has the piece's area by construction, also where it leaves the image.
+        shared = np.minimum(alpha, template).sum(axis=(1, 2))
+        overlap[k] = shared / (2 * area - shared)
+    second, first = np.sort(overlap, axis=0)[-2:]
+    best = overlap.argmax(axis=0)
+    chosen = best, np.arange(len(best))
+    return _Shapes(best, radius[chosen], x, top[chosen], (first > _MIN_OVERLAP) & (first - second > _MIN_LEAD), level)
+
+
+def _raster(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [h, 1] and columns [1, w] of maps [N, h, w]."""
+    return np.arange(maps.shape[1], dtype=np.float32)[:, None], np.arange(maps.shape[2], dtype=np.float32)[None]
+
+
+def _each(values: np.ndarray) -> np.ndarray:
+    """[N, 1, 1] of [N]."""
+    return values[:, None, None]
+
+
+class _Leftover(NamedTuple):
+    """What no piece explains: colour [B, 3, h, w], and energy [B, h, w] with the variance inside the cells."""
+
+    color: np.ndarray
+    energy: np.ndarray
+
+
+def _left_over(offset: np.ndarray, fine: np.ndarray, pieces: _Pieces, inside: np.ndarray, shapes: _Shapes) -> _Leftover:
+    """Offsets less every piece in its own colour: within a shape whole, in its rim of any coverage, beyond it none.
+
+    A piece that is no shape counts as an object already, and explains all that is near it.
+    """
+    rows, columns = _raster(pieces.cover)
+    paint = (inside[:, None] * pieces.offset).sum(axis=(2, 3))
+    edge = np.empty_like(pieces.cover)
+    for k, shape in enumerate(SHAPES):
+        own = shapes.best == k
+        edge[own] = distance(
+            shape, columns - _each(shapes.x[own]), rows - _each(shapes.y[own]), _each(shapes.radius[own])
+        )
+    least, most = np.clip(0.5 - _RIM - edge, 0.0, 1.0), np.clip(0.5 + _RIM - edge, 0.0, 1.0)
+    color, fine = offset.copy(), np.broadcast_to(fine, offset[:, 0].shape).copy()
+    slots = np.arange(len(paint)) - np.searchsorted(pieces.picture, pieces.picture)
+    for slot in range(slots.max(initial=-1) + 1):
+        n = np.flatnonzero(slots == slot)
+        at = pieces.picture[n]
+        power = np.square(paint[n]).sum(axis=1)
+        amount = np.einsum("nchw,nc->nhw", color[at], paint[n] / power[:, None])
+        amount = np.clip(amount, least[n], most[n])
+        blob = ~shapes.fits[n]
+        color[at] -= amount[:, None] * paint[n][:, :, None, None]
+        # Two colours in one cell, half and half, are a quarter of their distance squared.
+        fine[at] -= 0.25 * _each(power) * (most[n] > least[n])
+        where = blob[:, None, None] & pieces.near[n]
+        color[at] *= ~where[:, None]
+        fine[at] *= ~where
+    return _Leftover(color, np.square(color).sum(axis=1) + np.maximum(fine, 0.0))
+
+
+def _too_much(left: _Leftover) -> np.ndarray:
+    """[B] where more is left over than noise and compression leave of a right picture."""
+    energy = ndimage.uniform_filter(left.energy, (0, _WINDOW, _WINDOW), mode="constant")
+    color = ndimage.uniform_filter(left.color, (0, 0, _WINDOW, _WINDOW), mode="constant")
+    return (
+        (np.count_nonzero(left.energy > _LEFT_LEVEL**2, axis=(1, 2)) > _LEFT_CELLS)
+        | (left.energy.mean(axis=(1, 2)) > _LEFT_ENERGY)
+        | (energy.max(axis=(1, 2)) > _LEFT_WINDOW_ENERGY)
+        | (np.square(color).sum(axis=1).max(axis=(1, 2)) > _LEFT_WINDOW_COLOR**2)
+    )
+
+
+def _no_border(offset: np.ndarray) -> np.ndarray:
+    """[B] where the outermost cells hold too much foreground."""
+    inner = np.zeros(offset.shape[2:], dtype=bool)
+    inner[1:-1, 1:-1] = True
+    return (offset.max(axis=1)[:, ~inner] > _FOREGROUND).mean(axis=1) > _MAX_BORDER
+
+
+def _strangers(energy: np.ndarray) -> list[Found]:
+    """One blob for each solid region of what is left over in a picture, and one where there is none."""
+    labels = np.zeros(energy.shape, dtype=np.int32)
+    count = ndimage.label(energy > _LEFT_LEVEL**2, _BLOCK[1], output=labels)
+    solid = (np.flatnonzero(np.bincount(labels.ravel(), minlength=count + 1)[1:] >= _SPECK) + 1).tolist()
+    centers = ndimage.center_of_mass(energy, labels, solid) if solid else [ndimage.center_of_mass(energy)]
+    return [Found(BLOB, None, float(x), float(y)) for y, x in centers]
