@@ -54,8 +54,8 @@ _RIM = 1.2
 _LEFT_LEVEL, _LEFT_CELLS = 0.4, 3
 _LEFT_ENERGY, _LEFT_WINDOW_ENERGY, _LEFT_WINDOW_COLOR = 0.02, 0.055, 0.17
 _WINDOW = 4
-_MAX_BORDER = 0.1
-"""Share of the outermost cells that may be foreground: objects stand on a background."""
+_MAX_BORDER, _MAX_FOREGROUND = 0.1, 0.5
+"""Shares of the outermost cells and of all that may be foreground: objects stand on a background."""
 _PLANE = np.zeros((3, 3, 3), dtype=bool)
 _PLANE[1] = [[0, 1, 0], [1, 1, 1], [0, 1, 0]]
 _BLOCK = np.zeros((3, 3, 3), dtype=bool)
@@ -95,7 +95,7 @@ def _detect(images: np.ndarray) -> list[list[Found]]:
         color = COLORS[pieces.hue[n]] if pieces.named[n] else None
         found[picture].append(Found(shape, color, float(shapes.x[n]), float(shapes.y[n])))
     left = _left_over(offset, fine, pieces, inside, shapes)
-    for picture in np.flatnonzero(_too_much(left) | _no_border(offset)):
+    for picture in np.flatnonzero(_too_much(left) | _no_background(offset)):
         found[picture] += _strangers(left.energy[picture])
     down, across = (full / cells for full, cells in zip(images.shape[-2:], offset.shape[-2:], strict=True))
     if down == across == 1:
@@ -284,11 +284,12 @@ def _too_much(left: _Leftover) -> np.ndarray:
     )
 
 
-def _no_border(offset: np.ndarray) -> np.ndarray:
-    """[B] where the outermost cells hold too much foreground."""
-    inner = np.zeros(offset.shape[2:], dtype=bool)
+def _no_background(offset: np.ndarray) -> np.ndarray:
+    """[B] where foreground fills the picture, or its outermost cells."""
+    foreground = offset.max(axis=1) > _FOREGROUND
+    inner = np.zeros(foreground.shape[1:], dtype=bool)
     inner[1:-1, 1:-1] = True
-    return (offset.max(axis=1)[:, ~inner] > _FOREGROUND).mean(axis=1) > _MAX_BORDER
+    return (foreground.mean(axis=(1, 2)) > _MAX_FOREGROUND) | (foreground[:, ~inner].mean(axis=1) > _MAX_BORDER)
 
 
 def _strangers(energy: np.ndarray) -> list[Found]:
@@ -296,5 +297,5 @@ def _strangers(energy: np.ndarray) -> list[Found]:
     labels = np.zeros(energy.shape, dtype=np.int32)
     count = ndimage.label(energy > _LEFT_LEVEL**2, _BLOCK[1], output=labels)
     solid = (np.flatnonzero(np.bincount(labels.ravel(), minlength=count + 1)[1:] >= _SPECK) + 1).tolist()
-    centers = ndimage.center_of_mass(energy, labels, solid) if solid else [ndimage.center_of_mass(energy)]
+    centers = ndimage.center_of_mass(energy, labels, solid) if solid else [ndimage.center_of_mass(energy + 1e-6)]
     return [Found(BLOB, None, float(x), float(y)) for y, x in centers]

@@ -115,6 +115,8 @@ def test_a_relation_and_its_opposite_hold_for_swapped_arguments_and_never_togeth
         # A quarter of all directions: the test would see a relation that always or never holds.
         assert 0.15 < np.mean(truths) < 0.35
         assert not shapes.holds(relation, (3.0, 3.0), (3.0, 3.0)), "its own place"
+        for dx, dy in itertools.product((-5.0, 5.0), (-5.0, -4.7, 4.7, 5.0)):
+            assert not shapes.holds(relation, (dx, dy), (0.0, 0.0)), "a diagonal"
         for (a, b), truth in zip(points, truths, strict=True):
             assert truth == shapes.holds(inverse, b, a)
             assert not (truth and shapes.holds(relation, b, a))
