@@ -183,7 +183,7 @@ class _Shapes(NamedTuple):
 
 def _inside(pieces: _Pieces) -> np.ndarray:
     """Weights [N, h, w] of sum 1 that all but leave out the rim of every piece."""
-    weights = ndimage.uniform_filter(pieces.cover * pieces.mask, (0, 3, 3), mode="constant")
+    weights = _windows(pieces.cover * pieces.mask, 3)
     weights = np.square(np.square(weights)) * pieces.mask
     return weights / weights.sum(axis=(1, 2), keepdims=True)
 
@@ -226,6 +226,12 @@ def _synthesised(cover: np.ndarray, inside: np.ndarray) -> _Shapes:
 def _raster(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows [h, 1] and columns [1, w] of maps [N, h, w]."""
     return np.arange(maps.shape[1], dtype=np.float32)[:, None], np.arange(maps.shape[2], dtype=np.float32)[None]
+
+
+def _windows(maps: np.ndarray, side: int) -> np.ndarray:
+    """Mean of maps [..., h, w] over the window of side x side around every cell, 0 beyond the image."""
+    along = ndimage.uniform_filter1d(maps, side, axis=-1, mode="constant")
+    return ndimage.uniform_filter1d(along, side, axis=-2, mode="constant")
 
 
 def _each(values: np.ndarray) -> np.ndarray:
@@ -274,8 +280,8 @@ def _left_over(offset: np.ndarray, fine: np.ndarray, pieces: _Pieces, inside: np
 
 def _too_much(left: _Leftover) -> np.ndarray:
     """[B] where more is left over than noise and compression leave of a right picture."""
-    energy = ndimage.uniform_filter(left.energy, (0, _WINDOW, _WINDOW), mode="constant")
-    color = ndimage.uniform_filter(left.color, (0, 0, _WINDOW, _WINDOW), mode="constant")
+    energy = _windows(left.energy, _WINDOW)
+    color = _windows(left.color, _WINDOW)
     return (
         (np.count_nonzero(left.energy > _LEFT_LEVEL**2, axis=(1, 2)) > _LEFT_CELLS)
         | (left.energy.mean(axis=(1, 2)) > _LEFT_ENERGY)
@@ -295,7 +301,13 @@ def _no_background(offset: np.ndarray) -> np.ndarray:
 def _strangers(energy: np.ndarray) -> list[Found]:
     """One blob for each solid region of what is left over in a picture, and one where there is none."""
     labels = np.zeros(energy.shape, dtype=np.int32)
-    count = ndimage.label(energy > _LEFT_LEVEL**2, _BLOCK[1], output=labels)
-    solid = (np.flatnonzero(np.bincount(labels.ravel(), minlength=count + 1)[1:] >= _SPECK) + 1).tolist()
-    centers = ndimage.center_of_mass(energy, labels, solid) if solid else [ndimage.center_of_mass(energy + 1e-6)]
-    return [Found(BLOB, None, float(x), float(y)) for y, x in centers]
+    ndimage.label(energy > _LEFT_LEVEL**2, _BLOCK[1], output=labels)
+    solid = np.flatnonzero(np.bincount(labels.ravel())[1:] >= _SPECK) + 1
+    masks = [labels == label for label in solid] or [np.ones(labels.shape, dtype=bool)]
+    return [_stranger((energy + 1e-6) * mask) for mask in masks]
+
+
+def _stranger(weight: np.ndarray) -> Found:
+    rows, columns = _raster(weight[None])
+    total = weight.sum()
+    return Found(BLOB, None, float((weight * columns).sum() / total), float((weight * rows).sum() / total))

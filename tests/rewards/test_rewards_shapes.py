@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -235,9 +235,9 @@ def strict_of(scene: Scene, image: np.ndarray) -> float:
     return score_scene(scene, detect(image))[0]
 
 
-def accepted(scenes: Sequence[Scene], images: Sequence[np.ndarray]) -> float:
+def accepted(scenes: Sequence[Scene], images: Iterable[np.ndarray]) -> float:
     """Share of the pictures that show what their scenes ask for."""
-    found = detect_all(np.stack(images))
+    found = detect_all(np.stack(list(images)))
     return float(np.mean([score_scene(*pair)[0] for pair in zip(scenes, found, strict=True)]))
 
 
