@@ -199,7 +199,8 @@ def _recognise(pieces: _Pieces, inside: np.ndarray) -> _Shapes:
         for mine, its in zip(shapes, other, strict=True):
             mine[again[other.fits]] = its[other.fits]
     right = pieces.named & (pieces.size >= _OBJECT) & (shapes.level > _MIN_LEVEL) & (shapes.level < _MAX_LEVEL)
-    return shapes._replace(fits=shapes.fits & right)
+    shapes.fits[~right] = False
+    return shapes
 
 
 def _synthesised(cover: np.ndarray, inside: np.ndarray) -> _Shapes:
