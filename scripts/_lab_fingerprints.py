@@ -25,7 +25,7 @@ SILENT = (
     *("core/console", "core/files", "core/media", "core/paths", "core/phases", "core/registry", "core/status"),
     *("core/strict", "core/subprocesses", "core/versions", "gallery/__init__", "planning/memory"),
     *("planning/out_of_memory", "run/checkpoint", "run/ending", "run/export", "run/folder", "run/handover"),
-    *("run/inputs", "run/launch", "run/state", "training/dead_groups", "training/metrics"),
+    *("run/gauges", "run/inputs", "run/launch", "run/state", "training/dead_groups", "training/metrics"),
 )
 
 

@@ -282,15 +282,15 @@ def over_seeds(values: list[float | None]) -> tuple[str, str]:
     return f"{mean:.2f}", f"{max(mean - half, 0):.2f} to {mean + half:.2f}"
 
 
-def page(entries: list[Entry], long: list[str], notes: str) -> str:
-    """The whole page: recipes over their seeds, the race, long runs, wins, sizes, every cell, the notes."""
+def page(entries: list[Entry], more: list[str], notes: str) -> str:
+    """The whole page: recipes over their seeds, the race, more sections, wins, sizes, every cell, the notes."""
     lines = [HEAD]
     lines += table(
         *("recipe", "level", "mean difference", "lowest lower end", "seeds", "iterations"),
         *("evaluations", "mean CPU seconds", "state"),
     )
     lines += [summary_row(entry) for entry in entries if not entry.sized]
-    lines += [*race(entries), *long]
+    lines += [*race(entries), *more]
     lines += wins([entry for entry in entries if entry.preferring])
     lines += sizes([entry for entry in entries if entry.sized])
     lines += ["", "## Every cell", "", STATES]

@@ -4,6 +4,7 @@
     python scripts/lab.py --stale              run stale cells too
     python scripts/lab.py --seeds 0 NAME ...   only these seeds and recipes
     python scripts/lab.py --long NAME ...      the long runs instead of the cells; default: those of _lab_long.py
+    python scripts/lab.py --steps              the quickstart's seed 0, evaluated at more steps
     python scripts/lab.py --write              only write the page
     python scripts/lab.py --check              replay the start of stale recipes: are the numbers still the same?
     python scripts/lab.py --compare COMMIT     gains now against those of a commit; exit code 1 if one fell
@@ -39,9 +40,11 @@ from _lab_page import Entry, flat_kilobytes, page
 from _lab_replay import differences, replay
 from _lab_runs import RUNS as RUNS
 from _lab_runs import Failed, cell_run, read, run_cell, write
+from _lab_steps import measure, steps_section
 
 RESULTS = ROOT / "docs" / "lab" / "results.json"
 LONG_RESULTS = ROOT / "docs" / "lab" / "long.json"
+STEPS_RESULTS = ROOT / "docs" / "lab" / "steps.json"
 PICTURE = ROOT / "docs" / "lab" / "long.svg"
 PAGE = ROOT / "docs" / "lab.md"
 SEEDS = (0, 1, 2)
@@ -172,7 +175,10 @@ def write_page() -> None:
     text = notes.read_text(encoding="utf-8") if notes.is_file() else ""
     if states:
         draw(long, results, list(states), PICTURE)
-    PAGE.write_text(page(entries, long_section(long, results, states), text), encoding="utf-8")
+    steps = load(STEPS_RESULTS)
+    parts = steps_section(steps, state(steps, fingerprints(recipes()["quickstart"])) if steps else "")
+    parts += long_section(long, results, states)
+    PAGE.write_text(page(entries, parts, text), encoding="utf-8")
     print(PAGE)
 
 
@@ -185,6 +191,7 @@ def arguments() -> argparse.ArgumentParser:
     what.add_argument("--write", action="store_true", help="only write the page")
     what.add_argument("--check", action="store_true", help="replay stale recipes and compare; 1 if any stays stale")
     what.add_argument("--stale", action="store_true", help="run stale cells again")
+    what.add_argument("--steps", action="store_true", help="evaluate the quickstart's seed 0 at more steps")
     what.add_argument("--compare", metavar="COMMIT", help="gains now against those of a commit; 1 if one fell")
     what.add_argument("--flat", action="store_true", help="only print the bytes of a flat picture")
     return parser
@@ -212,6 +219,12 @@ def main() -> None:
         finally:
             # Not after each recipe: the file would be an uncommitted change in the next one's provenance.
             write_results(results)
+    elif args.steps:
+        recipe = recipes()["quickstart"]
+        try:
+            write(STEPS_RESULTS, json.dumps(measure(recipe, fingerprints(recipe))) + "\n")
+        except Failed as error:
+            raise SystemExit(str(error)) from None
     elif not args.write:
         jobs = long_jobs(chosen) if args.long else cell_jobs(chosen, args.seeds)
         good = run_missing(jobs, LONG_RESULTS if args.long else RESULTS, stale=args.stale)

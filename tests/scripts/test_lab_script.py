@@ -69,6 +69,7 @@ def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setattr(module, "RESULTS", tmp_path / "docs" / "lab" / "results.json")
     monkeypatch.setattr(module, "PAGE", tmp_path / "docs" / "lab.md")
     monkeypatch.setattr(module, "LONG_RESULTS", tmp_path / "docs" / "lab" / "long.json")
+    monkeypatch.setattr(module, "STEPS_RESULTS", tmp_path / "docs" / "lab" / "steps.json")
     monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "lab" / "long.svg")
     monkeypatch.setattr(importlib.import_module("_lab_runs"), "RUNS", tmp_path / "runs")
     return module
@@ -415,6 +416,47 @@ def test_long_runs_stand_on_the_page_with_their_verdict(lab):
     assert "quickstart" in lab.PICTURE.read_text()
     assert verdict(kept | {"fall": {"high": 0.01}}) == "holds"
     assert verdict(kept | {"status": "diverged"}) == "diverged at 51"
+
+
+# ---- more steps
+
+
+def test_more_steps_are_evaluated_of_a_finished_run_of_this_code_alone(lab, monkeypatch, tmp_path):
+    import _lab_runs
+    import _lab_steps
+
+    recipe, asked = lab.recipes()["quickstart"], []
+    recipe.write_text(recipe.read_text().replace("steps: 2", "steps: 6"))
+    now, folder = lab.fingerprints(recipe), tmp_path / "runs" / "quickstart-seed0"
+    monkeypatch.setattr(_lab_steps, "RUNS", tmp_path / "runs")
+
+    def attend(command: list[str]) -> int:
+        asked.append(command[4:6])
+        evaluated(Path(command[-1]), "evaluation", 3, [1.0, 1.0] if str(folder) in command else [0.0, 1.0])
+        return 0
+
+    monkeypatch.setattr(_lab_steps, "attend", attend)
+    with pytest.raises(_lab_runs.Failed, match="no finished run"):
+        _lab_steps.measure(recipe, now)
+    evaluated(folder, "base", 0, [0.0, 0.0])
+    evaluated(folder, "tuned", 3, [0.0, 1.0])
+    (folder / "summary.json").write_text('{"status": "finished"}')
+    _lab_runs.Ledger(folder, _lab_runs.cell_run("quickstart", recipe, 0).mark(now)).note(1.0)
+    kept = _lab_steps.measure(recipe, now)
+    both = [str(recipe), str(folder)]
+    assert asked == [[target, f"eval.num_inference_steps={k}"] for k in (10, 20) for target in both]
+    assert [(values["base"]["mean"], values["difference"]["mean"]) for values in kept["rows"]] == [
+        (0, 0.5),
+        *[(0.5, 0.5)] * 2,
+    ]
+    _lab_steps.measure(recipe, now)
+    assert len(asked) == 4, "what was evaluated is kept"
+    lab.STEPS_RESULTS.write_text(json.dumps(kept))
+    lab.write_page()
+    assert "at 6 steps" in lab.PAGE.read_text()
+    touch(lab, "flowrl/diffusion/process.py")
+    with pytest.raises(_lab_runs.Failed, match="no finished run"):
+        _lab_steps.measure(recipe, lab.fingerprints(recipe))
 
 
 # ---- comparing with a commit
