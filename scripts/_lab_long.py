@@ -33,7 +33,7 @@ captions x 2 seeds; gains are points of strict accuracy over the base's on the c
 best mean of {WINDOW} neighbouring evaluations, at the iteration of the middle one. *Fall* is the mean of the last
 {WINDOW} minus that of the best {WINDOW}, paired by caption with a 95 % bootstrap interval; the best are chosen on one
 half of the captions and compared on the other, both ways, so that the luck of the choice is not in it. A recipe *falls*
-where the whole interval is below 0, and *holds* otherwise.
+where the whole interval is below 0, and *holds* otherwise. In the picture the dot is the recipe's own cell.
 """
 
 
@@ -155,7 +155,9 @@ def draw(long: dict[str, dict[str, Any]], results: dict[str, Any], keys: Sequenc
     columns = min(4, len(keys))
     shape = -(-len(keys) // columns), columns
     size = (2.4 * shape[1], 1.7 * shape[0])
-    figure, panels = pyplot.subplots(*shape, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, panels = pyplot.subplots(
+        *shape, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
     for panel in panels.flat[len(keys) :]:
         panel.set_axis_off()
     for panel, key in zip(panels.flat, keys, strict=False):
