@@ -133,9 +133,10 @@ def long_row(name: str, cell: dict[str, Any], short: dict[str, Any] | None, stat
 
 def long_section(long: dict[str, dict[str, Any]], results: dict[str, Any], states: dict[str, str]) -> list[str]:
     """Lines on the long runs; `states` by the keys of `long`, in the order of the page."""
+    lines = ["", "## Long runs", "", TEXT]
     if not states:
-        return []
-    lines = ["", "## Long runs", "", TEXT, "![gains of the long runs](lab/long.svg)", ""]
+        return [*lines, "None has been run."]
+    lines += ["![gains of the long runs](lab/long.svg)", ""]
     lines += table(
         *("recipe", "iterations; of the long run", "the recipe's cell", "curve at 1x", "2x", f"{FACTOR}x"),
         *("end, all captions", "best (iteration)", "fall", "verdict", "CPU seconds", "state"),
