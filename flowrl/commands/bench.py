@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +16,6 @@ from flowrl.commands._timing import median_interval, paired
 
 app = typer.Typer(help="Benchmarks of flowrl's own machinery, each with its target.", no_args_is_help=True)
 
-TARGET = 0.10
-"""Largest share of an iteration outside WORK, on tiny-sd3."""
-WORK = ("network", "VAE", "text encoder", "reward")
 REENTRY_LIMIT_MS = 5.0
 """Largest cost of a call of the generic adapter above one of the native adapter."""
 MARKS = ("<!-- flowrl bench {} -->", "<!-- end -->")
@@ -45,23 +40,16 @@ def overhead(
     overrides: Overrides = None,
     iterations: Annotated[int, option("Measured iterations.", least=1)] = 5,
     warmup: Annotated[int, option("Iterations before them, not measured.", least=1)] = 1,
+    page: Page = None,
 ) -> None:
     """Measure the share of an iteration outside network, VAE, text encoder and reward, in one process."""
-    import torch
-    from rich.console import Console
-
+    from flowrl.commands._overhead import measure, report
     from flowrl.config.load import load_config, resolve
 
-    rows = measure(resolve(load_config(config, overrides)), iterations, warmup)
-    console = Console()
-    console.print(_table(rows))
-    shares = [overhead_share(row) for row in rows]
-    middle = statistics.median(shares)
-    console.print(
-        f"overhead: {middle:.1%} of an iteration (median of {len(rows)}, {min(shares):.1%} to {max(shares):.1%}), "
-        f"target {TARGET:.0%} on tiny-sd3: {'met' if middle < TARGET else 'missed'}; "
-        f"{torch.get_num_threads()} thread(s), torch {torch.__version__}"
-    )
+    text = report(measure(resolve(load_config(config, overrides)), iterations, warmup), config, _cpu())
+    print(text)
+    if page is not None:
+        put_between(page, "overhead", text)
 
 
 @app.command()
@@ -210,100 +198,3 @@ def put_between(file: Path, name: str, text: str) -> None:
     if not (opened and closed):
         raise SystemExit(f"{file} has no place for the result: the lines {first} and {MARKS[1]}")
     file.write_text(f"{head}{first}\n{text}\n{MARKS[1]}{tail}", encoding="utf-8", newline="\n")
-
-
-class Stopwatch:
-    """Seconds by name of the functions wrapped with `timed`; `take` returns and clears them."""
-
-    def __init__(self, synchronise: Callable[[], None] = lambda: None) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.synchronise = synchronise
-
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, its time added to `name`."""
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.synchronise()
-            started = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.synchronise()
-                self.seconds[name] += time.perf_counter() - started
-
-        return wrapped
-
-    def take(self) -> dict[str, float]:
-        taken = dict(self.seconds)
-        self.seconds.clear()
-        return taken
-
-
-def overhead_share(row: dict[str, float]) -> float:
-    """Share of `row["iteration"]` outside WORK.
-
-    >>> round(overhead_share({"iteration": 2.0, "network": 1.5, "reward": 0.3, "optimizer": 0.1}), 3)
-    0.1
-    """
-    return 1 - sum(row.get(name, 0.0) for name in WORK) / row["iteration"]
-
-
-def measure(resolved: Any, iterations: int, warmup: int = 1) -> list[dict[str, float]]:
-    """Seconds by name of each measured iteration; the parity gate is in the warm-up."""
-    import dataclasses
-
-    import torch
-
-    from flowrl.run.session import Session
-
-    session = Session(
-        dataclasses.replace(resolved, run=dataclasses.replace(resolved.run, iterations=warmup + iterations))
-    )
-    watch = Stopwatch(torch.cuda.synchronize if session.world.device.type == "cuda" else lambda: None)
-    rows = []
-    with _watched(session, watch):
-        iterate = watch.timed("iteration", session.step)
-        for number in range(1, warmup + iterations + 1):
-            iterate(number)
-            rows.append(watch.take())
-    return rows[warmup:]
-
-
-@contextmanager
-def _watched(session: Any, watch: Stopwatch) -> Iterator[None]:
-    """Time the parts of a session, backward passes as network; undone at the end."""
-    import torch
-
-    places = (
-        (session.model, "predict", "network"),
-        (session.model, "decode", "VAE"),
-        (session.parts.sampling.texts, "lookup", "text encoder"),
-        (session.rewards, "score", "reward"),
-        (session.optimizer, "step", "optimizer"),
-        (torch.Tensor, "backward", "network"),
-    )
-    kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in places]
-    for owner, attribute, name in places:
-        setattr(owner, attribute, watch.timed(name, getattr(owner, attribute)))
-    try:
-        yield
-    finally:
-        for owner, attribute, function in kept:
-            setattr(owner, attribute, function)
-
-
-def _table(rows: list[dict[str, float]]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for number, title in enumerate(("part", "median s", "share")):
-        table.add_column(title, justify="right" if number else "left")
-    total = statistics.median(row["iteration"] for row in rows)
-    for name in (*WORK, "optimizer"):
-        middle = statistics.median(row.get(name, 0.0) for row in rows)
-        table.add_row(name, f"{middle:.4f}", f"{middle / total:.1%}")
-    rest = [overhead_share(row) * row["iteration"] - row.get("optimizer", 0.0) for row in rows]
-    table.add_row("everything else", f"{statistics.median(rest):.4f}", f"{statistics.median(rest) / total:.1%}")
-    table.add_row("iteration", f"{total:.4f}", "100.0%")
-    return table

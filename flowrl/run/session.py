@@ -25,6 +25,7 @@ from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
 from flowrl.core.console import Progress
+from flowrl.core.host_memory import keep_freed_memory
 from flowrl.core.phases import phase
 from flowrl.credit.advantages import Advantages
 from flowrl.evaluation.evaluation_tree import EvalTree
@@ -76,6 +77,8 @@ class Session:
         if self.config.deterministic:
             determinism.prepare()
         self._joined, self.world = world is None, world or join()
+        if self.world.device.type == "cpu":
+            keep_freed_memory()
         if training:
             self.resolved = decided(self.resolved, self.world)
         with phase("loading"):

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from flowrl.commands import _tree_bench
+from flowrl.commands._overhead import Stopwatch, overhead_share, report, watched
 from flowrl.commands.bench import (
     MARKS,
-    Stopwatch,
     _reentry_text,
-    _watched,
     median_interval,
-    overhead_share,
     paired,
     put_between,
     reentry_cost,
 )
+from flowrl.reward import Card, Reward
 
 
 def wait(seconds: float) -> None:
@@ -44,32 +43,74 @@ def test_time_is_added_up_by_name_and_taken_once_and_a_part_that_fails_is_timed_
     assert watch.take() == {}
 
 
-def test_forward_and_backward_are_network_time_and_everything_is_put_back():
-    session = SimpleNamespace(
-        model=SimpleNamespace(predict=lambda: wait(0.02), decode=lambda: wait(0.01)),
-        parts=SimpleNamespace(sampling=SimpleNamespace(texts=SimpleNamespace(lookup=lambda: None))),
-        rewards=SimpleNamespace(score=lambda: None),
-        optimizer=SimpleNamespace(step=lambda: None),
-    )
-    kept, backward = session.model.predict, torch.Tensor.backward
-    watch = Stopwatch()
-    with _watched(session, watch):
-        session.model.predict()
-        after_forward = watch.seconds["network"]
-        weight = torch.ones(1, requires_grad=True)
-        (3 * weight).sum().backward()
+class Clock:
+    """Time that moves where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_call_inside_another_counts_once():
+    clock = Clock()
+    watch = Stopwatch(clock=clock)
+    inner = watch.timed("inner", clock.wait)
+    watch.timed("outer", lambda: (clock.wait(1.0), inner(5.0), clock.wait(0.5)))()
+    assert watch.take() == {"inner": 5.0, "outer": 1.5}
+
+
+def test_work_is_timed_where_it_begins_and_everything_is_put_back():
+    clock = Clock()
+
+    class Network(torch.nn.Linear):
+        def forward(self, input):
+            clock.wait(8.0)
+            return torch.nn.Linear.forward(self, input)
+
+    class Model:
+        pipeline = None
+        network = Network(2, 1)
+
+        def decode(self):
+            clock.wait(4.0)
+
+        def encode(self):
+            clock.wait(2.0)
+
+    def raw():
+        clock.wait(0.5)
+        return reward.score([], [], [])
+
+    reward = Reward(lambda images, prompts, metadata: clock.wait(1.0), Card(outputs=("a",)))
+    scorer = SimpleNamespace(distinct=[SimpleNamespace(reward=reward)], raw=raw)
+    session = SimpleNamespace(model=Model(), rewards=scorer, optimizer=SimpleNamespace(step=lambda: clock.wait(0.25)))
+    kept, watch = (reward.score, torch.Tensor.backward, raw), Stopwatch(clock=clock)
+    with watched(session, watch):
+        session.model.network(torch.ones(1, 2)).sum().backward()
+        session.model.encode()
         session.model.decode()
-    assert weight.grad == 3
-    taken = watch.take()
-    assert taken["network"] > after_forward >= 0.02
-    assert taken["VAE"] >= 0.01
-    assert (session.model.predict, torch.Tensor.backward) == (kept, backward)
+        session.rewards.raw()
+        session.optimizer.step()
+    assert session.model.network.weight.grad is not None
+    work = {"network": 8.0, "VAE": 4.0, "text encoder": 2.0, "reward": 1.0}
+    assert watch.take() == work | {"around the reward": 0.5, "optimizer and averages": 0.25}
+    assert (reward.score, torch.Tensor.backward, session.rewards.raw) == kept
+    assert not {"decode", "encode", "forward"} & {*vars(session.model), *vars(session.model.network)}
 
 
 def test_overhead_is_what_is_left_of_an_iteration():
-    row = {"iteration": 2.0, "network": 1.0, "VAE": 0.2, "text encoder": 0.1, "reward": 0.4, "optimizer": 0.2}
+    row = {"iteration": 0.1, "network": 1.0, "VAE": 0.2, "text encoder": 0.1, "reward": 0.4, "noise": 0.2}
     assert overhead_share(row) == pytest.approx(0.15)
     assert overhead_share({"iteration": 1.0}) == 1.0
+    text = report([row], "quickstart", "a machine")
+    assert "| everything else | 0.1000 | 5.0% |" in text
+    assert "15.0% of an iteration of quickstart" in text
+    assert "missed" in text
 
 
 # ---- re-entry
