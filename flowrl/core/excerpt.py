@@ -134,9 +134,11 @@ def _used(node: ast.AST) -> Iterator[str]:
     """Names that a statement reads, but those of annotations, which are not evaluated."""
     if isinstance(node, ast.Name):
         yield node.id
-    for field, value in ast.iter_fields(node):
-        parts: list[Any] = value if isinstance(value, list) else [value]
-        for inner in parts:
-            if isinstance(inner, ast.AST):
-                names = _used(inner)
-                yield from names if field not in ("annotation", "returns") else _READ.intersection(names)
+    unread: ast.expr | None = None
+    if isinstance(node, ast.arg | ast.AnnAssign):
+        unread = node.annotation
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        unread = node.returns
+    for inner in ast.iter_child_nodes(node):
+        names = _used(inner)
+        yield from names if inner is not unread else _READ.intersection(names)
