@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,11 +37,12 @@ def loss(adapter: ModelAdapter, batch: int, guidance_scale: float, reference: bo
     return output.square().mean()
 
 
-def microbatch(adapter: ModelAdapter, batch: int, guidance_scale: float, reference: bool) -> None:
+def microbatch(
+    adapter: ModelAdapter, trained: Iterable[nn.Parameter], batch: int, guidance_scale: float, reference: bool
+) -> None:
     """A forward and backward of an update, beside the gradients that an earlier one has left."""
-    for p in adapter.network.parameters():
-        if p.requires_grad:
-            p.grad = torch.empty_like(p)
+    for p in trained:
+        p.grad = torch.empty_like(p)
     loss(adapter, batch, guidance_scale, reference).backward()
 
 

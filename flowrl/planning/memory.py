@@ -48,7 +48,8 @@ from flowrl.models.savings import offloaded, require_known
 from flowrl.models.weights import Weights, component_names
 from flowrl.planning import few_bits, forwards
 from flowrl.planning.cuda_rules import cuda_rules
-from flowrl.planning.meter import faked, measured
+from flowrl.planning.folding import folded
+from flowrl.planning.meter import faked
 from flowrl.planning.tree_work import tree_work
 from flowrl.training.world import shard
 
@@ -302,9 +303,13 @@ def _measure(
     visiting, unknown = offloaded(adapter.pipeline, config), {}
     leaf = {name: largest_leaf(part) if name in visiting else 0 for name, part in ({"vae": vae} | encoders).items()}
 
+    # Autocast keeps casts of weights until its end, in no graph; every n-th block is unlike the others.
+    alike = adapter.own_network and not adapter.autocasts and config.gradient_checkpointing in (True, False, "auto")
+    repeating = [adapter.network] if alike else []
+
     def attempt(what: str, work: Callable[[], Any], *, grad: bool = False) -> tuple[int | None, float | None]:
         try:
-            return measured(work, grad=grad)
+            return folded(work, repeating, grad=grad)
         except Unmeasurable as error:
             unknown[what] = str(error)
             return None, None
@@ -321,9 +326,12 @@ def _measure(
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         if not resolved.training.frozen:
-            update = attempt("update", lambda: forwards.microbatch(adapter, edges, in_training, reference), grad=True)
+            trained = [p for p in adapter.network.parameters() if p.requires_grad]
+            update = attempt(
+                "update", lambda: forwards.microbatch(adapter, trained, edges, in_training, reference), grad=True
+            )
         texts = [
-            measured(lambda n=n, e=e: forwards.encode(n, e, adapter), grad=False)[0] + leaf[n]
+            folded(lambda n=n, e=e: forwards.encode(n, e, adapter), [e], grad=False)[0] + leaf[n]
             for n, e in encoders.items()
         ]
     share, evaluation = shown / batch, None

@@ -37,6 +37,8 @@ class Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = self.flop = 0
+        self.moment = self.peak_after = 0
+        """A number that the work may set, and its value when the peak was reached."""
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +58,8 @@ class Meter(TorchDispatchMode):
                 continue  # a view, or written in place
             self._alive.add(key)
             self.now += size
-            self.peak = max(self.peak, self.now)
+            if self.now > self.peak:
+                self.peak, self.peak_after = self.now, self.moment
             weakref.finalize(storage, self._free, key, size)
         return result
 
