@@ -177,11 +177,11 @@ def test_tree_grpo_propagates_the_prompts_own_advantages():
 
 def test_the_window_of_tree_grpo_starts_at_step_i_with_falling_chance():
     config = tree_grpo.Config(children=2, window=2)
-    starts = [config.tree(6, iteration, 0).splits.index(True) for iteration in range(1, 4001)]
+    starts = [config.tree(6, iteration, 0).splits.index(True) for iteration in range(1, 801)]
     counts = torch.bincount(torch.tensor(starts), minlength=4)
     expected = 0.5 * 0.5 ** torch.arange(4) / (1 - 0.5**4)
     assert len(counts) == 4, "the last step never splits"
-    assert_close(counts / 4000, expected, atol=0.03, rtol=0)
+    assert_close(counts / 800, expected, atol=0.07, rtol=0)  # four standard deviations
 
 
 # ---- steps

@@ -83,7 +83,7 @@ def in_every_mode(model: Any, weights: Weights) -> list[Tensor]:
     ],
     ids=["plain", "checkpointed", "bfloat16"],
 )
-def test_numbers_are_those_of_the_network_and_no_mode_compiles_twice(options):
+def test_numbers_and_names_are_those_of_the_network_and_no_mode_compiles_twice(options):
     plain = tiny_sd3.adapter(**options)
     expected = in_every_mode(plain, tiny_sd3.lora(plain, noise=0.1))
     model, weights = ready(**options)
@@ -105,13 +105,7 @@ def test_numbers_are_those_of_the_network_and_no_mode_compiles_twice(options):
             model.predict(x, timestep.flip(0), cond, 1.0)
     in_every_mode(model, weights)
     assert graphs() == before
-
-
-@pytest.mark.usefixtures("traced")
-def test_names_hooks_and_copies_are_those_of_a_plain_network():
-    plain = tiny_sd3.adapter()
-    tiny_sd3.lora(plain)
-    model = ready()[0]
+    # Names and copies are those of a plain network.
     assert list(model.network.state_dict()) == list(plain.network.state_dict())
     other = copy.deepcopy(model.network)
     for mine, theirs in zip(repeated(model.network), repeated(other), strict=True):
