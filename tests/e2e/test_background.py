@@ -20,7 +20,13 @@ from flowrl.run.background import Background
 from flowrl.run.session import Session
 from tests.e2e.conftest import train
 
-SMALL = ("iterations=3", "data.eval_prompts=null", "data.max_eval_prompts=null", "rollout.num_inference_steps=2", "optim.updates_per_iteration=1")
+SMALL = (
+    "iterations=3",
+    "data.eval_prompts=null",
+    "data.max_eval_prompts=null",
+    "rollout.num_inference_steps=2",
+    "optim.updates_per_iteration=1",
+)
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from tests.native import halved
 
 SMALL = (
     *("model.dtype=bfloat16", "model.lora={rank: 2, alpha: 4}", "data.max_prompts=1", "data.max_eval_prompts=1"),
-    *("rollout.prompts_per_iteration=1", "rollout.group_size=4", "rollout.batch_size=4", "rollout.num_inference_steps=3", "rollout.guidance_scale=3.0"),
+    *("rollout.prompts_per_iteration=1", "rollout.group_size=4", "rollout.batch_size=4"),
+    *("rollout.num_inference_steps=3", "rollout.guidance_scale=3.0"),
     *("optim.updates_per_iteration=1", "optim.batch_size=4", "eval.batch_size=2"),
 )
 REWARD = "def score(images, prompts, metadata):\n    return images.flatten(1).mean(dim=1)\n"
