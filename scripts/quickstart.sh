@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Align tiny-sd3 with Flow-GRPO on two CPU cores and show the improvement. Further words go to `flowrl train`.
+# Align tiny-sd3 with AWM on two CPU cores and show the improvement. Further words go to `flowrl train`.
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
 environment
 flowrl train configs/quickstart.yaml --processes 2 "$@"

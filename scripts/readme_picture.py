@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import yaml
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,6 +55,7 @@ def block(folder: Path) -> str:
     """What the README says about the run."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    method = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["algorithm"]["name"]
 
     def row(label: str, key: str, sign: str = "") -> str:
         value = summary[key]["shapes_strict"]
@@ -67,7 +69,7 @@ def block(folder: Path) -> str:
             "![base above tuned on the same captions and the same noise](assets/quickstart.png)",
             "",
             f"Strict accuracy on {count} held-out captions x 2 fixed seeds, {summary['iterations']} iterations of "
-            f"Flow-GRPO, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} processes):",
+            f"`{method}`, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} processes):",
             "",
             "| | `shapes_strict` | 95 % interval |",
             "|---|---|---|",

@@ -26,7 +26,7 @@ def test_recipes_are_listed_by_the_names_that_train_takes(capsys):
     listing.command("recipes")
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("quickstart", "lab/awm", "sd3/flow_grpo-pickscore"))
-    assert "Flow-GRPO on tiny-sd3 with the shapes verifier" in printed
+    assert "AWM on tiny-sd3 with the shapes verifier" in printed
     for name in ("quickstart", "configs/quickstart.yaml", "lab/awm"):
         assert load_config(name).name
     with pytest.raises(ConfigError, match=r"did you mean 'quickstart'\? `flowrl list recipes`"):

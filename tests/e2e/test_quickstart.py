@@ -36,9 +36,9 @@ def test_the_embedded_model_is_small_and_has_no_pickle():
 
 @pytest.mark.slow
 def test_the_quickstart_raises_strict_accuracy(tmp_path: Path):
-    # docs/lab.md has the whole recipe on three seeds: 15 points and more. 160 of its 350 iterations gave 13.6 (95 %
-    # interval 10.3 to 16.9) where this was written; another processor rounds differently and so trains another run.
-    short = ("iterations=160", "eval.every=0", "eval.best_guidance=[]")
+    # The whole recipe, with room for chance below the three seeds of docs/lab.md: another processor rounds differently
+    # and so trains another run.
+    short = ("eval.every=0", "eval.best_guidance=[]")
     words = ["train", str(ROOT / "configs" / "quickstart.yaml"), f"output={tmp_path}", *short]
     command = [sys.executable, "-m", "flowrl", *words, "--processes", "2"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=1800)
@@ -46,8 +46,8 @@ def test_the_quickstart_raises_strict_accuracy(tmp_path: Path):
     base, gain = summary["base"]["shapes_strict"], summary["difference"]["shapes_strict"]
     assert base["n"] >= 500
     assert 0.35 <= base["mean"] <= 0.65
-    assert gain["mean"] > 0.08
-    assert gain["low"] > 0.04
+    assert gain["mean"] >= 0.12
+    assert gain["low"] > 0.08
     assert (tmp_path / "quickstart" / "gallery" / "index.html").stat().st_size > 100_000
 
 

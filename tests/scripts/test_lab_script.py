@@ -182,10 +182,11 @@ def test_the_real_quickstart_depends_on_the_loop_and_not_on_the_gallery(lab: Mod
         "training/optim",
         "rollout/loop",
         "samplers/ode",
-        "algorithms/flow_grpo",
+        "algorithms/awm",
+        "diffusion/sa_solver",
         "models/weights",
     )
-    assert {f"flowrl/{name}.py" for name in wanted} | {"rewards/shapes.py", "flowrl/samplers/flow_sde.py"} <= found
+    assert {f"flowrl/{name}.py" for name in wanted} | {"rewards/shapes.py"} <= found
     assert not any("gallery" in name or "metrics" in name or "cps" in name for name in found)
     assert sum(file.suffix == ".safetensors" for file in _lab_fingerprints.model_files(tree)) == 5
 
