@@ -5,7 +5,7 @@
     python scripts/lab.py --seeds 0 NAME ...   only these seeds and recipes
     python scripts/lab.py --long NAME ...      the long runs instead of the cells; default: those of _lab_long.py
     python scripts/lab.py --steps              the quickstart's seed 0, evaluated at more steps
-    python scripts/lab.py --write              only write the page
+    python scripts/lab.py --write              only write the page, and the gains that docs/algorithms quotes
     python scripts/lab.py --check              replay the start of stale recipes: are the numbers still the same?
     python scripts/lab.py --compare COMMIT     gains now against those of a commit; exit code 1 if one fell
     python scripts/lab.py --flat               bytes of a flat picture, which the page counts sizes from
@@ -36,7 +36,8 @@ from typing import Any
 from _lab_compare import compare
 from _lab_fingerprints import ROOT, Fingerprints, fingerprints, read_recipe, state
 from _lab_long import LONG, draw, long_section, run_long
-from _lab_page import Entry, flat_kilobytes, page
+from _lab_page import METRIC, Entry, flat_kilobytes, page
+from _lab_quotes import bring_up_to_date
 from _lab_replay import differences, replay
 from _lab_runs import RUNS as RUNS
 from _lab_runs import Failed, cell_run, read, run_cell, write
@@ -166,7 +167,7 @@ def read_entry(name: str, recipe: Path, results: Cells) -> Entry:
 
 
 def write_page() -> None:
-    """docs/lab.md and its picture, from the files of results and the notes."""
+    """docs/lab.md and its picture, from the files of results and the notes, and gains that other pages quote."""
     results, long = load(RESULTS), load(LONG_RESULTS)
     entries = [read_entry(name, recipe, results) for name, recipe in recipes().items()]
     keys = {f"{name}/0": recipe for name, recipe in recipes().items() if f"{name}/0" in long}
@@ -180,6 +181,8 @@ def write_page() -> None:
     parts += long_section(long, results, states)
     PAGE.write_text(page(entries, parts, text), encoding="utf-8")
     print(PAGE)
+    gains = {each.name: [100 * values["difference"][METRIC]["mean"] for values in each.summaries] for each in entries}
+    bring_up_to_date(ROOT / "docs", gains)
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -511,9 +511,16 @@ def test_the_page_and_the_file_of_results_are_written(lab, monkeypatch):
     results = {f"quickstart/{seed}": cell(lab, gain) for seed, gain in ((0, 0.1), (1, 0.2))}
     lab.write_results(results)
     assert json.loads(lab.RESULTS.read_text()) == results
+    quoting = lab.ROOT / "docs" / "algorithms" / "method.md"
+    quoting.parent.mkdir()
+    quoting.write_text("`configs/quickstart.yaml`, six steps:\n+1.0 to -2.0 points; `configs/x.yaml` +1.0 to +2.0")
     lab.write_page()
     row = "| quickstart | tested | +15.0 | +7.0 | 2 of 3 | 50 | 5.00 + 0.10 | 190 | fresh, not run |"
     assert row in lab.PAGE.read_text()
+    assert (
+        quoting.read_text()
+        == "`configs/quickstart.yaml`, six steps:\n+10.0 to +20.0 points; `configs/x.yaml` +1.0 to +2.0"
+    )
     touch(lab, "flowrl/diffusion/process.py")
     lab.write_page()
     assert f"| `{results['quickstart/0']['code'][:8]}` stale (code) |" in lab.PAGE.read_text()
