@@ -39,10 +39,10 @@ _FOREGROUND = 0.34
 # a whole piece, whose noise averages out, may be 13 off, which leaves every hue halfway between unnamed.
 _MIN_CELL_COSINE = 0.90
 _MIN_PIECE_COSINE = 0.974
-# With noise of std 0.08, shapes overlap with their template by 0.85 or more; two of them grown together, even without
-# noise, by 0.82 or less. A circle and a square of one area overlap by 0.83; the best shape leads by 0.08 or more.
-_MIN_OVERLAP = 0.83
-_MIN_LEAD = 0.03
+# With noise of std 0.08 or as JPEG of quality 90, shapes overlap with their template by 0.87 or more, and lead by 0.08;
+# two of them grown together overlap by 0.82 or less, even without noise. A circle and a square of one area share 0.83.
+_MIN_OVERLAP = 0.84
+_MIN_LEAD = 0.025
 # Level of a piece's inside, 1 being the palette's: a picture of 0.85 of the brightness, saved as JPEG, has 0.69.
 _MIN_LEVEL, _MAX_LEVEL = 0.6, 1.3
 # Smaller pieces are specks; pieces below the second number are too small to be an object.
