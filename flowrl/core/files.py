@@ -161,8 +161,16 @@ def fsync(path: Path) -> None:
 
 
 def fsync_all(folder: Path) -> None:
-    """Wait until a folder with everything in it is on the disk."""
-    for path in (*folder.rglob("*"), folder, folder.parent):
+    """Wait until a folder with everything in it is on the disk.
+
+    Several at a time: one after the other each file waits for a commit of its own, and a thousand of them for seconds.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(16, "fsync") as pool:
+        for done in [pool.submit(fsync, path) for path in folder.rglob("*")]:
+            done.result()
+    for path in (folder, folder.parent):
         fsync(path)
 
 

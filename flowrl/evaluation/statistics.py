@@ -28,7 +28,9 @@ def interval(per_prompt: np.ndarray, groups: np.ndarray | None = None, seed: int
     total = np.bincount(place, values)
     for start in range(0, BOOTSTRAP, 1000):
         rows = rng.integers(len(count), size=(1000, len(count)))
-        means[start : start + 1000] = total[rows].sum(axis=1) / count[rows].sum(axis=1)
+        # Where every group has one value the sums of counts are known.
+        drawn = len(count) if (count == 1).all() else count[rows].sum(axis=1)
+        means[start : start + 1000] = total[rows].sum(axis=1) / drawn
     low, high = np.percentile(means, [2.5, 97.5])
     return {"mean": float(values.mean()), "low": float(low), "high": float(high), "n": len(values)}
 

@@ -15,9 +15,9 @@ import yaml
 from PIL import Image
 from safetensors import SafetensorError
 
-from flowrl.core import media
+from flowrl.core import files, media
 from flowrl.core.errors import ConfigError, WriteError
-from flowrl.core.files import out_folder, read_rows, write_atomically, writing
+from flowrl.core.files import fsync_all, out_folder, read_rows, write_atomically, writing
 from flowrl.evaluation.results import Evaluation
 from flowrl.gallery.places import comparison_folder, page_folder
 from flowrl.run.folder import MetricsFile, RunFolder
@@ -177,3 +177,26 @@ def test_no_comparison_and_no_other_run_takes_the_place_of_a_runs_own_report(tmp
             page_folder(which, a / "gallery")
     assert page_folder([a], a / "gallery") == a / "gallery"
     assert page_folder([a, b], tmp_path / "both") == tmp_path / "both"
+
+
+# ---- on the disk
+
+
+def test_a_folder_is_on_the_disk_after_its_contents_and_a_failure_is_raised(tmp_path, monkeypatch):
+    folder, synced = tmp_path / "a", list[Path]()
+    (folder / "b").mkdir(parents=True)
+    contents = {folder / "b", *(folder / "b" / f"{k}.png" for k in range(40))}
+    for file in contents - {folder / "b"}:
+        file.write_bytes(b"x")
+    monkeypatch.setattr(files, "fsync", synced.append)
+    fsync_all(folder)
+    assert synced[-2:] == [folder, tmp_path]
+    assert sorted(synced[:-2]) == sorted(contents)
+
+    def fail(path: Path) -> None:
+        if path.name == "7.png":
+            raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(files, "fsync", fail)
+    with pytest.raises(OSError, match="broken"):
+        fsync_all(folder)
