@@ -127,6 +127,8 @@ class SampleBatches(Work):
         self.count = self.times.sigma.shape[1]
         self.slot = torch.tensor([i.slot for i in samples.ids])
         self.old: Tensor | None = None
+        # The first update meets the very network that drew the samples: its old values would be its own.
+        self.fresh = self.method.behaviour == "policy" and self.method.passes == 1
         lengths = context.networks.policy.adapter.text_lengths(self.rollout.cond)
         self.lengths = None if lengths is None else lengths[self.rollout.rows].tolist()
         kept = credit.kept.flatten()[self.identity]
@@ -156,14 +158,15 @@ class SampleBatches(Work):
         return [group * self.count + time for group in groups for time in range(self.count)]
 
     def prepare(self) -> None:
-        method, networks, updates = self.method, self.context.networks, len(self.shares) * self.method.passes
-        if not method.keeps_old or (updates == 1 and method.behaviour == "policy"):
+        method, networks = self.method, self.context.networks
+        shares = self.shares[1:] if self.fresh else self.shares
+        if not method.keeps_old or not shares:
             return
         old = torch.zeros(len(self.identity) * self.count, dtype=torch.float64)
         places: list[Tensor] = []
         values: list[Tensor] = []
         with torch.no_grad(), networks.weights.using(method.behaviour):
-            for terms, batch, counts in (each for share in self.shares for each in self._in_step(share)):
+            for terms, batch, counts in (each for share in shares for each in self._in_step(share)):
                 result = method.old(batch, networks)
                 if counts:
                     places.append(terms)
@@ -183,7 +186,9 @@ class SampleBatches(Work):
 
     def plain_batches(self, number: int) -> Iterator[tuple[NoisedBatch, bool]]:
         """The same batches without the means of `method.centres`."""
-        return ((batch, counts) for _, batch, counts in self._in_step(self.shares[number]))
+        known = not (self.fresh and number == 0)
+        batches = ((batch, counts) for _, batch, counts in self._in_step(self.shares[number]))
+        return ((batch if known else replace(batch, old=None), counts) for batch, counts in batches)
 
     def _centre(self, number: int) -> Tensor | None:
         """Means of `method.measured` over the terms of a share on all processes, [K]; None without terms."""
