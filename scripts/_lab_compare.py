@@ -56,7 +56,7 @@ def compare(commit: str, names: list[str], now: dict[str, Any]) -> tuple[list[st
     good = True
     for name in names:
         keys = [key for key in now if key.rpartition("/")[0] == name]
-        both = [key for key in keys if key in then and then[key]["summary"] != now[key]["summary"]]
+        both = [key for key in keys if key in then and then[key]["summary"]["tuned"] != now[key]["summary"]["tuned"]]
         if not both:
             why = "not run" if not keys else "new" if not any(key in then for key in keys) else "not measured anew"
             lines.append(row(name, "", "", "", 0, why))

@@ -87,6 +87,8 @@ def test_a_recipe_differs_from_the_first_only_where_it_says(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_three_iterations_of_a_recipe_give_a_curve(proxy, name, tmp_path: Path):
+    from _lab_runs import measured  # the fixture's import has loaded it
+
     from flowrl.run.trainer import Trainer
 
     words = [*SMALL, f"output={tmp_path}", "name=run"]
@@ -95,7 +97,7 @@ def test_three_iterations_of_a_recipe_give_a_curve(proxy, name, tmp_path: Path):
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     assert all(np.isfinite(list(row.values())).all() for row in rows)
     # What the page takes of a run, as the lab keeps it.
-    assert {"clip_cos", "shapes_strict"} <= proxy.lab.measured(tmp_path / "run")["summary"]["difference"].keys()
+    assert {"clip_cos", "shapes_strict"} <= measured(tmp_path / "run")["summary"]["difference"].keys()
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("grad/norm", 0.0) for row in metrics) > 0
     assert metrics[0]["eval/clip_cos"] == pytest.approx(rows[1]["clip_cos"], abs=1e-5)
