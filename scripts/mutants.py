@@ -36,7 +36,11 @@ NEAR = {
     "samplers": ("tests/samplers", "tests/contracts/test_samplers.py", "tests/contracts/test_vp.py"),
     "losses": ("tests/losses", *(f"tests/algorithms/test_{name}.py" for name in ("dpok", "find", "imitation"))),
     "credit": ("tests/credit",),
-    "rollout": ("tests/rollout", "tests/contracts/test_iteration.py"),
+    "rollout": (
+        *("tests/rollout", "tests/contracts/test_iteration.py", "tests/diffusion/test_branching.py"),
+        *("tests/algorithms/test_dpok.py", "tests/algorithms/test_find.py"),
+        "tests/losses/test_preference_objectives.py",
+    ),
     "diffusion": ("tests/diffusion", "tests/samplers"),
     "algorithms": ("tests/algorithms",),
 }
