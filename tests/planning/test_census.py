@@ -27,13 +27,14 @@ from flowrl.config.resolved import Resolved
 from flowrl.core.types import Condition
 from flowrl.planning.cuda_rules import cuda_rules
 from flowrl.planning.memory import estimate, skeleton
+from flowrl.training.optim import OptimConfig, Optimizer
 from tests.tiny_sd3 import ROOT
 
 _ATEN = torch.ops.aten
 HALF = "model.dtype=bfloat16"
 LORA = "model.lora={rank: 8, alpha: 8}"
 FAST = {
-    "tiny-sd3, all weights": ("lab/flow_grpo", HALF),
+    "tiny-sd3, all weights": ("lab/flow_grpo", HALF, "optim.batch_size=1"),
     "tiny-sd": ("lab/sd-flow_grpo", HALF, LORA),
 }
 SLOW = {
@@ -181,7 +182,7 @@ def forwards(resolved: Resolved) -> dict[str, int]:
 
 
 def update(resolved: Resolved) -> int:
-    """Bytes of a microbatch with its reference, and of the optimizer's step if that needs more."""
+    """Bytes of a microbatch with its reference, and of the optimizer's step after it if that needs more."""
     adapter, weights = made(resolved)
     batch, scale = (
         resolved.run.optim.batch_size,
@@ -197,13 +198,21 @@ def update(resolved: Resolved) -> int:
             output = output - reference
         output.square().mean().backward()
 
+    def gradients() -> list[Tensor]:
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in weights.parameters.values()]
+
     def both() -> None:
-        weights.bind()
         for p in weights.parameters.values():
             p.grad = torch.zeros_like(p)
         microbatch()
+        optimizer.step(gradients(), torch.ones(()))
 
-    with on("cpu", adapter.network), cuda_rules():
+    # The norm is a value, which fake tensors have not: this one is clipped.
+    norm = mock.patch("torch.nn.utils.get_total_norm", return_value=2.0)
+    with on("cpu", adapter.network), cuda_rules(), norm:
+        weights.bind()
+        optimizer = Optimizer(weights, OptimConfig(max_grad_norm=1.0), 2)
+        optimizer.step(gradients())  # its moments are there before a microbatch
         return counted("cpu", both)
 
 
