@@ -32,7 +32,7 @@ _UNNAMED = len(COLORS)
 _LUMA = np.asarray((0.299, 0.587, 0.114), dtype=np.float32)
 _SIDE = 32
 """Lengths and areas below are in cells of an image of _SIDE x _SIDE; those of an oblong image have the same area."""
-_CHUNK = 32
+_CHUNK = 64
 """Images recognised in one go: enough for numpy, few enough for the processor's cache."""
 _FOREGROUND = 0.34
 # Neighbouring hues are 35 to 45 degrees apart. A cell may be 26 off, so that noise does not tear a shape;
