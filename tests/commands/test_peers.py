@@ -43,7 +43,7 @@ def test_a_bare_loop_repeats_an_updates_forwards_and_leaves_the_weights():
         made = [call for call in calls if call is not None]
         assert calls.count(None) == 2, "an update each"
         aimed = [call for call in made if call.target is not None]
-        # Each update trains 3 terms in one forward; the average, and the second one's old log-probs, have no backward pass.
+        # Each update trains 3 terms in one forward; the average and the second one's old log-probs have no backward.
         assert (len(aimed), len(made)) == (2, 5)
         assert all(call.with_gradient for call in aimed)
 
