@@ -238,13 +238,19 @@ def _weights(
 
 
 def _try_compiled(resolved: Resolved, kind: Training, adapter: ModelAdapter, cond: Condition, weights: Weights) -> None:
-    """One forward and backward of a microbatch through compiled blocks, so that what cannot be compiled ends here."""
+    """A microbatch's forward and backward and a rollout's forward through compiled blocks: what cannot be compiled ends
+    here, not in the first iteration."""
     run = resolved.run
     batch = run.rollout.batch_size if kind.frozen else run.optim.batch_size
-    rows = cond.index(torch.zeros(batch, dtype=torch.int64, device=cond.device))
+
+    def rows(count: int) -> Condition:
+        return cond.index(torch.zeros(count, dtype=torch.int64, device=cond.device))
+
     timesteps = adapter.schedule(run.rollout.num_inference_steps).timesteps[[0, -1]].unique().to(cond.device)
     trained = [] if kind.frozen else list(weights.parameters.values())
-    probe_compiled(adapter, rows, timesteps, kind.guidance(adapter, run.rollout.guidance_scale), trained)
+    probe_compiled(adapter, rows(batch), timesteps, kind.guidance(adapter, run.rollout.guidance_scale), trained)
+    if resolved.drawn and not kind.frozen:
+        probe_compiled(adapter, rows(run.rollout.batch_size), timesteps, run.rollout.guidance_scale, [])
 
 
 def _learner(resolved: Resolved, kind: Training, sampling: Sampling, weights: Weights) -> Learner:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from flowrl.config.load import load_config
 from flowrl.core.rows import repeatable
 from flowrl.planning.flop import RowFlop
-from flowrl.run import gauges
+from flowrl.run import assembly, gauges
 from flowrl.run.session import Session
 from flowrl.run.trainer import Trainer
 from tests.e2e.conftest import BASE, BRIGHTNESS
@@ -139,3 +139,13 @@ def test_the_rollout_is_strictly_deterministic_unless_a_reward_works_at_the_same
     session.roll_out(1)
     assert torch.are_deterministic_algorithms_enabled()
     assert degrees == {"rollout": {overlap}, "reward": {True}}
+
+
+def test_blocks_are_compiled_at_the_shapes_of_updates_and_rollouts_before_training(folder, monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        assembly, "probe_compiled", lambda model, cond, times, scale, trained: tried.append((len(cond), bool(trained)))
+    )
+    words = ("model.compile=blocks", "optim.batch_size=3", "rollout.batch_size=2")
+    with Session(folder / "run.yaml", *SMALL, *words):
+        assert tried == [(3, True), (2, False)]
