@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -46,8 +47,10 @@ class Setting:
     num_inference_steps: int
     limit: int | None = None
     """Number of prompts; None: all."""
-    save: bool = True
-    """Write scores and images, if the evaluator has a folder."""
+    save: bool | Literal["images"] = True
+    """Write scores and images, if the evaluator has a folder; "images": those alone."""
+    known: Evaluation | None = None
+    """An evaluation of the first prompts by the same weights, whose images are written: only the others are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +101,12 @@ class Evaluator:
             num_inference_steps=setting.num_inference_steps,
             prompts=tuple(p.text for p in prompts),
             seeds=self.options.samples_per_prompt,
-            scores=self._gather(due, len(prompts)),
+            scores=self._gather(due, len(prompts), setting.known),
             agreement=None if agreement is None else agreement(stop),
             distinct=tuple(distinct_numbers([identity(p) for p in prompts])),
             made_with=dict(self.made_with),
         )
-        if folder is not None and self.world.main:
+        if folder is not None and self.world.main and setting.save != "images":
             if (folder / setting.tag).is_dir():  # before the scores, which refer to them
                 fsync_all(folder / setting.tag)
             result.save(folder)
@@ -124,7 +127,7 @@ class Evaluator:
         # Where prompts are encoded between batches, encoders may set switches of the process (`Lanes.quiet`).
         device = self.world.device if sampling.texts.ready else torch.device("cpu")
         with Beside(self.scorer, device) as beside:
-            for slots, counts in self._rounds(len(prompts)):
+            for slots, counts in self._rounds(self._first(setting), len(prompts)):
                 ids = [SampleId(slot, k) for slot in slots for k in range(self.options.samples_per_prompt)]
                 drawn = sampling.draw(plan, noise, sampling.asked(prompts, ids), batch_size=size, options=options)
                 due += agree(partial(self._scored, beside, health, kept, stop, drawn) if counts else list)
@@ -152,8 +155,25 @@ class Evaluator:
         health.require_finite(when, self.sampling.remedy, trained=iteration > 0)
         return beside.rest()
 
-    def _gather(self, due: Sequence[tuple[list[SampleId], Scores]], prompts: int) -> dict[str, np.ndarray]:
-        """Scores of all processes: output -> [P, seeds]."""
+    def _first(self, setting: Setting) -> int:
+        """The first prompt that is to be drawn.
+
+        Raises:
+            ValueError: what is known is of other prompts, seeds or steps, or of another guidance.
+        """
+        known, seeds = setting.known, self.options.samples_per_prompt
+        if known is None:
+            return 0
+        texts = tuple(prompt.text for prompt in self.prompts[: setting.limit][: len(known.prompts)])
+        theirs = (known.prompts, known.seeds, known.num_inference_steps, known.guidance_scale)
+        if theirs != (texts, seeds, setting.num_inference_steps, setting.guidance_scale):
+            raise ValueError("an evaluation goes on from one of its own first prompts, seeds, steps and guidance")
+        return len(texts)
+
+    def _gather(
+        self, due: Sequence[tuple[list[SampleId], Scores]], prompts: int, known: Evaluation | None
+    ) -> dict[str, np.ndarray]:
+        """Scores of all processes: output -> [P, seeds]; the first of them may be known."""
         own = [
             (i, {name: float(value[j]) for name, value in scores.raw.items()})
             for ids, scores in due
@@ -165,16 +185,18 @@ class Evaluator:
             for i, values in part:
                 for name, value in values.items():
                     table[name][i.slot, i.sample] = value
+        for name, values in () if known is None else known.scores.items():
+            table[name][: len(values)] = values
         return table
 
-    def _rounds(self, prompts: int) -> list[tuple[range, bool]]:
-        """This process's prompts, some at a time, and whether they count.
+    def _rounds(self, first: int, prompts: int) -> list[tuple[range, bool]]:
+        """This process's prompts of `first` to `prompts`, some at a time, and whether they count.
 
         With a sharded network all processes make the same number of rounds, each of as many forwards: a process that
         has finished repeats the first prompt, which does not count.
         """
         size, step = self.world.size, max(1, self.options.batch_size // self.options.samples_per_prompt)
-        bounds = [rank * prompts // size for rank in range(size + 1)]
+        bounds = [first + rank * (prompts - first) // size for rank in range(size + 1)]
         every = [
             [range(start, min(start + step, high)) for start in range(low, high, step)]
             for low, high in itertools.pairwise(bounds)

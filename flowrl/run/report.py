@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -95,17 +96,22 @@ class Report:
         for file in stale if world.main else ():
             file.unlink()
         means = {base.guidance_scale: float(base.scores[metric][:_GUIDANCE_PROMPTS].mean())}
-        for scale in wanted:
-            if scale not in means:
-                trial = self._of_base("trial", scale, limit=_GUIDANCE_PROMPTS, save=False, tree=False)
-                means[scale] = float(trial.scores[metric].mean())
+        trials: dict[float, Evaluation] = {}
+        for wish in wanted:
+            if wish not in means:
+                # Its images are in their place, where it turns out to be the best.
+                options = {"limit": _GUIDANCE_PROMPTS, "save": "images", "tree": False}
+                trials[wish] = self._of_base(f"base-guidance-{wish:g}", wish, **options)
+                means[wish] = float(trials[wish].scores[metric].mean())
         better = entry.reward.card.higher_is_better
         scale = (max if better else min)(means, key=lambda s: means[s])
         log.info("base by CFG%s: %s", self.prompts.on, ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
+        for other in trials.keys() - {scale} if world.main else ():
+            shutil.rmtree(folder / trials[other].tag, ignore_errors=True)
         if scale == base.guidance_scale:
             return None
         # Trees have the guidance of training: the tree of the base is there already.
-        return self._of_base(f"base-guidance-{scale:g}", scale, tree=False)
+        return self._of_base(trials[scale].tag, scale, tree=False, known=trials[scale])
 
     def announce(self, before: Before) -> None:
         """Write the summary of a run under way."""

@@ -16,7 +16,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -243,7 +243,8 @@ class Session:
         limit: int | None = None,
         iteration: int | None = None,
         guidance_scale: float | None = None,
-        save: bool = True,
+        save: bool | Literal["images"] = True,
+        known: Evaluation | None = None,
         pairs: bool = True,
         tree: bool = True,
     ) -> Evaluation:
@@ -254,7 +255,8 @@ class Session:
             limit: number of prompts; None: all of them.
             iteration: the finished iteration; None: the last one.
             guidance_scale: None: the configuration's.
-            save: write scores and images.
+            save: write scores and images; "images": those alone.
+            known: an evaluation of the first prompts by the same weights, which are not drawn again.
             pairs: compare the network with held-out pairs, for a method that prefers images.
             tree: draw a tree, for a method on trees.
 
@@ -264,9 +266,9 @@ class Session:
         """
         iteration = self.iteration if iteration is None else iteration
         scale = self.eval_guidance if guidance_scale is None else guidance_scale
-        setting = Setting(tag, iteration, scale, self.eval_steps, limit, save)
-        evaluator = self.parts.evaluator
-        total = len(evaluator.prompts[:limit]) * evaluator.options.samples_per_prompt // self.world.size
+        setting = Setting(tag, iteration, scale, self.eval_steps, limit, save, known)
+        evaluator, done = self.parts.evaluator, 0 if known is None else len(known.prompts)
+        total = (len(evaluator.prompts[:limit]) - done) * evaluator.options.samples_per_prompt // self.world.size
         with phase("evaluation"), self.weights.using(self.optimizer.role):
             if tree:  # before the scores: whenever a signal comes, an evaluation with scores has its tree
                 self.tree(tag, iteration, self.stop)
