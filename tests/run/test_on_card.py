@@ -96,7 +96,7 @@ CASES = {
         (
             "algorithm={name: find, baseline: group}",
             *("data.eval_prompts=null", "model.lora=null", "rollout.sampler=null", "optim.weight_decay=0"),
-            "rollout.guidance_scale=1.0",
+            *("rollout.guidance_scale=1.0", "optim.batch_size=2"),
         ),
     ),
 }
@@ -177,5 +177,7 @@ def test_an_iteration_runs_on_cuda_and_seldom_waits_for_it(name, tmp_path, monke
         monkeypatch.setattr(_native, "load_pipeline", loading(gpu, case))
         row, steps, microbatches = iterated(case.words, gpu)
     assert row["grad/norm"] > 0
+    assert microbatches
+    assert steps or case.pairs
     assert len(most(steps)) <= case.step, "\n".join(map(str, most(steps)))
     assert len(most(microbatches)) <= case.microbatch, "\n".join(map(str, most(microbatches)))
