@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from flowrl.core.startup import own_process
 from flowrl.core.subprocesses import watch_launcher
 
 DEBUG = "FLOWRL_DEBUG"
@@ -81,6 +82,7 @@ def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:
 
 def main() -> None:
     """Run a command. Exit code: 2 a fault in the input, 1 a failure, 128 + n after signal n."""
+    own_process()
     watch_launcher()
     # The working directory comes last in the import path: components of dotted paths may lie there.
     if os.getcwd() not in sys.path:

@@ -51,6 +51,22 @@ def overhead(
 
 
 @app.command()
+def start(
+    config: Config = "quickstart",
+    overrides: Overrides = None,
+    rounds: Annotated[int, option("Measured processes of each kind.", least=1)] = 3,
+    page: Page = None,
+) -> None:
+    """Measure the start of `flowrl train` up to its first iteration, without the base's evaluation, next to imports."""
+    from flowrl.commands._start_bench import report
+
+    text = report(config, overrides or [], rounds, _cpu())
+    print(text)
+    if page is not None:
+        put_between(page, "start", text)
+
+
+@app.command()
 def reentry(
     calls: Annotated[int, option("Measured pairs of calls; more of them narrow the interval.", least=10)] = 300,
     batch: Annotated[int, option("Samples of a call.", least=1)] = 2,

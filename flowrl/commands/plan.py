@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowrl.commands._arguments import Config, Overrides
+from flowrl.core.startup import imports
 from flowrl.core.units import operations, size
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ def command(config: Config, overrides: Overrides = None) -> None:
     import yaml
     from rich.console import Console
 
-    from flowrl.commands._plan_data import data_here
-    from flowrl.config.checks import check_model
-    from flowrl.config.load import load_config, resolve
+    with imports():
+        from flowrl.commands._plan_data import data_here
+        from flowrl.config.checks import check_model
+        from flowrl.config.load import load_config, resolve
 
     resolved = resolve(load_config(config, overrides), offline=True)
     data = data_here(resolved)

@@ -6,6 +6,7 @@ import os
 from typing import Annotated
 
 from flowrl.commands._arguments import Config, Overrides, Processes, option
+from flowrl.core.startup import imports
 
 Resume = Annotated[
     bool,
@@ -52,8 +53,9 @@ def command(
     grouped = "WORLD_SIZE" in os.environ
     if processes > 1 and not grouped:
         raise SystemExit(_launch(config, overrides or [], _flags(resume, accept), processes))
-    from flowrl.config.load import load_config, resolve
-    from flowrl.run.trainer import Trainer
+    with imports():
+        from flowrl.config.load import load_config, resolve
+        from flowrl.run.trainer import Trainer
 
     with no_exit():
         Trainer(resolve(load_config(config, overrides))).fit(resume=resume, accept_changes=accept)
@@ -65,11 +67,13 @@ def _flags(resume: bool, accept: bool) -> list[str]:
 
 def _launch(config: str, overrides: list[str], flags: list[str], processes: int) -> int:
     """Validate once, hold the run folder, and run the workers."""
-    from flowrl.config.load import load_config, resolve
     from flowrl.core.errors import no_exit
-    from flowrl.run.folder import RunFolder
-    from flowrl.run.launch import launch
-    from flowrl.training.world import require_devices
+
+    with imports():
+        from flowrl.config.load import load_config, resolve
+        from flowrl.run.folder import RunFolder
+        from flowrl.run.launch import launch
+        from flowrl.training.world import require_devices
 
     with no_exit():
         resolved = resolve(load_config(config, overrides))

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from flowrl.core.errors import ModelError
+from flowrl.core.startup import imports
 from flowrl.models._vae import cast_vae, vae_dtype
 from flowrl.models.base import ModelConfig, torch_dtype
 from flowrl.models.paths import lacks, loading, null_components, pipeline_index, require_folder, resolve_path
 from flowrl.models.savings import check_available, quantization
 
 
+@imports()
 def quiet_diffusers(name: str) -> Any:
     """A class of diffusers. Loading takes seconds: the libraries' own bars would drown the run's messages."""
     import diffusers
@@ -57,6 +59,7 @@ def load_pipeline(pipeline_name: str, vae_name: str, config: ModelConfig, **comp
     return pipeline
 
 
+@imports()
 def meta_pipeline(
     folder: Path,
     config: ModelConfig,

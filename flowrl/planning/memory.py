@@ -309,7 +309,7 @@ def _measure(
 
     def attempt(what: str, work: Callable[[], Any], *, grad: bool = False) -> tuple[int | None, float | None]:
         try:
-            return folded(work, repeating, grad=grad)
+            return folded(work, repeating if what in ("rollout", "update") else [], grad=grad)
         except Unmeasurable as error:
             unknown[what] = str(error)
             return None, None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import ConfigError
+from flowrl.core.startup import imports
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _NO_KERNEL, _CUBLAS = " does not have a deterministic", "is not deterministic because it uses CuBLAS"
@@ -25,7 +26,8 @@ _NO_KERNEL, _CUBLAS = " does not have a deterministic", "is not deterministic be
 def prepare() -> None:
     """Deterministic kernels from here on, with warnings; called before CUDA starts, which reads the environment."""
     os.environ.setdefault(_WORKSPACE, ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    with imports():  # torch tells its compiler, which it imports for that
+        torch.use_deterministic_algorithms(True, warn_only=True)
     # Torch would fill all new memory with NaN, to show reads of it: 3.5 % of the time for the same bits.
     settings: Any = torch.utils.deterministic  # type checkers do not see its property
     settings.fill_uninitialized_memory = False

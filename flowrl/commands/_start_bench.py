@@ -1,0 +1,126 @@
+"""`flowrl bench start`: CPU seconds from the start of `flowrl train` to its first iteration, next to imports alone.
+
+Each measurement is a process of its own, the two kinds in turn. The run ends where the base would be evaluated, which
+is the last thing before the first iteration and not a part of the start. CPU seconds, since other programs disturb them
+least; on an idle core they are the seconds on a clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+TARGET = 2.0
+"""Most seconds beyond the imports of torch, diffusers' class and peft."""
+PLACE = "FLOWRL_BENCH_START"
+"""Environment variable: the file that the measured process writes."""
+PARTS = ("imports of the command", "configuration", "prompts", "rewards", "model", "probes of rewards", "texts")
+"""Parts of a start in its order; the rest has no name."""
+_IMPORTS = "import torch, peft, time\nfrom diffusers import {}\nprint(time.process_time())"
+_START = "from flowrl.commands._start_bench import run_once; run_once()"
+
+
+def report(config: str, overrides: list[str], rounds: int, cpu: str) -> str:
+    """The result as Markdown.
+
+    Raises:
+        SystemExit: the run does not start; its own message is on the screen.
+    """
+    kind = _pipeline_class(config, overrides)
+    alone: list[float] = []
+    starts: list[dict[str, float]] = []
+    for _ in range(rounds):
+        alone.append(float(_run([sys.executable, "-P", "-c", _IMPORTS.format(kind)], {}).split()[-1]))
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "seconds.json"
+            words = [sys.executable, "-P", "-c", _START, "train", config, *overrides, f"output={folder}/run"]
+            _run(words, {PLACE: str(file)})
+            starts.append(json.loads(file.read_text(encoding="utf-8")))
+    seconds = {name: statistics.median(row.get(name, 0.0) for row in starts) for name in (*PARTS, "whole")}
+    beside = statistics.median(alone)
+    over = seconds["whole"] - beside
+    lines = ["| part of the start | CPU s |", "|---|---|"]
+    lines += [f"| {name} | {seconds[name]:.2f} |" for name in PARTS]
+    lines += [
+        f"| everything else | {seconds['whole'] - sum(seconds[name] for name in PARTS):.2f} |",
+        f"| whole start | {seconds['whole']:.2f} |",
+        f"| imports alone: torch, diffusers' {kind}, peft | {beside:.2f} |",
+        "",
+        f"Beyond the imports {over:.2f} s, target {TARGET:g} s: {'met' if over <= TARGET else 'missed'}. `{config}`, "
+        f"medians of {rounds} processes of each kind in turn, {cpu}, load average {os.getloadavg()[0]:.1f}.",
+    ]
+    return "\n".join(lines)
+
+
+def _pipeline_class(config: str, overrides: list[str]) -> str:
+    """The class that the model's module names; the imports of a generic one are those of its base class."""
+    from flowrl.config.load import load_config, resolve
+
+    module = resolve(load_config(config, overrides)).model.module
+    return vars(module).get("PIPELINE", "DiffusionPipeline")
+
+
+def _run(words: list[str], more: dict[str, str]) -> str:
+    done = subprocess.run(words, env=os.environ | more, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"flowrl bench start: a measured process ended with exit code {done.returncode}")
+    return done.stdout
+
+
+# ---- inside the measured process
+
+
+def run_once() -> NoReturn:
+    """`flowrl train` as in sys.argv, to the evaluation of the base: there its seconds are written, and it ends."""
+    from flowrl.cli import main
+    from flowrl.core.startup import imports, own_process
+
+    own_process()
+    with imports():  # as the command has them
+        from flowrl.config import components, load
+        from flowrl.run import assembly, report, trainer
+
+    assert trainer.Trainer  # imported with the others, whose time is that of its imports
+
+    seconds: dict[str, float] = defaultdict(float, {PARTS[0]: time.process_time()})
+    for owner, attribute, name in (
+        (load, "load_config", "configuration"),
+        (load, "resolve", "configuration"),
+        (assembly, "run_prompts", "prompts"),
+        (assembly, "build_scorers", "rewards"),
+        (components.Component, "build", "model"),  # those of sampler and method take no time
+        (assembly, "probe", "probes of rewards"),
+        (assembly, "embedded", "texts"),
+    ):
+        setattr(owner, attribute, _timed(seconds, name, getattr(owner, attribute)))
+
+    def leave(*_: Any, **__: Any) -> NoReturn:
+        seconds["whole"] = time.process_time()
+        Path(os.environ[PLACE]).write_text(json.dumps(seconds), encoding="utf-8")
+        os._exit(0)
+
+    setattr(report.Report, "before", leave)  # noqa: B010, a method is no attribute to assign
+    main()
+    raise SystemExit("flowrl bench start: the run ended before its first iteration")
+
+
+def _timed(seconds: dict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, its CPU seconds added to `name`."""
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        begun = time.process_time()
+        try:
+            return function(*args, **options)
+        finally:
+            seconds[name] += time.process_time() - begun
+
+    return wrapped
