@@ -26,7 +26,7 @@ PLACE = "FLOWRL_BENCH_START"
 PARTS = ("imports of the command", "configuration", "prompts", "rewards", "model", "probes of rewards", "texts")
 """Parts of a start in its order; the rest has no name."""
 _IMPORTS = "import torch, peft, time\nfrom diffusers import {}\nprint(time.process_time())"
-_START = "from flowrl.commands._start_bench import run_once; run_once()"
+_START = "from flowrl.commands._start_bench import watch; watch()\nfrom flowrl.cli import main; main()"
 
 
 def report(config: str, overrides: list[str], rounds: int, cpu: str) -> str:
@@ -44,6 +44,8 @@ def report(config: str, overrides: list[str], rounds: int, cpu: str) -> str:
             file = Path(folder) / "seconds.json"
             words = [sys.executable, "-P", "-c", _START, "train", config, *overrides, f"output={folder}/run"]
             _run(words, {PLACE: str(file)})
+            if not file.is_file():
+                raise SystemExit("flowrl bench start: the run ended before its first iteration")
             starts.append(json.loads(file.read_text(encoding="utf-8")))
     seconds = {name: statistics.median(row.get(name, 0.0) for row in starts) for name in (*PARTS, "whole")}
     beside = statistics.median(alone)
@@ -79,9 +81,8 @@ def _run(words: list[str], more: dict[str, str]) -> str:
 # ---- inside the measured process
 
 
-def run_once() -> NoReturn:
-    """`flowrl train` as in sys.argv, to the evaluation of the base: there its seconds are written, and it ends."""
-    from flowrl.cli import main
+def watch() -> None:
+    """Make this process's `flowrl train` end where it would evaluate the base, and write its seconds there."""
     from flowrl.core.startup import imports, own_process
 
     own_process()
@@ -109,8 +110,6 @@ def run_once() -> NoReturn:
         os._exit(0)
 
     setattr(report.Report, "before", leave)  # noqa: B010, a method is no attribute to assign
-    main()
-    raise SystemExit("flowrl bench start: the run ended before its first iteration")
 
 
 def _timed(seconds: dict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:

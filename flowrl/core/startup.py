@@ -7,8 +7,11 @@ fifth of the time of importing torch, diffusers and transformers, and every late
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
+
+_OWN: ContextVar[bool] = ContextVar("flowrl_own_process", default=False)
 
 
 def own_process() -> None:
@@ -16,13 +19,13 @@ def own_process() -> None:
 
     A program that uses flowrl as a library says nothing, and is left as it is.
     """
-    gc.freeze()
+    _OWN.set(True)
 
 
 @contextmanager
-def imports() -> Iterator[None]:
+def imports() -> Generator[None]:
     """No look for cycles inside the block, and never one at what it has made; in a process of flowrl's own only."""
-    if not gc.get_freeze_count() or not gc.isenabled():
+    if not _OWN.get() or not gc.isenabled():
         yield
         return
     gc.disable()
