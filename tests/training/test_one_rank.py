@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def alone() -> Iterator[World]:
+def alone(tmp_path: Path) -> Iterator[World]:
     """A group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield World(0, 1, CPU)
     dist.destroy_process_group()
 
