@@ -86,7 +86,11 @@ def test_work_is_timed_where_it_begins_and_everything_is_put_back():
         clock.wait(0.5)
         return reward.score([], [], [])
 
-    reward = Reward(lambda images, prompts, metadata: clock.wait(1.0), Card(outputs=("a",)))
+    def score(images, prompts, metadata):
+        clock.wait(1.0)
+        return torch.zeros(0)
+
+    reward = Reward(score, Card(outputs=("a",)))
     scorer = SimpleNamespace(distinct=[SimpleNamespace(reward=reward)], raw=raw)
     session = SimpleNamespace(model=Model(), rewards=scorer, optimizer=SimpleNamespace(step=lambda: clock.wait(0.25)))
     kept, watch = (reward.score, torch.Tensor.backward, raw), Stopwatch(clock=clock)
