@@ -68,7 +68,12 @@ def test_an_update_is_counted_by_its_training_forwards(bench):
 
 
 def test_decoding_noise_and_checkpoint_are_measured(bench):
-    assert phases.decode(bench, 1)["ms_per_sample"] > 0
+    found = phases.decode(bench, 1)
+    assert found["ms_per_sample"] > 0
+    assert found["most_levels"] == 0
+    bench.first[bench.batch] += 2 / 255
+    found = phases.decode(bench, 1)
+    assert (found["mean_levels"], found["most_levels"]) == pytest.approx((2, 2), rel=1e-2)
     found = phases.noise(bench, 1)
     assert (found["samples"], found["values"]) == (4, 4 * 8 * 8)
     assert found["reference_ms"] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +13,7 @@ from flowrl.commands._arguments import Config, Overrides, option
 
 if TYPE_CHECKING:
     from flowrl.commands._gpu.records import Records
+    from flowrl.commands._gpu.session import Bench
 
 Out = Annotated[
     Path | None,
@@ -99,17 +102,19 @@ def gpu(
 ) -> None:
     """Measure the phases of a run on small rollouts with random rewards: ms, TFLOP/s, memory, gate."""
     from flowrl.commands._gpu.records import Records
-    from flowrl.commands._gpu.session import VARIANTS
+    from flowrl.commands._gpu.session import VARIANTS, opened
 
     wanted = _chosen("--what", what, _measurements())
     counts = [_count(word) for word in batches.split(",") if word]
     records = _records(out, config=config)
+    first: dict[int, Any] = {}
     for variant in _chosen("--variants", variants, VARIANTS):
         words = [*(overrides or []), *VARIANTS[variant]]
         names: dict[str, Any] = {"variant": variant, "overrides": " ".join(overrides or [])}
         errors = Records(None)
+        start = partial(opened, config, words, random=random)
         opened_at_all = errors.attempt(
-            lambda w=words, n=names: _measure(config, w, wanted, counts, repeats, records, n, random=random)
+            lambda s=start, n=names: _measure(s, wanted, counts, repeats, records, n, first=first)
         )
         if not opened_at_all:
             records.add(what="open", **names, error=errors.rows[0]["error"])
@@ -117,28 +122,26 @@ def gpu(
 
 
 def _measure(
-    config: str,
-    words: list[str],
+    start: Callable[[], Bench],
     wanted: list[str],
     counts: list[int],
     repeats: int,
     records: Records,
     names: dict[str, Any],
     *,
-    random: bool,
+    first: dict[int, Any],
 ) -> dict[str, Any]:
-    """All measurements of a variant, in one session."""
+    """All measurements of a variant, in one session; `first` is kept between variants."""
     from dataclasses import replace
 
     from flowrl.commands._gpu.phases import WHAT
-    from flowrl.commands._gpu.session import opened
 
-    with opened(config, words, random=random) as bench:
+    with start() as bench:
         for name in WHAT:
             if name not in wanted:
                 continue
             for count in counts or [bench.batch]:
-                sized = replace(bench, batch=count)
+                sized = replace(bench, batch=count, first=first)
                 records.attempt(lambda n=name, b=sized: WHAT[n](b, repeats), what=name, **names, batch=count)
     return {}
 

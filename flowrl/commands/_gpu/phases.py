@@ -90,13 +90,20 @@ def _tflops(bench: Bench, rows: float, trained: float, times: list[float]) -> Ro
 
 
 def decode(bench: Bench, repeats: int) -> Row:
-    """Milliseconds of an image or a video through the VAE's decoder, at the batch of the rollout."""
+    """Milliseconds of an image or a video through the VAE's decoder, at the batch of the rollout.
+
+    And the mean and the largest difference of its values from those of the first variant, in levels of 1/255.
+    """
     ids = bench.ids(1)
     asked, model = bench.asked(ids), bench.session.model
-    x0 = torch.randn(len(ids), *model.latent_shape()).to(bench.device)
+    generator = torch.Generator().manual_seed(0)
+    x0 = torch.randn(len(ids), *model.latent_shape(), generator=generator).to(bench.device)
     reset_peak(bench.device)
     times = timed(lambda: decoded(model, x0, asked.cond, asked.rows), bench.device, repeats, warmups=1)
-    return {"ms_per_sample": middle([ms / len(ids) for ms in times]), "peak_gib": peak_gib(bench.device)}
+    result: Row = {"ms_per_sample": middle([ms / len(ids) for ms in times]), "peak_gib": peak_gib(bench.device)}
+    images = decoded(model, x0, asked.cond, asked.rows).float().cpu()
+    apart = 255 * (images - bench.first.setdefault(bench.batch, images)).abs()
+    return result | {"mean_levels": float(f"{apart.mean():.3g}"), "most_levels": float(f"{apart.max():.3g}")}
 
 
 def memory(bench: Bench, repeats: int) -> list[Row]:

@@ -54,6 +54,8 @@ class Bench:
     """Samples of a forward, in rollout and training."""
     counted: list[RowFlop | None] = field(default_factory=list)
     """The operations of a row, once they are counted."""
+    first: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Batch -> images on the CPU that the first of several variants decoded, which the others are compared with."""
 
     def __enter__(self) -> Bench:
         return self
