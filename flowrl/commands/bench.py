@@ -45,9 +45,7 @@ def overhead(
     from flowrl.config.load import load_config, resolve
 
     text = report(measure(resolve(load_config(config, overrides)), iterations, warmup), config, _cpu())
-    print(text)
-    if page is not None:
-        put_between(page, "overhead", text)
+    _show(text, page, "overhead")
 
 
 @app.command()
@@ -61,9 +59,7 @@ def start(
     from flowrl.commands._start_bench import report
 
     text = report(config, overrides or [], rounds, _cpu())
-    print(text)
-    if page is not None:
-        put_between(page, "start", text)
+    _show(text, page, "start")
 
 
 @app.command()
@@ -77,9 +73,7 @@ def reentry(
     import torch
 
     text = _reentry_text(reentry_cost(calls, batch, guidance), batch, guidance, torch.get_num_threads())
-    print(text)
-    if page is not None:
-        put_between(page, "reentry", text)
+    _show(text, page, "reentry")
 
 
 @app.command()
@@ -106,9 +100,7 @@ def trees(
     from flowrl.commands._tree_bench import measure, report
 
     text = report(measure(overrides or [], rounds), _cpu())
-    print(text)
-    if page is not None:
-        put_between(page, "trees", text)
+    _show(text, page, "trees")
 
 
 @app.command()
@@ -122,9 +114,7 @@ def peers(
     from flowrl.commands._peers_bench import measure, report
 
     text = report(*measure(config, overrides or [], pairs), _cpu())
-    print(text)
-    if page is not None:
-        put_between(page, "peers", text)
+    _show(text, page, "peers")
 
 
 @app.command()
@@ -198,6 +188,13 @@ def _cpu() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()} ({os.cpu_count()} cores)"
+
+
+def _show(text: str, page: Path | None, name: str) -> None:
+    """Print a table, and write it into its place on a page."""
+    print(text)
+    if page is not None:
+        put_between(page, name, text)
 
 
 def put_between(file: Path, name: str, text: str) -> None:
