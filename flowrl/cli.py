@@ -15,29 +15,39 @@ from flowrl.core.subprocesses import watch_launcher
 
 DEBUG = "FLOWRL_DEBUG"
 
-COMMANDS = (
-    "train",
-    "plan",
-    "doctor",
-    "sample",
-    "eval",
-    "gallery",
-    "score",
-    "pairs",
-    "serve",
-    "list",
-    "export",
-    "bench",
-)
+PAGES = {
+    "train": "docs/tutorials/first_reward.md",
+    "sweep": "docs/tutorials/compare_methods.md",
+    "ask": "docs/watching.md",
+    "plan": "docs/tutorials/one_card.md",
+    "doctor": "docs/tutorials/cluster.md",
+    "sample": "docs/judging.md",
+    "eval": "docs/judging.md",
+    "gallery": "docs/gallery.md",
+    "diagnose": "docs/troubleshooting.md",
+    "watch": "docs/watching.md",
+    "score": "docs/tutorials/first_reward.md",
+    "pairs": "docs/tutorials/preferences.md",
+    "serve": "docs/tutorials/reward_server.md",
+    "list": "docs/configuration.md",
+    "new": "docs/tutorials/new_method.md",
+    "export": "docs/using_lora.md",
+    "bench": "docs/performance.md",
+}
+"""Command -> the page that shows it at work."""
+COMMANDS = tuple(PAGES)
 GROUPS = ("bench",)
 """Commands with sub-commands."""
 
 app = typer.Typer(
     name="flowrl",
     help="Align diffusion and flow-matching generators with rewards.",
+    epilog=f"Start: {PAGES['train']}, your own reward in ten minutes. Any command: flowrl COMMAND --help.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: panels need half as many lines again
+    context_settings={"max_content_width": 100},
 )
 
 
@@ -66,10 +76,11 @@ def options(
 def _register() -> None:
     for name in COMMANDS:
         module = importlib.import_module(f"flowrl.commands.{name}")
+        epilog = f"Page: {PAGES[name]}"
         if name in GROUPS:
-            app.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=name, epilog=epilog)
         else:
-            app.command(name=name)(module.command)
+            app.command(name=name, epilog=epilog)(module.command)
 
 
 def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:

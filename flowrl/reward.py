@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 Images: TypeAlias = "Tensor | Sequence[Tensor]"
 """Images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1]; where sizes differ a sequence, [3, H, W] or [F, 3, H, W]."""
 ScoreFunction: TypeAlias = "Callable[[Images, Sequence[str], Sequence[dict]], Tensor | Mapping[str, Tensor]]"
+AnswerFunction: TypeAlias = "Callable[[Images, Sequence[str], Sequence[dict]], list[list[float]]]"
+"""Answers to the questions of each sample, in their order; NaN: the question failed."""
+
+CompareFunction: TypeAlias = "Callable[[Images, Images, Sequence[str], Sequence[dict]], Tensor]"
+"""P(the first image is preferred to the second), [B], shown in this order; NaN: the question failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +74,11 @@ class Reward:
 
     score: ScoreFunction
     card: Card
+    answers: AnswerFunction | None = None
+    """For a reward that asks a list of questions: their answers, of which `score` is a function; a benchmark keeps
+    them one by one. None: the score is all there is."""
+    compare: CompareFunction | None = None
+    """For a judge that sees two images at once. None: it judges one at a time."""
 
     def prefixed(self, prefix: str) -> Reward:
         """The same reward with "<prefix>_" before the name of every output."""
@@ -77,7 +87,8 @@ class Reward:
             result = self.score(images, prompts, metadata)
             return {f"{prefix}_{k}": v for k, v in result.items()} if isinstance(result, Mapping) else result
 
-        return Reward(renamed, replace(self.card, outputs=tuple(f"{prefix}_{name}" for name in self.card.outputs)))
+        card = replace(self.card, outputs=tuple(f"{prefix}_{name}" for name in self.card.outputs))
+        return Reward(renamed, card, self.answers, self.compare)
 
 
 REASONS: ContextVar[list[str] | None] = ContextVar("flowrl_unscored", default=None)

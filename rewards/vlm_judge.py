@@ -25,7 +25,7 @@ from typing import Annotated
 
 import torch
 from flowrl.rewards._judges import rubrics
-from flowrl.rewards._judges.backends import QWEN, Backend, judge_card, judge_reward
+from flowrl.rewards._judges.backends import QWEN, Backend, judge_card, judge_reward, reward_of_judge
 from flowrl.rewards._judges.base import (
     DIGITS,
     FIRST_SECOND,
@@ -45,7 +45,7 @@ from flowrl.rewards.diversity import groups_of
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
-from flowrl.reward import Card, Images, Reward, RewardError, ScoreFunction
+from flowrl.reward import Card, CompareFunction, Images, Reward, RewardError, ScoreFunction
 
 LEVEL = "experimental"
 CARD = judge_card(
@@ -59,7 +59,8 @@ CARD = judge_card(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(Backend):
     rubric: Annotated[str, NAME_OR_PATH] = "alignment"
-    """A built-in rubric (alignment, alignment_digits, quality, preference), or the path of a .yaml file of yours."""
+    """A built-in rubric (alignment, alignment_digits, quality, preference, wise_legacy, wise_verified), or the path of
+    a .yaml file of yours."""
     max_tokens: int = 512
     """Longest answer of a rubric of scale `score`."""
 
@@ -104,7 +105,7 @@ def _pairwise(judge: Judge, rubric: Rubric) -> ScoreFunction:
                 if first is None or second is None:
                     continue
                 pairs.append((number, i, j))
-                questions.append(Question(rubric.ask(prompts[rows[i]]), (first, second)))
+                questions.append(Question(rubric.ask(prompts[rows[i]], metadata[rows[i]]), (first, second)))
         tables = [torch.full((len(rows), len(rows)), torch.nan, dtype=torch.float64) for rows in groups]
         for (number, i, j), value in zip(pairs, yes_share(judge, questions, FIRST_SECOND).tolist(), strict=True):
             tables[number][i, j] = value
@@ -118,9 +119,26 @@ def _pairwise(judge: Judge, rubric: Rubric) -> ScoreFunction:
     return score
 
 
+def _texts(rubric: Rubric, prompts: Sequence[str], metadata: Sequence[dict]) -> list[str]:
+    """What is asked of each sample."""
+    return [rubric.ask(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
+
+
+def _comparison(judge: Judge, rubric: Rubric) -> CompareFunction:
+    def compare(first: Images, second: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        pairs = zip(map(to_uint8, first), map(to_uint8, second), prompts, metadata, strict=True)
+        questions = [
+            None if a is None or b is None else Question(rubric.ask(prompt, record), (a, b))
+            for a, b, prompt, record in pairs
+        ]
+        return where_asked(questions, lambda asked: yes_share(judge, asked, FIRST_SECOND))
+
+    return compare
+
+
 def _by_probability(judge: Judge, rubric: Rubric) -> ScoreFunction:
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        questions = ask_about(images, [rubric.ask(prompt) for prompt in prompts])
+        questions = ask_about(images, _texts(rubric, prompts, metadata))
         if rubric.scale == "yes_no":
             return where_asked(questions, lambda asked: yes_share(judge, asked)).float()
         return where_asked(questions, lambda asked: expected_digit(judge, asked) / 5).float()
@@ -142,7 +160,7 @@ def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int
         return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(names))
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
-        values = where_asked(ask_about(images, [rubric.ask(prompt) for prompt in prompts]), ask).float()
+        values = where_asked(ask_about(images, _texts(rubric, prompts, metadata)), ask).float()
         return dict(zip(names, values.unbind(dim=1), strict=True))
 
     return score
@@ -151,9 +169,9 @@ def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int
 def card_of(config: Config) -> Card:
     rubric = rubrics.load(config.rubric, "vlm_judge")
     if rubric.scale != "score":
-        return dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise")
+        return dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise", requires=tuple(rubric.fields))
     names = ("vlm_judge", *(f"vlm_judge_{axis}" for axis in rubric.axes))
-    return dataclasses.replace(CARD, outputs=names, low=rubric.low, high=rubric.high)
+    return dataclasses.replace(CARD, outputs=names, low=rubric.low, high=rubric.high, requires=tuple(rubric.fields))
 
 
 def build(config: Config) -> Reward:
@@ -167,8 +185,8 @@ def build(config: Config) -> Reward:
     how = _pairwise if rubric.scale == "pairwise" else _by_probability
     options = {"yes_no": YES_NO, "expectation": DIGITS, "pairwise": FIRST_SECOND}[rubric.scale]
 
-    def checked(judge: Judge) -> ScoreFunction:
-        judge.check_options(options)
-        return how(judge, rubric)
-
-    return judge_reward("vlm_judge", card, config, QWEN, checked, text)
+    judge = config.load("vlm_judge", QWEN)
+    judge.check_options(options)
+    reward = reward_of_judge(judge, "vlm_judge", card, config, QWEN, how(judge, rubric), text)
+    compare = _comparison(judge, rubric) if rubric.scale == "pairwise" else None
+    return dataclasses.replace(reward, compare=compare)

@@ -15,17 +15,27 @@ from typing import Any
 
 import yaml
 
+from flowrl.config.extends import KEY, chain, merged
 from flowrl.config.retired import FLAT_PAIRS
 
 ROOT = Path(__file__).resolve().parents[1]
 # Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
 # named here counts, so a new one cannot be forgotten.
 SILENT = (
-    *("config/checks", "config/locate", "config/places", "config/retired", "core/contents", "core/errors"),
+    *(
+        "config/checks",
+        "config/extends",
+        "config/locate",
+        "config/places",
+        "config/retired",
+        "core/contents",
+        "core/errors",
+    ),
     *("core/console", "core/files", "core/media", "core/paths", "core/phases", "core/registry", "core/status"),
-    *("core/strict", "core/subprocesses", "core/versions", "gallery/__init__", "planning/memory"),
-    *("planning/out_of_memory", "run/checkpoint", "run/ending", "run/export", "run/folder", "run/handover"),
-    *("run/gauges", "run/inputs", "run/launch", "run/state", "training/dead_groups", "training/metrics"),
+    *("core/strict", "core/subprocesses", "core/versions", "gallery/__init__", "gallery/runs"),
+    *("planning/memory", "planning/out_of_memory", "run/card", "run/card_facts", "run/card_loading"),
+    *("run/checkpoint", "run/ending", "run/export", "run/folder", "run/gauges", "run/handover", "run/inputs"),
+    *("run/launch", "run/plain_text", "run/state", "training/dead_groups", "training/metrics"),
 )
 
 
@@ -41,8 +51,15 @@ class Fingerprints:
 
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
-    """A recipe's tree, its paths relative to the repository instead of to the recipe."""
-    return _from_root(yaml.safe_load(recipe.read_text(encoding="utf-8")), recipe.resolve().parent)
+    """A recipe's tree, merged with what it extends, its paths relative to the repository instead of to their file."""
+    result: dict[str, Any] = {}
+    for file in reversed(chain(recipe, _plain)):
+        result = merged(result, _from_root(_plain(file), file.resolve().parent))
+    return {key: value for key, value in result.items() if key != KEY}
+
+
+def _plain(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 def _from_root(value: Any, folder: Path) -> Any:

@@ -21,6 +21,7 @@ held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over cap
 Two single-thread processes on two CPU cores. CPU seconds are those of both processes, with the start, both evaluations
 and, where there is one, the search for the base's best CFG; seconds are those of the clock, without the start, and
 depend on what else the machine did. Network evaluations are counted per rolled-out sample, in sampling and in updates.
+Means over seeds are of the cells of the recipe as it is now, where there are any.
 """
 STATES = """\
 `code` is the fingerprint of the code that the cell was measured with: every module of the run that can change a number,
@@ -77,14 +78,20 @@ class Entry:
     """Learns from pairs of which one is preferred."""
 
     @property
+    def counted(self) -> dict[int, dict[str, Any]]:
+        """Seed -> cell of those that means are of: of the recipe as it is; without any, of what it was."""
+        there = {seed: cell for seed, cell in self.cells.items() if cell is not None}
+        return {seed: cell for seed, cell in there.items() if self.states[seed] != "stale: recipe"} or there
+
+    @property
     def curves(self) -> dict[int, Curve]:
         """Seed -> (CPU seconds, accuracy) of base, evaluations on the way and end."""
-        kept = {seed: cell["summary"].get("curve") for seed, cell in self.cells.items() if cell is not None}
+        kept = {seed: cell["summary"].get("curve") for seed, cell in self.counted.items()}
         return {seed: [(p["cpu_seconds"], p[METRIC]) for p in points] for seed, points in kept.items() if points}
 
     @property
     def summaries(self) -> list[dict[str, Any]]:
-        return [cell["summary"] for cell in self.cells.values() if cell is not None]
+        return [cell["summary"] for cell in self.counted.values()]
 
 
 def percent(value: dict[str, float], sign: str = "") -> str:

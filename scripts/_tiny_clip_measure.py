@@ -15,7 +15,7 @@ from scipy.stats import rankdata, spearmanr
 from torch import Tensor
 
 from flowrl import shapes
-from flowrl.evaluation.statistics import interval
+from flowrl.statistics.intervals import interval
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 CAPTIONS, GROUP = 128, 16
@@ -74,7 +74,10 @@ def agreement(proxy: np.ndarray, strict: np.ndarray, partial: np.ndarray) -> dic
         "spearman with strict": [_spearman(v, h) for v, h in zip(proxy, strict, strict=True)],
         "spearman with partial": [_spearman(v, h) for v, h in zip(proxy, partial, strict=True)],
     }
-    return {name: interval(np.asarray(values)) for name, values in tables.items()}
+    return {
+        name: interval(np.asarray(values), bounds=(0.0, 1.0) if name.startswith("auc") else (-1.0, 1.0))
+        for name, values in tables.items()
+    }
 
 
 def measure_base(model: Any, tokenizer: Any, part: str, seed: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,12 +59,13 @@ def fingerprint(pipe: Any) -> list[list[list[float]]]:
     return np.round(blocks.astype(float), 4).tolist()
 
 
-def record(model: Model, settings: Settings) -> None:
-    """Measure the saved pipeline and write its `pretraining.json`."""
-    pipe = model.load(settings.output)
+def record(model: Model, folder: Path, settings: Settings | None = None) -> None:
+    """Measure a saved pipeline and write its `pretraining.json`; `settings` None: those of the file stay."""
+    file, pipe = folder / "pretraining.json", model.load(folder)
+    kept = json.loads(file.read_text(encoding="utf-8"))["settings"] if settings is None else settings.facts()
     facts = {
-        "settings": settings.facts(),
+        "settings": kept,
         "strict": report(pipe, model, "final", 512, final=True),
         "fingerprint": {**FINGERPRINT, "blocks": fingerprint(pipe)},
     }
-    (settings.output / "pretraining.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -43,6 +43,9 @@ NEAR = {
     ),
     "diffusion": ("tests/diffusion", "tests/samplers"),
     "algorithms": ("tests/algorithms",),
+    "statistics": ("tests/statistics",),
+    "core": ("tests/core/test_questions.py",),
+    "evaluation/suites": ("tests/evaluation/suites",),
 }
 """Room -> the tests that run first; the doctests of the room come with them."""
 WIDE = (*(f"tests/{room}" for room in NEAR), "tests/contracts", "tests/training", "tests/models", "tests/run")

@@ -54,31 +54,46 @@ def worker(rank: int, model: Model, settings: Settings, port: int) -> None:
             save(pipe, model, settings.output)
         dist.barrier()
     if rank == 0:
-        record(model, settings)
+        record(model, settings.output, settings)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def parse() -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = parser.add_subparsers(dest="name", required=True)
     for name in MODELS:
-        words = names.add_parser(name)
-        words.add_argument("--seed", type=int, default=0)
-        words.add_argument("--processes", type=int, default=2)
-        words.add_argument("--steps", type=int, default=None, help="steps of every cycle (default: the recipe's)")
-        words.add_argument("--first-cycle", type=int, default=0, help="go on from the pipeline in the output folder")
-        words.add_argument("--vae-from", type=Path, default=VAE_FROM[name], help="take the VAE of this pipeline folder")
-        words.add_argument("--vae-steps", type=int, default=Settings.vae_steps)
-        words.add_argument("--pictures", type=int, default=Settings.images)
-        words.add_argument("--port", type=int, default=29617)
-        words.add_argument("--output", type=Path, default=ASSETS / name)
+        model = names.add_parser(name)
+        model.add_argument("--seed", type=int, default=0)
+        model.add_argument("--processes", type=int, default=2)
+        model.add_argument("--steps", type=int, default=None, help="steps of every cycle (default: the recipe's)")
+        model.add_argument("--first-cycle", type=int, default=0, help="go on from the pipeline in the output folder")
+        model.add_argument("--vae-from", type=Path, default=VAE_FROM[name], help="take the VAE of this pipeline folder")
+        model.add_argument("--vae-steps", type=int, default=Settings.vae_steps)
+        model.add_argument("--images", type=int, default=Settings.images)
+        model.add_argument("--port", type=int, default=29617)
+        model.add_argument("--measure", action="store_true", help="only measure what the output folder holds")
+        model.add_argument("--output", type=Path, default=ASSETS / name)
     clip = names.add_parser("tiny-clip")
     clip.add_argument("--seed", type=int, default=0)
     clip.add_argument("--steps", type=int, default=_tiny_clip.Settings.steps)
     clip.add_argument("--measure", action="store_true", help="only measure what the output folder holds")
     clip.add_argument("--output", type=Path, default=ASSETS / "tiny-clip")
-    return parser.parse_args()
+    return parser.parse_args(words)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings of a denoiser's training."""
+    return Settings(
+        seed=args.seed,
+        processes=args.processes,
+        output=args.output,
+        cycles=tuple((args.steps or steps, *rest) for steps, *rest in MODELS[args.name].cycles),
+        first_cycle=args.first_cycle,
+        vae_from=args.vae_from,
+        vae_steps=args.vae_steps,
+        images=args.images,
+    )
 
 
 def main() -> None:
@@ -87,17 +102,11 @@ def main() -> None:
         wanted = _tiny_clip.Settings(seed=args.seed, steps=args.steps, output=args.output)
         _tiny_clip_measure.make(wanted, only_measure=args.measure)
         return
-    model = MODELS[args.name]
-    settings = Settings(
-        seed=args.seed,
-        processes=args.processes,
-        output=args.output,
-        cycles=tuple((args.steps or steps, *rest) for steps, *rest in model.cycles),
-        first_cycle=args.first_cycle,
-        vae_from=args.vae_from,
-        vae_steps=args.vae_steps,
-        images=args.images,
-    )
+    model, settings = MODELS[args.name], settings_of(args)
+    if args.measure:
+        torch.set_num_threads(1)
+        record(model, settings.output)
+        return
     mp.spawn(worker, args=(model, settings, args.port), nprocs=settings.processes)
 
 

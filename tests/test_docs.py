@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.core import registry
+from flowrl.evaluation.diagnosis import CHECKS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -53,3 +54,11 @@ def test_a_methods_page_has_its_sections_in_order_and_names_its_options(name: st
     own = vars(config).get("__annotations__", {}).keys() & options
     assert not [option for option in own if f"`algorithm.{option}" not in text]
     assert set(re.findall(r"^\| `algorithm\.(\w+)", text, re.M)) <= options
+
+
+def test_every_finding_has_one_heading_below_a_symptom():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert sorted(heading.lower() for heading in re.findall(r"^### (.*)$", text, re.M)) == sorted(
+        check.name for check in CHECKS
+    )
+    assert "\n## " in text.split("\n### ")[0]

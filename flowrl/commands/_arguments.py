@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from flowrl.core.display import Display
 
 
 def option(
@@ -15,18 +20,18 @@ def option(
     """An option of a command.
 
     Args:
-        what: first line of its help text: what it is.
-        change: second line: what it changes, and a default that is not a value.
+        what: first sentence of its help text: what it is.
+        change: second sentence: what it changes, and a default that is not a value.
         name: such as "--set"; None: that of the parameter.
         least: lower bound.
         most: upper bound.
     """
-    return typer.Option(*([name] if name else []), help=f"{what}\n\n{change}".rstrip(), min=least, max=most)
+    return typer.Option(*([name] if name else []), help=f"{what} {change}".rstrip(), min=least, max=most)
 
 
 def argument(name: str, what: str, change: str = "") -> Any:
     """A positional argument of a command; texts as for `option`."""
-    return typer.Argument(metavar=name, help=f"{what}\n\n{change}".rstrip())
+    return typer.Argument(metavar=name, help=f"{what} {change}".rstrip())
 
 
 Config = Annotated[
@@ -53,6 +58,63 @@ Processes = Annotated[
         least=1,
     ),
 ]
+
+Loras = Annotated[
+    list[str] | None,
+    option(
+        "LoRA file or folder to add to MODEL, FILE or FILE:SCALE; may be given again.",
+        "In diffusers' layout, or one that diffusers or flowrl converts, such as kohya's.",
+        name="--lora",
+    ),
+]
+Base = Annotated[
+    bool, option("The model that a run began with.", "Without it a run folder means its tuned weights.", name="--base")
+]
+Parts = Annotated[
+    str | None,
+    option(
+        "Pipeline folder or hub id of the same family as a single .safetensors file.",
+        "It has the tokenizers and what else the file lacks. Default: the hub's, where diffusers knows the family.",
+        name="--config",
+    ),
+]
+Quiet = Annotated[
+    bool, option("Warnings, errors and the result alone on the screen.", "train.log has everything.", name="--quiet")
+]
+AsJson = Annotated[
+    bool,
+    option(
+        "One JSON object a line on the output stream, and nothing else there (docs/watching.md).",
+        "Errors are on the error stream too.",
+        name="--json",
+    ),
+]
+
+
+@contextmanager
+def showing(quiet: bool = False, as_json: bool = False) -> Generator[Display]:
+    """The display of a command, which tells its end too; of several processes the first one shows it.
+
+    Raises:
+        ConfigError: both are asked for.
+    """
+    from flowrl.core.display import opened
+    from flowrl.core.errors import ConfigError
+
+    if quiet and as_json:
+        raise ConfigError("--quiet and --json: give one of them; the second is for programs")
+    main = os.environ.get("RANK", "0") == "0"
+    with opened("json" if as_json else "quiet" if quiet else "auto", main=main) as display:
+        try:
+            yield display
+        except SystemExit:  # of the launcher, whose first process has told its end
+            raise
+        except BaseException as error:
+            from flowrl.run.telling import ending_of
+
+            display.send("end", **ending_of(error))
+            raise
+        display.send("end", exit_code=0, **({"status": "finished"} | display.result))
 
 
 def reward_entries(rewards: Iterable[str], options: Iterable[str], *, prefixes: bool) -> dict[str, dict[str, Any]]:

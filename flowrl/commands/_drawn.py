@@ -8,18 +8,17 @@ the same call alone, which makes the same image again.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_BLOCK = 1 << 20
+from flowrl.run.origin import content
 
 
 def provenance(made: dict[str, Any], prompt: str, images: Sequence[str], seed: int) -> dict[str, Any]:
     """Plain data of one file: `origin` of its call, prompt, seed, and the contents of the image files."""
-    hashes = [{"file": Path(path).name, "sha256": _content(Path(path)).hexdigest()} for path in images]
+    hashes = [{"file": Path(path).name, "sha256": content(Path(path)).hexdigest()} for path in images]
     return {"prompt": prompt, "seed": seed, **made, "images": hashes}
 
 
@@ -31,73 +30,3 @@ def stem(number: int, sample: int, note: dict[str, Any]) -> str:
     """
     mark = hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()[:8]
     return f"{number:05d}-{sample}-{mark}"
-
-
-def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | None) -> dict[str, Any]:
-    """Plain data of a call: model and weights, steps, guidance and the other arguments that were set.
-
-    `model` is the path (of a run its `model.path`), `run` the run folder or null, `model_files` a hash of the model
-    folder's file names, sizes and times (null for a hub id), `adapter` a hash of a run's trained weights.
-
-    Args:
-        model: run folder, model folder, hub id or embedded asset.
-        pipeline: the loaded pipeline.
-        call: arguments of the pipeline's call.
-        guidance: guidance scale of the command line; None: the call's, else the pipeline's default.
-    """
-    from flowrl.config.retired import run_tree
-    from flowrl.models.classes import config_folder
-
-    folder = Path(model)
-    is_run = (folder / "config.yaml").is_file()
-    path = str(run_tree(folder)["model"]["path"]) if is_run else model
-    local = config_folder(path)
-    here = local is not None and (local / "model_index.json").is_file()
-    if guidance is None:
-        scales = [_argument(pipeline, call, name) for name in ("guidance_scale", "true_cfg_scale")]
-        guidance = next((scale for scale in scales if scale is not None), None)
-    return {
-        "model": path,
-        "run": model if is_run else None,
-        "model_files": _version(local) if local is not None and here else None,
-        "adapter": _adapter(folder / "adapter") if is_run else None,
-        "steps": _argument(pipeline, call, "num_inference_steps"),
-        "guidance": guidance,
-        "arguments": {name: _plain(value) for name, value in call.items()},
-    }
-
-
-def _argument(pipeline: Any, call: dict[str, Any], name: str) -> Any:
-    """Value of an argument: that of `call`, else the default of the pipeline's call, else None."""
-    known = inspect.signature(type(pipeline).__call__).parameters
-    default = known[name].default if name in known else None
-    return call.get(name, None if default is inspect.Parameter.empty else default)
-
-
-def _plain(value: Any) -> Any:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return repr(value)
-    return value
-
-
-def _version(folder: Path) -> str:
-    stats = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    lines = [f"{path.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _adapter(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.safetensors")):
-        digest.update(f"{file.relative_to(folder)} {_content(file).hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-def _content(file: Path) -> Any:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        for block in iter(lambda: stream.read(_BLOCK), b""):
-            digest.update(block)
-    return digest

@@ -73,7 +73,7 @@ def _verdict(who: str, good: int, left_out: int, usable: int, rows: int, allowed
 
 
 def _opened(pairs: PreferenceSet) -> Look:
-    from flowrl.core.console import Progress
+    from flowrl.core.display import Progress
     from flowrl.data.preference_records import EXAMPLES, Unreadable
 
     result, bar = Look(), Progress(len(pairs), "opening", show=True)

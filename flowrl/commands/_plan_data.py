@@ -21,6 +21,8 @@ class Data:
     """Whether some data are on the hub."""
     images: bool
     """Whether prompts have images."""
+    evaluated: int | None
+    """Number of prompts for evaluation; None: not known."""
 
 
 def data_here(resolved: Resolved) -> Data:
@@ -41,6 +43,7 @@ def data_here(resolved: Resolved) -> Data:
     ]
     texts: set[Any] = set()
     count: int | None = None
+    evaluated: int | None = None
     if "prompts" in remote:
         lines.append("number of training prompts: not known")
     elif "eval_prompts" in remote:
@@ -52,7 +55,7 @@ def data_here(resolved: Resolved) -> Data:
     else:
         prompts = run_prompts(run, own)
         texts |= {(p.text, p.images) for p in (*prompts.train, *prompts.evaluated)}
-        count = len(prompts.train)
+        count, evaluated = len(prompts.train), len(prompts.evaluated)
         if resolved.members:
             lines.append(f"{len(prompts.evaluated)} prompts for evaluation")
         else:
@@ -70,4 +73,23 @@ def data_here(resolved: Resolved) -> Data:
         lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]
     if count is not None and count < resolved.slots:
         lines.append("fewer than are drawn in an iteration: some are drawn twice")
-    return Data(tuple(lines), len(texts), bool(remote), any(images for _, images in texts))
+    return Data(tuple(lines), len(texts), bool(remote), any(images for _, images in texts), evaluated)
+
+
+def evaluations(resolved: Resolved, prompts: int | None) -> str:
+    """A sentence: the evaluations of a run and the images they draw; `prompts` for evaluation, None: not known."""
+    run, options = resolved.run, resolved.run.eval
+    during = (run.iterations - 1) // options.every if options.every and run.iterations else 0
+    guidances = len(options.best_guidance)
+    words = f"the base, {during} during training" + (f", {guidances} of the base with other guidance" * bool(guidances))
+    text = f"evaluations: {words}, the result"
+    if prompts is None:
+        return f"{text}; the images that they draw are not known"
+    if not prompts:
+        return "evaluations: no prompts are evaluated"
+    few = min(prompts, options.periodic_prompts or prompts)
+    images = ((2 + guidances) * prompts + during * few) * options.samples_per_prompt
+    own = options.preview_prompts if isinstance(options.preview_prompts, list) else ()
+    images += (2 + during) * len(own)
+    steps = options.num_inference_steps or run.rollout.num_inference_steps
+    return f"{text}; {images} images of {steps} steps in all" + (", preview prompts among them" if own else "")

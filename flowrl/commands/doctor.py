@@ -34,7 +34,7 @@ def command(
     check: Check = None,
     guidance: Guidance = 4.0,
 ) -> None:
-    """Test this machine (versions, devices, process group), and with CONFIG its model and rewards.
+    """Test this machine, and with CONFIG its model and rewards. It prints versions, devices, the process group.
 
     With --model: what the generic adapter reads from a pipeline, and whether it reproduces the pipeline's own call.
     With --check: the laws of a component. Exit code 1 if something fails.
@@ -106,16 +106,20 @@ def _facts() -> list[str]:
 
     import torch
 
+    from flowrl.config.trackers import known
     from flowrl.core.versions import versions
+    from flowrl.training.world import unused_accelerator
 
     lines = [f"      {name} {version}" for name, version in versions().items()]
+    there = [f"{name}{'' if ready else ' (not installed)'}" for name, ready in known().items()]
+    lines.append(f"      trackers: {', '.join(there)}")
     lines.append(f"      {os.cpu_count()} cores, {torch.get_num_threads()} threads per process")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(i)
             lines.append(f"      GPU {i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB")
     else:
-        lines.append("      no GPU: training runs on the CPU")
+        lines.append(f"      {unused_accelerator() or 'no GPU: training runs on the CPU'}")
     return lines
 
 

@@ -1,17 +1,25 @@
-"""`flowrl eval`: fixed-seed evaluation of a configuration's model, or of a run's tuned weights."""
+"""`flowrl eval`: fixed-seed evaluation of a configuration or a run, or a benchmark suite on any model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from flowrl.commands._arguments import Config, Overrides, option
+from flowrl.commands._arguments import AsJson, Loras, Overrides, Processes, Quiet, argument, option, showing
 
 if TYPE_CHECKING:
     from flowrl.evaluation.results import Evaluation
     from flowrl.run.assembly import Parts
 
 
+Target = Annotated[
+    str,
+    argument(
+        "CONFIG",
+        "Configuration: a YAML file, a run folder, or the name of a recipe (flowrl list recipes).",
+        "With --suite: a run folder, model folder, hub id, single .safetensors or embedded asset (tiny-sd3).",
+    ),
+]
 Accept = Annotated[
     bool,
     option(
@@ -22,16 +30,171 @@ Accept = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    option("Folder for scores and images.", "Default: RUN/eval-extra for a run folder, else eval/NAME."),
+    option(
+        "Folder for scores and images; with --suite the same command goes on there.",
+        "Default: RUN/eval-extra (RUN/suites/NAME) for a run folder, else eval/NAME.",
+    ),
+]
+SuiteName = Annotated[
+    str | None,
+    option("Benchmark suite (flowrl list suites) in place of the run's own evaluation.", name="--suite"),
+]
+Rival = Annotated[
+    str | None,
+    option(
+        "With --suite: the model to compare with, on the same prompts and noise.",
+        "The run folder itself, or with --lora the same model, means what it was before training.",
+        name="--base",
+    ),
+]
+PromptFile = Annotated[
+    Path | None,
+    option(
+        "With --suite: file or folder of the suite's prompts, where they do not come with flowrl.", name="--prompts"
+    ),
+]
+Judges = Annotated[
+    list[str] | None,
+    option(
+        "With --suite: reward that judges (name, dotted path or .py file); may be given again.",
+        "Default: the suite's own.",
+        name="--judge",
+    ),
+]
+JudgeSettings = Annotated[
+    list[str] | None,
+    option("Option of a judge, NAME.key=value, such as geneval.detector=PATH; may be given again.", name="--judge-set"),
+]
+Samples = Annotated[
+    int | None, option("With --suite: images of each prompt.", "Default: the suite's.", least=1, name="--samples")
+]
+Steps = Annotated[
+    int | None,
+    option("With --suite: denoising steps.", "Default: the run's; for a model its pipeline's.", least=1),
+]
+Guidance = Annotated[
+    float | None,
+    option("With --suite: guidance scale in the pipeline's own units.", "Default as for --steps."),
+]
+Settings = Annotated[
+    list[str] | None,
+    option("With --suite: argument of the pipeline's call, key=value; may be given again.", name="--set"),
+]
+Limit = Annotated[
+    int | None,
+    option(
+        "With --suite: only so many prompts, spread over the suite; for a quick look.",
+        "A larger number, given later, keeps what is there.",
+        least=1,
+    ),
+]
+Seed = Annotated[int, option("With --suite: base seed; the noise depends on it, on the prompt and the image's number.")]
+BatchSize = Annotated[int, option("With --suite: images sampled at once.", least=1, name="--batch-size")]
+Export = Annotated[
+    Path | None,
+    option(
+        "With --suite: new folder for the images as the suite's official evaluator reads them.",
+        "Nothing is judged then, unless --judge is given too.",
+        name="--export",
+    ),
+]
+Results = Annotated[
+    list[Path] | None,
+    option(
+        "With --suite: the official evaluator's results on an exported folder.",
+        "With --base give a second one, of the base.",
+        name="--results",
+    ),
+]
+Rejudge = Annotated[
+    bool,
+    option("With --suite: judge saved images anew, by another judge; the old lines are set aside.", name="--rejudge"),
+]
+Compat = Annotated[
+    bool,
+    option("With --suite: the official code's table with its slips, where it has some (dpg).", name="--compat"),
+]
+PairJudge = Annotated[
+    str | None,
+    option(
+        "With --suite and --base: reward that compares the two models' images, each pair in both orders.",
+        "It adds a win rate and the judge's position bias. Such a reward is vlm_judge.",
+        name="--pair-judge",
+    ),
+]
+PairSettings = Annotated[
+    list[str] | None,
+    option("Option of the judge of pairs, key=value, such as http.model=NAME; may be given again.", name="--pair-set"),
 ]
 
 
-def command(target: Config, overrides: Overrides = None, accept: Accept = False, out: Out = None) -> None:
-    """Evaluate a model with fixed seeds: mean scores with 95 % intervals, and win rates against the run's base.
+def command(
+    target: Target,
+    overrides: Overrides = None,
+    accept: Accept = False,
+    out: Out = None,
+    suite: SuiteName = None,
+    base: Rival = None,
+    lora: Loras = None,
+    prompts: PromptFile = None,
+    judge: Judges = None,
+    judge_set: JudgeSettings = None,
+    samples: Samples = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    settings: Settings = None,
+    limit: Limit = None,
+    seed: Seed = 0,
+    batch_size: BatchSize = 4,
+    processes: Processes = 1,
+    export: Export = None,
+    results: Results = None,
+    rejudge: Rejudge = False,
+    compat: Compat = False,
+    pair_judge: PairJudge = None,
+    pair_set: PairSettings = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a run with fixed seeds, or with --suite any model on a benchmark.
 
-    The model has the tuned weights for a run folder, and is untouched for a YAML file or a recipe.
-    Prompts and seeds are those of a training run.
+    A run folder has its tuned weights. Without --suite prompts and seeds are a training run's, and its base the rival.
     """
+    own = {"--base": base, "--lora": lora, "--prompts": prompts, "--judge": judge, "--judge-set": judge_set}
+    own |= {"--samples": samples, "--steps": steps, "--guidance": guidance, "--set": settings, "--limit": limit}
+    own |= {"--export": export, "--results": results, "--rejudge": rejudge, "--compat": compat}
+    own |= {"--pair-judge": pair_judge, "--pair-set": pair_set}
+    _require_fit(suite, own, overrides, accept or as_json, processes)
+    with showing(quiet, as_json):
+        if suite is None:
+            return _evaluate(target, overrides, accept, out)
+        from flowrl.commands._suite import Judging, Making, Options, evaluate
+
+        making = Making(samples, steps, guidance, settings or [], limit, seed, batch_size, processes)
+        judge, judge_set, pair_set = judge or [], judge_set or [], pair_set or []
+        judging = Judging(judge, judge_set, pair_judge, pair_set, export, results or [], rejudge, compat)
+        models = {"target": target, "base": base, "loras": lora or []}
+        evaluate(Options(**models, suite=suite, prompts=prompts, making=making, judging=judging, out=out))
+
+
+def _require_fit(
+    suite: str | None, own: dict[str, object], overrides: list[str] | None, accept: bool, processes: int
+) -> None:
+    """Refuse options of a suite without one, and those of a configuration with one."""
+    from flowrl.core.errors import ConfigError
+
+    if suite is None:
+        given = [name for name, value in own.items() if value not in (None, False)]
+        given += ["--processes"] if processes > 1 else []
+        if given:
+            raise ConfigError(f"{given[0]} belongs to a benchmark suite: add --suite NAME (flowrl list suites)")
+    elif overrides or accept:
+        word = overrides[0] if overrides else "--accept-changes or --json"
+        raise ConfigError(f"{word} belongs to an evaluation by a configuration: leave it out, or leave --suite out")
+
+
+def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path | None) -> None:
+    """Mean scores with 95 % intervals on a configuration's prompts, and win rates against a run's base."""
     from flowrl.config.load import load_config, resolve
     from flowrl.core import status
     from flowrl.core.contents import require_unedited
@@ -40,7 +203,7 @@ def command(target: Config, overrides: Overrides = None, accept: Accept = False,
     from flowrl.evaluation.results import Evaluation
     from flowrl.evaluation.statistics import accuracy, summary
     from flowrl.run.inputs import collect
-    from flowrl.run.report import format_accuracy
+    from flowrl.run.report import format_accuracy, format_interval
     from flowrl.run.trainer import Trainer
 
     folder = Path(target)
@@ -60,7 +223,7 @@ def command(target: Config, overrides: Overrides = None, accept: Accept = False,
     parts = trainer.session.parts
     for name, value in summary(result).items():
         print(
-            f"{name}: {value['mean']:.4f} (95 % interval {value['low']:.4f} to {value['high']:.4f}, "
+            f"{name}: {value['mean']:.4f} ({format_interval(value, '.4f')}, "
             f"{parts.data.prompts.counted(round(value['n']))} x {result.scores[name].shape[1]} seeds)"
         )
     if result.agreement is not None:

@@ -1,26 +1,94 @@
-"""`flowrl export`: a run's weights in the formats that other programs read."""
+"""`flowrl export`: a run's weights in the formats that other programs read, and on the hub where that is asked for."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
 from flowrl.commands._arguments import argument, option
 
 Run = Annotated[Path, argument("RUN", "Run folder, such as runs/quickstart.")]
-Out = Annotated[Path, option("Folder for the result; it must be new or empty.")]
+Out = Annotated[
+    Path | None,
+    option("Folder for the result; it must be new or empty.", "Default with --push: RUN/export-FORMAT."),
+]
 Format = Annotated[
-    Literal["diffusers", "kohya", "merged"],
+    Literal["diffusers", "kohya", "comfyui", "merged"],
     option(
         "Format of the weights.",
-        "diffusers: a LoRA for diffusers. kohya: a LoRA for ComfyUI (SD3 alone). merged: a whole pipeline.",
+        "diffusers: a LoRA for diffusers. kohya, comfyui: a LoRA by original names. merged: a whole pipeline.",
         name="--format",
+    ),
+]
+Push = Annotated[
+    str | None,
+    option(
+        "Model repository OWNER/NAME on the Hugging Face hub to upload the result to.",
+        "Without it nothing is ever sent. It needs a token: hf auth login, or HF_TOKEN.",
+    ),
+]
+Private = Annotated[bool, option("A private repository.", "Without it a new repository is public.", name="--private")]
+DryRun = Annotated[
+    bool,
+    option(
+        "With --push: what would be uploaded, with sizes and the model card; no connection is made.",
+        "The result is kept with --out alone.",
+        name="--dry-run",
     ),
 ]
 
 
-def command(run: Run, out: Out, layout: Format = "diffusers") -> None:
-    """Export the trained weights of a run, and print the file or folder to load."""
+def command(
+    run: Run,
+    out: Out = None,
+    layout: Format = "diffusers",
+    push: Push = None,
+    private: Private = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Export the trained weights of a run with a model card. It prints the file or folder to load.
+
+    With --push the exported folder is uploaded too.
+    """
+    from flowrl.core.errors import ConfigError
+
+    if push is None and (private or dry_run):
+        raise ConfigError(f"--{'private' if private else 'dry-run'}: it belongs to --push OWNER/NAME")
+    if push is None and out is None:
+        raise ConfigError("--out is missing: give a new folder for the result")
+    if dry_run:
+        # Before the hub's library is imported: a base model of the hub is not even looked up.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    from flowrl.run import publish
     from flowrl.run.export import export
 
-    print(export(run, layout, out))
+    if push is None:
+        assert out is not None
+        print(export(run, layout, out))
+        return
+    publish.require_name(push)
+    if dry_run:
+        with tempfile.TemporaryDirectory() as folder:
+            _show(run, out or Path(folder), layout, push, private)
+        return
+    folder = out or run / f"export-{layout}"
+    print(export(run, layout, folder))
+    message = f"{run.resolve().name}, exported by flowrl ({layout})"
+    print(publish.push(folder, push, message, private=private, api=publish.hub()))
+
+
+def _show(
+    run: Path, folder: Path, layout: Literal["diffusers", "kohya", "comfyui", "merged"], push: str, private: bool
+) -> None:
+    """Export, and print what an upload would send."""
+    from flowrl.run import publish
+    from flowrl.run.card import FILE
+    from flowrl.run.export import export
+
+    export(run, layout, folder)
+    print(f"Dry run: nothing is sent. To {push} ({'private' if private else 'public'}):")
+    print(publish.listing(publish.files(folder)))
+    card = folder / FILE
+    print(f"\n{FILE}:\n\n{card.read_text(encoding='utf-8')}" if card.is_file() else f"\nThere is no {FILE}.")

@@ -2,55 +2,88 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from flowrl.commands._arguments import argument
-from flowrl.core import assets
+from flowrl.commands._arguments import argument, option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from flowrl.core.excerpt import Excerpt
     from flowrl.reward import Card
 
 
 Kind = Annotated[
-    Literal["models", "samplers", "algorithms", "rewards", "recipes"],
-    argument("KIND", "models, samplers, algorithms, rewards or recipes."),
+    Literal["models", "samplers", "algorithms", "rewards", "credits", "suites", "recipes"],
+    argument("KIND", "models, samplers, algorithms, rewards, credits (advantage rules), suites or recipes."),
 ]
 Name = Annotated[
     str | None,
     argument(
-        "NAME", "Reward (name, dotted path or .py file) whose card and options are shown. Default: a list of all."
+        "NAME",
+        "Component (a reward also by dotted path or .py file) whose options are shown, with defaults and meaning.",
+        "Default: a list of all.",
     ),
 ]
+Json = Annotated[bool, option("One JSON value on the output stream.", "For programs.", name="--json")]
 
 
-def command(kind: Kind, name: Name = None) -> None:
-    """List components with their levels (tested, verified, experimental), or recipes. Downloads nothing."""
+def command(kind: Kind, name: Name = None, as_json: Json = False) -> None:
+    """List components with their levels, recipes, or one component's options. Downloads nothing."""
+    import json
+
+    from flowrl.commands import _listed
     from flowrl.core import registry
     from flowrl.core.errors import ConfigError
+    from flowrl.core.files import json_ready
 
     if name is not None:
-        if kind != "rewards":
-            raise ConfigError(f"{kind} have no cards; leave {name!r} out")
-        _show(name)
+        if kind == "recipes":
+            raise ConfigError(f"recipes have no options of their own; flowrl plan {name} shows one; leave {name!r} out")
+        if kind == "suites":
+            if as_json:
+                raise ConfigError("--json: suites are shown as text alone; leave it out")
+            _show_suite(name)
+            return
+        facts = _listed.described(kind, name)
+        print(json.dumps(json_ready(facts), indent=1)) if as_json else _listed.show(facts)
         return
-    if kind == "recipes":
-        _print(("name", "what it is"), [(each, _first_comment(each)) for each in assets.recipes()])
+    titles, rows = _rows(kind)
+    if as_json:
+        # Of recipes with numbers as numbers, where the table has texts.
+        print(json.dumps(_listed.recipes() if kind == "recipes" else [_object(titles, row) for row in rows], indent=1))
         return
-    rows: list[tuple[str, ...]]
-    titles: tuple[str, ...] = ("name", "level", "what it is")
-    if kind == "rewards":
-        titles, rows = ("name", *COLUMNS), list(_rewards())
-    else:
-        known = {each: registry.facts(kind, each) for each in registry.names(kind)}
-        rows = [(each, facts.get("LEVEL", "experimental"), about(facts.about)) for each, facts in known.items()]
     _print(titles, rows)
     for each in registry.plugins(kind):
         wrong = registry.collision(kind, each)
         if wrong is not None:
             print(f"note: {wrong}")
+
+
+def _object(titles: tuple[str, ...], row: tuple[str, ...]) -> dict[str, str]:
+    return dict(zip((title.replace(" ", "_") for title in titles), row, strict=True))
+
+
+def _rows(kind: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(titles, rows) of a kind."""
+    from flowrl.commands import _listed
+    from flowrl.core import registry
+
+    if kind == "rewards":
+        return ("name", *COLUMNS), list(_rewards())
+    if kind == "suites":
+        return ("name", *SUITE_COLUMNS), list(_suites())
+    if kind == "credits":
+        return ("name", "what it is"), list(_listed.credit_rules().items())
+    if kind == "recipes":
+        made = _listed.recipes()
+        memory = ["" if one["memory_gib"] is None else f"{one['memory_gib']:g} GiB" for one in made]
+        rows = [
+            (one["name"], one["model"], one["method"], m, one["about"]) for one, m in zip(made, memory, strict=True)
+        ]
+        return ("name", "model", "method", "memory", "what it is"), rows
+    known = {each: registry.facts(kind, each) for each in registry.names(kind)}
+    rows = [(each, facts.get("LEVEL", "experimental"), about(facts.about)) for each, facts in known.items()]
+    return ("name", "level", "what it is"), rows
 
 
 def _print(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
@@ -68,14 +101,10 @@ def _print(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     (console if console.is_terminal and console.width >= wide else Console(width=max(console.width, 200))).print(table)
 
 
-def _first_comment(recipe: str) -> str:
-    """The first line of a recipe's file, which says what it is."""
-    file = assets.recipe_file(recipe)
-    first = file.read_text(encoding="utf-8").partition("\n")[0] if file is not None else ""
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
-
-
 COLUMNS = ("level", "outputs", "range", "better", "sees", "resolution", "gradient", "licence", "source")
+
+
+SUITE_COLUMNS = ("level", "prompts", "images each", "judge", "differs from the official protocol")
 
 
 def about(text: str | None) -> str:
@@ -128,35 +157,26 @@ def _rewards() -> Iterator[tuple[str, ...]]:
         yield (name, *cells(card)) if card else (name, level, "(no CARD)", *[""] * (len(COLUMNS) - 2))
 
 
-def _show(name: str) -> None:
-    """Print a reward's whole card, and its own options with their defaults."""
+def _suites() -> Iterator[tuple[str, ...]]:
+    from flowrl.core import registry
+    from flowrl.evaluation.suites.base import facts_of
+
+    come = {"generated": "generated here", "shipped": "shipped", "read": "not shipped: --prompts"}
+    for name in registry.names("suites"):
+        facts = facts_of(name)
+        prompts = f"{facts.num_prompts}, {come[facts.prompts]}"
+        yield (name, facts.level, prompts, str(facts.images_per_prompt), facts.judge, facts.differs)
+
+
+def _show_suite(name: str) -> None:
+    """Print a suite's facts."""
     import dataclasses
 
-    from flowrl.core import registry
-    from flowrl.core.errors import ConfigError
+    from flowrl.evaluation.suites.base import load_suite
 
-    own: Mapping[str, Any] | Excerpt
-    if name in registry.names("rewards"):
-        own = registry.facts("rewards", name)
-        text = own.about
-    else:
-        from flowrl.scoring.entries import imported
-
-        module = imported("rewards", name, "flowrl list rewards")
-        own, text = vars(module), module.__doc__
-    card = own.get("CARD")
-    if card is None:
-        raise ConfigError(f"the reward {name!r} declares no CARD, so nothing is known about it before it is built")
-    print((text or "").strip() or name)
-    print("\ncard")
-    for item in dataclasses.fields(card):
-        value = getattr(card, item.name)
-        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
-        print(f"  {item.name}: {shown if shown != '' else 'none'}")
-    config = own.get("Config")
-    if config is not None:
-        print("\noptions")
-        for item in dataclasses.fields(config):
-            made = item.default_factory
-            value = item.default if made is dataclasses.MISSING else made()
-            print(f"  {item.name}: {'required' if value is dataclasses.MISSING else repr(value)}")
+    suite = load_suite(name)
+    print(about(suite.facts.title))
+    for item in dataclasses.fields(suite.facts):
+        print(f"  {item.name}: {getattr(suite.facts, item.name)}")
+    print(f"  official evaluator's folder: {'--export' if suite.layout else 'none'}")
+    print(f"  its results: {'--results' if suite.read_results else 'not read'}")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from flowrl.commands._arguments import Processes, argument, option
+from flowrl.commands._arguments import Processes, Quiet, argument, option, showing
 
 Source = Annotated[
     str,
@@ -60,8 +60,23 @@ def command(
     margin: Margin = 0.0,
     processes: Processes = 1,
     check: Check = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Make preference pairs: sample the training prompts, score, and keep the best and worst image of each prompt."""
+    """Make preference pairs: the best and the worst sample of each prompt."""
+    with showing(quiet):
+        _pairs(target, words, out, count, per_prompt, margin, processes, check)
+
+
+def _pairs(
+    target: str,
+    words: list[str] | None,
+    out: Path | None,
+    count: int | None,
+    per_prompt: int | None,
+    margin: float,
+    processes: int,
+    check: bool,
+) -> None:
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
 

@@ -30,7 +30,7 @@ def command(config: Config, overrides: Overrides = None) -> None:
     from rich.console import Console
 
     with imports():
-        from flowrl.commands._plan_data import data_here
+        from flowrl.commands._plan_data import data_here, evaluations
         from flowrl.config.checks import check_model
         from flowrl.config.load import load_config, resolve
 
@@ -47,6 +47,7 @@ def command(config: Config, overrides: Overrides = None) -> None:
     for line in data.lines:
         console.print(line, markup=False)
     console.print(_geometry_table(resolved, plan, adapter))
+    console.print(evaluations(resolved, data.evaluated), markup=False)
     _heading(console, f"Steps: {len(plan)} in all, {_trained_steps(resolved, plan)} trained")
     console.print(reason if adapter is None else _steps_table(resolved, adapter, plan))
     _heading(console, "Memory and compute, estimated for one process")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from flowrl.commands._arguments import argument, option
+from flowrl.commands._arguments import Base, Loras, Parts, Quiet, argument, option, showing
 
 if TYPE_CHECKING:
     from flowrl.core.types import Gaussians
     from flowrl.data.prompts import Prompt
     from flowrl.rollout.learned_noise import LearnedNoise
 
-_OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict")
 
-
-Model = Annotated[str, argument("MODEL", "Run folder, model folder, hub id, or embedded asset (tiny-sd3).")]
+Model = Annotated[
+    str, argument("MODEL", "Run folder, model folder, hub id, single .safetensors, or embedded asset (tiny-sd3).")
+]
 Prompts = Annotated[
     list[str], argument("PROMPT", "Prompts, or files of prompts (.txt, .jsonl, .json, .csv, .tsv, .parquet).")
 ]
@@ -53,40 +52,57 @@ def command(
     steps: Steps = None,
     guidance: Guidance = None,
     options: Settings = None,
+    lora: Loras = None,
+    base: Base = False,
+    config: Parts = None,
+    quiet: Quiet = False,
 ) -> None:
-    """Sample images (PNG) or videos (animated WebP) from a model or a run, by the pipeline's own call.
+    """Sample images or videos from a model or a run. They are PNG or animated WebP, by the pipeline's own call.
 
     Each file holds its prompt, seed and settings.
     """
+    with showing(quiet):
+        _sample(model, prompts, image or [], out, count, seed, steps, guidance, options or [], lora or [], base, config)
+
+
+def _sample(
+    model: str,
+    prompts: list[str],
+    image: list[Path],
+    out: Path,
+    count: int,
+    seed: int,
+    steps: int | None,
+    guidance: float | None,
+    options: list[str],
+    lora: list[str],
+    base: bool,
+    config: str | None,
+) -> None:
     import torch
 
-    from flowrl.commands._drawn import origin
-    from flowrl.core.errors import ConfigError
+    from flowrl.commands._call import call_of, require_finite
     from flowrl.core.files import out_folder
     from flowrl.core.phases import phase
     from flowrl.models.generic.images import image_arguments
-    from flowrl.models.generic.options import guidance_arguments
-    from flowrl.run.export import learned_noise, load_run_pipeline
+    from flowrl.run import judged
+    from flowrl.run.export import learned_noise
 
-    if guidance is not None and not math.isfinite(guidance):
-        raise ConfigError(f"--guidance {guidance}: must be a finite number")
-    records = _records(prompts, image or [])
+    require_finite(guidance)
+    records = _records(prompts, image)
     out_folder(out)
-    noise = learned_noise(Path(model))
+    noise = None if base else learned_noise(Path(model))
     distributions = None if noise is None else _distributions(noise, records)
     with phase("loading"):
-        pipeline, call = load_run_pipeline(model)
+        loaded = judged.load(model, base=base, loras=lora, config=config)
+    pipeline = loaded.pipeline
     for record in records:
         image_arguments(pipeline, record.images)
     with phase("loading"):
         pipeline.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     pipeline.set_progress_bar_config(disable=True)
-    if steps is not None:
-        call["num_inference_steps"] = steps
-    if guidance is not None:
-        call |= guidance_arguments(pipeline, guidance, call)
-    call |= _settings(pipeline, options or [])
-    made = origin(model, pipeline, call, guidance)
+    call = call_of(pipeline, loaded.call, steps, guidance, options)
+    made = loaded.origin(call, guidance)
     with phase("sampling", "; smaller images (--set height=512 --set width=512) and videos of fewer frames take less"):
         _draw(pipeline, call, records, made, distributions, out, count, seed)
 
@@ -106,7 +122,7 @@ def _draw(
 
     from flowrl.commands._drawn import provenance, stem
     from flowrl.core import media
-    from flowrl.core.console import Progress
+    from flowrl.core.display import Progress
     from flowrl.core.errors import ConfigError
     from flowrl.models.generic.images import image_arguments
 
@@ -147,34 +163,6 @@ def _distributions(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
             f"{error.args[0]!r}: this run learned the initial noise of its own {len(noise.prompts)} prompts, such as "
             f"{noise.prompts[0][0]!r}, and this is none of them; for other prompts sample the model itself"
         ) from None
-
-
-def _settings(pipeline: Any, words: list[str]) -> dict[str, Any]:
-    """Arguments of the pipeline's call from key=value words.
-
-    Raises:
-        ConfigError: an argument that the call does not have, or that the command sets itself.
-    """
-    import inspect
-
-    from flowrl.core.errors import ConfigError
-    from flowrl.core.registry import suggest
-    from flowrl.core.strict import overridden
-
-    result = overridden({}, words)
-    known = [name for name in inspect.signature(type(pipeline).__call__).parameters if name not in _OURS]
-    for name in result:
-        if name in _OURS:
-            raise ConfigError(f"--set {name}: the command sets it by itself; leave it out")
-        if name not in known:
-            raise ConfigError(
-                f"--set {name}: {type(pipeline).__name__} takes no such argument; {suggest(name, known)}"
-                f"there are: {', '.join(known)}"
-            )
-    steps = result.get("num_inference_steps", 1)
-    if not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"--set num_inference_steps={steps}: must be a whole number, at least 1")
-    return result
 
 
 def _records(words: list[str], images: list[Path]) -> list[Prompt]:

@@ -67,7 +67,7 @@ def command(
     out: Out = None,
     check: Check = None,
 ) -> None:
-    """Score images or videos with any rewards: one line of JSON each (null: not scored), then a summary.
+    """Score images or videos with any rewards. One line of JSON each (null: not scored), then a summary.
 
     Exit code 1 if a reward scored nothing.
     """

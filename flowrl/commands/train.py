@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
-from flowrl.commands._arguments import Config, Overrides, Processes, option
+from flowrl.commands._arguments import AsJson, Config, Overrides, Processes, Quiet, option, showing
 from flowrl.core.startup import imports
 
 Resume = Annotated[
@@ -40,29 +40,33 @@ def command(
     accept: Accept = False,
     processes: Processes = 1,
     backend: Backend = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model, evaluate it before and after, and write the report.
 
     It runs alone, in N processes, or inside a torchrun group.
     Exit code 0: finished; 2: a fault in the input, nothing was trained; 1: a failure; 128 + n: saved after signal n.
     """
-    from flowrl.core.errors import no_exit
-
     if backend is not None:
         os.environ["FLOWRL_BACKEND"] = backend
-    grouped = "WORLD_SIZE" in os.environ
-    if processes > 1 and not grouped:
-        raise SystemExit(_launch(config, overrides or [], _flags(resume, accept), processes))
-    with imports():
+    with showing(quiet, as_json) as display:
+        if processes > 1 and "WORLD_SIZE" not in os.environ:
+            flags = {"--resume": resume, "--accept-changes": accept, "--quiet": quiet, "--json": as_json}
+            raise SystemExit(_launch(config, overrides or [], [k for k, on in flags.items() if on], processes))
+        display.result = _train(config, overrides, resume, accept)
+
+
+def _train(config: str, overrides: list[str] | None, resume: bool, accept: bool) -> dict[str, Any]:
+    from flowrl.core.display import working
+    from flowrl.core.errors import no_exit
+
+    with working("loading the libraries"), imports():
         from flowrl.config.load import load_config, resolve
         from flowrl.run.trainer import Trainer
 
     with no_exit():
-        Trainer(resolve(load_config(config, overrides))).fit(resume=resume, accept_changes=accept)
-
-
-def _flags(resume: bool, accept: bool) -> list[str]:
-    return [*(["--resume"] if resume else []), *(["--accept-changes"] if accept else [])]
+        return Trainer(resolve(load_config(config, overrides))).fit(resume=resume, accept_changes=accept)
 
 
 def _launch(config: str, overrides: list[str], flags: list[str], processes: int) -> int:
@@ -71,19 +75,25 @@ def _launch(config: str, overrides: list[str], flags: list[str], processes: int)
 
     with imports():
         from flowrl.config.load import load_config, resolve
+        from flowrl.config.trackers import require
+        from flowrl.core.console import log, set_up_logging
+        from flowrl.core.requests import open_desk
         from flowrl.run.folder import RunFolder
         from flowrl.run.launch import launch
         from flowrl.training.world import require_devices
 
+    set_up_logging(None, main=True)
     with no_exit():
         resolved = resolve(load_config(config, overrides))
+        require(resolved.run.trackers)
     require_devices(processes)
     folder = RunFolder(resolved.run.folder)
     descriptor = folder.lock()
+    open_desk(folder.path)
     os.environ["FLOWRL_LOCKED"] = "1"
     try:
         arguments = ["train", config, *overrides, *flags]
         # The workers inherit the lock: it is held until the last of them has ended.
-        return launch(arguments, processes, pass_fds=[descriptor], warn=print)
+        return launch(arguments, processes, pass_fds=[descriptor], warn=log.warning)
     finally:
         folder.unlock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowrl.config.resolved import Resolved
+from flowrl.config.watched import check_guard
 from flowrl.core.errors import ConfigError
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import ModelAdapter
@@ -19,6 +20,7 @@ def check(resolved: Resolved) -> None:
     """
     _check_source(resolved)
     _check_rewards(resolved)
+    check_guard(resolved)
     _check_credit(resolved)
     resolved.training.check(resolved.setting)
 

@@ -6,18 +6,23 @@ from pathlib import Path
 
 from flowrl.config.checks import check
 from flowrl.config.components import component, model_component
+from flowrl.config.extends import KEY, load_layers
 from flowrl.config.locate import located, origin_of
 from flowrl.config.places import placed
 from flowrl.config.resolved import Resolved
 from flowrl.config.retired import as_it_was, refuse_old_names
 from flowrl.config.schema import RunConfig, to_tree
+from flowrl.core import registry
 from flowrl.core.contents import stand_ins
-from flowrl.core.strict import find_config, load_tree, overridden, validate
+from flowrl.core.errors import ConfigError
+from flowrl.core.strict import overridden, validate
 from flowrl.scoring.entries import reward_plan
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """The configuration of a YAML file, a recipe or a run folder, with absolute paths; `resolve` checks its components.
+
+    A file that extends others is merged with them first, and its messages name the file that holds the key.
 
     Args:
         path: file, name of a recipe, or run folder, which gives `name` and `output`.
@@ -26,13 +31,33 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Raises:
         ConfigError: with the key, the value and the reason; nothing is loaded.
     """
-    tree, file = load_tree(path), find_config(path)
+    words = overrides or []
+    if any(word.startswith(f"{KEY}=") for word in words):
+        raise ConfigError(f"{KEY} stands in a file alone; give the file that it would name as CONFIG")
+    layers = load_layers(path)
+    tree, file = layers.tree, layers.files[0]
     if file.name == "config.yaml" and (file.parent / "provenance.json").is_file():
         tree = as_it_was(tree, file)
-    refuse_old_names(overridden(tree, overrides or []))
-    stand_ins(file.parent, tree)
-    origin = origin_of(file, overrides)
-    return placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))
+    with layers.named(words):
+        refuse_old_names(overridden(tree, words))
+        stand_ins(file.parent, tree)
+        origin = origin_of(file, overrides)
+        run = placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))
+        if len(layers.files) > 1:
+            placed(RunConfig, to_tree(run), lambda: _check_known(run))
+    return run
+
+
+def _check_known(run: RunConfig) -> None:
+    """Validate the options of the built-in components, while it is known which file holds which."""
+    parts = [("models", run.model, "model"), ("algorithms", run.algorithm, "algorithm")]
+    for kind, options, where in (*parts, ("samplers", run.rollout.sampler or {}, "rollout.sampler")):
+        if options.get("name") in registry.names(kind):
+            component(kind, options, where)
+    for where, entries in (("rewards", run.rewards), ("eval.rewards", run.eval.rewards)):
+        for number, options in enumerate(entries):
+            if options.get("name") in registry.names("rewards"):
+                reward_plan(options, f"{where}.{number}")
 
 
 def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:

@@ -39,7 +39,9 @@ def _meant(error: UnknownKey, places: list[str]) -> tuple[str, ...]:
     if not elsewhere and local is None:
         alike = registry.close_to(error.key, list(last.values()), cutoff=0.8)
         elsewhere = [place for place, name in last.items() if name == alike]
-    return (*elsewhere[:4], *((local,) if elsewhere and local else ()))
+    # Next to an option of exactly this name, one here must be like it, and not only share some letters.
+    near = registry.close_to(error.key, error.valid, cutoff=0.55) if elsewhere else None
+    return (*elsewhere[:4], *((near,) if near else ()))
 
 
 def _places(root: type, tree: Options) -> Iterator[str]:

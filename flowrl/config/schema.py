@@ -11,9 +11,10 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from flowrl.core.paths import OUTPUT, ComponentOf
+from flowrl.config.trackers import entries
+from flowrl.core.paths import OUTPUT, PROMPTS, ComponentOf
 from flowrl.core.strict import Options, require_positive
 from flowrl.data.options import DataConfig
 from flowrl.rollout.options import RolloutConfig
@@ -42,6 +43,9 @@ class EvalConfig:
     """Rewards that are evaluated and not trained on; those of training are always evaluated."""
     save_images: int | None = 64
     """Number of prompts whose images are saved; null: all, and the report can show the worst regressions."""
+    preview_prompts: Annotated[list[str] | str, PROMPTS] = field(default_factory=list)
+    """Prompts of your own, a list or a file as for `data.prompts`, at most 64: drawn at every evaluation on fixed noise
+    for the filmstrip of the report, never scored. Empty: none."""
 
     def __post_init__(self) -> None:
         require_positive(
@@ -52,6 +56,49 @@ class EvalConfig:
         )
         if self.every < 0:
             raise ValueError(f"every={self.every} must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """The guard: what is looked at in every evaluation during training, and what an alarm does."""
+
+    metric: str | None = None
+    """Watched metric: an evaluated output that no weight of the reward trains on; null: the first one there is."""
+    mode: Literal["off", "warn", "stop", "rollback", False] | None = None
+    """What an alarm does: `warn` says it, `stop` ends the run with its last weights, `rollback` with the best ones.
+    null: warn where there are evaluations during training and a watched metric, else off; false is off."""
+    patience: int = 2
+    """Evaluations in a row that lose against the base, or against the best one so far, before that is an alarm.
+    A larger number lets a passing dip pass and stops later; 1 stops at the first loss, by chance too."""
+    diversity: float | None = 0.8
+    """Least share of the base's image std among the samples of a prompt; null: not looked at."""
+    degeneracy: float | None = 3.0
+    """Largest distance of the images' signs from the base's, in standard deviations; null: not looked at."""
+    kl_budget: float | None = None
+    """Largest `policy/kl_reference` of an iteration, as the method logs it; null: not looked at."""
+    norm_ratio: float | None = 1.5
+    """Largest `matching/norm_ratio` of an iteration, where the method logs it; null: not looked at."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            patience=self.patience,
+            diversity=self.diversity,
+            degeneracy=self.degeneracy,
+            kl_budget=self.kl_budget,
+            norm_ratio=self.norm_ratio,
+        )
+        if self.diversity is not None and self.diversity >= 1:
+            raise ValueError(f"diversity={self.diversity} must be below 1: it is a share of the base's")
+
+    @property
+    def asked(self) -> bool:
+        """True if the configuration asks for a guard, which must then be possible."""
+        return self.mode in ("warn", "stop", "rollback") or (self.mode is None and self.metric is not None)
+
+    @property
+    def acts(self) -> bool:
+        """True if an alarm ends the run."""
+        return self.mode in ("stop", "rollback")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +140,13 @@ class RunConfig:
     """Optimizer and updates."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluations."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """The guard against over-optimisation, at every evaluation during training."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    trackers: list[Any] = field(default_factory=list)
+    """Trackers that are sent rows, evaluations and the summary: names, or mappings of `name` and options; empty: none.
+    docs/watching.md has the names; a tracker may be added when a run is resumed."""
     deterministic: bool = True
     """Deterministic kernels, which make a resumed run bitwise equal; false: faster on a GPU.
     An operation of the update that has no such kernel stops the run, and is named."""
@@ -105,6 +157,8 @@ class RunConfig:
         if self.iterations < 0:
             raise ValueError(f"iterations={self.iterations} must not be negative")
         geometry(self)
+        if self.trackers:
+            entries(self.trackers)
 
     @property
     def folder(self) -> Path:

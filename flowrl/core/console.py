@@ -1,14 +1,15 @@
-"""Messages to the screen and train.log, and the progress bar."""
+"""Messages to the screen and train.log."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
+from flowrl.core import display
 from flowrl.core.files import writing
 
 log = logging.getLogger("flowrl")
@@ -19,31 +20,50 @@ DEBUG = "FLOWRL_DEBUG"
 """Environment variable that makes the screen show tracebacks too; set by `flowrl --debug`."""
 
 
-class Progress:
-    """Progress bar with rate and remaining time on a terminal; silent elsewhere, and if `show` is false."""
+verdict = logging.getLogger("flowrl.verdict")
+"""Messages about how a run ended, which --quiet shows too."""
 
-    def __init__(self, total: int, text: str, *, show: bool) -> None:
-        self.total, self.text, self.done, self.started = total, text, 0, time.monotonic()
-        self.show = show and total > 0 and sys.stderr.isatty()
-        self._shown = 0.0
 
-    def update(self, count: int) -> None:
-        self.done += count
-        now = time.monotonic()
-        if not self.show or (now - self._shown < 0.1 and self.done < self.total):
-            return
-        self._shown, spent = now, max(now - self.started, 1e-6)
-        rate = self.done / spent
-        left = (self.total - self.done) / rate if rate else 0.0
-        filled = int(24 * self.done / self.total)
-        bar = "#" * filled + "." * (24 - filled)
-        sys.stderr.write(f"\r{self.text} [{bar}] {self.done}/{self.total} {rate:.1f}/s {left:.0f} s left \x1b[K")
-        sys.stderr.flush()
+class Screen(logging.StreamHandler[TextIO]):
+    """The output stream as the display has it: all lines, warnings and the verdict alone, or warnings as JSON.
 
-    def close(self) -> None:
-        if self.show:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+    Once nobody reads it (`flowrl train ... | head`), one line on the error stream says so, and the run goes on.
+    """
+
+    lost = False
+
+    def __init__(self, *, main: bool, rank: int = 0) -> None:
+        super().__init__(sys.stdout)
+        opened = display.current()
+        self.mode = "auto" if opened is None else opened.mode
+        self.rank = rank
+        self.setFormatter(logging.Formatter("%(message)s"))
+        self.setLevel(logging.DEBUG if DEBUG in os.environ else logging.INFO if main else logging.WARNING)
+        self.addFilter(self._shown)
+
+    def _shown(self, record: logging.LogRecord) -> bool:
+        chosen = record.levelno >= logging.WARNING or (record.name == verdict.name and self.mode == "quiet")
+        return record.name != journal.name and (chosen or self.mode == "auto")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        opened = display.current()
+        if self.mode == "json" and opened is not None:
+            opened.send("warning", level=record.levelname.lower(), process=self.rank, text=self.format(record))
+        elif not self.lost:
+            super().emit(record)
+        if opened is not None:
+            opened.spoke()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        self.lost = True
+        with suppress(OSError, ValueError):
+            # What is left in its buffer must not fail at the end of the process.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        with suppress(OSError):
+            print(f"nobody reads the output any more ({error.strerror}): the run goes on", file=sys.stderr)
 
 
 class LogFile(logging.FileHandler):
@@ -86,11 +106,7 @@ def set_up_logging(file: Path | None, *, main: bool, rank: int = 0) -> None:
         handler.close()
     log.setLevel(logging.DEBUG)
     log.propagate = False
-    screen = logging.StreamHandler(sys.stdout)
-    screen.setFormatter(logging.Formatter("%(message)s"))
-    screen.setLevel(logging.DEBUG if DEBUG in os.environ else logging.INFO if main else logging.WARNING)
-    screen.addFilter(lambda record: record.name != journal.name)
-    log.addHandler(screen)
+    log.addHandler(Screen(main=main, rank=rank))
     if file is not None:
         # Several processes append to one file, a whole line at a time.
         with writing(file):

@@ -81,6 +81,10 @@ class WriteError(Fault, OSError):
     of_one_process = True
 
 
+class UploadError(Fault, RuntimeError):
+    """Files that could not be sent to a hub; they are kept on this disk."""
+
+
 class OutOfMemory(Fault, RuntimeError):
     """The device or the host ran out of memory; `planning/out_of_memory.py` adds the plan and remedies.
 

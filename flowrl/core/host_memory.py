@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 # Of <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -33,3 +34,12 @@ def keep_freed_memory() -> bool:
         return False
     options = {_MMAP_THRESHOLD: LARGEST_BLOCK, _TRIM_THRESHOLD: KEPT}
     return all([bool(mallopt(option, size)) for option, size in options.items()])
+
+
+def available_bytes() -> int | None:
+    """Bytes of host memory that can be taken without swapping; None where the system does not say (not Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,4 +1,4 @@
-"""Phases of a run, for messages about memory: each phase that a lack of memory leaves adds its name."""
+"""Phases of a run, for the display, and for messages about memory: each that a lack of memory leaves adds its name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from flowrl.core.display import working
 from flowrl.core.errors import OutOfMemory
 
 # Texts of errors without a class of their own: failed allocations of CUDA, cuBLAS and the host.
@@ -21,7 +22,8 @@ def phase(name: str, advice: str = "") -> Generator[None]:
         OutOfMemory: for lack of memory inside it, with its phases, the innermost first, and `advice`.
     """
     try:
-        yield
+        with working(name):
+            yield
     except OutOfMemory as error:
         error.phases.append(name)
         raise

@@ -25,12 +25,40 @@ FOLDERS: dict[str, str] = {
     "samplers": "flowrl.samplers",
     "algorithms": "flowrl.algorithms",
     "rewards": "flowrl.rewards",
+    "suites": "flowrl.evaluation.suites",
 }
 BASES = {"samplers": ("flowrl.samplers.base", "Sampler"), "algorithms": ("flowrl.algorithms.base", "Method")}
 """Kind -> (module, class) that its components extend."""
 PLUGINS = {"rewards": "flowrl.rewards"}
 """Kind -> entry-point group by which packages add to it."""
-_HELPERS = {"base", "blocks", "classes", "compiled", "guidance", "paths", "random", "savings", "weights"}
+_HELPERS = {
+    *(
+        "base",
+        "blocks",
+        "classes",
+        "compiled",
+        "encoders",
+        "guidance",
+        "lora_formats",
+        "paths",
+        "random",
+        "savings",
+        "weights",
+    ),
+    *(
+        "comparison",
+        "drawing",
+        "exchange",
+        "folder",
+        "intervals",
+        "judge_noise",
+        "judging",
+        "pairs",
+        "points",
+        "reading",
+    ),
+    "runner",
+}
 """Modules in the folders that are not components."""
 
 
@@ -53,7 +81,7 @@ def suggest(name: str, valid: Sequence[str]) -> str:
 
 
 def names(kind: str) -> list[str]:
-    """Names of the built-in components of a kind ("models", "samplers", "algorithms", "rewards")."""
+    """Names of the built-in components of a kind, one of `FOLDERS`."""
     # By the package's path: in a checkout the files of rewards are outside flowrl/.
     folders = [Path(folder) for folder in importlib.import_module(FOLDERS[kind]).__path__]
     result = {file.stem for folder in folders for file in folder.glob("*.py")}

@@ -13,18 +13,29 @@ from flowrl.core.files import is_mapping
 LOCK = ".lock"
 SUMMARY = "summary.json"
 DIED = "died"
+GUARDED = "guarded"
+"""Ended by its guard, with everything that a finished run has."""
+ENDED = ("finished", GUARDED)
+"""Statuses of a run that has its final evaluation."""
 
 
 def is_locked(folder: Path) -> bool:
     """Whether a process writes to a run folder: it holds the lock until it ends, in whatever way."""
+    return asked_lock(folder) is not False
+
+
+def asked_lock(folder: Path) -> bool | None:
+    """Whether a run folder is locked; None: its file system does not say."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
-    except FileNotFoundError:  # a copy of a run folder
+    except OSError:  # a copy of a run folder
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks
+        return None
     finally:
         os.close(descriptor)
     return False
@@ -39,13 +50,19 @@ def read(folder: Path) -> dict[str, Any]:
     return now(result, folder) if is_mapping(result) else {}
 
 
-def now(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A summary with its present status: "running" without a lock is a run that died, a lock one that runs again."""
+def now(summary: dict[str, Any], folder: Path, alive: bool | None = None) -> dict[str, Any]:
+    """A summary with its present status: "running" without a lock is a run that died, a lock one that runs again.
+
+    Args:
+        summary: the contents of `summary.json`.
+        folder: its run folder.
+        alive: whether a process writes to the folder; None: whether it is locked.
+    """
     status = summary.get("status")
-    if status == "running" and not is_locked(folder):
+    if status == "running" and not (is_locked(folder) if alive is None else alive):
         reason = "it was killed, or its machine went down: its status is running, and no process holds its folder"
         return summary | {"status": DIED, "reason": reason}
-    if status not in (None, "finished", "running") and is_locked(folder):
+    if status not in (None, "running", *ENDED) and (is_locked(folder) if alive is None else alive):
         return {k: v for k, v in summary.items() if k != "reason"} | {"status": "running"}
     return summary
 
@@ -53,7 +70,7 @@ def now(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
 def describe(summary: dict[str, Any]) -> str:
     """Sentence about how a run ended before its end, and how it goes on; "" if it runs or has finished."""
     status, reason, command = (summary.get(name) for name in ("status", "reason", "command"))
-    if status in (None, "finished", "running"):
+    if status in (None, "running", *ENDED):
         return ""
     text = f"The run {'was ' if status == 'stopped' else ''}{status}" + (f": {reason}." if reason else ".")
     return text + (f" Go on with: {command}" if command else " Go on with --resume." if status == DIED else "")

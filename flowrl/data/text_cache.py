@@ -29,6 +29,7 @@ class Texts:
         cache: make them all now; False: when they are looked up.
         batch_size: prompts that are encoded together.
         files: hold the prompts; None: memory does.
+        free: free the encoders once all are made.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Texts:
         cache: bool,
         batch_size: int = BATCH,
         files: TextFiles | None = None,
+        free: bool = True,
     ) -> None:
         self.adapter, self.batch_size, self.files = adapter, batch_size, files
         self.rows: dict[Identity, int] = {}
@@ -53,13 +55,27 @@ class Texts:
             self.device = first.device
             self.table = Condition.collate([first.to("cpu"), *(part.to("cpu") for part in parts)])
             self.rows = {key: row for row, key in enumerate(key for part in unique for key in part)}
-        if cache:
+        if cache and free:
             adapter.free_text_encoders()
+
+    @classmethod
+    def of(cls, adapter: ModelAdapter, prompts: Sequence[Prompt], table: Condition, device: torch.device) -> Texts:
+        """The embeddings of P prompts that were made already; `table` has a row for each, in order."""
+        result = cls(adapter, (), cache=False)
+        result.table, result.device = table.to("cpu"), device
+        result.rows = {identity(prompt): row for row, prompt in enumerate(prompts)}
+        return result
 
     @property
     def ready(self) -> bool:
         """All embeddings were made beforehand, so that `lookup` runs no encoder."""
         return self.files is not None or self.table is not None
+
+    def knows(self, prompt: str | Prompt) -> bool:
+        """Whether `lookup` has the embeddings of a prompt, or can make them."""
+        if self.files is not None:
+            return self.files.holds(identity(prompt))
+        return self.table is None or identity(prompt) in self.rows
 
     def lookup(self, prompts: Sequence[str | Prompt]) -> Condition:
         """Conditions of P prompts in order; a text is a prompt without images."""

@@ -120,6 +120,10 @@ class TextFiles:
         if self.unconditional.is_file() and (away := _read(self.unconditional)):
             self.adapter.unconditional = Condition(away).to(self.device)
 
+    def holds(self, key: Identity) -> bool:
+        """Whether a prompt is among those of the files."""
+        return key in self.places
+
     def lookup(self, wanted: Sequence[Identity]) -> Condition:
         """Conditions of P prompts in order, on the CPU."""
         places = [self.places[key] for key in wanted]

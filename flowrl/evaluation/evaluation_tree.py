@@ -33,7 +33,8 @@ from torch import Tensor
 from flowrl.algorithms.base import EdgeMethod, Method
 from flowrl.config.resolved import Resolved
 from flowrl.core import media
-from flowrl.core.console import Progress, log
+from flowrl.core.console import log
+from flowrl.core.display import Progress
 from flowrl.core.errors import Diverged, RewardError
 from flowrl.core.files import json_ready, write_atomically
 from flowrl.core.types import SampleId

@@ -61,12 +61,16 @@ class Evaluator:
     scorer: Scorer | None
     """None: images are drawn and not scored."""
     folder: Path | None
-    """Scores and images are written to its `eval`; None: nothing is written."""
+    """Scores and images are written to its folder `place`; None: nothing is written."""
     prompts: tuple[Prompt, ...]
     options: EvalConfig
     seed: int = derive(0, "evaluation")
     made_with: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of its results; see `Evaluation`."""
+    place: str = "eval"
+    """Name of the folder in `folder`."""
+    names: tuple[int, ...] | None = None
+    """Number of each prompt, which keys its noise; None: its place in `prompts`."""
 
     @property
     def world(self) -> World:
@@ -90,7 +94,7 @@ class Evaluator:
             Elsewhere: another process failed otherwise.
         """
         prompts = self.prompts[: setting.limit]
-        folder = None if self.folder is None or not setting.save else self.folder / "eval"
+        folder = None if self.folder is None or not setting.save else self.folder / self.place
         draw = partial(self._drawn, setting, None if folder is None else folder / setting.tag, progress, stop)
         # Of a network that is split no process draws by itself; each batch is then scored in step.
         due = draw() if self.sampling.sharded else self.world.in_step(draw)
@@ -120,7 +124,8 @@ class Evaluator:
         sampling = replace(sampling, policy=Policy(sampling.adapter, Ode(), setting.guidance_scale))
         plan, learned = solver_plan(sampling.adapter.schedule(setting.num_inference_steps)), sampling.learned
         distributions = None if learned is None else learned.drawn_from(numbers_of(learned, prompts))
-        noise = Noise(self.seed, "eval", None, sampling.adapter.latent_shape(), distributions=distributions)
+        shape = sampling.adapter.latent_shape()
+        noise = Noise(self.seed, "eval", None, shape, distributions=distributions, names=self.names)
         due: list[tuple[list[SampleId], Scores]] = []
         health, options = Health(), RunOptions(stop=stop.in_step)
         agree: Callable[[Callable[[], list]], list] = self.world.in_step if sampling.sharded else lambda work: work()

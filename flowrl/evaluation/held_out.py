@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core.errors import ConfigError
@@ -63,7 +65,11 @@ class RunPrompts:
     def facts(self) -> dict[str, Any]:
         """Facts for `summary.json`."""
         held_out = {"source": self.source, "prompts": len(self.evaluated), "share": self.share}
-        return {"evaluated_on": self.name, "held_out": held_out if self.name == "held-out prompts" else None}
+        return {
+            "evaluated_on": self.name,
+            "held_out": held_out if self.name == "held-out prompts" else None,
+            "trained_prompts": len(self.train),
+        }
 
     def describe(self) -> str:
         """Counts, in words."""
@@ -133,6 +139,17 @@ def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[Prom
     chosen = order[:count]
     held_out, left = [prompt for one in chosen for prompt in groups[one]], set(order[count:])
     return [prompt for prompt in prompts if identity(prompt) in left], held_out
+
+
+def guards_half(prompts: Sequence[Prompt], seed: int) -> np.ndarray:
+    """The half of P prompts that a guard looks at, [P] bool; the run's final numbers may come from the others.
+
+    Prompts of one identity are in the same half. The choice depends on the seed and the set of identities, not on their
+    order; of an odd number the guard has the smaller half.
+    """
+    order = sorted({identity(p) for p in prompts}, key=lambda one: derive(seed, "guard", _key(*one)))
+    chosen = set(order[: len(order) // 2])
+    return np.asarray([identity(p) in chosen for p in prompts], dtype=bool)
 
 
 def _describe_share(key: str, source: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ class Evaluation:
     def groups(self) -> np.ndarray:
         """[P] int64, counted from 0 in order: prompts of one number are the same, so they are not independent."""
         return np.asarray(distinct_numbers(self.prompts) if self.distinct is None else self.distinct, dtype=np.int64)
+
+    def of(self, rows: np.ndarray) -> Evaluation:
+        """The same evaluation on the prompts of `rows`, [P] bool; agreement with held-out pairs stays as it is."""
+        texts = tuple(text for text, kept in zip(self.prompts, rows, strict=True) if kept)
+        groups = np.unique(self.groups[rows], return_inverse=True)[1]
+        scores = {name: table[rows] for name, table in self.scores.items()}
+        return replace(self, prompts=texts, scores=scores, distinct=tuple(groups.tolist()))
 
     def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
         """Differences between the settings of two evaluations, in words; with `score` only those of that score."""

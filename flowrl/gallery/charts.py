@@ -88,6 +88,31 @@ def smooth(y: np.ndarray) -> np.ndarray:
     return np.where(total > 0, (sums[high] - sums[low]) / np.maximum(total, 1), np.nan)
 
 
+def thin(y: np.ndarray, limit: int) -> np.ndarray:
+    """Places of the points of a curve that are drawn, ascending: all up to `limit`, of more the extremes.
+
+    The curve is cut into pieces of equal length; of each the first and last place, its lowest and its highest value
+    stay, and a place without a value where it has one, so that a gap stays a gap. So the drawn line covers in every
+    piece what the whole one covers.
+
+    Args:
+        y: values [N]; NaN: none.
+        limit: most points, at least 10; a curve with gaps may have a quarter more.
+    """
+    if len(y) <= limit:
+        return np.arange(len(y))
+    length = -(-len(y) // (limit // 4))
+    starts = np.arange(0, len(y), length)
+    # The last piece is filled up with its last value, whose first place counts.
+    pieces = np.concatenate([y, np.full(len(starts) * length - len(y), y[-1])]).reshape(len(starts), length)
+    known = np.isfinite(pieces)
+    low = np.where(known, pieces, np.inf).argmin(1)
+    high = np.where(known, pieces, -np.inf).argmax(1)
+    gap = (~known).argmax(1)  # 0, the first place, where there is none
+    places = np.concatenate([starts, starts + length - 1, starts + low, starts + high, starts + gap])
+    return np.unique(np.minimum(places, len(y) - 1))
+
+
 def line_chart(
     series: Sequence[Series],
     *,
@@ -198,9 +223,9 @@ def _axes(ticks: Sequence[float], py: Scale, x_low: float, x_high: float, px: Sc
 
 def _path(x: np.ndarray, y: np.ndarray, name: str) -> str:
     """A polyline that is interrupted at each NaN; a single point between two of them becomes a dot."""
-    step = max(1, math.ceil(len(x) / MAX_POINTS))
+    kept = thin(y, MAX_POINTS)
     commands, pen_down = [], False
-    for a, b in zip(x[::step], y[::step], strict=True):
+    for a, b in zip(x[kept], y[kept], strict=True):
         if not math.isfinite(b):
             pen_down = False
             continue
@@ -217,12 +242,14 @@ def _readout(series: Sequence[Series], px: Scale, percent: bool) -> list[list]:
     """[[x in user units, text], ...] for each iteration, shown by the page under the pointer."""
     known: dict[float, list[str]] = {}
     for s in series:
-        step = max(1, math.ceil(len(s.x) / MAX_POINTS))
-        for x, y in zip(s.x[::step], s.y[::step], strict=True):
+        kept = thin(s.y, MAX_POINTS)
+        for x, y in zip(s.x[kept], s.y[kept], strict=True):
             if math.isfinite(y):
                 name = f"{s.label} " if len(series) > 1 else ""
                 known.setdefault(float(x), []).append(name + _value(float(y), percent))
-    return [[round(float(px(x)), 1), f"iteration {x:.0f}: " + ", ".join(known[x])] for x in sorted(known)]
+    places = sorted(known)
+    units = px(np.asarray(places)).round(1).tolist()
+    return [[u, f"iteration {x:.0f}: " + ", ".join(known[x])] for u, x in zip(units, places, strict=True)]
 
 
 def _summary(series: Sequence[Series], percent: bool) -> str:

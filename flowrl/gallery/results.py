@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.gallery import charts
+from flowrl.gallery import charts, guard
 from flowrl.gallery.runs import Evaluation, Run, nan_mean, number
 
 LABELS = {"shapes_strict": "strict accuracy", "shapes_partial": "partial score"}
@@ -175,6 +175,13 @@ def evaluated_curve(run: Run, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
     """(iterations [N], means [N]) of the evaluations during training, then of the tuned model."""
     x, y = run.curve(f"eval/{metric.name}")
     tuned = run.evaluations.get("tuned")
+    known = {*x.tolist(), *(() if tuned is None else (tuned.iteration,))}
+    # Evaluations that were asked for have no place in the rows, which are those of a run that was not asked.
+    asked = [e for e in run.during if e.iteration not in known and metric.name in e.scores]
+    if asked:
+        x = np.append(x, [e.iteration for e in asked])
+        y = np.append(y, [level_while_training(run, e, metric) for e in asked])[np.argsort(x)]
+        x = np.sort(x)
     if tuned is not None and tuned.iteration > max(x, default=0):
         x, y = np.append(x, tuned.iteration), np.append(y, level_while_training(run, tuned, metric))
     return x, y
@@ -203,7 +210,7 @@ def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
 
 def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]) -> list[tuple[str, str]]:
     """(tone, sentence) of the base at its best guidance, win rate, held-out pairs, and metrics that got worse."""
-    result, on = [], run.subject.on
+    result, on = guard.remarks(run), run.subject.on
     if metrics and (rival := estimates[metrics[0].name]["base_best_guidance"]).known:
         metric, tuned = metrics[0], estimates[metrics[0].name]["tuned"]
         scale = number(_block(run, "base_best_guidance").get("guidance_scale"))
@@ -219,7 +226,7 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
         share, low, high = (100 * number(accuracy.get(key)) for key in ("mean", "low", "high"))
         text = f"Of {accuracy.get('n')} held-out pairs the tuned model prefers {share:.1f} % as the data do"
         tone = "better" if low > 50 else "worse" if high < 50 else "same"
-        result.append((tone, f"{text} (95 % CI {low:.1f} to {high:.1f})."))
+        result.append((tone, f"{text} ({_ends(low, high)})."))
     for metric in metrics[1:]:
         change = estimates[metric.name]["difference"]
         if change.bounded and metric.tone(change.low, change.high) == "worse":
@@ -238,8 +245,13 @@ def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
     tone = "better" if low > 50 else "worse" if high < 50 else "same"
     return tone, (
         f"By {metric.label} the tuned model wins {rate:.1f} % of {result['n']} images that are not tied"
-        f"{run.subject.on} (95 % CI {low:.1f} to {high:.1f}); {ties:.1f} % of all are ties."
+        f"{run.subject.on} ({_ends(low, high)}); {ties:.1f} % of all are ties."
     )
+
+
+def _ends(low: float, high: float) -> str:
+    """An interval of a share in per cent; one prompt alone has none."""
+    return f"95 % CI {low:.1f} to {high:.1f}" if math.isfinite(low) else "one prompt has no interval"
 
 
 def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
@@ -253,7 +265,8 @@ def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
     scored: np.ndarray = np.isfinite(paired(run, metric.name)[0])
     entry = _block(run, "difference").get(metric.name)
     declared = number(entry.get("n")) if isinstance(entry, dict) else math.nan
-    num_prompts = run.base.num_distinct(np.asarray(scored.any(-1))) if run.base and scored.size else declared
+    paired_prompts = run.base.num_distinct(np.asarray(scored.any(-1))) if run.base and scored.size else declared
+    num_prompts = declared if guard.chose(run) else paired_prompts
     total = f" of {scored.size}" if scored.sum() < scored.size else ""
     return {
         "metric": metric,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.summary.get("status") == "finished"
+        return self.summary.get("status") in status.ENDED
 
     @property
     def iterations(self) -> int:
@@ -144,9 +145,12 @@ class Run:
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(iterations [N], values [N]) of the rows that have `key`; NaN for null."""
-        known = [(row["iteration"], number(row[key])) for row in self.rows if key in row]
-        x, y = np.array(known, dtype=float).reshape(-1, 2).T
-        return x, y
+        rows = [row for row in self.rows if key in row]
+        values = [row[key] for row in rows]
+        if not set(map(type, values)) <= {float, int, bool, type(None)}:
+            values = [number(value) for value in values]
+        # Ten thousand rows of fifty numbers are common: numpy makes NaN of None itself.
+        return np.array([row["iteration"] for row in rows], dtype=float), np.array(values, dtype=float)
 
 
 def number(value: Any) -> float:
@@ -162,8 +166,19 @@ def nan_mean(values: np.ndarray) -> Any:
     return np.where(count > 0, mean, np.nan)[()]
 
 
-def load_run(folder: Path) -> Run:
+RowReader = Callable[[Path], tuple[list[dict[str, Any]], bool]]
+"""Function from `metrics.jsonl` to its rows, and whether a half-written last line was left out."""
+
+
+def load_run(folder: Path, read: RowReader = read_rows, *, tolerant: bool = False, alive: bool | None = None) -> Run:
     """The contents of a run folder.
+
+    Args:
+        folder: the folder.
+        read: reader of the rows.
+        tolerant: whether an evaluation that cannot be read is left out with a sentence, instead of the error: one that
+            is just being copied is half written.
+        alive: whether a process writes to the folder; None: whether it is locked.
 
     Raises:
         ConfigError: it is not a run folder, or a file is damaged; with the file and the remedy.
@@ -181,17 +196,27 @@ def load_run(folder: Path) -> Run:
         raise ConfigError(f"{path} is not a mapping; restore the resolved configuration that flowrl train wrote")
     problems: list[str] = []
     provenance = _read_optional(folder / "provenance.json", problems)
-    summary = status.now(_read_optional(folder / status.SUMMARY, problems), folder)
+    summary = status.now(_read_optional(folder / status.SUMMARY, problems), folder, alive)
     problems += filter(None, [status.describe(summary)])
-    rows = _read_rows(folder / "metrics.jsonl", problems)
+    rows = _read_rows(folder / "metrics.jsonl", problems, read)
     record = contents.read(folder)
     for change in () if record is None else record.changes:
         what = "; ".join(change["what"])
         when = f"since iteration {change['iteration']}"
         problems.append(f"Files have other contents {when}; earlier points of the curves are of the old ones: {what}")
     files = sorted((folder / "eval").glob("*.json"))
-    evaluations = [_read_evaluation(p, folder) for p in files if not p.name.startswith(trees.PREFIX)]
-    grown = [trees.read(p) for p in files if p.name.startswith(trees.PREFIX)]
+    evaluations: list[Evaluation] = []
+    grown: list[Tree] = []
+    for file in files:
+        try:
+            if file.name.startswith(trees.PREFIX):
+                grown.append(trees.read(file))
+            else:
+                evaluations.append(_read_evaluation(file, folder))
+        except ConfigError:
+            if not tolerant:
+                raise
+            problems.append(f"eval/{file.name} cannot be read (half written?); the page leaves it out.")
     return Run(
         folder=folder,
         name=str(config.get("name") or folder.resolve().name),
@@ -221,11 +246,11 @@ def _read_optional(path: Path, problems: list[str]) -> dict[str, Any]:
     return document
 
 
-def _read_rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+def _read_rows(path: Path, problems: list[str], read: RowReader) -> list[dict[str, Any]]:
     if not path.is_file():
         problems.append("There is no metrics.jsonl yet.")
         return []
-    result, torn = read_rows(path)
+    result, torn = read(path)
     if torn:
         problems.append("The last line of metrics.jsonl is half written and was left out.")
     # A resumed run may repeat an iteration: its last row counts.

@@ -162,6 +162,11 @@ class ModelAdapter:
     def free_text_encoders(self) -> None:
         """Drop the encoders; `encode` raises from then on."""
 
+    def take_text_encoders(self, encoders: Mapping[str, nn.Module]) -> None:
+        """Put encoders, by the name of their component, back into the pipeline: `encode` works again."""
+        for name, part in encoders.items():
+            setattr(self.pipeline, name, part)
+
     def condition_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of one prompt's embeddings: those of `encode` without the first dimension."""
         raise NotImplementedError

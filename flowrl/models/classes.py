@@ -70,9 +70,9 @@ def choose(path: str, revision: str | None = None, *, offline: bool = False) -> 
     return Choice(GENERIC, f"{native}, the native adapter of {kind}, cannot take this checkpoint")
 
 
-def pipeline_class(path: str, revision: str | None = None) -> str:
-    """Name of the pipeline's class of `model.path`; errors as in `choose`."""
-    return _class_name(_reader(path, revision, offline=False))
+def pipeline_class(path: str, revision: str | None = None, *, offline: bool = False) -> str:
+    """Name of the pipeline's class of `model.path`; `offline` and errors as in `choose`."""
+    return _class_name(_reader(path, revision, offline=offline))
 
 
 def _class_name(read: Callable[[str], dict[str, Any]]) -> str:

@@ -21,44 +21,15 @@ from flowrl.models._precision import ADAPTER as ADAPTER
 from flowrl.models._precision import autocasts, fit_network
 from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig
 from flowrl.models.compiled import compile_blocks
+from flowrl.models.lora_formats.files import component_names as component_names
+from flowrl.models.lora_formats.files import lora_file as lora_file
+from flowrl.models.lora_formats.files import lora_places as lora_places
+from flowrl.models.lora_formats.files import read_lora as read_lora
+from flowrl.models.lora_formats.start import start_from
 from flowrl.models.savings import cast_frozen
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-
-def lora_file(path: Path) -> Path:
-    """The weights of a saved LoRA: the file itself, or diffusers' name inside a folder."""
-    return path / "pytorch_lora_weights.safetensors" if path.is_dir() else path
-
-
-def component_names(network: nn.Module) -> dict[str, nn.Module]:
-    """Denoisers by component name: one, or the experts of a ModuleDict."""
-    if isinstance(network, nn.ModuleDict):
-        return dict(network.items())
-    return {"unet" if "UNet" in type(network).__name__ else "transformer": network}
-
-
-def lora_places(path: Path, components: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, Path]]:
-    """(name inside the file, network, folder or file) of each denoiser.
-
-    diffusers has one LoRA file per expert, each under the name `transformer`: the first in `path`, others in their own
-    folders, for `load_lora_weights(path / "transformer_2", load_into_transformer_2=True)`.
-    """
-    for number, (name, network) in enumerate(components.items()):
-        yield (name, network, path) if number == 0 else ("transformer", network, path / name)
-
-
-def read_lora(file: Path, component: str = "transformer") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(denoiser tensors by module, LoRA settings) of a file in diffusers' layout; settings may be empty."""
-    from safetensors import safe_open
-
-    prefix = f"{component}."
-    with safe_open(file, framework="pt") as source:
-        tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118, it is no dict
-        packed = (source.metadata() or {}).get("lora_adapter_metadata", "{}")
-    settings = {key.removeprefix(prefix): value for key, value in json.loads(packed).items() if key.startswith(prefix)}
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}, settings
 
 
 def order_header(file: Path) -> None:
@@ -81,11 +52,6 @@ def order_header(file: Path) -> None:
 def full_tensor(tensor: Tensor) -> Tensor:
     """This process's rows of a tensor that `fully_shard` has split, in the same memory; any other tensor itself."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
-
-
-def _rank(tensors: dict[str, Tensor]) -> int | None:
-    """Rank of a LoRA without settings: the rows of its first A; None without an A."""
-    return next((len(value) for name, value in sorted(tensors.items()) if name.endswith(".lora_A.weight")), None)
 
 
 class Weights:
@@ -257,44 +223,14 @@ class Weights:
                 )
 
     def load_lora(self, path: str) -> None:
-        """Start from a saved adapter of the same rank, alpha and targets (`model.init_lora`)."""
-        from peft import set_peft_model_state_dict
-        from safetensors import SafetensorError
+        """Start from a saved LoRA of the same rank, alpha and targets (`model.init_lora`), in any layout that is read.
 
+        Raises:
+            ModelError: a file that does not fit; the network is as it was.
+        """
         if self.lora is None:
             raise ModelError("model.init_lora needs model.lora: full fine-tuning has no adapter to load into")
-        own = Path(path) / "adapter"
-        if lora_file(own).is_file() and not lora_file(Path(path)).is_file():
-            raise ModelError(
-                f"model.init_lora={path!r} is a run folder: give its adapter, model.init_lora={str(own)!r}"
-            )
-        places = list(lora_places(Path(path), self.components))
-        for _, _, place in places:
-            if not lora_file(place).is_file():
-                raise ModelError(f"model.init_lora={path!r}: there is no {lora_file(place)}")
-        fits = True
-        try:
-            for name, network, place in places:
-                tensors, settings = read_lora(lora_file(place), name)
-                alpha = settings.get("lora_alpha", self.lora.alpha)
-                if alpha != self.lora.alpha:
-                    raise ModelError(
-                        f"model.init_lora={path!r} was trained with alpha={alpha}, "
-                        f"model.lora.alpha is {self.lora.alpha}"
-                    )
-                rank = settings.get("r", _rank(tensors))
-                if rank not in (None, self.lora.rank):
-                    raise ModelError(
-                        f"model.init_lora={path!r} has rank {rank}, model.lora.rank is {self.lora.rank}; set that "
-                        f"to {rank}"
-                    )
-                result: Any = set_peft_model_state_dict(network, tensors, adapter_name=ADAPTER)
-                fits &= bool(tensors) and not result.unexpected_keys
-                fits &= not [key for key in result.missing_keys if "lora_" in key]
-        except (RuntimeError, OSError, SafetensorError) as error:  # another rank; not a safetensors file
-            raise ModelError(f"model.init_lora={path!r} cannot be used: {str(error).splitlines()[0]}") from error
-        if not fits:
-            raise ModelError(f"model.init_lora={path!r} does not fit model.lora: rank and targets must be the same")
+        start_from(path, self.components, self.lora)
 
     def whole(self, name: str, *, keep: bool, values: Mapping[str, Tensor] | None = None) -> Any:
         """The component with all its weights in host memory where `keep`, else None.

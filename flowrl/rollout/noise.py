@@ -18,7 +18,8 @@ class Noise:
 
     `iteration` None is evaluation. `shared_start` gives all samples of a prompt one initial noise. `chosen` [P, G] is
     the candidate of a pool whose noise each sample has; None: sample k is candidate k. `distributions` has a Gaussian
-    of the initial noise for each slot; None: N(0, 1).
+    of the initial noise for each slot; None: N(0, 1). `names` has a number for each slot that keys its noise; None: the
+    slot's own.
     """
 
     seed: int
@@ -28,11 +29,12 @@ class Noise:
     shared_start: bool = False
     chosen: Tensor | None = None
     distributions: Gaussians | None = None
+    names: tuple[int, ...] | None = None
 
     def _key(self, sample: SampleId) -> tuple[int, ...]:
         head = () if self.iteration is None else (self.iteration,)
         candidate = sample.sample if self.chosen is None else int(self.chosen[sample.slot, sample.sample])
-        return (*head, sample.slot, candidate)
+        return (*head, sample.slot if self.names is None else self.names[sample.slot], candidate)
 
     def initial(self, ids: Sequence[SampleId]) -> Tensor:
         """Starting noise, [B, ...] float32."""

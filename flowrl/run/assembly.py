@@ -14,6 +14,7 @@ from flowrl.config.checks import check_model, check_trained
 from flowrl.config.resolved import Resolved
 from flowrl.core.console import log
 from flowrl.core.contents import Input, set_of
+from flowrl.core.display import working
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive
 from flowrl.core.types import Condition, Identity
@@ -24,8 +25,10 @@ from flowrl.data.prompts import Prompt, PromptSource, identity, require_images
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
+from flowrl.evaluation import previews
 from flowrl.evaluation.evaluator import Evaluator
 from flowrl.evaluation.held_out import RunPrompts, run_prompts
+from flowrl.evaluation.previews import Previews
 from flowrl.models.base import ModelAdapter, packed_grid, torch_dtype
 from flowrl.models.compiled import probe as probe_compiled
 from flowrl.models.weights import Weights
@@ -54,6 +57,8 @@ class Data:
     source: PromptSource | PreferenceSource | LabelledSource
     given: Given | None
     """Images that the run learns from; None: the network draws its samples."""
+    previews: tuple[Prompt, ...] = ()
+    """The user's own prompts (`eval.preview_prompts`)."""
 
     def texts(self, *, cache: bool) -> list[str | Prompt]:
         """All that is embedded ahead, if anything is."""
@@ -89,6 +94,8 @@ class Parts:
     learner: Learner
     """The method with its networks and their optimizer."""
     evaluator: Evaluator
+    previews: Previews
+    """Draws the user's own prompts."""
     maps: Mapper | None
     """Saliency maps of a rollout's images, for a method with `spatial`."""
 
@@ -139,15 +146,19 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     data = _data(resolved, kind)
     prompts = data.prompts
     scorers = Scorers(*build_scorers(resolved.rewards, resolved.eval_rewards, prompts.listed, prompts.looked_up))
-    adapter = resolved.model.build()
+    with working(f"loading the model {resolved.model.config.path}"):
+        adapter = resolved.model.build()
     # Captions of pairs have no reference images.
     listed = ("data.prompts", prompts.listed) if data.given is None else ("data.pairs", [Prompt("")])
     require_fit(adapter, scorers.watched, listed, prompts.looked_up)
+    previews.require_fit(data.previews, adapter, resolved.model.config)
     weights = _weights(resolved, kind, adapter, prompts.train, world)
     probe(scorers.trained, prompts.train[:2], adapter)
     probe(scorers.watched, prompts.evaluated[:2], adapter, known=scorers.trained)
     if data.given is not None:
         require_encoder(adapter)
+    # In a table of their own: that of the run stays as it is without them.
+    shown = Texts(adapter, data.previews, cache=True, free=False) if data.previews else None
     texts = embedded(resolved, adapter, data.texts(cache=config.data.caches_text), world)
     kind.begin(weights, texts, prompts.train, config.seed)
     for role in method.roles:
@@ -163,13 +174,16 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     learner = _learner(resolved, kind, sampling, weights)
     advice = partial(_advice, resolved, learner)
     sampling = replace(sampling, learned=kind.learned_noise(weights), remedy=advice)
+    previews.require_learned(data.previews, sampling.learned)
+    evaluator = _evaluator(resolved, data, sampling, scorers.watched, folder)
     return Parts(
         resolved=resolved,
         data=data,
         scorers=scorers,
         sampling=sampling,
         learner=learner,
-        evaluator=_evaluator(resolved, data, sampling, scorers.watched, folder),
+        evaluator=evaluator,
+        previews=Previews(evaluator, data.previews, shown),
         maps=_maps(method, adapter, world) if training else None,
     )
 
@@ -209,15 +223,17 @@ def _embedded(texts: Texts, prompts: Sequence[Identity]) -> Condition:
     return texts.lookup([Prompt(text, images=images) for text, images in prompts])
 
 
+@working("reading the prompts and images")
 def _data(resolved: Resolved, kind: Training) -> Data:
     """Prompts and images of a run, read before anything else."""
     config = resolved.run
     prompts = run_prompts(config, kind.own_prompts)
     kind.check_prompts(prompts.train, prompts.evaluated)
+    own = previews.preview_prompts(config)
     if config.data.pairs is None:
-        return Data(prompts, PromptSource(prompts.train, resolved.slots, config.seed), None)
+        return Data(prompts, PromptSource(prompts.train, resolved.slots, config.seed), None, own)
     given = Given(config.data.pairs, kind.method, config.seed)
-    return Data(prompts, given.source, given)
+    return Data(prompts, given.source, given, own)
 
 
 def _sharded(resolved: Resolved, world: World) -> bool:
@@ -237,6 +253,7 @@ def _weights(
     return weights
 
 
+@working("compiling the network")
 def _try_compiled(resolved: Resolved, kind: Training, adapter: ModelAdapter, cond: Condition, weights: Weights) -> None:
     """A microbatch's forward and backward and a rollout's forward through compiled blocks: what cannot be compiled ends
     here, not in the first iteration."""

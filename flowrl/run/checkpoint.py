@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,11 +23,13 @@ from torch import Tensor
 
 from flowrl.core.errors import CheckpointError as CheckpointError
 from flowrl.core.errors import OutOfMemory, UnwritableCheckpoint
-from flowrl.core.files import fsync
+from flowrl.core.files import fsync, write_atomically
 from flowrl.training.sharding import Rows
 from flowrl.training.world import ALONE, World
 
 FORMAT = 1
+KEPT = "kept.json"
+"""Checkpoints that retention leaves alone, in the folder of all checkpoints: iteration -> why."""
 STATE = "state.json"
 _TENSORS = re.compile(r"state(-\d{5})?\.safetensors")
 _TEMPORARY = re.compile(r"\..+\.tmp|\.tmp.*|\.writable.*")
@@ -57,14 +59,29 @@ def available(folder: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in result if match)
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) -> Path:
-    """Write a checkpoint and drop all but the newest `keep`.
+def kept(folder: Path) -> dict[int, str]:
+    """Iterations whose checkpoints are kept whatever retention says, with the reason; {} if the file is damaged."""
+    try:
+        return {int(iteration): str(why) for iteration, why in json.loads((folder / KEPT).read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def retain(folder: Path, iteration: int, why: str) -> None:
+    """Keep the checkpoint of an iteration, written or about to be, whatever retention says."""
+    entries = kept(folder) | {iteration: why}
+    write_atomically(folder / KEPT, json.dumps({str(key): entries[key] for key in sorted(entries)}, indent=1) + "\n")
+
+
+def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE, spared: Collection[int] = ()) -> Path:
+    """Write a checkpoint and drop all but the newest `keep`, those that are kept in any case, and the `spared` ones.
 
     Args:
         folder: holds all checkpoints; on a file system that the processes share.
         checkpoint: the state; the tensors named in its `rows` hold these rows alone.
         keep: number of checkpoints.
         world: the processes that hold rows of the tensors; all of them call this, and each writes a file.
+        spared: iterations whose checkpoints stay.
 
     Raises:
         CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
@@ -80,13 +97,14 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
     except Exception as error:  # safetensors reports a full disk with an error class of its own
         if world.main:
             shutil.rmtree(temporary, ignore_errors=True)
-        kept = available(folder)
-        safe = f"iteration {kept[-1]} is safe" if kept else "there is no earlier checkpoint"
+        earlier = available(folder)
+        safe = f"iteration {earlier[-1]} is safe" if earlier else "there is no earlier checkpoint"
         raise UnwritableCheckpoint(
             f"could not save {target}: {error}; {safe}. Free some space or mend the folder, then go on with --resume"
         ) from error
     if world.main:
-        for iteration in available(folder)[:-keep]:
+        always = kept(folder)
+        for iteration in set([each for each in available(folder) if each not in always][:-keep]).difference(spared):
             shutil.rmtree(path_of(folder, iteration))
     return target
 
@@ -105,7 +123,7 @@ def _write_tensors(folder: Path, checkpoint: Checkpoint, world: World) -> tuple[
     chosen = [key for key in checkpoint.tensors if key in rows or (world.main and key not in checkpoint.rows)]
     save_file({key: checkpoint.tensors[key].detach().cpu().contiguous() for key in chosen}, folder / name)
     fsync(folder / name)
-    return name, _fingerprint(folder / name), rows
+    return name, fingerprint(folder / name), rows
 
 
 def _complete(temporary: Path, target: Path, checkpoint: Checkpoint, parts: list[tuple[str, dict, dict]]) -> None:
@@ -114,7 +132,7 @@ def _complete(temporary: Path, target: Path, checkpoint: Checkpoint, parts: list
     if checkpoint.rows:
         plain["rows"] = {name: rows for name, _, rows in parts}
     (temporary / STATE).write_text(json.dumps(plain, indent=1))
-    manifest = {name: fingerprint for name, fingerprint, _ in parts} | {STATE: _fingerprint(temporary / STATE)}
+    manifest = {name: fingerprint for name, fingerprint, _ in parts} | {STATE: fingerprint(temporary / STATE)}
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
     for name in (STATE, "manifest.json"):
         fsync(temporary / name)
@@ -148,7 +166,7 @@ def load(
         manifest = json.loads((source / "manifest.json").read_text(encoding="utf-8"))
         files = sorted(name for name in manifest if _TENSORS.fullmatch(name))
         for name in (STATE, *files[verify]):
-            if _fingerprint(source / name) != manifest[name]:
+            if fingerprint(source / name) != manifest[name]:
                 raise CheckpointError(f"checkpoint {source / name} is truncated or was changed; {remedy}")
         state = json.loads((source / STATE).read_text())
         index = state.pop("rows", {})
@@ -181,7 +199,8 @@ def _read(
     return {name: result[0] if len(result) == 1 else torch.cat(result) for name, result in pieces.items()}
 
 
-def _fingerprint(file: Path) -> dict:
+def fingerprint(file: Path) -> dict:
+    """Size and SHA-256 of a file, as the manifest has them."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         for block in iter(lambda: stream.read(1 << 20), b""):

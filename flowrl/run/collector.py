@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.console import Progress, log
+from flowrl.core.console import log
+from flowrl.core.display import Progress
 from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import Condition, SampleId
 from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.credit.shares import variance_shares
 from flowrl.credit.tree_credit import log_probs_on_ways
 from flowrl.data.prompts import Prompt, PromptSource, identity
 from flowrl.diffusion.plan import StepPlan
@@ -246,6 +248,10 @@ class Collector:
         counted = self.world.gather(self.scorer.take_counts())
         row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
         row["advantage/dead_group_share"] = float(credit.dead.float().mean())
+        entries = self.dead_groups.entries
+        shares = variance_shares(rollout.rewards, self.weights, credit.valid) if len(entries) > 1 else None
+        for entry, share in zip(entries, shares or (), strict=False):
+            row[f"advantage/{next(iter(entry.shares()))}_share"] = share
         text = self.dead_groups.warning(rollout, credit)
         if text is not None and self.world.main:
             log.warning("%s", text)

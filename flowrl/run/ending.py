@@ -6,9 +6,9 @@ import json
 
 import torch
 
-from flowrl.core.console import journal, log
+from flowrl.core.console import journal, log, verdict
 from flowrl.core.errors import Abandoned, Fault, described, exited
-from flowrl.core.status import SUMMARY
+from flowrl.core.status import ENDED, SUMMARY
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import ask_for_time, command_line
 from flowrl.run.state import Clock, Saver, is_split
@@ -66,8 +66,9 @@ class Ending:
             self._report(error, "")
             return error
         if self.world.main:
-            log.info("stopped after iteration %d; go on with the same command and --resume", self.iteration)
-            self._write("stopped", f"signal {stopped.number}", note)
+            verdict.info("stopped after iteration %d; go on with the same command and --resume", self.iteration)
+            by = self.signals.asked
+            self._write("stopped", f"signal {stopped.number}" if by is None else f"asked for by {by}", note)
         return stopped
 
     def _rescue(self, error: BaseException, agreed: bool) -> str:
@@ -118,7 +119,7 @@ class Ending:
         status = error.status if isinstance(error, Fault) else Fault.status
         if self.iteration:
             planned = self.planned
-            log.info("%s after iteration %d of %d; go on with: %s", status, self.iteration, planned, resuming())
+            verdict.info("%s after iteration %d of %d; go on with: %s", status, self.iteration, planned, resuming())
         try:
             self._write(status, text, note)
         except OSError as full:
@@ -131,7 +132,7 @@ class Ending:
         except (OSError, ValueError):  # there is none yet, or it is damaged
             known = {}
         known = known if isinstance(known, dict) else {}
-        if known.get("status") == "finished":
+        if known.get("status") in ENDED:
             return  # the failure came after the end
         ended = {"status": status, "reason": reason, "iterations": self.iteration, "command": resuming()}
         ended |= {"saved": note} if note else {}

@@ -1,20 +1,16 @@
 """A run's trained weights in the layouts that other programs read.
 
-    diffusers   pytorch_lora_weights.safetensors with its alpha: `pipe.load_lora_weights(DIR)`
-    kohya       one file with `lora_down`, `lora_up`, `alpha` per module of the original MMDiT: ComfyUI, sd-scripts
-    merged      a whole pipeline folder with the update added to its weights: `from_pretrained(DIR)`
-
-The original MMDiT keeps query, key and value in one matrix. Three updates of rank r become one of rank 3r,
-down [A_q; A_k; A_v] and up block-diagonal (B_q, B_k, B_v), with three times the alpha: the same function.
-
-Source: names as comfyanonymous/ComfyUI:comfy/lora.py (lora_unet_ + module path with underscores) and
-kohya-ss/sd-scripts:networks/lora_sd3.py expect them; the same pairs of names as diffusers' SD3 converter.
+diffusers   pytorch_lora_weights.safetensors with its alpha: `pipe.load_lora_weights(DIR)`
+kohya       `lora_unet_` names, `lora_down`, `lora_up`, `alpha` per module of the original network: sd-scripts, ComfyUI
+comfyui     `diffusion_model.` names of the original network, with `alpha`: ComfyUI
+merged      a whole pipeline folder with the update added to its weights: `from_pretrained(DIR)`
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,46 +25,33 @@ from flowrl.config.components import Component, component
 from flowrl.config.retired import run_tree
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.files import damaged, out_folder, writing
-from flowrl.models import sd3
 from flowrl.models.base import torch_dtype
 from flowrl.models.classes import pipeline_class
-from flowrl.models.paths import loading, null_components, resolve_path
-from flowrl.models.weights import component_names, lora_file, lora_places, read_lora
+from flowrl.models.lora_formats.families import BY_PIPELINE
+from flowrl.models.lora_formats.places import Family
+from flowrl.models.lora_formats.writing import Layout, renamed
+from flowrl.models.weights import component_names, lora_file, lora_places, order_header, read_lora
 from flowrl.rollout.learned_noise import FILE, LearnedNoise
+from flowrl.run.card import try_card
 from flowrl.run.handover import outdated, renew
 
-Format = Literal["diffusers", "kohya", "merged"]
-
-# diffusers' module in a block -> (original module, which third of its rows)
-_FUSED = {
-    f"{attention}.{ours}": (f"{block}.{attention}.qkv", third)
-    for attention, block, names in (
-        ("attn", "x_block", ("to_q", "to_k", "to_v")),
-        ("attn", "context_block", ("add_q_proj", "add_k_proj", "add_v_proj")),
-        ("attn2", "x_block", ("to_q", "to_k", "to_v")),
-    )
-    for third, ours in enumerate(names)
-}
-_PLAIN = {
-    "attn.to_out.0": "x_block.attn.proj",
-    "attn.to_add_out": "context_block.attn.proj",
-    "attn2.to_out.0": "x_block.attn2.proj",
-    "ff.net.0.proj": "x_block.mlp.fc1",
-    "ff.net.2": "x_block.mlp.fc2",
-    "ff_context.net.0.proj": "context_block.mlp.fc1",
-    "ff_context.net.2": "context_block.mlp.fc2",
-    "norm1.linear": "x_block.adaLN_modulation.1",
-}
+Format = Literal["diffusers", "kohya", "comfyui", "merged"]
 
 
 def export(run: Path, layout: Format, out: Path) -> Path:
-    """Write a run's weights to the folder `out`; returns the file or folder to load.
+    """Write a run's weights and their model card to the folder `out`; returns the file or folder to load.
 
     Raises:
-        ConfigError: not a run, no trained weights yet, weights that cannot be read, full weights as a LoRA, or kohya's
-            layout for another family than SD3; nothing is written.
+        ConfigError: not a run, no trained weights yet, weights that cannot be read, full weights as a LoRA, or
+            original names of a family that has no table; nothing is written.
         WriteError: the disk is full or not writable.
     """
+    result = _export(run, layout, out)
+    try_card(run, out, layout)
+    return result
+
+
+def _export(run: Path, layout: Format, out: Path) -> Path:
     if learned_noise(run) is not None:
         raise ConfigError(
             f"{str(run)!r} learned the initial noise of its prompts and no weights, so there is nothing to export: "
@@ -84,42 +67,72 @@ def export(run: Path, layout: Format, out: Path) -> Path:
         pipeline = _with_update(model, saved, merge=True).pipeline
         with writing(out_folder(out)):
             pipeline.save_pretrained(out)
+            _forget_origin(out)
         return out
     if not file.is_file():
         raise ConfigError(f"{str(run)!r} trained full weights: there is no LoRA to export; use --format merged")
-    if layout == "kohya":
-        _require_sd3(run, model)
+    family = None if layout == "diffusers" else _family(run, model, layout)
+    experts = {"": file}
+    if lora_file(saved / "transformer_2").is_file():
+        experts = {"_high_noise": file, "_low_noise": lora_file(saved / "transformer_2")}
     with _reading(file):
-        tensors, settings = read_lora(file)
+        loras = {name: read_lora(each, _component(family)) for name, each in experts.items()}
     if layout == "diffusers":
+        expert = lora_file(saved / "transformer_2")
         with writing(out_folder(out)):
+            if expert.is_file():
+                (out / "transformer_2").mkdir()
+                shutil.copy(expert, out / "transformer_2" / expert.name)
             return Path(shutil.copy(file, out / file.name))
-    return _write_kohya(tensors, settings, out, run.resolve().name)
+    assert family is not None
+    return _write_original(loras, family, layout, out / run.resolve().name)
 
 
-def _require_sd3(run: Path, model: Component) -> None:
-    """Raise ConfigError for another family than SD3: its modules have other names, some of which look like SD3's."""
+def _forget_origin(folder: Path) -> None:
+    """Take the folders that parts were loaded from out of a pipeline's JSON files; a hub id stays."""
+    for file in folder.rglob("*.json"):
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(values, dict) and os.path.isabs(str(values.get("_name_or_path", ""))):
+            values["_name_or_path"] = ""
+            file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _component(family: Family | None) -> str:
+    return "unet" if family is not None and "UNet" in family.network else "transformer"
+
+
+def _family(run: Path, model: Component, layout: Layout) -> Family:
+    """The table of the run's family; ConfigError for one without: names of another one may look alike."""
     config = model.config
     try:
         kind = getattr(model.module, "PIPELINE", None) or pipeline_class(config.path, config.revision)
     except ModelError:
         kind = f"pipeline of a class that is not known here (model.path={config.path!r})"
-    if kind != sd3.PIPELINE:
+    if kind not in BY_PIPELINE:
         raise ConfigError(
-            f"--format kohya: {str(run)!r} trained a {kind}, and names for kohya are known for {sd3.PIPELINE} only; "
-            "use --format diffusers, or merged for a whole pipeline"
+            f"--format {layout}: {str(run)!r} trained a {kind}, and original names are known for "
+            f"{', '.join(BY_PIPELINE)}; use --format diffusers, or merged for a whole pipeline"
         )
+    return BY_PIPELINE[kind]
 
 
-def _write_kohya(tensors: dict[str, Tensor], settings: dict[str, Any], out: Path, name: str) -> Path:
+def _write_original(
+    loras: dict[str, tuple[dict[str, Tensor], dict[str, Any]]], family: Family, layout: Layout, stem: Path
+) -> Path:
+    """One file for each expert, under the stem and its suffix; the file, or the folder of several."""
     from safetensors.torch import save_file
 
-    rank, alpha = settings["r"], settings["lora_alpha"]
-    about = {"ss_network_module": "networks.lora_sd3", "ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
-    renamed, target = to_kohya(tensors, alpha / rank), out / f"{name}.safetensors"
-    with writing(out_folder(out)):
-        save_file(renamed, target, metadata={"format": "pt", **about})
-    return target
+    made: dict[Path, tuple[dict[str, Tensor], dict[str, str]]] = {}
+    for suffix, (tensors, settings) in loras.items():
+        rank, alpha = settings["r"], settings["lora_alpha"]
+        about = {"ss_network_module": family.module, "ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
+        file = stem.with_name(f"{stem.name}{suffix}.safetensors")
+        made[file] = renamed(tensors, alpha / rank, family, layout), {"format": "pt", **about}
+    with writing(out_folder(stem.parent)):
+        for file, (tensors, about) in made.items():
+            save_file(tensors, file, metadata=about)
+            order_header(file)
+    return stem.parent if len(made) > 1 else next(iter(made))
 
 
 @contextmanager
@@ -138,78 +151,18 @@ def _reading(saved: Path) -> Iterator[None]:
         ) from error
 
 
-def to_kohya(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """diffusers' LoRA tensors of an MMDiT (`<module>.lora_A.weight` [r, in], `lora_B` [out, r]) in kohya's layout.
+def load_run_pipeline(folder: Path, *, base: bool = False) -> tuple[Any, dict[str, Any]]:
+    """(pipeline, call options) of a run folder, with its trained weights, or with `base` those it began with.
 
-    Args:
-        tensors: by module, without the prefix `transformer.`.
-        scale: alpha / r; each written alpha is scale times the written rank.
-
-    Raises:
-        ModelError: a module that the original network does not have under another name.
-    """
-    fused: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
-    result: dict[str, Tensor] = {}
-    for name in sorted(k.removesuffix(".lora_A.weight") for k in tensors if k.endswith(".lora_A.weight")):
-        pair = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
-        match = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", name)
-        place = match.group(2) if match else name
-        block = f"joint_blocks.{match.group(1)}." if match else ""
-        if place in _FUSED:
-            module, third = _FUSED[place]
-            fused.setdefault(block + module, {})[third] = pair
-        elif place in _PLAIN:
-            result |= _entry(block + _PLAIN[place], *pair, scale)
-        else:
-            raise ModelError(
-                f"{name} has no counterpart in kohya's layout; train other targets, or use --format merged"
-            )
-    for module, parts in fused.items():
-        result |= _entry(module, *_join_thirds(parts), scale)
-    return {name: value.contiguous() for name, value in result.items()}
-
-
-def _join_thirds(parts: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(down [sum of r, in], up [3 out, sum of r]) of updates to thirds of a matrix; a missing third is not updated."""
-    thirds = sorted(parts)
-    down = torch.cat([parts[third][0] for third in thirds])
-    width = len(parts[thirds[0]][1])
-    up, column = torch.zeros(3 * width, len(down)), 0
-    for third in thirds:
-        piece = parts[third][1]
-        up[third * width : (third + 1) * width, column : column + piece.shape[1]] = piece
-        column += piece.shape[1]
-    return down, up
-
-
-def _entry(module: str, down: Tensor, up: Tensor, scale: float) -> dict[str, Tensor]:
-    key = "lora_unet_" + module.replace(".", "_")
-    alpha = torch.tensor(scale * len(down))
-    return {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up, f"{key}.alpha": alpha}
-
-
-def load_run_pipeline(model: str) -> tuple[Any, dict[str, Any]]:
-    """(pipeline, call options) of a run folder, with its trained weights, or of any model `model.path` takes.
-
-    The options are the run's evaluation settings; none for a plain model.
+    The options are the run's evaluation settings.
 
     Raises:
         ConfigError: a run without trained weights.
         ModelError: a model that cannot be loaded.
     """
-    folder = Path(model)
-    if not (folder / "config.yaml").is_file():
-        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-        path = resolve_path(model)
-        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-        with loading("model", model):
-            if path.endswith(".safetensors"):
-                raise ModelError(f"{model!r} is a single file: its family is not known; give a folder or a hub id")
-            return DiffusionPipeline.from_pretrained(path, dtype=dtype, **null_components(path)), {}
     drawn = [f"{part}.{key}" for part in ("rollout", "eval") for key in ("num_inference_steps", "guidance_scale")]
     tree = run_tree(folder, *drawn)
-    saved = _trained(folder) if learned_noise(folder) is None else None
+    saved = None if base or learned_noise(folder) is not None else _trained(folder)
     adapter = _with_update(_model(folder), saved, merge=False)
     rollout, evaluation = tree["rollout"], tree["eval"]
     steps = evaluation["num_inference_steps"] or rollout["num_inference_steps"]

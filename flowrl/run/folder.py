@@ -22,6 +22,7 @@ from flowrl.config.retired import as_it_was
 from flowrl.config.schema import RunConfig
 from flowrl.core import contents
 from flowrl.core.contents import Input
+from flowrl.core.display import working
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import (
     damaged,
@@ -34,6 +35,7 @@ from flowrl.core.files import (
 )
 from flowrl.core.strict import Options
 from flowrl.core.versions import versions
+from flowrl.evaluation import previews
 from flowrl.evaluation.held_out import splits
 from flowrl.run import checkpoint, inputs
 
@@ -42,10 +44,13 @@ BATCHES = (
     *("rollout.batch_size", "optim.batch_size", "eval.batch_size", "model.gradient_checkpointing"),
     *("model.memory.vae_slicing", "model.memory.group_offload"),
 )
-# A resumed run may be longer, save more often, be in another folder or on other processes, or accept more broken
-# images; anything else would make it another run.
+# A resumed run may be longer, save more often, be in another folder or on other processes, have another guard
+# or other trackers, or accept more broken images; anything else would make it another run.
 _MAY_CHANGE = (
-    *("iterations", "checkpoint", "name", "output", "model.shard", "data.text_cache", "data.pairs.records.max_broken"),
+    *("iterations", "checkpoint", "guard", "name", "output", "model.shard", "data.text_cache"),
+    "data.pairs.records.max_broken",
+    "eval.preview_prompts",  # drawn and never scored
+    "trackers",
     *BATCHES,
 )
 
@@ -76,6 +81,15 @@ class MetricsFile:
         write_atomically(self.file, "".join(json.dumps(row) + "\n" for row in kept))
 
 
+def _locked(descriptor: int) -> bool:
+    """Whether the lock of a file could be taken."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 class RunFolder:
     """`<output>/<name>`; one writer at a time."""
 
@@ -101,20 +115,20 @@ class RunFolder:
             raise ConfigError(
                 f"{self.key}: the run folder {self.path} cannot be written ({error.strerror}); choose another place"
             ) from None
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    os.close(descriptor)
-                    raise ConfigError(
-                        f"the run folder {self.path} is in use by another process; wait for it, or choose another name"
-                    ) from None
-                time.sleep(0.1)
+        if not _locked(descriptor):
+            with working(f"waiting for the process that uses {self.path}"):
+                self._wait_for(descriptor, time.monotonic() + wait_s)
         self._lock = descriptor
         return descriptor
+
+    def _wait_for(self, descriptor: int, deadline: float) -> None:
+        while not _locked(descriptor):
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise ConfigError(
+                    f"the run folder {self.path} is in use by another process; wait for it, or choose another name"
+                )
+            time.sleep(0.1)
 
     def try_lock(self) -> bool:
         """Lock the folder if it can be written and no other process has locked it."""
@@ -191,6 +205,7 @@ class RunFolder:
                 raise damaged(file, KeyError("iteration"), evaluation_remedy(file))
             if result > iteration:
                 file.unlink()
+        previews.forget_after(self.path, iteration)
 
     def write_json(self, name: str, value: Any) -> None:
         write_atomically(self.path / name, json.dumps(json_ready(value), indent=1) + "\n")
@@ -211,18 +226,23 @@ def differences(old: Options, new: Options, may_change: Sequence[str] = _MAY_CHA
     return result
 
 
-def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any]:
-    """Code, versions, hardware, command and seed, for `provenance.json`."""
-    import torch
-
+def commit() -> str:
+    """The git commit of this flowrl, and whether its checkout has uncommitted changes."""
     root = Path(__file__).resolve().parents[2]
     git = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     dirty = subprocess.run(
         ["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False
     )
-    commit = git.stdout.strip() or "not a git checkout"
+    found = git.stdout.strip() or "not a git checkout"
+    return found + (" with uncommitted changes" if git.returncode == 0 and dirty.stdout.strip() else "")
+
+
+def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any]:
+    """Code, versions, hardware, command and seed, for `provenance.json`."""
+    import torch
+
     return versions() | {
-        "commit": commit + (" with uncommitted changes" if git.returncode == 0 and dirty.stdout.strip() else ""),
+        "commit": commit(),
         "command": " ".join(["flowrl", *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, {device}",

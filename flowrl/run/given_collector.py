@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.core.console import Progress
+from flowrl.core.display import Progress
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import Condition, SampleId, Samples, no_edges
 from flowrl.credit.advantages import Advantages

@@ -12,6 +12,7 @@ from typing import Any
 
 from flowrl.core.console import log
 from flowrl.core.files import write_atomically, writing
+from flowrl.core.status import GUARDED
 from flowrl.core.strict import Options
 from flowrl.models.weights import Weights
 from flowrl.run import checkpoint
@@ -20,21 +21,39 @@ from flowrl.run.folder import RunFolder
 FOLDER, STAMP = "adapter", "flowrl.json"
 
 
-def stamp(run: Path, iteration: int) -> None:
-    """Record the iteration of the weights, which are complete."""
-    write_atomically(run / FOLDER / STAMP, json.dumps({"iteration": iteration}) + "\n")
+def stamp(run: Path, iteration: int, guard: dict[str, Any] | None = None) -> None:
+    """Record the iteration of the weights, which are complete; and what the guard that chose them says."""
+    facts = {"iteration": iteration} | ({} if guard is None else {"status": GUARDED, "guard": guard})
+    write_atomically(run / FOLDER / STAMP, json.dumps(facts) + "\n")
 
 
-def outdated(run: Path) -> int | None:
-    """The newest checkpoint's iteration, if the weights are of an older one."""
+def chosen(run: Path) -> int | None:
+    """The iteration whose weights are the run's result: the newest checkpoint's, or the one that its guard took.
+
+    None: there is no checkpoint.
+    """
     saved = checkpoint.available(run / "checkpoints")
     if not saved:
         return None
     try:
-        current = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))["iteration"] == saved[-1]
+        facts = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))
+        if facts["guard"]["ended"] == saved[-1] and facts["iteration"] in saved:
+            return int(facts["iteration"])
+    except (OSError, ValueError, KeyError, TypeError):  # no guard chose
+        pass
+    return saved[-1]
+
+
+def outdated(run: Path) -> int | None:
+    """The iteration of the result (`chosen`), if the weights are of another one."""
+    wanted = chosen(run)
+    if wanted is None:
+        return None
+    try:
+        current = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))["iteration"] == wanted
     except (OSError, ValueError, KeyError, TypeError):  # a run of an older version has none
-        current = _written(run / FOLDER) >= _written(checkpoint.path_of(run / "checkpoints", saved[-1]))
-    return None if current else saved[-1]
+        current = _written(run / FOLDER) >= _written(checkpoint.path_of(run / "checkpoints", wanted))
+    return None if current else wanted
 
 
 def _written(folder: Path) -> float:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.core.console import log
+from flowrl.core.board import HEADLINES
+from flowrl.core.console import log, verdict
+from flowrl.core.display import working
+from flowrl.core.status import GUARDED
+from flowrl.evaluation.diagnosis import cause
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
 from flowrl.gallery import build as build_gallery
+from flowrl.gallery.runs import load_run
+from flowrl.run.card import try_card
 from flowrl.run.folder import RunFolder
+from flowrl.run.guarding import Guarding
+from flowrl.run.handover import FOLDER
 from flowrl.run.session import Session
 from flowrl.run.state import Clock
 from flowrl.scoring.weighted import WeightedReward
@@ -27,8 +36,8 @@ Before = tuple[Evaluation, Evaluation | None]
 class Report:
     """Compares a run's result with the untrained model, in the evaluations and the summary of its folder."""
 
-    def __init__(self, session: Session, folder: RunFolder, clock: Clock) -> None:
-        self.session, self.folder, self.clock = session, folder, clock
+    def __init__(self, session: Session, folder: RunFolder, clock: Clock, guard: Guarding) -> None:
+        self.session, self.folder, self.clock, self.guard = session, folder, clock, guard
         self.prompts, self.watched = session.parts.data.prompts, session.parts.scorers.watched
 
     def _heaviest(self) -> WeightedReward | None:
@@ -73,6 +82,8 @@ class Report:
             if self.metric is not None and base.prompts:
                 on = self.prompts.counted(len(base.prompts))
                 log.info("base: %s %s on %s", self.metric, _format(summary(base)[self.metric]), on)
+        if kept:  # with other preview prompts than today's, perhaps
+            self.session.preview_base()
         wanted = self.session.config.eval.best_guidance
         return base, (self._best_guidance(base, wanted, sought=resumed and kept) if wanted else None)
 
@@ -122,23 +133,31 @@ class Report:
         session, tuned = self.session, self._saved("tuned", self.session.eval_guidance)
         if tuned is None or tuned.iteration != session.iteration:
             tuned = session.evaluate("tuned")
-        result = self._write("finished", *before, tuned)
+        result = self._write(GUARDED if self.guard.ended else "finished", *before, tuned)
         if session.world.main:
             started = time.monotonic()
-            page = build_gallery([self.folder.path])
+            with working("building the report"):
+                page = build_gallery([self.folder.path])
+            self.guard.say_end()
             _log_verdict(self.metric, result, before[1], self.prompts)
             log.info("report: %s (%.1f s)", page, time.monotonic() - started)
+            for line in cause(load_run(self.folder.path)):
+                verdict.info("%s", line)
+            with working("writing the model card"):
+                try_card(self.folder.path, self.folder.path / FOLDER, "adapter")
         session.world.barrier()
         return result
 
     def _write(
         self, status: str, base: Evaluation, best: Evaluation | None, tuned: Evaluation | None
     ) -> dict[str, Any]:
+        if (rows := self.guard.judged) is not None:
+            base, best, tuned = base.of(rows), best and best.of(rows), tuned and tuned.of(rows)
         watched = () if self.watched is None else self.watched.distinct
         lower = [e.reward.card.outputs for e in watched if not e.reward.card.higher_is_better]
         result: dict[str, Any] = {
             "status": status,
-            "iterations": self.session.iteration,
+            "iterations": self.guard.ended or self.session.iteration,
             "seconds": round(self.clock.seconds, 1),
             **self.prompts.facts(),
             "primary": self.metric,
@@ -155,6 +174,7 @@ class Report:
             }
             if tuned.agreement is not None:
                 result["implicit_accuracy"] = accuracy(tuned.agreement)
+        result |= self.guard.summary()
         if self.session.world.main:
             self.folder.write_json("summary.json", result)
         return result
@@ -163,9 +183,8 @@ class Report:
 def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
     """The metrics row of an iteration, of a run with `iterations`, in one line for the terminal."""
     parts = [f"iteration {row['iteration']}/{iterations}"]
-    shown = {"reward/total_mean": "reward", "policy/implicit_accuracy": "agreement", "policy/loss": "loss"}
     # Without rewards or pairs there is still a loss, but for an iteration without a readable image.
-    parts += [f"{word} {row[name]:.3f}" for name, word in shown.items() if name in row][:1]
+    parts += [f"{word} {row[name]:.3f}" for name, word in HEADLINES.items() if name in row][:1]
     parts += [format_mean(prompts, name, row[name]) for name in row if name.startswith("eval/")][:1]
     if "policy/clip_fraction" in row:
         parts.append(f"clip {row['policy/clip_fraction']:.2f}")
@@ -181,17 +200,17 @@ def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
 def _log_verdict(metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts) -> None:
     if metric is not None and metric in result["difference"]:
         on = prompts.on
-        log.info("base%s  %s %s", on, metric, _format(result["base"][metric]))
+        verdict.info("base%s  %s %s", on, metric, _format(result["base"][metric]))
         if best is not None:
             rival = _format(result["base_best_guidance"][metric])
-            log.info("base with its best CFG %g%s  %s %s", best.guidance_scale, on, metric, rival)
-        log.info("tuned%s %s %s", on, metric, _format(result["tuned"][metric]))
-        log.info("paired difference%s %s", on, _format(result["difference"][metric], signed=True))
-        log.info("%s", format_win_rate(metric, result["win_rate"][metric], on))
+            verdict.info("base with its best CFG %g%s  %s %s", best.guidance_scale, on, metric, rival)
+        verdict.info("tuned%s %s %s", on, metric, _format(result["tuned"][metric]))
+        verdict.info("paired difference%s %s", on, _format(result["difference"][metric], signed=True))
+        verdict.info("%s", format_win_rate(metric, result["win_rate"][metric], on))
         if prompts.name == "training prompts":
-            log.info("%s", prompts.remark)
+            verdict.info("%s", prompts.remark)
     if "implicit_accuracy" in result:
-        log.info("%s", format_accuracy(result["implicit_accuracy"]))
+        verdict.info("%s", format_accuracy(result["implicit_accuracy"]))
 
 
 def format_accuracy(value: dict[str, float]) -> str:
@@ -210,12 +229,17 @@ def format_win_rate(metric: str, value: dict[str, float], on: str = "") -> str:
     if not value["n"]:
         return f"win rate{on} by {metric}: none of the {value['ties']} images differs from the base's"
     return (
-        f"win rate{on} by {metric}: {value['rate']:.1%} of {value['n']} images that are not tied (95 % interval "
-        f"{value['low']:.1%} to {value['high']:.1%}); {value['ties']} ties, {value['tie_rate']:.1%}"
+        f"win rate{on} by {metric}: {value['rate']:.1%} of {value['n']} images that are not tied "
+        f"({format_interval(value, '.1%')}); {value['ties']} ties, {value['tie_rate']:.1%}"
     )
 
 
 def _format(value: dict[str, float], *, signed: bool = False) -> str:
     sign = "+" if signed else ""
-    mean, low, high = (format(value[name], f"{sign}.4f") for name in ("mean", "low", "high"))
-    return f"{mean} (95 % interval {low} to {high}, n = {value['n']})"
+    return f"{value['mean']:{sign}.4f} ({format_interval(value, f'{sign}.4f')}, n = {value['n']})"
+
+
+def format_interval(value: dict[str, float], form: str) -> str:
+    """The interval of an estimate in words; one prompt alone has none."""
+    low, high = value["low"], value["high"]
+    return "no interval" if math.isnan(low) else f"95 % interval {low:{form}} to {high:{form}}"

@@ -13,6 +13,7 @@ A trainer is a session with a folder, signals and a loop.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from flowrl.algorithms.base import EdgeMethod, Method, Networks
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
-from flowrl.core.console import Progress
+from flowrl.core.display import Progress
 from flowrl.core.host_memory import keep_freed_memory
 from flowrl.core.phases import phase
 from flowrl.credit.advantages import Advantages
@@ -39,6 +40,7 @@ from flowrl.run.assembly import assemble
 from flowrl.run.collector import Collector
 from flowrl.run.gauges import Gauges
 from flowrl.run.given_collector import HeldOutPairs, PairCollector
+from flowrl.run.telling import tell
 from flowrl.scoring.scorer import Scorer
 from flowrl.training import determinism
 from flowrl.training.base import Iteration
@@ -258,7 +260,7 @@ class Session:
             save: write scores and images; "images": those alone.
             known: an evaluation of the first prompts by the same weights, which are not drawn again.
             pairs: compare the network with held-out pairs, for a method that prefers images.
-            tree: draw a tree, for a method on trees.
+            tree: draw the preview prompts and, for a method on trees, a tree.
 
         Raises:
             Abandoned, Diverged, RewardError: on all processes; no scores are written.
@@ -267,17 +269,28 @@ class Session:
         iteration = self.iteration if iteration is None else iteration
         scale = self.eval_guidance if guidance_scale is None else guidance_scale
         setting = Setting(tag, iteration, scale, self.eval_steps, limit, save, known)
-        evaluator, done = self.parts.evaluator, 0 if known is None else len(known.prompts)
+        started, evaluator = time.perf_counter(), self.parts.evaluator
+        done = 0 if known is None else len(known.prompts)
         total = (len(evaluator.prompts[:limit]) - done) * evaluator.options.samples_per_prompt // self.world.size
         with phase("evaluation"), self.weights.using(self.optimizer.role):
             if tree:  # before the scores: whenever a signal comes, an evaluation with scores has its tree
                 self.tree(tag, iteration, self.stop)
+                self.parts.previews(tag, iteration, scale, self.eval_steps, self.stop)
             bar = Progress(total, f"evaluating {tag}", show=self.world.main)
             agreement = self.held_out if pairs else None
             try:
-                return evaluator(setting, progress=bar.update, stop=self.stop, agreement=agreement)
+                result = evaluator(setting, progress=bar.update, stop=self.stop, agreement=agreement)
             finally:
                 bar.close()
+        tell(result, self.parts.data.prompts, total, time.perf_counter() - started)
+        return result
+
+    def preview_base(self) -> None:
+        """Draw the preview prompts of the base, if the folder lacks them; before a checkpoint is restored."""
+        previews = self.parts.previews
+        if not previews.has("base", self.eval_guidance, self.eval_steps):
+            with phase("evaluation"), self.weights.using(self.optimizer.role):
+                previews("base", 0, self.eval_guidance, self.eval_steps, self.stop)
 
     # ---- its state
 

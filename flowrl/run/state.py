@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from flowrl.core import display
 from flowrl.core.console import log
+from flowrl.core.display import working
 from flowrl.core.errors import ConfigError, Elsewhere, UnwritableCheckpoint
 from flowrl.core.files import fsync_all, writing
 from flowrl.core.versions import versions
@@ -20,6 +22,7 @@ from flowrl.run.checkpoint import Checkpoint
 from flowrl.run.folder import BATCHES, RunFolder, differences
 from flowrl.run.session import Session
 from flowrl.training.sharding import Rows, rows
+from flowrl.training.world import ALONE, World
 
 _ALGORITHM = "algorithm/"
 _LARGE = 2**30
@@ -46,6 +49,10 @@ class Saver:
         """The last iteration with a checkpoint, and the last one for which a checkpoint was begun."""
         self.due: dict[str, Any] | None = None
         """Row of the last finished iteration, until it and its evaluation are written; else None."""
+        self.guard: dict[str, Any] | None = None
+        """State of the guard, plain data; None without one."""
+        self.spared: tuple[int, ...] = ()
+        """Iterations whose checkpoints are kept whatever `checkpoint.keep` says."""
         self._pending: int | None = None
         """Iteration whose checkpoint a thread of the first process writes; None: there is none."""
         self._thread: Background | None = None
@@ -61,14 +68,18 @@ class Saver:
             UnwritableCheckpoint: on every process, if it could not be written on one.
             WriteError: the checkpoint is written, and its adapter could not be.
         """
-        session, iteration = self.session, self.session.iteration
         self.settle(alone=alone)
-        if self.saved == iteration:
-            return
+        if self.saved != self.session.iteration:
+            with working(f"writing the checkpoint of iteration {self.session.iteration}"):
+                self._save(alone=alone, wait=wait)
+
+    def _save(self, *, alone: bool, wait: bool) -> None:
+        session, iteration = self.session, self.session.iteration
         self.attempted = iteration
         tensors, plain = session.state()
         plain |= {
             "due": self.due,
+            "guard": self.guard,
             "seconds": self.clock.seconds,
             "processes": session.world.size,
             "versions": versions(),
@@ -77,31 +88,40 @@ class Saver:
         own = rows(session.weights)
         split = [name for name, value in tensors.items() if own and value.ndim and not name.startswith(_ALGORITHM)]
         places = {name: own[_parameter(name)] for name in split}
-        saved, keep = Checkpoint(iteration, tensors, plain, places), session.config.checkpoint.keep
+        saved = Checkpoint(iteration, tensors, plain, places)
         try:
             if not (wait or alone or own) and session.weights.lora is None and _size(tensors) >= _LARGE:
-                _first(session, lambda: self._begin(saved, keep), alone=False)
+                _first(session, lambda: self._begin(saved), alone=False)
                 self._pending = iteration
                 return
             if own and not alone:
-                checkpoint.save(self.folder.checkpoints, saved, keep, session.world)
+                self._write(saved, session.world)
             else:
-                _first(session, lambda: checkpoint.save(self.folder.checkpoints, saved, keep), alone=alone)
+                _first(session, lambda: self._write(saved), alone=alone)
             write_adapter(session, self.folder.path, alone=alone)
         except Elsewhere as error:
             raise UnwritableCheckpoint(str(error)) from error
-        self.saved = iteration
+        self._note(iteration)
 
-    def _begin(self, live: Checkpoint, keep: int) -> None:
+    def _note(self, iteration: int) -> None:
+        self.saved = iteration
+        display.saved(iteration, checkpoint.path_of(self.folder.checkpoints, iteration))
+
+    def _write(self, saved: Checkpoint, world: World = ALONE) -> None:
+        keep = self.session.config.checkpoint.keep
+        checkpoint.save(self.folder.checkpoints, saved, keep, world, self.spared)
+
+    def _begin(self, live: Checkpoint) -> None:
         """Copy a state to host memory, and write it in a thread."""
         weights, run, iteration = self.session.weights, self.folder.path, live.iteration
         tensors = {name: value.to("cpu", copy=True) for name, value in live.tensors.items()}
         prefix = f"weights/{self.session.optimizer.role}/"
         values = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         networks = {name: weights.whole(name, keep=True, values=values) for name in weights.components}
+        folder, keep, spared = self.folder.checkpoints, self.session.config.checkpoint.keep, self.spared
 
         def work() -> None:
-            checkpoint.save(self.folder.checkpoints, replace(live, tensors=tensors), keep)
+            checkpoint.save(folder, replace(live, tensors=tensors), keep, spared=spared)
             with writing(run / handover.FOLDER, f"the checkpoint of iteration {iteration} is safe"):
                 for name, network in networks.items():
                     network.save_pretrained(run / handover.FOLDER / name)
@@ -130,17 +150,20 @@ class Saver:
             return
         iteration, self._pending, self._thread = self._pending, None, None
         try:
-            _first(self.session, lambda: None if thread is None else thread.wait(), alone=alone)
+            with working(f"writing the checkpoint of iteration {iteration}"):
+                _first(self.session, lambda: None if thread is None else thread.wait(), alone=alone)
         except Elsewhere as error:
             raise UnwritableCheckpoint(str(error)) from error
-        self.saved = iteration
+        self._note(iteration)
 
     def restore(self, iteration: int, accept_changes: bool = False) -> None:
         """Resume from the run's own checkpoint."""
         session, folder = self.session, self.folder
-        state, world = load(session, folder.checkpoints, iteration, accept_changes), session.world
+        with working("reading the checkpoint"):
+            state = load(session, folder.checkpoints, iteration, accept_changes)
+        world = session.world
         self.clock.before, self.saved = state["seconds"], iteration
-        self.due = state.get("due")
+        self.due, self.guard = state.get("due"), state.get("guard")
         if world.main:
             # Its row may be there already, if the call that made its evaluation was killed at once.
             folder.forget_after(iteration if self.due is None else iteration - 1)
@@ -236,15 +259,15 @@ def load(session: Session, folder: Path, iteration: int, accept_changes: bool = 
 
 
 def load_newest(session: Session, run: Path, accept_changes: bool = False) -> None:
-    """Load the newest checkpoint of a run folder into a session of another folder.
+    """Load the newest checkpoint of a run folder, or the one its guard took, into a session of another folder.
 
     Raises:
         ConfigError: it has none.
     """
-    saved = checkpoint.available(run / "checkpoints")
-    if not saved:
+    iteration = handover.chosen(run)
+    if iteration is None:
         raise ConfigError(f"{run} holds no checkpoint to evaluate")
-    load(session, run / "checkpoints", saved[-1], accept_changes)
+    load(session, run / "checkpoints", iteration, accept_changes)
     owner = RunFolder(run)  # a run under way writes its adapter itself
     if session.world.gather(session.world.main and owner.try_lock())[0]:
         mend_adapter(session, run)

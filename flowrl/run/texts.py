@@ -3,20 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
 
 from flowrl.config.resolved import Resolved
 from flowrl.core.console import log
+from flowrl.core.display import working
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts, batches, encoded
 from flowrl.data.text_files import TextFiles, text_folder
 from flowrl.data.text_identity import text_identity
-from flowrl.models.base import ModelAdapter, torch_dtype
+from flowrl.evaluation.held_out import RunPrompts
+from flowrl.models.base import ModelAdapter, ModelConfig, torch_dtype
 from flowrl.training.world import World
 
+_LOOKED_AT = 256
+"""Prompts of each list whose tokens are counted: a share of them is enough, and it takes milliseconds."""
+_ENDLESS = 10**6
+"""Of a tokenizer that states no limit transformers says 10^30."""
 
+
+def text_lengths(adapter: ModelAdapter, config: ModelConfig, prompts: RunPrompts) -> dict[str, dict[str, float]]:
+    """Facts for `provenance.json`: how much of the prompts each text encoder reads. Nothing is encoded.
+
+    Args:
+        adapter: its tokenizers count; its text encoders may have left the device.
+        config: the model's options.
+        prompts: those of the run; the first of each list are counted.
+
+    Returns:
+        Name of a tokenizer -> `limit` in tokens, `longest` prompt, `cut`, the share of the prompts beyond the limit,
+        and `prompts` that were counted. Empty without a pipeline, or where no limit is known.
+    """
+    from transformers import CLIPTokenizer, PreTrainedTokenizerBase
+
+    listed = [prompt.text for part in (prompts.train, prompts.evaluated) for prompt in part[:_LOOKED_AT]]
+    options, result = asdict(config), {}
+    own = options.get("max_sequence_length") or (options.get("call") or {}).get("max_sequence_length")
+    for name, part in {} if adapter.pipeline is None or not listed else adapter.pipeline.components.items():
+        if not isinstance(part, PreTrainedTokenizerBase):
+            continue
+        # CLIP has a table of positions; the length of a language model is the pipeline's own option.
+        limit = part.model_max_length if isinstance(part, CLIPTokenizer) or own is None else own
+        if limit >= _ENDLESS:
+            continue
+        counts = [len(row) for row in part(listed, verbose=False)["input_ids"]]
+        cut = sum(count > limit for count in counts) / len(counts)
+        result[name] = {"limit": limit, "longest": max(counts), "cut": round(cut, 4), "prompts": len(counts)}
+    return result
+
+
+@working("encoding the prompts")
 def embedded(resolved: Resolved, adapter: ModelAdapter, prompts: Sequence[str | Prompt], world: World) -> Texts:
     """The embeddings of a run; each process encodes a share of those that no file holds yet.
 

@@ -11,18 +11,23 @@ import numpy as np
 from flowrl.config.load import load_config
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
+from flowrl.core import display
 from flowrl.core.console import log, set_up_logging
 from flowrl.core.contents import require_unedited
 from flowrl.evaluation.held_out import require_same_split
 from flowrl.evaluation.results import Evaluation
 from flowrl.planning.checkpointing import decided
 from flowrl.planning.out_of_memory import explaining
-from flowrl.run import checkpoint
+from flowrl.run import checkpoint, telling
 from flowrl.run.ending import Ending
 from flowrl.run.folder import RunFolder, provenance
+from flowrl.run.guarding import Guarding, refuse_guarded
 from flowrl.run.report import Before, Report, row_line
+from flowrl.run.requests import Desk
 from flowrl.run.session import Session, resolved
 from flowrl.run.state import Clock, Saver, load_newest
+from flowrl.run.texts import text_lengths
+from flowrl.run.trackers import Trackers
 from flowrl.training import determinism
 from flowrl.training.signals import Signals
 from flowrl.training.world import World, join
@@ -52,6 +57,7 @@ class Trainer:
             Exception: any other failure; the last finished iteration is saved, unless it was the update that failed.
         """
         self.world, self.folder = self._join(), RunFolder(self.config.folder)
+        self.desk = Desk(self.folder.path, self.world, self.signals)
         try:
             start = self.world.agree(lambda: self._open_folder(resume, accept_changes))[0]
             set_up_logging(self.folder.path / "train.log", main=self.world.main, rank=self.world.rank)
@@ -60,6 +66,7 @@ class Trainer:
             with self.signals.listening():
                 return self._train(start, accept_changes)
         finally:
+            self.desk.close()
             self.folder.unlock()
             self.world.close()
 
@@ -70,11 +77,16 @@ class Trainer:
 
     def _open_folder(self, resume: bool, accept: bool) -> int:
         """The finished iteration to resume after; only the first process touches the folder."""
+        self.trackers = Trackers(self.config, self.resolved.tree(), self.folder, main=self.world.main)
         if not self.world.main:
             return 0
-        if "FLOWRL_LOCKED" not in os.environ:
+        launched = "FLOWRL_LOCKED" in os.environ
+        if not launched:
             self.folder.lock()
+        self.desk.open(launched=launched)
         checkpoint.remove_leftovers(self.folder.path)
+        if resume:
+            refuse_guarded(self.folder.path, self.config.guard)
         start = self.folder.begin(self.resolved, resume, accept)
         if not start:
             # A run that was killed before its first checkpoint may have left rows.
@@ -90,14 +102,20 @@ class Trainer:
             with explaining(self.resolved, self.world):
                 self.world.agree(lambda: self._open_session(start, accept))
                 self.saver = ending.saver = Saver(self.session, self.folder, self.clock)
-                self.report = Report(self.session, self.folder, self.clock)
+                self.guard = Guarding(self.session, self.folder)
+                self.report = Report(self.session, self.folder, self.clock, self.guard)
+                place = {"run": str(self.folder.path), "device": str(self.world.device)}
+                coming = telling.planned(self.session.parts.evaluator, self.config.eval)
+                display.run_starts(start, planned, coming, processes=self.world.size, **place)
                 # Before a checkpoint is restored: these are the untrained weights.
                 before = self.report.before(resumed=start > 0)
                 if start:
                     self.saver.restore(start, accept)
+                self.guard.begin(before[0], self.saver)
                 return self._loop(start, before)
         except BaseException as error:  # the folder records every end
             last = ending.leave(error)
+            self.trackers.leave(-1 if ending.saver is None else ending.saver.saved)
             if last is error:
                 raise
             raise last from error
@@ -112,6 +130,8 @@ class Trainer:
             facts = provenance(self.resolved, str(self.world.device), self.world.size)
             if parts.data.given is not None:
                 facts["data"] = parts.data.given.facts()
+            if training:
+                facts["text"] = text_lengths(parts.sampling.adapter, self.resolved.model.config, parts.data.prompts)
             self.folder.write_json("provenance.json", facts)
             if training:
                 self.folder.agree_on_sets(parts.sets(), start, accept)
@@ -136,22 +156,30 @@ class Trainer:
         config, session, saver = self.config, self.session, self.saver
         self.signals.honour(self.world)
         self.report.announce(before)
+        self.trackers.open(start)
         if saver.due is not None:
             self._record(saver.due)
             saver.saved = -1
             saver.save()  # the same as without an interruption
         for iteration in range(start + 1, config.iterations + 1):
+            if self.guard.over:
+                break
             if session.exhausted:
                 log.info("every prompt is retired: training ends after iteration %d", session.iteration)
                 break
             self._record(session.step(iteration))
             saver.settle(only_done=True)  # a checkpoint that could not be written ends the run
-            last = iteration == config.iterations or session.exhausted
-            if last or iteration % config.checkpoint.every == 0:
+            last = iteration == config.iterations or session.exhausted or self.guard.over
+            if last or iteration % config.checkpoint.every == 0 or self.guard.wants_checkpoint:
                 saver.save(wait=last)
-            self.signals.honour(self.world)
+            self.trackers.send(saver.saved)
+            if self.signals.honour(self.world, self.desk.waits()):
+                self.desk.serve(session, saver, last=last)
         saver.settle()
-        return self.report.finish(before)
+        self.guard.conclude(saver)
+        result = self.report.finish(before)
+        self.trackers.finish(result)
+        return result
 
     def _record(self, row: dict[str, Any]) -> None:
         """Evaluate if that is due, and write the row of the finished iteration."""
@@ -162,7 +190,11 @@ class Trainer:
             row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
             if result.agreement is not None:
                 row["eval/implicit_accuracy"] = result.agreement.mean()
+            self.guard.look(result, row)
         if self.world.main:
             self.folder.metrics.append(row)
+            self.trackers.add(row)
             log.info("%s", row_line(row, config.iterations, self.session.parts.data.prompts))
+            display.iteration_done(row)
         saver.due = None
+        self.guard.settle(saver)

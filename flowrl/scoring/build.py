@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from flowrl.core.console import log
+from flowrl.core.display import working
 from flowrl.core.errors import ConfigError, described
 from flowrl.core.phases import lacking, out_of_memory
 from flowrl.data.prompts import Prompt
@@ -53,6 +54,7 @@ def build_scorer(
         raise ConfigError(str(error)) from None
 
 
+@working("loading the rewards")
 def build_scorers(
     rewards: Sequence[RewardPlan],
     eval_rewards: Sequence[RewardPlan],
@@ -141,6 +143,7 @@ def require_modality(name: str, card: Card, *, videos: bool) -> None:
         )
 
 
+@working("trying the rewards")
 def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapter, known: Scorer | None = None) -> None:
     """Score noise: a broken reward ends the run here; a warning names what it changes and is put back.
 

@@ -164,7 +164,8 @@ class RewardPlan:
         """
         reward = self._component()
         if not self.entry.overlap:
-            reward = Reward(reward.score, dataclasses.replace(reward.card, overlap=False, overlap_on_gpu=False))
+            alone = dataclasses.replace(reward.card, overlap=False, overlap_on_gpu=False)
+            reward = dataclasses.replace(reward, card=alone)
         declared = () if self.card is None else self.card.outputs
         if declared and reward.card.outputs != declared:
             raise RewardError(
@@ -172,7 +173,7 @@ class RewardPlan:
                 "where options change them, define card_of(config) beside CARD, so that they are known beforehand"
             )
         if self.entry.timeout is not None:
-            reward = Reward(TimeLimit(reward.score, self.entry.timeout), reward.card)
+            reward = dataclasses.replace(reward, score=TimeLimit(reward.score, self.entry.timeout))
         return reward if self.entry.prefix is None else reward.prefixed(self.entry.prefix)
 
     def _component(self) -> Reward:
@@ -180,7 +181,7 @@ class RewardPlan:
             return self._built()
         # Nothing is known of a bare function, so nothing is refused for it.
         bare = Card(outputs=(self.name,), modality="any", source=str(self.entry.path or self.entry.name))
-        return Reward(score=self.module.score, card=self.card or bare)
+        return Reward(score=self.module.score, card=self.card or bare, compare=getattr(self.module, "compare", None))
 
     def _built(self) -> Reward:
         conduct = Conduct()

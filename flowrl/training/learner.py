@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flowrl.core.display import Progress
 from flowrl.core.errors import Diverged
 from flowrl.core.tensors import floats
 from flowrl.credit.advantages import Advantages
@@ -57,11 +58,14 @@ class Learner:
         work = self.training.work(self.context, iteration, gate)
         with counter.without_backward():
             work.prepare()
-        for _ in range(self.method.passes):
-            for number in range(len(work.shares)):
+        count = self.method.passes * len(work.shares)
+        bar = Progress(count, f"iteration {iteration.number}: updating", show=self.world.main)
+        with bar:
+            for number in list(range(len(work.shares))) * self.method.passes:
                 if self.before_update is not None:
                     self.before_update(work, number)
                 self._one_update(work, number, sums)
+                bar.update(1)
         self.method.after_iteration(self.optimizer.updates, self.networks.weights)
         sums.add("nfe/train", counter.rows - before, len(iteration.rollout.rows))
 

@@ -32,9 +32,13 @@ class EmaConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
     learning_rate: float = 3e-4
+    """Largest learning rate, the one after the warm-up."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decays of the optimizer's averages of the gradient and of its square, each in [0, 1)."""
     eps: float = 1e-8
+    """Addend of the optimizer's denominator, against a division by 0."""
     weight_decay: float = 1e-4
+    """Weight decay: share of the learning rate by which a weight shrinks at an update; 0: none."""
     warmup_updates: int = 0
     """Updates over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -1,8 +1,9 @@
-"""Processes: joining the group, the few collectives of the loop, failures in step; accelerate is used here alone."""
+"""Processes: joining the group, the few collectives of the loop, failures in step; accelerate's state is made here."""
 
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flowrl.core.display import working
 from flowrl.core.errors import (
     Abandoned,
     CheckpointError,
@@ -26,6 +28,7 @@ from flowrl.core.errors import (
 )
 from flowrl.core.subprocesses import PATIENCE_S
 
+log = logging.getLogger("flowrl")
 T = TypeVar("T")
 
 BACKEND = "FLOWRL_BACKEND"
@@ -64,10 +67,14 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """True on every process if the flag is set on one of them."""
+        return self.flags(flag)[0]
+
+    def flags(self, *flags: bool) -> tuple[bool, ...]:
+        """`any` of several flags at once."""
         if self.size == 1:
-            return flag
-        tensor = torch.tensor([float(flag)], device=self.device)
-        return bool(self.all_reduce_sum(tensor) > 0)
+            return flags
+        tensor = torch.tensor([float(flag) for flag in flags], device=self.device)
+        return tuple(value > 0 for value in self.all_reduce_sum(tensor).tolist())
 
     def barrier(self) -> None:
         self.any(False)
@@ -163,7 +170,8 @@ def _failure_of(error: BaseException | None, words: Callable[[BaseException], st
 def _naming_lost_process() -> Iterator[None]:
     """Raise LostProcess for a collective that fails because another process has ended."""
     try:
-        yield
+        with working("waiting for the other processes"):
+            yield
     except RuntimeError as error:  # gloo has no class of its own
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
@@ -192,6 +200,18 @@ def require_devices(processes: int) -> str | None:
     return backend
 
 
+def unused_accelerator() -> str | None:
+    """The sentence for a machine whose accelerator torch sees and flowrl leaves alone; None on CUDA, ROCm and the CPU.
+
+    Runs are computed on CUDA (ROCm calls itself so in torch) and on the CPU, and nowhere else: on another device no
+    number of this project was ever checked.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or torch.cuda.is_available():
+        return None
+    return f"torch sees an accelerator of type {found.type!r}, which flowrl does not use: this runs on the CPU"
+
+
 def join() -> World:
     """Join the group of torchrun, accelerate or `--processes`; a single process otherwise.
 
@@ -214,6 +234,8 @@ def join() -> World:
             "start with torchrun, or with flowrl train CONFIG --processes N"
         )
     assert state.device is not None
+    if state.process_index == 0 and (sentence := unused_accelerator()):
+        log.warning(sentence)
     return World(state.process_index, state.num_processes, state.device)
 
 

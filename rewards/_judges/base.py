@@ -190,6 +190,14 @@ def expected_digit(judge: Judge, questions: Sequence[Question]) -> Tensor:
     return probabilities @ torch.arange(6, dtype=probabilities.dtype)
 
 
+def option_probabilities(judge: Judge, questions: Sequence[Question], options: Mapping[str, tuple[str, ...]]) -> Tensor:
+    """P(option) over the whole vocabulary, [B, options] float64; a row is NaN where the question failed.
+
+    Of a server's options that it does not list the upper bound counts.
+    """
+    return _watched(judge, questions, options).exp()
+
+
 def _watched(judge: Judge, questions: Sequence[Question], options: Mapping[str, tuple[str, ...]]) -> Tensor:
     """Log-probabilities of the options; warns where most answers begin otherwise, which no score would show."""
     if not questions:

@@ -99,7 +99,7 @@ class HttpJudge:
 
     def option_logprobs(self, questions: Sequence[Question], options: Mapping[str, tuple[str, ...]]) -> Tensor:
         listed = self._first_tokens(questions)
-        rows = [_option_row(tokens, list(options)) for tokens in listed]
+        rows = [_option_row(tokens, options) for tokens in listed]
         # None of the options is listed: the answer is something else, and any number would be made up.
         strange = [q for q, row, tokens in zip(questions, rows, listed, strict=True) if tokens is not None and not row]
         self.counters.add(failures=len({question.key() for question in strange}))
@@ -309,14 +309,15 @@ def _log_sum(values: Sequence[float]) -> float:
     return float(torch.tensor(values, dtype=torch.float64).logsumexp(dim=0))
 
 
-def _option_row(tokens: Mapping[str, float] | None, options: Sequence[str]) -> list[float] | None:
+def _option_row(tokens: Mapping[str, float] | None, options: Mapping[str, tuple[str, ...]]) -> list[float] | None:
     """Log-probability of each option, case and space ignored; one that is not listed gets the smallest listed value.
 
     That is its upper bound: minus infinity would drive the score to 0 or 1. None where no option is listed.
     """
     if tokens is None:
         return None
-    matching = [[v for token, v in tokens.items() if _bare(token).casefold() == option] for option in options]
+    known = [{form.strip().casefold() for form in forms} for forms in options.values()]
+    matching = [[v for token, v in tokens.items() if _bare(token).casefold() in forms] for forms in known]
     if not any(matching):
         return None
     bound = min(tokens.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,23 +34,30 @@ class Axis(BaseModel):
 
 
 class Rubric(BaseModel):
-    """A question with its scale; `{prompt}` stands for the prompt of the sample."""
+    """A question with its scale; `{prompt}` stands for the prompt of the sample, `{name}` for a field of its record."""
 
     model_config = _STRICT
 
     scale: Literal["yes_no", "expectation", "score", "pairwise"]
     question: str = Field(min_length=1)
+    fields: list[str] = []
+    """Keys of a sample's record that the question shows, each in its place `{key}`."""
     axes: dict[str, Axis] = {}
     """Axes of scale `score` by name."""
     low: float = Field(default=1.0, allow_inf_nan=False)
     high: float = Field(default=5.0, allow_inf_nan=False)
     """Range of every axis of scale `score`."""
+    whole: bool = False
+    """For scale `score`: the numbers are whole."""
     reasons: bool = False
     """For scale `score`: the judge writes its reasons before the numbers; slower."""
 
     @model_validator(mode="after")
     def _fits_its_scale(self) -> Rubric:
-        own = self.model_fields_set & {"axes", "low", "high", "reasons"}
+        absent = next((key for key in self.fields if f"{{{key}}}" not in self.question), None)
+        if absent is not None or "prompt" in self.fields:
+            raise ValueError(f"fields: the question has no place {{{absent or 'prompt'}}} for a field of that name")
+        own = self.model_fields_set & {"axes", "low", "high", "whole", "reasons"}
         if self.scale != "score" and own:
             raise ValueError(f"{', '.join(sorted(own))} belong to scale: score, not to scale: {self.scale}")
         if self.scale != "score":
@@ -62,18 +71,34 @@ class Rubric(BaseModel):
             raise ValueError(f"low={self.low} must be below high={self.high}")
         return self
 
-    def ask(self, prompt: str) -> str:
-        """The text of the question for one prompt, with what the scale wants as an answer."""
-        return f"{self.question.strip().replace('{prompt}', prompt)}\n{self._ending()}"
+    def ask(self, prompt: str, record: Mapping[str, Any] | None = None) -> str:
+        """The text of the question for one prompt and its record, with what the scale wants as an answer.
+
+        Raises:
+            RewardError: the record lacks a field.
+        """
+        shown = {"prompt": prompt}
+        for key in self.fields:
+            value = (record or {}).get(key)
+            if not isinstance(value, str) or not value.strip():
+                raise RewardError(
+                    f"the rubric shows {key!r} of a sample's record, and that of {prompt[:60]!r} has {value!r} there; "
+                    "give every record a text under it"
+                )
+            shown[key] = value
+        places = "|".join(map(re.escape, shown))
+        text = re.sub(f"{{({places})}}", lambda found: shown[found[1]], self.question.strip())
+        return f"{text}\n{self._ending()}"
 
     def _ending(self) -> str:
         if self.scale != "score":
             return _ENDINGS[self.scale]
         lines = [f"- {name}: {axis.about}" for name, axis in self.axes.items()]
         keys = (["reasons (one or two sentences, first)"] if self.reasons else []) + list(self.axes)
+        kind = "whole number" if self.whole else "number"
         return "\n".join(
             [
-                f"Give each of these a number from {self.low:g} (worst) to {self.high:g} (best):",
+                f"Give each of these a {kind} from {self.low:g} (worst) to {self.high:g} (best):",
                 *lines,
                 f"Answer with a JSON object of exactly these keys: {', '.join(keys)}.",
             ]
@@ -81,9 +106,10 @@ class Rubric(BaseModel):
 
     def form(self) -> type[BaseModel]:
         """The JSON answer of scale `score`."""
-        number = Field(ge=self.low, le=self.high, allow_inf_nan=False)
+        limits: dict[str, Any] = {"ge": self.low, "le": self.high}
+        number = (int, Field(**limits)) if self.whole else (float, Field(**limits, allow_inf_nan=False))
         fields: dict[str, Any] = {"reasons": (str, ...)} if self.reasons else {}
-        return strict_fields("Scores", fields | {name: (float, number) for name in self.axes})
+        return strict_fields("Scores", fields | dict.fromkeys(self.axes, number))
 
     def total(self, answer: BaseModel) -> float:
         """Weighted mean of the axes."""

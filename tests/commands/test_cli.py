@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from flowrl.cli import COMMANDS, DEBUG, main
+from flowrl.cli import COMMANDS, DEBUG, PAGES, main
 from flowrl.core import registry
 
 
@@ -30,8 +31,8 @@ def test_every_component_is_listed_with_a_level(kind: str):
     for name in registry.names(kind):
         module = registry.load(kind, name)
         assert module.LEVEL in ("tested", "verified", "experimental"), name
-        assert hasattr(module, "Config")
-        assert callable(module.build)
+        assert callable(module.aggregate if kind == "suites" else module.build)
+        assert kind == "suites" or hasattr(module, "Config")
         assert module.__doc__
 
 
@@ -50,3 +51,23 @@ def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_p
     assert caught.value.code == 2
     assert "flowrl: " in printed
     assert ("Traceback" in printed) == bool(words)
+
+
+LONG = {"": 30, "train": 33, "ask": 26, "sample": 40, "eval": 72, "score": 28, "pairs": 30, "serve": 33, "export": 30}
+"""Help texts of more than 24 lines, with their number of lines."""
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_a_help_text_fits_a_screen_of_100_columns(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "argv", ["flowrl", *filter(None, [name]), "--help"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    lines = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert caught.value.code == 0
+    assert max(map(len, lines)) <= 100
+    assert len(lines) <= LONG.get(name, 24)
+    page = PAGES[name or "train"]
+    assert page in "\n".join(lines[-3:]), "the end names the page that shows the command at work"
+    assert (Path(__file__).parents[2] / page).is_file()
+    assert name or not [line for line in lines[1:] if line.endswith("...")]

@@ -13,11 +13,12 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from flowrl.commands._drawn import origin, provenance, stem
+from flowrl.commands._drawn import provenance, stem
 from flowrl.core import media
 from flowrl.core.errors import ModelError
 from flowrl.models.generic import options as guidance
 from flowrl.models.generic.adapter import Config, Generic
+from flowrl.run.origin import origin
 from tests import native, tiny_sd3
 from tests import tiny_pipelines as tiny
 from tests.e2e.test_bad_input import command

@@ -28,7 +28,7 @@ def test_names_are_the_files_of_the_folder_without_helpers(kind):
     assert not [name for name in found if name.startswith("_") or name in ("base", "weights")]
     for name in found:
         module = registry.load(kind, name)
-        assert module.__name__ == f"flowrl.{kind}.{name}"
+        assert module.__name__ == f"{registry.FOLDERS[kind]}.{name}"
         assert Path(str(module.__file__)).is_file()
 
 

@@ -46,7 +46,9 @@ def threads(monkeypatch, place) -> list[Background]:
 def written(run: str) -> dict[str, str]:
     """Digests of what a run leaves of its weights, and the rows of its metrics without times."""
     folder = Path("runs") / run
-    files = [*folder.glob("checkpoints/*/state.safetensors"), *(f for f in folder.glob("adapter/**/*") if f.is_file())]
+    # The card next to the weights tells the time and the name of the run.
+    weights = (file for file in folder.glob("adapter/**/*") if file.is_file() and file.name != "README.md")
+    files = [*folder.glob("checkpoints/*/state.safetensors"), *weights]
     found = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -66,10 +68,10 @@ def test_the_files_of_a_thread_are_those_that_are_waited_for(threads, monkeypatc
 def test_a_thread_that_fails_stops_the_run_like_any_checkpoint(threads, monkeypatch):
     save = checkpoint.save
 
-    def full(folder: Path, saved: Any, *rest: Any) -> Path:
+    def full(folder: Path, saved: Any, *rest: Any, **options: Any) -> Path:
         if saved.iteration == 2:
             raise UnwritableCheckpoint("could not save: no space left")
-        return save(folder, saved, *rest)
+        return save(folder, saved, *rest, **options)
 
     monkeypatch.setattr(checkpoint, "save", full)
     with pytest.raises(UnwritableCheckpoint, match="no space left"):
@@ -83,9 +85,9 @@ def test_a_signal_waits_for_the_thread_and_the_resumed_run_is_the_undisturbed_on
     train("name=undisturbed", *SMALL)
     save, roll_out = checkpoint.save, Session.roll_out
 
-    def slow(*given: Any) -> Path:
+    def slow(*given: Any, **options: Any) -> Path:
         time.sleep(1.0)
-        return save(*given)
+        return save(*given, **options)
 
     def stopped(self: Session, iteration: int) -> Any:
         if iteration == 3:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flowrl import __version__
 from tests.e2e.conftest import BASE, BRIGHTNESS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,11 +53,17 @@ def test_files_of_the_user_with_the_names_of_modules_are_left_alone(tmp_path):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """A folder that the wheel of this checkout is installed into."""
-    wheels, target = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site")
+    """A folder that a wheel is installed into, which was made from the sdist of this checkout."""
+    built, target = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("site")
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-    subprocess.run([*pip, "wheel", ROOT, "--no-deps", "--no-build-isolation", "--wheel-dir", wheels], check=True)
-    subprocess.run([*pip, "install", "--no-deps", "--target", target, *wheels.glob("*.whl")], check=True)
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", built], cwd=ROOT, check=True)
+    [sdist] = built.glob("*.tar.gz")
+    assert sdist.name == f"flowrl-{__version__}.tar.gz"
+    subprocess.run([*pip, "wheel", sdist, "--no-deps", "--no-build-isolation", "--wheel-dir", built], check=True)
+    [wheel] = built.glob("*.whl")
+    assert wheel.name.startswith(f"flowrl-{__version__}-")
+    assert wheel.stat().st_size < 64 * 2**20
+    subprocess.run([*pip, "install", "--no-deps", "--target", target, wheel], check=True)
     return target
 
 
@@ -72,3 +79,8 @@ def test_an_installed_wheel_has_one_name_and_trains_a_shipped_recipe_outside_the
     summary = json.loads((place / "runs/quickstart/summary.json").read_text())
     assert summary["status"] == "finished"
     assert (place / "runs/quickstart/gallery/index.html").is_file()
+
+
+def test_the_version_has_one_place():
+    """Of the files that must state it too."""
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__

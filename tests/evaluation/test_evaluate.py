@@ -13,70 +13,19 @@ import torch
 from flowrl.config.schema import EvalConfig
 from flowrl.core.errors import Abandoned
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
-from flowrl.evaluation import statistics
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.evaluation.results import Agreement, Evaluation
-from flowrl.evaluation.statistics import accuracy, difference, interval, summary, win_rate
+from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
 from flowrl.reward import Card, Reward
+from flowrl.run.report import format_interval, format_win_rate
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
+from flowrl.statistics.intervals import interval
 from flowrl.training.signals import Stop
 from tests.toys import ALONE, OneOf, ToyAdapter, nudge, sampling_of
 
 NAN = float("nan")
 CPU = torch.device("cpu")
-
-
-# ---- intervals
-
-
-def coverage(draw, truth: float, size: int, runs: int = 300) -> float:
-    """Share of simulated experiments whose interval holds the true mean."""
-    rng = np.random.default_rng(7)
-    hits = 0
-    for _ in range(runs):
-        found = interval(draw(rng, size))
-        hits += found["low"] <= truth <= found["high"]
-    return hits / runs
-
-
-@pytest.mark.parametrize(
-    ("draw", "truth"),
-    [(lambda rng, n: rng.normal(2.0, 3.0, n), 2.0), (lambda rng, n: (rng.random(n) < 0.3).astype(float), 0.3)],
-    ids=["normal", "success rate"],
-)
-def test_the_interval_covers_the_true_mean_in_95_percent_of_experiments(monkeypatch, draw, truth):
-    # A percentile bootstrap of 100 values covers 94 to 95 %; 300 runs scatter by 1.3 % (3 standard errors: 3.8 %).
-    monkeypatch.setattr(statistics, "BOOTSTRAP", 1000)
-    assert 0.905 <= coverage(draw, truth, 100) <= 0.985
-
-
-def test_the_interval_narrows_with_the_square_root_of_the_prompts():
-    rng = np.random.default_rng(0)
-    widths = []
-    for size in (100, 1600):
-        found = interval(rng.normal(size=size))
-        widths.append(found["high"] - found["low"])
-    # 2 * 1.96 / sqrt(n), the sample's own std within 10 %.
-    assert widths[0] == pytest.approx(0.392, rel=0.2)
-    assert widths[0] / widths[1] == pytest.approx(4.0, rel=0.2)
-
-
-def test_the_interval_is_deterministic_and_its_seed_matters_little():
-    values = np.random.default_rng(0).normal(size=50)
-    assert interval(values) == interval(values)
-    assert interval(values) != interval(values, seed=1)
-    assert interval(values)["low"] == pytest.approx(interval(values, seed=1)["low"], abs=0.02)
-
-
-def test_nan_prompts_are_left_out_and_counted_out():
-    values = np.random.default_rng(0).normal(size=20)
-    holed = np.insert(values, [0, 7, 20], NAN)
-    assert interval(holed) == interval(values)
-    assert interval(holed)["n"] == 20
-    empty = interval(np.asarray([NAN, NAN]))
-    assert empty["n"] == 0
-    assert np.isnan([empty["mean"], empty["low"], empty["high"]]).all()
 
 
 # ---- evaluations
@@ -362,6 +311,13 @@ def test_the_interval_of_a_win_rate_resamples_prompts_and_not_pictures():
     assert (many["low"], many["high"]) == (single["low"], single["high"])
     # Binomial: 0.7 +- 1.96 sqrt(0.7 * 0.3 / 100) = 0.61 to 0.79.
     assert (single["low"], single["high"]) == pytest.approx((0.61, 0.79), abs=0.015)
+
+
+def test_one_prompt_has_no_interval_and_the_lines_say_so():
+    base, tuned = record("base", a=[[0.25, 0.5]]), record("tuned", a=[[0.5, 0.25]])
+    assert format_interval(summary(base)["a"], ".2f") == "no interval"
+    assert "no interval" in format_win_rate("a", win_rate(base, tuned, "a"))
+    assert format_interval({"low": 0.1, "high": 0.25}, ".2f") == "95 % interval 0.10 to 0.25"
 
 
 def test_nothing_but_ties_has_no_rate():

@@ -117,7 +117,11 @@ def test_where_none_are_held_out_the_numbers_are_of_training_prompts(read, data,
     assert prompts.train == prompts.listed == prompts.evaluated
     assert why in prompts.remark
     assert "no verdict" in prompts.remark
-    assert prompts.facts() == {"evaluated_on": "training prompts", "held_out": None}
+    assert prompts.facts() == {
+        "evaluated_on": "training prompts",
+        "held_out": None,
+        "trained_prompts": len(prompts.train),
+    }
     assert "held-out" not in prompts.describe()
 
 

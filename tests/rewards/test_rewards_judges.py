@@ -124,15 +124,31 @@ def test_vqa_score_asks_each_family_in_its_published_words_and_in_the_users_wher
 # ---- rubrics
 
 
-@pytest.mark.parametrize("name", ["alignment", "alignment_digits", "quality", "preference"])
+@pytest.mark.parametrize("name", rubrics.built_in())
 def test_every_built_in_rubric_loads_and_shows_the_prompt(name):
-    assert len(rubrics.built_in()) == 4
     rubric = rubrics.load(name, "x")
-    text = rubric.ask('a {strange} "prompt"')
+    record = {field: "{prompt} and more" for field in rubric.fields}
+    text = rubric.ask('a {strange} "prompt"', record)
     assert 'a {strange} "prompt"' in text
-    assert "{prompt}" not in text
-    ends = {"yes_no": "Yes or No.", "expectation": "(perfectly).", "pairwise": "A or B.", "score": "style."}
+    assert text.count("{prompt}") == len(record), "a record's text stays as it is"
+    last = list(rubric.axes)[-1] if rubric.axes else ""
+    ends = {"yes_no": "Yes or No.", "expectation": "(perfectly).", "pairwise": "A or B.", "score": f"{last}."}
     assert text.endswith(ends[rubric.scale])
+
+
+def test_a_rubric_shows_fields_of_the_record_and_takes_whole_numbers_alone(scripted):
+    form = '{"consistency": %s, "realism": 1, "aesthetic_quality": 0}'
+    answers = iter([form % 1.5, form % 2])
+    scripted.words = lambda question: next(answers)
+    reward = vlm_judge.build(vlm_judge.Config(rubric="wise_legacy"))
+    assert reward.card.requires == ("explanation",)
+    values = reward.score(grey(51), ["the flower of mothers"], [{"explanation": "a carnation"}])
+    assert scripted.counters.values()["reasks"] == 1
+    assert 'What the prompt means: "a carnation"' in scripted.asked[0].text
+    assert isinstance(values, dict)
+    assert float(values["vlm_judge"]) == pytest.approx(0.7 * 2 + 0.2 * 1 + 0.1 * 0)
+    with pytest.raises(RewardError, match="shows 'explanation' of a sample's record, and that of 'x' has None"):
+        reward.score(grey(51), ["x"], [{}])
 
 
 @pytest.mark.parametrize(
@@ -142,6 +158,8 @@ def test_every_built_in_rubric_loads_and_shows_the_prompt(name):
         ("scale: maybe\nquestion: q", "scale: Input should be 'yes_no', 'expectation', 'score' or 'pairwise'"),
         ("scale: yes_no\nquestion: q\nqestion: q", "qestion: Extra inputs are not permitted"),
         ("scale: yes_no\nquestion: q\nhigh: 3", "high belong to scale: score"),
+        ("scale: yes_no\nquestion: q\nfields: [a]", r"fields: the question has no place \{a\}"),
+        ("scale: yes_no\nquestion: q\nwhole: true", "whole belong to scale: score"),
         ("scale: score\nquestion: q", "scale: score needs axes"),
         ("scale: score\nquestion: q\naxes: {a: {about: x, weight: 0}}", "one of them with a weight above 0"),
         ("scale: score\nquestion: q\naxes: {a: {about: x, weight: -1}}", r"axes\.a\.weight: .*greater than or equal"),

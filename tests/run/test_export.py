@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.commands.export import command
-from flowrl.core import registry
 from flowrl.core.errors import ConfigError, ModelError, WriteError
 from flowrl.models.base import LoraSettings
+from flowrl.models.lora_formats import sd3
+from flowrl.models.lora_formats.writing import renamed
 from flowrl.models.sd3 import LORA_TARGETS, Sd3
 from flowrl.models.weights import Weights, read_lora
-from flowrl.run.export import export, load_run_pipeline, to_kohya
+from flowrl.run.export import export, load_run_pipeline
 from tests import tiny_sd3 as tiny
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -196,8 +197,8 @@ def test_the_kohya_file_is_named_after_the_run_and_says_what_it_is(run, tmp_path
 
 def test_a_module_without_a_kohya_name_is_refused():
     pair = {"context_embedder.lora_A.weight": torch.ones(2, 4), "context_embedder.lora_B.weight": torch.ones(4, 2)}
-    with pytest.raises(ModelError, match="context_embedder has no counterpart in kohya's layout"):
-        to_kohya(pair, 1.0)
+    with pytest.raises(ModelError, match="context_embedder has no counterpart in the layout kohya"):
+        renamed(pair, 1.0, sd3.FAMILY, "kohya")
 
 
 def foreign_run(folder: Path, model: dict) -> Path:
@@ -211,11 +212,41 @@ def foreign_run(folder: Path, model: dict) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in registry.names("models") if name not in ("sd3", "generic")])
-def test_kohyas_names_of_another_native_family_are_refused_before_anything_is_written(tmp_path, name):
-    kind = registry.load("models", name).PIPELINE
-    run = foreign_run(tmp_path / "run", {"name": name, "path": "somebody/something"})
-    with pytest.raises(ConfigError, match=rf"trained a {kind}, and names for kohya are known for StableDiffusion3Pip"):
+def test_a_qwen_lora_never_gets_the_names_of_sd3(tmp_path):
+    run = foreign_run(tmp_path / "run", {"name": "qwen_image", "path": "somebody/something"})
+    assert set(load_file(export(run, "kohya", tmp_path / "out"))) == {
+        f"lora_unet_transformer_blocks_0_attn_to_q.{end}" for end in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    dotted = load_file(export(run, "comfyui", tmp_path / "dotted"))
+    module = "diffusion_model.transformer_blocks.0.attn.to_q"
+    assert set(dotted) == {f"{module}.lora_A.weight", f"{module}.lora_B.weight", f"{module}.alpha"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [
+        ("comfyui", "diffusion_model.blocks.0.self_attn.q.lora_A.weight"),
+        ("kohya", "lora_unet_blocks_0_self_attn_q.lora_down.weight"),
+    ],
+)
+def test_two_experts_become_two_files_and_are_not_swapped(tmp_path, layout, key):
+    run = foreign_run(tmp_path / "run", {"name": "wan", "path": "somebody/something"})
+    packed = json.dumps({"transformer.r": 2, "transformer.lora_alpha": 4})
+    for number, folder in ((1.0, run / "adapter"), (2.0, run / "adapter" / "transformer_2")):
+        folder.mkdir(exist_ok=True)
+        name = "transformer.blocks.0.attn1.to_q.lora_"
+        tensors = {f"{name}A.weight": torch.full((2, 4), number), f"{name}B.weight": torch.full((4, 2), number)}
+        save_file(tensors, folder / FILE, metadata={"lora_adapter_metadata": packed})
+    folder = export(run, layout, tmp_path / "out")
+    for suffix, number in (("high", 1.0), ("low", 2.0)):
+        assert torch.equal(load_file(folder / f"run_{suffix}_noise.safetensors")[key], torch.full((2, 4), number))
+
+
+def test_names_of_a_pipeline_without_a_table_are_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text(json.dumps({"_class_name": "SanaPipeline"}))
+    run = foreign_run(tmp_path / "run", {"name": "generic", "path": str(tmp_path / "model")})
+    with pytest.raises(ConfigError, match=r"trained a SanaPipeline, and original names are known for Stable"):
         export(run, "kohya", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert export(run, "diffusers", tmp_path / "out").is_file()
@@ -225,8 +256,8 @@ def test_kohyas_names_of_another_native_family_are_refused_before_anything_is_wr
     ("kind", "refusal"),
     [
         ("StableDiffusion3Pipeline", None),
-        ("QwenImagePipeline", "trained a QwenImagePipeline, and names for kohya"),
-        (["own", "StableDiffusion9Pipeline"], "trained a .*Pipeline, and names for kohya"),
+        ("SanaPipeline", "trained a SanaPipeline, and original names"),
+        (["own", "StableDiffusion9Pipeline"], "trained a .*Pipeline, and original names"),
         (None, "of a class that is not known here"),  # the model's folder is gone
     ],
 )
@@ -253,7 +284,7 @@ def test_a_truncated_adapter_is_named_and_nothing_is_written(base, run, tmp_path
     shutil.copytree(run, copy)
     file = copy / "adapter" / FILE
     file.write_bytes(file.read_bytes()[:size])
-    for work in (lambda: export(copy, layout, tmp_path / "out"), lambda: load_run_pipeline(str(copy))):
+    for work in (lambda: export(copy, layout, tmp_path / "out"), lambda: load_run_pipeline(copy)):
         with pytest.raises(ConfigError, match=rf"{FILE} is damaged .*; the run's checkpoints are files of their own"):
             work()
     assert not (tmp_path / "out").exists()
@@ -304,7 +335,7 @@ def test_the_command_prints_what_to_load(run, tmp_path, capsys):
 
 
 def test_the_pipeline_of_a_run_has_its_weights_and_settings(run):
-    pipe, options = load_run_pipeline(str(run))
+    pipe, options = load_run_pipeline(run)
     assert options == {
         "num_inference_steps": 3,
         "guidance_scale": 5.0,
@@ -317,13 +348,5 @@ def test_the_pipeline_of_a_run_has_its_weights_and_settings(run):
 
 def test_a_run_without_t5_samples_without_it_and_is_merged_with_it(base, tmp_path):
     run = write_run(tmp_path / "run", base, tiny.LORA, load_t5=False)
-    assert load_run_pipeline(str(run))[0].text_encoder_3 is None
+    assert load_run_pipeline(run)[0].text_encoder_3 is None
     assert StableDiffusion3Pipeline.from_pretrained(export(run, "merged", tmp_path / "out")).text_encoder_3 is not None
-
-
-def test_a_plain_folder_is_a_pipeline_too(base):
-    pipe, options = load_run_pipeline(str(base))
-    assert options == {}
-    assert_close(tiny.output(wrapped(pipe)), tiny.output(tiny.adapter(tiny.pipeline(sd35=True))), atol=1e-6, rtol=0)
-    with pytest.raises(ModelError, match="no such file, folder or embedded asset"):
-        load_run_pipeline("./nothing")

@@ -11,8 +11,9 @@ import torch
 from flowrl.config.load import load_config, resolve
 from flowrl.core.types import Condition
 from flowrl.data.prompts import Prompt
+from flowrl.evaluation.held_out import RunPrompts
 from flowrl.models.sd3 import Sd3
-from flowrl.run.texts import embedded
+from flowrl.run.texts import embedded, text_lengths
 from flowrl.training.world import ALONE, World
 from tests import tiny_sd3
 from tests.training.test_sharding import everywhere
@@ -64,3 +65,21 @@ def test_images_of_prompts_are_not_kept_in_files(tmp_path):
     resolved = resolve(load_config("configs/quickstart.yaml", [f"data.text_cache={tmp_path}"]))
     with pytest.raises(ValueError, match="prompts with images"):
         embedded(resolved, tiny_sd3.adapter(), [Prompt("x", images=("a.png",))], ALONE)
+
+
+def test_lengths_of_prompts_are_counted_for_each_encoder_without_encoding(calls: list[int]):
+    resolved = resolve(load_config("configs/quickstart.yaml"))
+    model = resolved.model.build()
+    model.free_text_encoders()
+    short, long = Prompt("a red circle", {}), Prompt(" ".join(["red"] * 30), {})
+    few = RunPrompts(listed=[], train=[short] * 3, evaluated=[long], name="held-out prompts", source="")
+    facts = text_lengths(model, resolved.model.config, few)
+    assert {name: (row["limit"], row["cut"], row["prompts"]) for name, row in facts.items()} == {
+        "tokenizer": (12, 0.25, 4),  # the positions of CLIP
+        "tokenizer_2": (12, 0.25, 4),
+        "tokenizer_3": (9, 0.25, 4),  # model.max_sequence_length
+    }
+    assert facts["tokenizer_3"]["longest"] >= 31, "30 words and the end"
+    assert calls == []
+    none = RunPrompts(listed=[], train=[], evaluated=[], name="no prompts", source="")
+    assert text_lengths(model, resolved.model.config, none) == {}

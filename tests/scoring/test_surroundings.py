@@ -376,10 +376,10 @@ def test_a_picture_that_is_not_finite_is_shown_to_no_reward_and_blamed_on_none(v
 
 def test_neither_doctor_nor_the_list_ends_well_by_a_rewards_sys_exit(tmp_path, capsys):
     from flowrl.commands.doctor import _report
-    from flowrl.commands.list import _show
+    from flowrl.commands.list import command
 
     assert not _report("reward mine", lambda: leaves((), (), ()))
     assert "FAIL  reward mine: SystemExit: 0 (test_surroundings.py:" in capsys.readouterr().out
     (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=r"mine.py cannot be imported: SystemExit: 0 \(mine.py:2\)"):
-        _show(str(tmp_path / "mine.py"))
+        command("rewards", str(tmp_path / "mine.py"))

@@ -501,6 +501,16 @@ def test_one_lucky_evaluation_does_not_reach_the_goal(lab, accuracies, seconds):
     assert reached([(10.0 * (k + 1), value) for k, value in enumerate(accuracies)], 0.5) == seconds
 
 
+def test_means_are_of_the_recipe_as_it_is_and_of_an_earlier_one_only_without_it(lab):
+    from _lab_page import Entry
+
+    cells = {seed: {"summary": {"seed": seed}} for seed in (0, 1)} | {2: None}
+    now = Entry("a", "tested", False, cells, {0: "stale: code", 1: "stale: recipe", 2: "not run"})
+    assert now.summaries == [{"seed": 0}]
+    before = Entry("a", "tested", False, cells, {0: "stale: recipe", 1: "stale: recipe", 2: "not run"})
+    assert before.summaries == [{"seed": 0}, {"seed": 1}]
+
+
 def test_an_interval_over_seeds_is_students(lab):
     from _lab_page import over_seeds
 

@@ -31,7 +31,7 @@ def test_the_record_of_tiny_sd3_is_of_the_scripts_settings(scripts):
     """Seed 0 on two processes, and the calls that the script reports; the lab's leaves something to learn."""
     model, folder = scripts.MODELS["tiny-sd3"], ROOT / "assets" / "tiny-sd3"
     record = json.loads((folder / "pretraining.json").read_text(encoding="utf-8"))
-    settings = scripts.Settings(seed=0, processes=2, output=folder, cycles=model.cycles)
+    settings = scripts.settings_of(scripts.parse(["tiny-sd3"]))
     assert record["settings"] == json.loads(json.dumps(settings.facts()))
     assert list(record["strict"]) == list(model.calls)
     assert 0.30 <= record["strict"][next(iter(model.calls))]["all"] <= 0.65
@@ -82,7 +82,7 @@ def test_a_seed_gives_the_same_weights_and_the_next_cycle_goes_on(scripts, tmp_p
     import _tiny_training
     from safetensors.torch import load_file
 
-    monkeypatch.setattr(scripts, "record", lambda model, settings: None)
+    monkeypatch.setattr(scripts, "record", lambda model, folder, settings: None)
     states = []
     for name in ("a", "b"):
         options = {

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
 import pickle
 import re
-import sys
 import time
 
 import pytest
 import torch
 
-from flowrl.core.console import DEBUG, Progress, journal, log, set_up_logging
+from flowrl.core.console import DEBUG, journal, log, set_up_logging
 from flowrl.core.errors import WriteError
 from flowrl.losses.batches import LossOutput
 from flowrl.run.folder import MetricsFile
@@ -111,36 +109,6 @@ def test_a_timer_adds_up_the_phases_also_when_one_fails():
         raise RuntimeError
     assert 0.02 <= timer.seconds["rollout"] < 5
     assert set(timer.seconds) == {"rollout", "reward"}
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("stream", "show", "count"), [(io.StringIO(), True, 3), (Terminal(), False, 3), (Terminal(), True, 0)]
-)
-def test_a_bar_is_quiet_off_a_terminal_without_samples_and_where_it_is_not_wanted(monkeypatch, stream, show, count):
-    monkeypatch.setattr(sys, "stderr", stream)
-    bar = Progress(count, "sampling", show=show)
-    bar.update(count)
-    bar.close()
-    assert stream.getvalue() == ""
-
-
-def test_a_bar_ends_full_and_is_wiped(monkeypatch):
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    bar = Progress(8, "sampling", show=True)
-    for _ in range(4):
-        bar.update(2)
-    bar.close()
-    text = stream.getvalue()
-    assert "sampling" in text
-    assert "8/8" in text
-    assert "#" * 24 in text
-    assert text.endswith("\r\x1b[K")
 
 
 # ---- the log

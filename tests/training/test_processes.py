@@ -22,7 +22,7 @@ from flowrl.run import checkpoint
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import launch
 from flowrl.scoring.entries import RewardEntry
-from flowrl.training.world import BACKEND, World, join, require_devices
+from flowrl.training.world import BACKEND, World, join, require_devices, unused_accelerator
 from tests.training.test_sharding import everywhere
 
 
@@ -60,6 +60,21 @@ def test_processes_that_the_gpus_cannot_bear_are_refused(cards, count, processes
 def test_two_processes_have_a_gpu_each_share_one_through_gloo_or_use_none(cards, count, backend):
     cards(count, backend)
     assert require_devices(2) == backend
+
+
+@pytest.mark.parametrize(
+    ("found", "cuda", "named"), [("mps", False, True), ("cuda", True, False), (None, False, False)]
+)
+def test_an_accelerator_that_is_not_used_is_named_at_the_start(monkeypatch, caplog, found, cuda, named):
+    device = found and torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    state = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+    monkeypatch.setattr(accelerate, "PartialState", lambda **options: state)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert join().device.type == "cpu"
+    assert ("'mps', which flowrl does not use" in caplog.text) is named
+    assert (unused_accelerator() is not None) is named
 
 
 def test_processes_wait_longer_for_each_other_than_any_call_of_a_reward_may_take(monkeypatch):

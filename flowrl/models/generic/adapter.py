@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
@@ -205,6 +205,10 @@ class Generic(ModelAdapter):
                 setattr(self.pipeline, name, None)
         self._freed = True
         give_memory_back()
+
+    def take_text_encoders(self, encoders: Mapping[str, nn.Module]) -> None:
+        ModelAdapter.take_text_encoders(self, encoders)
+        self._freed = False
 
     # ---- the network
 

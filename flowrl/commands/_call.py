@@ -1,0 +1,56 @@
+"""The arguments of a pipeline's own call, from the options --steps, --guidance and --set of a command."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.registry import suggest
+from flowrl.core.strict import overridden
+from flowrl.models.generic.options import guidance_arguments
+
+_OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict", "num_images_per_prompt")
+
+
+def require_finite(guidance: float | None) -> None:
+    """Raise ConfigError for a guidance scale that is no number."""
+    if guidance is not None and not math.isfinite(guidance):
+        raise ConfigError(f"--guidance {guidance}: must be a finite number")
+
+
+def call_of(
+    pipeline: Any, own: Mapping[str, Any], steps: int | None, guidance: float | None, words: Sequence[str]
+) -> dict[str, Any]:
+    """Arguments of the call: the model's `own`, then the options; `words` are key=value, and come last.
+
+    Raises:
+        ConfigError: an argument that the call does not have, or that the command sets itself.
+        ModelError: a guidance scale for a pipeline without one.
+    """
+    require_finite(guidance)
+    call = dict(own)
+    if steps is not None:
+        call["num_inference_steps"] = steps
+    if guidance is not None:
+        call |= guidance_arguments(pipeline, guidance, call)
+    return call | _settings(pipeline, words)
+
+
+def _settings(pipeline: Any, words: Sequence[str]) -> dict[str, Any]:
+    result, kind = overridden({}, list(words)), type(pipeline)
+    known = [name for name in inspect.signature(kind.__call__).parameters if name not in _OURS]
+    for name in result:
+        if name in _OURS:
+            raise ConfigError(f"--set {name}: the command sets it by itself; leave it out")
+        if name not in known:
+            raise ConfigError(
+                f"--set {name}: {kind.__name__} takes no such argument; {suggest(name, known)}"
+                f"there are: {', '.join(known)}"
+            )
+    steps = result.get("num_inference_steps", 1)
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"--set num_inference_steps={steps}: must be a whole number, at least 1")
+    return result

@@ -1,0 +1,56 @@
+"""`flowrl eval --suite NAME --base RIVAL --pair-judge JUDGE`: a judge that sees both models' images at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl.commands._arguments import reward_entries
+
+if TYPE_CHECKING:
+    from flowrl.evaluation.suites.folder import ResultsFolder
+    from flowrl.evaluation.suites.runner import Task
+    from flowrl.scoring.entries import RewardPlan
+
+
+def pair_plan(judge: str | None, settings: Sequence[str], base: str | None) -> RewardPlan | None:
+    """The entry of --pair-judge, checked before anything is made; None: there is none.
+
+    Raises:
+        ConfigError: no --base to compare with, settings without a judge, or a bad option.
+    """
+    from flowrl.core.errors import ConfigError
+    from flowrl.scoring.entries import check_plans, reward_plan
+
+    if judge is None:
+        if settings:
+            raise ConfigError(f"--pair-set {settings[0]}: it belongs to --pair-judge NAME")
+        return None
+    if base is None:
+        raise ConfigError(f"--pair-judge {judge}: pairs have images of two models; name the other with --base")
+    (tree,) = reward_entries([judge], settings, prefixes=False).values()
+    if judge == "vlm_judge":
+        tree = {"rubric": "preference"} | tree
+    plan = reward_plan(tree, f"--pair-judge {judge}")
+    check_plans([(f"--pair-judge {judge}", plan)])
+    return plan
+
+
+def compared(
+    plan: RewardPlan | None, task: Task, folders: Mapping[str, ResultsFolder], out: Path, *, rejudge: bool
+) -> tuple[dict[str, Any] | None, str]:
+    """(plain result, section of table.md) of the pairs; (None, "") without a judge of pairs.
+
+    Raises:
+        RewardFailure: the judge is away; what was judged is kept.
+    """
+    if plan is None:
+        return None, ""
+    from flowrl.core.phases import phase
+    from flowrl.evaluation.suites import pairs
+
+    with phase("loading"):
+        judge = pairs.PairJudge(plan)
+    found = pairs.summary(pairs.compare_folders(task, folders, judge, out, rejudge=rejudge))
+    return {**found, "judge": judge.facts}, pairs.text(found, plan.label)

@@ -1,0 +1,53 @@
+"""`flowrl diagnose`: what keeps a run from learning, in plain words, from its folder alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from flowrl.commands._arguments import argument, option
+
+if TYPE_CHECKING:
+    from flowrl.evaluation.diagnosis import Diagnosis
+
+Folder = Annotated[Path, argument("RUN", "Run folder, finished or not.", "No model is loaded.")]
+Json = Annotated[
+    bool, option("Print one JSON object.", "Its keys: run, findings, looked_at, not_looked_at.", name="--json")
+]
+
+
+def command(run: Folder, as_json: Json = False) -> None:
+    """Explain in plain words what keeps a run from learning, the likeliest cause first."""
+    from flowrl.core.files import json_ready
+    from flowrl.evaluation.diagnosis import diagnose
+    from flowrl.gallery.runs import load_run
+
+    result = diagnose(load_run(run))
+    print(json.dumps(json_ready(result.plain())) if as_json else text(result))
+
+
+def text(result: Diagnosis) -> str:
+    """A diagnosis for the terminal."""
+    lines = [f"{result.run}: {_counted(len(result.findings))}"]
+    for number, found in enumerate(result.findings, start=1):
+        shown = found.number
+        lines += [
+            f"{number}. {found.name} (likelihood {found.likelihood:.2f})",
+            f"   {found.sentence}",
+            f"   number: {shown.name} = {shown.value:.4g} (limit {shown.limit:.4g})",
+            f"   change: {found.advice}",
+            f"   more:   {found.docs}",
+        ]
+    if result.looked_at:
+        lines.append(f"looked at: {', '.join(result.looked_at)}")
+    if result.not_looked_at:
+        lines.append("could not be looked at:")
+        lines += [f"   {name}: {reason}" for name, reason in result.not_looked_at.items()]
+    return "\n".join(lines)
+
+
+def _counted(count: int) -> str:
+    if not count:
+        return "nothing found"
+    return "1 finding" if count == 1 else f"{count} findings, the likeliest first"

@@ -1,0 +1,60 @@
+"""`flowrl new`: a commented, running file to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from flowrl.commands._arguments import argument, option
+
+Kind = Annotated[
+    Literal["reward", "method", "sampler", "config"], argument("KIND", "reward, method, sampler or config.")
+]
+Name = Annotated[str, argument("NAME", "Name of the file without its ending: letters, digits and _.")]
+Folder = Annotated[Path, option("Folder of the file; made if it is missing.", name="--path")]
+
+STARTING = Path(__file__).parent / "starting"
+
+
+def command(kind: Kind, name: Name, path: Folder = Path(".")) -> None:
+    """Write a commented file to start from: reward, method, sampler, configuration. It runs as it is."""
+    print(write(kind, name, path))
+
+
+def write(kind: str, name: str, folder: Path) -> str:
+    """Write the file; the commands that try it.
+
+    Raises:
+        ConfigError: a bad name, or there is such a file.
+    """
+    import re
+    import shlex
+    import sys
+    from string import Template
+
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.files import writing
+
+    ending = ".yaml" if kind == "config" else ".py"
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ConfigError(
+            f"NAME={name!r} may hold letters, digits and '_', and begins with a letter; leave {ending} out"
+        )
+    if ending == ".py" and name in sys.stdlib_module_names:
+        raise ConfigError(f"NAME={name!r} is that of a module of Python, which the file would hide; choose another one")
+    file = folder / f"{name}{ending}"
+    if file.exists():
+        raise ConfigError(f"{file} is there already and is left as it is; choose another NAME or --path")
+    title = "".join(part[:1].upper() + part[1:] for part in name.split("_") if part) or "Mine"
+    text = Template((STARTING / f"{kind}{ending}.txt").read_text(encoding="ascii"))
+    with writing(file):
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.substitute(name=name, title=title, file=file), encoding="utf-8")
+    shown, train = shlex.quote(str(file)), f"flowrl train {{}} name={name}"
+    tries = {
+        "reward": (f"flowrl score --check {shown}", f'{train.format("quickstart")} "rewards=[{{path: {file}}}]"'),
+        "method": (f'{train.format("lab/flow_grpo")} "algorithm={{path: {file}}}"',),
+        "sampler": (f'{train.format("lab/flow_grpo")} "rollout.sampler={{path: {file}}}"',),
+        "config": (f"flowrl plan {shown}", f"flowrl train {shown}"),
+    }
+    return "\n".join([f"{file} is written. Try it:", *(f"    {line}" for line in tries[kind])])

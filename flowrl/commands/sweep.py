@@ -1,0 +1,89 @@
+"""`flowrl sweep`: recipes x methods x seeds, one run after another, and one comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from flowrl.commands._arguments import Processes, argument, option
+from flowrl.core.startup import imports
+
+Words = Annotated[
+    list[str],
+    argument("CONFIG... KEY=VALUE...", "Configurations, as for flowrl train, and options that replace theirs."),
+]
+Methods = Annotated[
+    str | None,
+    option(
+        "Methods in place of the configurations' own, such as flow_grpo,awm.",
+        "With their defaults; the method that a configuration has keeps its options.",
+    ),
+]
+Seeds = Annotated[str, option("Training seeds, such as 0,1,2.")]
+Out = Annotated[
+    Path | None,
+    option("Folder of the runs, of sweep.json and of the comparison.", "Default: runs/sweep-NAME of the first."),
+]
+
+
+def command(
+    words: Words, methods: Methods = None, seeds: Seeds = "0", out: Out = None, processes: Processes = 1
+) -> None:
+    """Train configurations x methods x seeds one after another, and compare them.
+
+    The same command goes on after an interruption. Exit code 1: a run failed.
+    """
+    with imports():
+        from flowrl.commands import _sweep
+        from flowrl.core.errors import ConfigError
+
+    recipes = [word for word in words if "=" not in word or Path(word).exists()]
+    if not recipes:
+        raise ConfigError("CONFIG is missing: name at least one configuration (flowrl list recipes)")
+    overrides = [word for word in words if word not in recipes]
+    asked = _sweep.cells(recipes, _names(methods), _numbers(seeds), overrides)
+    folder = Path("runs", f"sweep-{asked[0].run.rpartition('-s')[0]}") if out is None else out
+    made = _sweep.recorded(folder, asked)
+    flags = [] if processes == 1 else ["--processes", str(processes)]
+    for number, cell in _sweep.run(folder, made, flags, _sweep.trained):
+        print(f"sweep: {number + 1} of {len(made)}, {cell.run}: {cell.status}", flush=True)
+        if cell.status == "stopped":
+            print("sweep: stopped; the same command goes on")
+            raise SystemExit(cell.exit_code if (cell.exit_code or 0) > 0 else 128 - (cell.exit_code or 0))
+    _finish(folder, made)
+
+
+def _finish(folder: Path, made: list) -> None:
+    """Compare the finished runs, and name the failed ones."""
+    from flowrl.commands import _sweep
+    from flowrl.gallery import build
+
+    done = [folder / cell.run for cell in made if cell.status == "finished"]
+    page = build(done, folder / "comparison") if len(done) > 1 else None
+    _sweep.save(folder, made, None if page is None else str(page))
+    if page is not None:
+        print(page)
+    failed = [cell for cell in made if cell.status == "failed"]
+    if failed:
+        names = "; ".join(f"{cell.run} (exit code {cell.exit_code}, {folder / cell.run}/train.log)" for cell in failed)
+        raise _sweep.SweepFailed(
+            f"{len(failed)} of {len(made)} runs failed: {names}. The same command tries them again"
+        )
+
+
+def _names(text: str | None) -> list[str]:
+    return [] if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    """Seeds of a list such as "0,1,2".
+
+    >>> _numbers("0, 2")
+    [0, 2]
+    """
+    from flowrl.core.errors import ConfigError
+
+    parts = _names(text)
+    if not parts or not all(part.isdigit() for part in parts) or len(set(parts)) < len(parts):
+        raise ConfigError(f"--seeds {text}: give different whole numbers, such as 0,1,2")
+    return [int(part) for part in parts]

@@ -1,0 +1,176 @@
+"""Trackers of a run: names and options of the key `trackers`, what accelerate knows, what is installed here."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from flowrl.core import registry
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import is_mapping
+from flowrl.core.strict import Options
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+Images = Literal["list", "batch", "single", "file"]
+"""How a tracker takes the images of a name: a list, one array [N, H, W, 3], each by a name of its own, or files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What flowrl knows of a tracker beyond accelerate's class; a class that is not in `KINDS` has the defaults."""
+
+    target: str | None = None
+    """`module:callable` that takes the options; None: the class itself."""
+    project: bool = True
+    """Whether the class takes a project's name as its first argument; it is the option `project`."""
+    install: str | None = None
+    """What pip installs; None: the name."""
+    images: Images = "list"
+    replaces: bool = False
+    """Whether values that are sent again for an iteration take the place of the earlier ones."""
+
+
+KINDS = {
+    "tensorboard": Kind("torch.utils.tensorboard:SummaryWriter", project=False, images="batch", replaces=True),
+    "wandb": Kind("wandb:init"),
+    "swanlab": Kind("swanlab:init"),
+    "trackio": Kind("trackio:init"),
+    "mlflow": Kind(images="file"),
+    "comet_ml": Kind("comet_ml:start"),
+    "aim": Kind("aim:Run", project=False, install="'aim<4'", images="single"),
+    "dvclive": Kind("dvclive:Live", project=False),
+    "clearml": Kind("clearml:Task.init", images="single"),
+}
+_OURS = {
+    "tensorboard": ("log_dir",),
+    "wandb": ("project",),
+    "swanlab": ("project",),
+    "trackio": ("project",),
+    "mlflow": ("experiment_name",),
+    "comet_ml": ("project_name",),
+    "aim": ("repo",),
+}
+"""Options that accelerate's class fills itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of `trackers`."""
+
+    key: str
+    """Its place in the configuration, such as `trackers.0`."""
+    name: str
+    options: Options = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS.get(self.name, Kind())
+
+    @property
+    def tracker(self) -> type[GeneralTracker]:
+        """accelerate's class."""
+        return _classes()[self.name]
+
+
+def entries(trackers: Sequence[Any]) -> list[Entry]:
+    """The entries of the key `trackers`, each a name or a mapping with `name` and options.
+
+    Raises:
+        ValueError: not such an entry, a name that accelerate does not know, or two entries of one name.
+    """
+    result: list[Entry] = []
+    for number, given in enumerate(trackers):
+        key = f"trackers.{number}"
+        options = dict(given) if is_mapping(given) else {"name": given}
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{key} = {given!r}: must be the name of a tracker, or a mapping with `name` and its options; "
+                f"there are: {', '.join(sorted(_classes()))}"
+            )
+        if name not in _classes():
+            raise ValueError(
+                f"{key} = {name!r}: accelerate knows no tracker of this name; "
+                f"{registry.suggest(name, sorted(_classes()))}there are: {', '.join(sorted(_classes()))}"
+            )
+        twice = next((entry for entry in result if entry.name == name), None)
+        if twice is not None:
+            raise ValueError(
+                f"{key} = {name!r}: {twice.key} is this tracker already; a run has one of each name, so keep one entry"
+            )
+        result.append(Entry(key, name, options))
+    return result
+
+
+def require(trackers: Sequence[Any]) -> list[Entry]:
+    """The entries of `trackers`, all of them installed here and with options that they have.
+
+    Raises:
+        ConfigError: one is not installed, or has no such option.
+    """
+    result = entries(trackers)
+    for entry in result:
+        if not installed(entry.name):
+            raise ConfigError(
+                f"{entry.key} = {entry.name!r}: {entry.name} is not installed here; run "
+                f"pip install {entry.kind.install or entry.name}, or leave the tracker out"
+            )
+        _check_options(entry)
+    return result
+
+
+def known() -> dict[str, bool]:
+    """Name of every tracker of accelerate -> whether it is installed here."""
+    return {name: installed(name) for name in sorted(_classes())}
+
+
+def installed(name: str) -> bool:
+    """Whether accelerate finds the packages of a tracker; a class that was registered with it brings its own."""
+    from accelerate.tracking import get_available_trackers
+    from accelerate.utils import LoggerType
+
+    own = name not in {str(kind.value) for kind in LoggerType}
+    return own or name in {str(kind) for kind in get_available_trackers()}
+
+
+def _classes() -> dict[str, type[GeneralTracker]]:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    return LOGGER_TYPE_TO_CLASS
+
+
+def _check_options(entry: Entry) -> None:
+    """Refuse an option that the tracker's init does not take; one that takes any keyword is not asked."""
+    valid = _options(entry)
+    if valid is None:
+        return
+    for name, value in entry.options.items():
+        if name not in valid:
+            raise ConfigError(
+                f"{entry.key}.{name} = {value!r}: {entry.name} has no such option; {registry.suggest(name, valid)}"
+                f"there are: {', '.join(valid)}"
+            )
+
+
+def _options(entry: Entry) -> list[str] | None:
+    """Options of an entry; None: not known, as for an init that takes any keyword."""
+    kind, own = entry.kind, inspect.signature(entry.tracker)
+    asked = own
+    if kind.target is not None:
+        module, _, path = kind.target.partition(":")
+        target: Any = importlib.import_module(module)
+        for part in path.split("."):
+            target = inspect.getattr_static(target, part) if inspect.isclass(target) else vars(target)[part]
+        asked = inspect.signature(target.__func__ if isinstance(target, classmethod | staticmethod) else target)
+    parameters = list(asked.parameters.values())
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return None
+    first = [] if kind.target is not None else list(own.parameters)[:1]  # the project, or the run's name
+    left_out = {"self", "cls", *_OURS.get(entry.name, ()), *first}
+    names = [each.name for each in parameters if each.name not in left_out]
+    return (["project"] if kind.project else []) + names

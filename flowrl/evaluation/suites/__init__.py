@@ -1,0 +1,1 @@
+"""Benchmark suites: prompts, judges and the official aggregation, one file each."""

@@ -1,0 +1,83 @@
+"""A suite's samples in the folder that its official evaluator reads, and that evaluator's results as scores."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import torch
+
+from flowrl.core import media
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import writing
+from flowrl.evaluation.suites.base import Row, require_each_once
+from flowrl.evaluation.suites.folder import ResultsFolder
+from flowrl.evaluation.suites.runner import Sample, Task, rows_of
+
+
+def export(task: Task, folder: ResultsFolder, out: Path) -> int:
+    """Write all samples of a task into `out` in the official layout; returns the number of images written.
+
+    Raises:
+        ConfigError: the suite's official evaluator reads no folder, a sample is missing, or `out` holds something else.
+    """
+    suite = task.suite
+    if suite.layout is None:
+        raise ConfigError(f"--export: {suite.name} has no official evaluator that reads a folder; leave it out")
+    missing = [sample for sample in task.all() if not folder.image(*sample).is_file()]
+    if missing:
+        item, k = missing[0]
+        raise ConfigError(
+            f"--export: {len(missing)} samples are missing in {folder.path}, the first is prompt {item.id!r}, sample "
+            f"{k}; give the same command again to make them"
+        )
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--export {out} is not empty; name a new folder")
+    files: dict[str, list[Sample]] = {}
+    for sample in task.all():
+        files.setdefault(suite.layout(*sample), []).append(sample)
+    with writing(out):
+        for place, samples in files.items():
+            target = out / place
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if len(samples) == 1:
+                shutil.copyfile(folder.image(*samples[0]), target)
+            else:
+                _grid(folder, samples, target)
+        for place, text in (suite.extras(task.items) if suite.extras else {}).items():
+            (out / place).parent.mkdir(parents=True, exist_ok=True)
+            (out / place).write_text(text, encoding="utf-8")
+    return len(files)
+
+
+def _grid(folder: ResultsFolder, samples: list[Sample], target: Path) -> None:
+    """Images of one prompt in a square, row by row."""
+    images = torch.stack([folder.read(*sample) for sample in samples])
+    columns = math.isqrt(len(samples))
+    if columns * columns != len(samples):
+        raise ConfigError(
+            f"--export: the official evaluator reads a square of images of each prompt, and {len(samples)} make none; "
+            f"use --samples {max(1, columns) ** 2} or {(columns + 1) ** 2}"
+        )
+    sheet, _ = media.contact_sheet(images, columns, max(images.shape[-2:]))
+    file = media.write(sheet, target.with_suffix(""))
+    if file != target:
+        file.rename(target)
+
+
+def with_results(task: Task, folder: ResultsFolder, results: Path) -> list[Row]:
+    """The rows of a task with the scores of the official evaluator.
+
+    Raises:
+        ConfigError: the suite reads none, or samples are missing, double or foreign there.
+    """
+    suite = task.suite
+    if suite.read_results is None:
+        raise ConfigError(f"--results: results of an official evaluator are not read for {suite.name}; use --judge")
+    found = suite.read_results(results, task.items)
+    require_each_once(found, task.items, task.samples, f"--results {results}")
+    rows = rows_of(task, folder)
+    for row in rows:
+        row.scores, row.answers, row.error = found[row.id, row.k], [], ""
+    return rows

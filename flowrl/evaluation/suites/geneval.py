@@ -1,0 +1,107 @@
+"""GenEval: objects, numbers, colours and places that a prompt names, found by a detector.
+
+553 prompts of six tasks, four images each. A task's accuracy is the mean over its images; the overall score is the
+unweighted mean of the six, not the mean over images.
+
+Source: arXiv:2310.11513; djghosh13/geneval:evaluation/evaluate_images.py, summary_scores.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowrl.evaluation.suites.base import (
+    Facts,
+    Item,
+    Row,
+    Table,
+    by_tag,
+    chosen_output,
+    line,
+    refuse_path,
+    score,
+)
+
+LEVEL = "tested"
+FACTS = Facts(
+    title="GenEval",
+    source="arXiv:2310.11513; djghosh13/geneval",
+    licence="MIT",
+    prompts="generated",
+    where="drawn by the benchmark's own rule (NumPy's generator at seed 43), byte for byte its file",
+    images_per_prompt=4,
+    judge="the reward geneval (a detector and CLIP), or the official evaluator (--export, --results)",
+    differs="noise by (prompt, k) instead of seed 42 before every prompt; steps and guidance are the model's, not 50 "
+    "and 9.0; the reward's detector is transformers' Mask2Former, not mmdet's checkpoint: report it as GenEval-hf",
+    reward=({"name": "geneval"},),
+    level=LEVEL,
+    num_prompts=553,
+)
+TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+_OUTPUTS = ("correct", "geneval_official")
+"""Scores by the official rule: of the official evaluator, of the reward."""
+_PLACE = re.compile(r"(\d{5})/samples/(\d+)\.png$")
+
+
+def items(path: Path | None) -> list[Item]:
+    """The prompts, in the order of the benchmark's file; an id is the number of the line, 00000 to 00552."""
+    from flowrl.data.geneval_prompts import lines
+
+    refuse_path(path, "geneval")
+    records = [json.loads(text) for text in lines()]
+    return [Item(f"{number:05d}", record["prompt"], record, (record["tag"],)) for number, record in enumerate(records)]
+
+
+def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
+    """Accuracy of each task, their mean, and the share of prompts of which any image is correct."""
+    found = [name for name in _OUTPUTS if any(name in row.scores for row in rows)]
+    output = found[0] if found else chosen_output(rows, _OUTPUTS[1])
+    value = score(output)
+    official = output in _OUTPUTS
+    bounds = (0.0, 1.0) if official else None
+    tasks = by_tag(rows, items, TASKS)
+    lines = [line(task, [group], value, output=output, bounds=bounds) for task, group in tasks.items()]
+    overall = "overall" if len(tasks) == len(TASKS) else f"overall of {len(tasks)} tasks"
+    lines.append(line(overall, list(tasks.values()), value, output=output, bounds=bounds))
+    name = "correct images" if official else "all images"
+    lines.append(line(name, [rows], value, output=output, bounds=bounds))
+    best: dict[str, Row] = {}
+    for row in rows:  # one value for a prompt: its best image
+        known = best.get(row.id)
+        if known is None or _rank(row, output) > _rank(known, output):
+            best[row.id] = row
+    name = "prompts with a correct image" if official else "best image of each prompt"
+    lines.append(line(name, [list(best.values())], value, output=output, bounds=bounds))
+    return Table(tuple(lines), overall)
+
+
+def _rank(row: Row, output: str) -> float:
+    value = row.scores.get(output)
+    return -1.0 if value is None else value
+
+
+def layout(item: Item, k: int) -> str:
+    return f"{item.id}/samples/{k:05d}.png"
+
+
+def extras(items: Sequence[Item]) -> dict[str, str]:
+    return {f"{item.id}/metadata.jsonl": json.dumps(item.metadata) + "\n" for item in items}
+
+
+def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dict[str, float | None]]:
+    """The lines that `evaluate_images.py --outfile FILE` writes: `filename` and `correct` of each image.
+
+    Raises:
+        ConfigError: another file, or a sample twice.
+    """
+    from flowrl.evaluation.suites.reading import keep_once, records_of
+
+    result: dict[tuple[str, int], dict[str, float | None]] = {}
+    for where, record in records_of(path, ("filename", "correct")):
+        place = _PLACE.search(str(record["filename"]).replace("\\", "/"))
+        key = (place[1], int(place[2])) if place else (str(record["filename"]), 0)
+        keep_once(result, key, {"correct": float(bool(record["correct"]))}, where)
+    return result

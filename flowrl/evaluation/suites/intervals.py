@@ -1,0 +1,93 @@
+"""Parts of a suite's lines: values by prompt, their mean with an interval, and two of them paired."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowrl.statistics.intervals import FEW, Bounds, Clusters, of_few
+from flowrl.statistics.intervals import stratified as over_strata
+from flowrl.statistics.paired import TIE
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stratum of a line: prompts that are drawn with each other when an interval is made."""
+
+    values: dict[str, tuple[float, ...]]
+    """Prompt -> values of its images (or test points), NaN where there is none; they are not independent."""
+    weight: float = 1.0
+
+    def totals(self) -> Iterator[tuple[str, float, int]]:
+        """(prompt, sum, number) of the values of each prompt that has any."""
+        for prompt, values in self.values.items():
+            valid = [value for value in values if not math.isnan(value)]
+            if valid:
+                yield prompt, math.fsum(valid), len(valid)
+
+    @property
+    def clusters(self) -> Clusters:
+        """Sum and number of the values of each prompt that has any."""
+        totals = list(self.totals())
+        return Clusters(np.asarray([t for _, t, _ in totals], dtype=np.float64), np.asarray([n for _, _, n in totals]))
+
+
+def stratified(parts: Sequence[Part], bounds: Bounds | None = None, seed: int = 0) -> tuple[float, float, float]:
+    """(mean, low, high) of the weighted mean of the parts' means, with a 95 % interval over prompts in each part.
+
+    A part without a value makes all three NaN: the mean of the others is another number.
+
+    Args:
+        parts: the strata.
+        bounds: least and largest possible value; None: not known.
+        seed: of the bootstrap.
+
+    >>> stratified([Part({"a": (0.0, 1.0), "b": (0.5,)})])[0]
+    0.5
+    """
+    samples = [part.clusters for part in parts]
+    if not samples or not all(map(len, samples)):
+        return math.nan, math.nan, math.nan
+    if len(samples) == 1 and len(samples[0]) < FEW:
+        mean = samples[0].mean
+        return (mean, *of_few(samples[0], mean, seed, bounds))
+    result = over_strata(samples, [part.weight for part in parts], seed)
+    mean, low, high = result["mean"], result["low"], result["high"]
+    return (mean, low, high) if bounds is None else (mean, max(low, bounds[0]), min(high, bounds[1]))
+
+
+def paired(base: Sequence[Part], tuned: Sequence[Part], value: Callable[[float, float], float]) -> tuple[Part, ...]:
+    """Parts of `value(base's, tuned's)` of every value that both have; NaN where one of them is."""
+    return tuple(
+        Part(
+            {
+                prompt: tuple(
+                    math.nan if math.isnan(a) or math.isnan(b) else value(a, b)
+                    for a, b in zip(before.values[prompt], values, strict=False)
+                )
+                for prompt, values in after.values.items()
+                if prompt in before.values
+            },
+            after.weight,
+        )
+        for before, after in zip(base, tuned, strict=True)
+    )
+
+
+def won(difference: float) -> float:
+    """1 for a gain, 0 for a loss, 1/2 for a tie."""
+    return 0.5 if abs(difference) <= TIE else float(difference > 0)
+
+
+def shares(parts: Sequence[Part]) -> dict[str, float]:
+    """Prompt -> its share of the weighted mean of the parts' means, which is the sum of all shares."""
+    total = math.fsum(part.weight for part in parts)
+    result: dict[str, float] = {}
+    for part in parts:
+        count = sum(n for _, _, n in part.totals())
+        for prompt, value, _ in part.totals():
+            result[prompt] = result.get(prompt, 0.0) + part.weight / total * value / count
+    return result

@@ -1,0 +1,127 @@
+"""Test points: several answers to an image, each of which belongs to a kind of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from scipy.stats import t
+
+from flowrl.evaluation.suites.base import Item, Line, Part, Row, line_of
+from flowrl.statistics.intervals import FEW
+
+_DRAWS, _AT_ONCE = 10_000, 500
+PERCENT = (0.0, 100.0)
+"""Bounds of shares times 100."""
+POINT = "point {}"
+"""Score of a test point, from 1, where an official evaluator gave it: rows keep the answers of a judge alone."""
+
+
+def answers_of(row: Row, item: Item) -> list[float]:
+    """The answers to a sample's questions, of the judge or of an official evaluator; NaN where there is none."""
+    count = len(item.metadata["questions"])
+    given = row.answers or [row.scores.get(POINT.format(place)) for place in range(1, count + 1)]
+    if len(given) != count:
+        return [math.nan] * count
+    return [math.nan if value is None else float(value) for value in given]
+
+
+def has_points(rows: Sequence[Row]) -> bool:
+    """Whether answers to single questions are known."""
+    return any(row.answers or POINT.format(1) in row.scores for row in rows)
+
+
+def known(value: float) -> float | None:
+    """A score of a row: None where there is none."""
+    return None if math.isnan(value) else value
+
+
+def by_kind(
+    rows: Sequence[Row],
+    items: Sequence[Item],
+    kinds: Callable[[Item], Sequence[str]],
+    values: Callable[[Row, Item], Sequence[float]],
+) -> dict[str, list[Row]]:
+    """Kind -> rows whose answers are those of its points alone; a row without a point of the kind is left out.
+
+    Args:
+        rows: of samples.
+        items: their prompts.
+        kinds: the kind of each point of a prompt.
+        values: the answer to each point of a sample.
+    """
+    known_items = {item.id: item for item in items}
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        item = known_items[row.id]
+        own = kinds(item)
+        given = values(row, item)
+        for kind in dict.fromkeys(own):
+            chosen = [value for value, its in zip(given, own, strict=True) if its == kind]
+            groups.setdefault(kind, []).append(Row(row.id, row.prompt, row.k, answers=chosen))
+    return groups
+
+
+def prompt_line(
+    name: str,
+    rows: Sequence[Row],
+    value: Callable[[Row], float | None],
+    scale: float = 1.0,
+    bounds: tuple[float, float] | None = None,
+) -> Line:
+    """The mean over prompts of the mean of each over its images; an image without a value is left out."""
+    found: dict[str, list[float]] = {}
+    texts: dict[str, str] = {}
+    for row in rows:
+        own = value(row)
+        texts[row.id] = row.prompt
+        found.setdefault(row.id, []).extend([] if own is None or math.isnan(own) else [scale * own])
+    values: dict[str, tuple[float, ...]] = {}
+    for key, own in found.items():
+        mean = math.fsum(own) / len(own) if own else math.nan
+        values[texts[key]] = (*values.get(texts[key], ()), mean)
+    return line_of(name, (Part(values),), len(rows), sum(map(len, found.values())), bounds=bounds)
+
+
+def mean_of_kinds(name: str, parts: Mapping[str, Part], n_images: int, n_scored: int, seed: int = 0) -> Line:
+    """The unweighted mean of the percents of parts that share their prompts: a prompt is drawn with all its points.
+
+    Below 50 prompts the interval is the t interval of the prompts' influences; a part of one prompt leaves none.
+    """
+    line = line_of(name, tuple(parts.values()), n_images, n_scored, bounds=PERCENT)
+    prompts = list(dict.fromkeys(prompt for part in parts.values() for prompt in part.values))
+    sums, counts = (np.zeros((len(prompts), len(parts))) for _ in range(2))
+    place = {prompt: number for number, prompt in enumerate(prompts)}
+    for column, part in enumerate(parts.values()):
+        for prompt, total, number in part.totals():
+            sums[place[prompt], column], counts[place[prompt], column] = total, number
+    if math.isnan(line.mean) or ((counts > 0).sum(axis=0) < 2).any():
+        return replace(line, low=math.nan, high=math.nan)
+    if len(prompts) < FEW:
+        means = sums.sum(axis=0) / counts.sum(axis=0)
+        influence = ((sums - means * counts) / counts.mean(axis=0)).mean(axis=1)
+        error = float(np.sqrt((influence**2).sum() / len(prompts) / (len(prompts) - 1)))
+        reach = float(t.ppf(0.975, len(prompts) - 1)) * error
+        low, high = line.mean - reach, line.mean + reach
+    else:
+        low, high = _drawn(sums, counts, seed)
+    return replace(line, low=max(low, PERCENT[0]), high=min(high, PERCENT[1]), n_prompts=len(prompts))
+
+
+def _drawn(sums: np.ndarray, counts: np.ndarray, seed: int) -> tuple[float, float]:
+    """95 % percentile bootstrap of the mean over columns of sum / count, [P, kinds] each, over prompts."""
+    rng, means = np.random.default_rng(seed), np.empty(_DRAWS)
+    shares = np.full(len(sums), 1 / len(sums))
+    for start in range(0, _DRAWS, _AT_ONCE):
+        drawn = rng.multinomial(len(sums), shares, size=_AT_ONCE).astype(np.float64)
+        total, number = drawn @ sums, drawn @ counts
+        # A kind that was not drawn has no mean; the draw is that of the others.
+        ratios = np.divide(total, number, out=np.zeros_like(total), where=number > 0)
+        there = (number > 0).sum(axis=1)
+        means[start : start + _AT_ONCE] = np.divide(
+            ratios.sum(axis=1), there, out=np.full(_AT_ONCE, np.nan), where=there > 0
+        )
+    low, high = np.nanpercentile(means, [2.5, 97.5])
+    return float(low), float(high)

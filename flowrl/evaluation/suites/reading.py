@@ -1,0 +1,83 @@
+"""Files that suites read: prompts of a benchmark, and results of its official evaluator."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.core.errors import ConfigError
+from flowrl.data.prompt_files import read_records
+
+Scores = dict[str, "float | None"]
+
+
+def records_of(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, record) of each line of a .jsonl, item of a .json, or row of a .csv, .tsv or .parquet.
+
+    Raises:
+        ConfigError: no such file, not of these forms, or a record that lacks one of `keys`.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file; give a .jsonl, .json, .csv, .tsv or .parquet")
+    for place, record in read_records(path, str(path), keys[0] if keys else "prompt"):
+        lacking = [key for key in keys if key not in record]
+        if lacking:
+            raise ConfigError(f"{path}, {place}: has no {lacking[0]!r}; there are: {', '.join(map(str, record))}")
+        yield f"{path}, {place}", record
+
+
+def keep_once(result: dict[tuple[str, int], Scores], key: tuple[str, int], scores: Scores, where: str) -> None:
+    """Add the scores of a sample.
+
+    Raises:
+        ConfigError: it has some already.
+    """
+    if key in result:
+        raise ConfigError(
+            f"{where}: prompt {key[0]!r}, sample {key[1]} has a result already; keep one of the two lines"
+        )
+    result[key] = scores
+
+
+# ---- prompts
+
+TEXT_COLUMNS = ("prompt", "Prompt", "Prompts", "prompts", "text", "caption", "Caption")
+"""Names under which benchmarks keep the text of a prompt."""
+FORMS = "a .txt (one prompt a line), .jsonl, .json, .csv, .tsv or .parquet whose column of texts is prompt or Prompts"
+
+
+def prompts_of(path: Path, where: str) -> list[tuple[str, dict[str, Any]]]:
+    """(text, record) of each prompt of a file, in its order; equal texts are taken once.
+
+    Raises:
+        ConfigError: a form that is not read, or no column of texts.
+    """
+    reasons: list[ConfigError] = []
+    for column in TEXT_COLUMNS:
+        try:
+            records = [record for _, record in read_records(path, where, column)]
+        except ConfigError as error:
+            reasons.append(error)
+            continue
+        if not records:
+            raise ConfigError(f"{where}: there is no prompt in it")
+        if all(isinstance(record.get(column), str) for record in records):
+            first: dict[str, dict[str, Any]] = {}
+            for record in records:
+                first.setdefault(record[column].strip(), record)
+            return list(first.items())
+    if reasons:
+        raise reasons[0]
+    raise ConfigError(f"{where}: no record has a text under one of: {', '.join(TEXT_COLUMNS)}")
+
+
+def column_of(record: dict[str, Any], name: str) -> str:
+    """The value of a column whose name is written in any case; "" without it."""
+    return next((str(value).strip() for key, value in record.items() if str(key).casefold() == name.casefold()), "")
+
+
+def id_of(text: str) -> str:
+    """Identity of a prompt that has no number of its own: 12 digits of a hash of its text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,1 @@
+"""The comparison of several runs, at the top of their common page."""

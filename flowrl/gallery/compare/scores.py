@@ -1,0 +1,99 @@
+"""Leader tables: levels and paired differences of every run, by one metric. M runs, P shared prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowrl.gallery.compare.shared import Shared, SharedMetric
+from flowrl.gallery.results import Estimate
+from flowrl.statistics.intervals import intervals
+from flowrl.statistics.paired import flip_tests, holm, prompt_means, wins_of
+from flowrl.statistics.repeats import over_seeds
+
+SURE = 0.05
+"""Largest p, after Holm's correction, of a marked comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A paired difference with its interval and its p after Holm's correction."""
+
+    estimate: Estimate
+    p: float
+
+    @property
+    def sure(self) -> bool:
+        return self.p < SURE
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One run by one metric, on what all share."""
+
+    run: int
+    base: Estimate
+    tuned: Estimate
+    over_base: Change
+    over_leader: Change | None
+    """None: this run is the leader."""
+    win: Estimate
+    """Share of wins against its base, a tie counting half."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Runs that differ in their seed alone, by one metric."""
+
+    runs: tuple[int, ...]
+    tuned: dict[str, float]
+    gain: dict[str, float]
+    """`over_seeds` of the tuned level and of the paired difference to the base."""
+
+
+def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
+    """All runs with the metric, the best tuned mean first; p-values are corrected over all comparisons of the list."""
+    metric, members = of.metric, of.members
+    # A prompt that one of two images has no score for is in no difference of the two.
+    after = np.stack([prompt_means(shared.table(i, metric, base=False)) for i in members])
+    before = np.stack([prompt_means(shared.table(i, metric, base=True)) for i in members])
+    tables = [(shared.table(i, metric, base=True), shared.table(i, metric, base=False)) for i in members]
+    gains = np.stack([prompt_means(tuned - base) for base, tuned in tables])
+    means = metric.sign * np.asarray([np.nanmean(row) if np.isfinite(row).any() else -np.inf for row in after])
+    order = [int(k) for k in np.argsort(-means, kind="stable")]
+    lead = tables[order[0]][1]
+    behind = np.stack([prompt_means(tuned - lead) for _, tuned in tables])
+    bounds = (0.0, 1.0) if metric.percent else None
+    levels = intervals(np.concatenate([before, after]), shared.groups, bounds=bounds)
+    wins = np.stack([wins_of(*pair, higher_is_better=metric.sign > 0) for pair in tables])
+    shares = intervals(wins, shared.groups, bounds=(0.0, 1.0))
+    others = order[1:]
+    changes = np.concatenate([gains, behind[others]])
+    differences = intervals(changes, shared.groups)
+    p = holm(flip_tests(changes, shared.groups).tolist())
+    found = [Change(_estimate(entry), float(value)) for entry, value in zip(differences, p, strict=True)]
+    count, place = len(members), {k: len(members) + n for n, k in enumerate(others)}
+    return [
+        Standing(
+            run=members[k],
+            base=_estimate(levels[k]),
+            tuned=_estimate(levels[count + k]),
+            over_base=found[k],
+            over_leader=found[place[k]] if k in place else None,
+            win=_estimate(shares[k]),
+        )
+        for k in order
+    ]
+
+
+def recipe(shared: Shared, of: SharedMetric, runs: tuple[int, ...]) -> Recipe:
+    """Mean, spread over seeds and interval of runs of one recipe."""
+    tables = [(shared.table(i, of.metric, base=True), shared.table(i, of.metric, base=False)) for i in runs]
+    tuned = np.stack([prompt_means(after) for _, after in tables])
+    gain = np.stack([prompt_means(after - before) for before, after in tables])
+    return Recipe(runs, over_seeds(tuned, shared.groups), over_seeds(gain, shared.groups))
+
+
+def _estimate(entry: dict[str, float]) -> Estimate:
+    return Estimate(entry["mean"], entry["low"], entry["high"])

@@ -1,0 +1,42 @@
+// The values of a chart at the pointer, or at the arrow keys.
+
+function makeReadable(chart) {
+  const points = JSON.parse(chart.dataset.readout);
+  const cursor = chart.querySelector(".cursor"), text = chart.closest(".chart-box").querySelector(".readout");
+  let place = points.length - 1;
+
+  function read(index) {
+    place = Math.min(Math.max(index, 0), points.length - 1);
+    cursor.setAttribute("x1", points[place][0]);
+    cursor.setAttribute("x2", points[place][0]);
+    text.textContent = points[place][1];
+    chart.classList.add("read");
+  }
+  function leave() {
+    chart.classList.remove("read");
+    text.textContent = "";
+  }
+  chart.tabIndex = 0;
+  chart.addEventListener("pointermove", function (event) {
+    const box = chart.getBoundingClientRect();
+    const x = (event.clientX - box.left) / box.width * chart.viewBox.baseVal.width;
+    const distances = points.map(point => Math.abs(point[0] - x));
+    read(distances.indexOf(Math.min(...distances)));
+  });
+  chart.addEventListener("keydown", function (event) {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    read(chart.classList.contains("read") ? place + by : place);
+  });
+  chart.addEventListener("pointerleave", leave);
+  chart.addEventListener("blur", leave);
+  // Reads at the point that is the nearest to a text's: the same iteration, also on an axis that has grown.
+  chart.readAgain = function (text) {
+    const iteration = parseFloat(text.replace("iteration ", ""));
+    const distances = points.map(point => Math.abs(parseFloat(point[1].replace("iteration ", "")) - iteration));
+    read(distances.indexOf(Math.min(...distances)));
+  };
+}
+
+enhancers.push(part => part.querySelectorAll("svg.chart").forEach(makeReadable));

@@ -1,0 +1,44 @@
+"""LoRA files in diffusers' layout, and where the files of several experts lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def lora_file(path: Path) -> Path:
+    """The weights of a saved LoRA: the file itself, or diffusers' name inside a folder."""
+    return path / "pytorch_lora_weights.safetensors" if path.is_dir() else path
+
+
+def component_names(network: nn.Module) -> dict[str, nn.Module]:
+    """Denoisers by component name: one, or the experts of a ModuleDict."""
+    if isinstance(network, nn.ModuleDict):
+        return dict(network.items())
+    return {"unet" if "UNet" in type(network).__name__ else "transformer": network}
+
+
+def lora_places(path: Path, components: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, Path]]:
+    """(name inside the file, network, folder or file) of each denoiser.
+
+    diffusers has one LoRA file per expert, each under the name `transformer`: the first in `path`, others in their own
+    folders, for `load_lora_weights(path / "transformer_2", load_into_transformer_2=True)`.
+    """
+    for number, (name, network) in enumerate(components.items()):
+        yield (name, network, path) if number == 0 else ("transformer", network, path / name)
+
+
+def read_lora(file: Path, component: str = "transformer") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(denoiser tensors by module, LoRA settings) of a file in diffusers' layout; settings may be empty."""
+    from safetensors import safe_open
+
+    prefix = f"{component}."
+    with safe_open(file, framework="pt") as source:
+        tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118, it is no dict
+        packed = (source.metadata() or {}).get("lora_adapter_metadata", "{}")
+    settings = {key.removeprefix(prefix): value for key, value in json.loads(packed).items() if key.startswith(prefix)}
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}, settings

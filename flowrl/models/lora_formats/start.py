@@ -1,0 +1,280 @@
+"""Training that starts from a LoRA file: diffusers' names, kohya's, or the original ones with dots.
+
+The names are looked up in a table made from the network itself, so every module is counted: a file with one more or one
+fewer than the network is refused. No value is changed, for any alpha: the scale of the file must be the network's.
+diffusers' own importers multiply the scale into the tensors, which rounds, and leave out names without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.core.errors import ModelError
+from flowrl.models._precision import ADAPTER
+from flowrl.models.base import LoraSettings
+from flowrl.models.lora_formats.families import family_of
+from flowrl.models.lora_formats.files import lora_file, lora_places
+from flowrl.models.lora_formats.places import Place
+from flowrl.models.lora_formats.refused import refuse_header, refuse_keys
+
+_PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
+_HALF = re.compile(r"\.(?:lora_(?P<first>A|down)|lora_(?P<second>B|up))\.weight$")
+_EXPERTS = ("high_noise", "low_noise")
+
+
+@dataclass(slots=True)
+class _Update:
+    """A module of a file: A [r, in], B [out, r] and its alpha."""
+
+    down: Tensor | None = None
+    up: Tensor | None = None
+    alpha: float | None = None
+
+
+def start_from(path: str, networks: dict[str, nn.Module], lora: LoraSettings) -> None:
+    """Put a LoRA file, or those of two experts, into networks that have an adapter; all or nothing.
+
+    Raises:
+        ModelError: files that do not fit, with the reason and the remedy.
+    """
+    from peft import set_peft_model_state_dict
+    from safetensors import SafetensorError
+
+    place, own = Path(path), Path(path) / "adapter"
+    if lora_file(own).is_file() and not lora_file(place).is_file():
+        raise ModelError(f"model.init_lora={path!r} is a run folder: give its adapter, model.init_lora={str(own)!r}")
+    found = []
+    try:
+        for (component, network, _), file in zip(lora_places(place, networks), _files(path, networks), strict=True):
+            found.append((network, _Reader(path, network, component, lora).read(file)))
+        for network, tensors in found:
+            result: Any = set_peft_model_state_dict(network, tensors, adapter_name=ADAPTER)
+            if result.unexpected_keys:
+                raise ModelError(f"model.init_lora={path!r} does not fit model.lora: {result.unexpected_keys[0]}")
+    except (RuntimeError, OSError, ValueError, SafetensorError) as error:  # another shape; not a safetensors file
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"model.init_lora={path!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def _files(path: str, networks: dict[str, nn.Module]) -> list[Path]:
+    """One file a network."""
+    place, count = Path(path), len(networks)
+    if place.suffix in _PICKLES:
+        raise ModelError(f"model.init_lora={path!r}: pickles are not read; convert it to .safetensors")
+    if not place.exists():
+        raise ModelError(f"model.init_lora={path!r}: there is no {lora_file(place)}")
+    if lora_file(place).is_file() and place.is_dir():
+        files = [lora_file(p) for _, _, p in lora_places(place, networks)]
+    elif place.is_dir():
+        given = sorted(place.glob("*.safetensors"))
+        files = given if len(given) == count else []
+        if count == 2 and files:
+            files = [next((f for f in given if name in f.stem), given[0]) for name in _EXPERTS]
+        if not files or len(set(files)) < count:
+            raise ModelError(
+                f"model.init_lora={path!r}: there is no {lora_file(place)}, and "
+                f"{len(given)} other .safetensors for {count} denoiser(s); give one file each, those of two experts "
+                "as NAME_high_noise and NAME_low_noise"
+            )
+    elif count == 1:
+        files = [place]
+    elif _EXPERTS[0] in place.stem:
+        files = [place, place.with_stem(place.stem.replace(*_EXPERTS))]
+    else:
+        raise ModelError(
+            f"model.init_lora={path!r} is one expert of two; give NAME_high_noise.safetensors with "
+            "NAME_low_noise.safetensors next to it, or the folder of both"
+        )
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"model.init_lora={path!r}: there is no {file}, which the second expert starts from")
+    return files
+
+
+class _Reader:
+    """Reads a file for one network. `component` is the network's name in diffusers' layout."""
+
+    def __init__(self, path: str, network: nn.Module, component: str, lora: LoraSettings) -> None:
+        from peft import get_peft_model_state_dict
+
+        self.path, self.lora, self.component = path, lora, component
+        state = get_peft_model_state_dict(network, adapter_name=ADAPTER)
+        self.modules = {k.removesuffix(".lora_A.weight") for k in state if k.endswith(".lora_A.weight")}
+        self.family = family_of(network)
+
+    def refuse(self, reason: str) -> ModelError:
+        return ModelError(f"model.init_lora={self.path!r} {reason}")
+
+    def read(self, file: Path) -> dict[str, Tensor]:
+        """The network's tensors by peft's names."""
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as source:
+            about = source.metadata() or {}
+            tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118, it is no dict
+        reason = refuse_header(about) or refuse_keys(list(tensors))
+        if reason is not None:
+            raise self.refuse(reason)
+        settings = self._settings(about)
+        updates = self._updates(tensors)
+        self._check_scale(updates, settings)
+        result: dict[str, Tensor] = {}
+        for name, (down, up) in self._placed(updates).items():
+            result[f"{name}.lora_A.weight"], result[f"{name}.lora_B.weight"] = down, up
+        return result
+
+    def _settings(self, about: dict[str, str]) -> dict[str, Any]:
+        packed = json.loads(about.get("lora_adapter_metadata", "{}"))
+        prefix = f"{self.component}."
+        settings = {key.removeprefix(prefix): value for key, value in packed.items() if key.startswith(prefix)}
+        if settings.get("use_rslora"):
+            raise self.refuse("is a rank-stabilized LoRA (use_rslora), whose scale is alpha / sqrt(rank): merge it")
+        if settings.get("rank_pattern") or settings.get("alpha_pattern"):
+            raise self.refuse("has several ranks or alphas (rank_pattern, alpha_pattern): merge it into the model")
+        return settings
+
+    def _updates(self, tensors: dict[str, Tensor]) -> dict[str, _Update]:
+        result: dict[str, _Update] = {}
+        for key, value in tensors.items():
+            if key.endswith(".alpha"):
+                result.setdefault(key.removesuffix(".alpha"), _Update()).alpha = float(value)
+                continue
+            match = _HALF.search(key)
+            if match is None:
+                raise self.refuse(f"holds {key}, which is no part of a plain LoRA; convert it, or merge it")
+            if value.ndim != 2:
+                raise self.refuse(f"adapts a convolution ({key} has {value.ndim} axes); train without those modules")
+            update = result.setdefault(key[: match.start()], _Update())
+            if match["first"]:
+                update.down = value
+            else:
+                update.up = value
+        for name, update in result.items():
+            if update.down is None or update.up is None:
+                raise self.refuse(f"has half of a pair: {name} lacks its A (down) or its B (up)")
+        if not result:
+            raise self.refuse("does not fit model.lora: it holds no LoRA")
+        return result
+
+    def _check_scale(self, updates: dict[str, _Update], settings: dict[str, Any]) -> None:
+        rank, alpha = settings.get("r"), settings.get("lora_alpha")
+        shared = None if rank is None or alpha is None else alpha / rank
+        scales = {}
+        for name, update in updates.items():
+            assert update.down is not None
+            own = None if update.alpha is None else update.alpha / len(update.down)
+            scales[name] = own if own is not None else 1.0 if shared is None else shared
+        least, most = min(scales.values()), max(scales.values())
+        if not math.isclose(least, most, rel_tol=1e-5):
+            raise self.refuse(f"has mixed alphas (alpha / rank is {least:g} to {most:g}); merge it into the model")
+        given = f"alpha={alpha}" if alpha is not None else f"alpha / rank = {most:g}"
+        if rank is not None and rank != self.lora.rank:
+            raise self.refuse(f"has rank {rank}, model.lora.rank is {self.lora.rank}; set that to {rank}")
+        if not math.isclose(most * self.lora.rank, self.lora.alpha, rel_tol=1e-5):
+            raise self.refuse(
+                f"was trained with {given}, model.lora.alpha is {self.lora.alpha} at rank {self.lora.rank}; set "
+                f"model.lora.alpha to {most:g} times the rank of the file (no alpha in a file means 1)"
+            )
+
+    def _names(self) -> dict[str, dict[int, tuple[str, Place | None]]]:
+        """Each name that the file may use -> slot -> (module of the network, its place)."""
+        result: dict[str, dict[int, tuple[str, Place | None]]] = {}
+        for name in self.modules:
+            place = None if self.family is None else self.family.place(name)
+            for key in (f"{self.component}.{name}", f"lora_transformer_{name.replace('.', '_')}"):
+                result[key] = {0: (name, None)}
+            result["lora_unet_" + name.replace(".", "_")] = {0: (name, None)}
+            if place is not None:
+                for key in {place.underscored, "lora_unet_" + place.dotted.replace(".", "_")}:
+                    result.setdefault(key, {})[place.slot] = (name, place)
+                result.setdefault(f"diffusion_model.{place.dotted}", {})[place.slot] = (name, place)
+        return result
+
+    def _placed(self, updates: dict[str, _Update]) -> dict[str, tuple[Tensor, Tensor]]:
+        names, result = self._names(), dict[str, tuple[Tensor, Tensor]]()
+        for key, update in sorted(updates.items()):
+            if key not in names:
+                raise self.refuse(self._unknown(key))
+            assert update.down is not None
+            assert update.up is not None
+            pairs = self._slots(key, update.down, update.up, names[key])
+            twice = set(pairs) & set(result)
+            if twice:
+                raise self.refuse(f"adapts {min(twice)} twice, under two names")
+            result |= pairs
+        ranks = sorted({len(down) for down, _ in result.values()})
+        if len(ranks) > 1:
+            raise self.refuse(f"has mixed ranks ({', '.join(map(str, ranks))}); merge it into the model")
+        if ranks != [self.lora.rank]:
+            raise self.refuse(f"has rank {ranks[0]}, model.lora.rank is {self.lora.rank}; set that to {ranks[0]}")
+        missing = self.modules - set(result)
+        if missing:
+            raise self.refuse(
+                f"does not fit model.lora: rank and targets must be the same, and it has {len(result)} of "
+                f"{len(self.modules)} modules, not {min(missing)}; set model.lora.targets to those of the file"
+            )
+        return result
+
+    def _slots(
+        self, key: str, down: Tensor, up: Tensor, members: dict[int, tuple[str, Place | None]]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """The parts of one matrix; several slots share a whole A, or have their own rows of it."""
+        name, place = next(iter(members.values()))
+        widths = (1,) if place is None else place.widths
+        if len(widths) == 1:
+            return {name: (down, up)}
+        into, count = down.shape[1], len(widths)
+        if len(up) != sum(widths) * into:
+            raise self.refuse(f"has {len(up)} rows in {key}, and {sum(widths) * into} are needed: another model")
+        rows = up.split([width * into for width in widths])
+        own = len(down) // count
+        blocks = [slice(slot * own, (slot + 1) * own) for slot in range(count)]
+        # As one rank of each slot only where the rank asked for says so: zeros alone would not tell.
+        apart = len(down) == count * self.lora.rank and _is_diagonal(rows, blocks)
+        result: dict[str, tuple[Tensor, Tensor]] = {}
+        for slot, part in enumerate(rows):
+            pair = (down[blocks[slot]], part[:, blocks[slot]]) if apart else (down, part)
+            used = bool(pair[1].any()) or (apart and bool(pair[0].any()))
+            if slot not in members and used:
+                raise self.refuse(f"trains slot {slot} of {key}, which is not among model.lora.targets; add it there")
+            if slot in members and (used or not apart):
+                result[members[slot][0]] = pair[0].clone(), pair[1].clone()
+        return result
+
+    def _unknown(self, key: str) -> str:
+        bare = re.sub(r"^(lora_unet_|lora_transformer_|diffusion_model\.|transformer\.|unet\.)", "", key)
+        for pattern, name in _SIGNS:
+            if re.match(pattern, bare) and (self.family is None or self.family.name not in name):
+                known = "another model" if self.family is None else self.family.name
+                return f"has the names of {name} ({key}), and this model is {known}; give the model it was made for"
+        return (
+            f"does not fit model.lora: rank and targets must be the same, and {key} is no target here; set "
+            "model.lora.targets to the modules of the file"
+        )
+
+
+def _is_diagonal(rows: tuple[Tensor, ...], blocks: list[slice]) -> bool:
+    """Whether each slot's rows of B are zero but for its own columns."""
+    for part, own in zip(rows, blocks, strict=True):
+        rest = torch.cat([part[:, : own.start], part[:, own.stop :]], dim=1)
+        if bool(rest.any()):
+            return False
+    return True
+
+
+_SIGNS = (
+    (r"joint_blocks", "SD3"),
+    (r"(double|single)_blocks|single_transformer_blocks", "FLUX.1"),
+    (r"blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)", "Wan"),
+    (r"(input_blocks|middle_block|output_blocks|down_blocks|mid_block|up_blocks)", "Stable Diffusion or SDXL"),
+)
+"""How the original names of a family begin."""

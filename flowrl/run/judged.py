@@ -1,0 +1,143 @@
+"""Whatever can be sampled and judged, as one diffusers pipeline: runs, model folders, hub ids, single files, LoRAs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.core.errors import ConfigError, ModelError
+from flowrl.models.paths import loading, null_components, require_folder, resolve_path
+from flowrl.models.weights import lora_file
+from flowrl.rollout.learned_noise import LearnedNoise
+from flowrl.run import single_file
+from flowrl.run.export import learned_noise, load_run_pipeline
+from flowrl.run.foreign_lora import LoraFile, attach
+from flowrl.run.origin import content, origin
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A model to sample from, with its provenance."""
+
+    target: str
+    """As it was given: run folder, model folder, hub id, asset or single file."""
+    pipeline: Any
+    """diffusers pipeline on the CPU, in bfloat16 where there is a GPU (a run: in its own type)."""
+    call: dict[str, Any]
+    """Arguments of the pipeline's call: a run's evaluation settings; empty for other models."""
+    noise: LearnedNoise | None
+    """Learned initial noise of a run of FIND: its own prompts alone can be sampled from it. None for all others."""
+    facts: dict[str, Any]
+    """Plain data beyond `origin`'s: `base`, `lora`, `file_sha256`, `revision`, each only where there is one."""
+
+    def origin(self, call: dict[str, Any] | None = None, guidance: float | None = None) -> dict[str, Any]:
+        """Plain provenance of what is sampled with a call (None: its own), as of `flowrl.run.origin.origin`."""
+        made = origin(self.target, self.pipeline, self.call if call is None else call, guidance)
+        return made | ({"adapter": None} if self.facts.get("base") else {}) | self.facts
+
+
+def load(
+    target: str,
+    *,
+    base: bool = False,
+    loras: Sequence[str] = (),
+    config: str | None = None,
+    revision: str | None = None,
+) -> Judged:
+    """Any model that diffusers can load, ready to be sampled.
+
+    Args:
+        target: run folder, pipeline folder, embedded asset, hub id, or a .safetensors checkpoint.
+        base: the model that a run began with, without its trained weights.
+        loras: FILE or FILE:SCALE of LoRAs to add, in diffusers' layout or one that diffusers or flowrl converts.
+        config: for a single file, a pipeline folder or hub id of its family, with tokenizers and configurations and
+            with the weights that the file does not hold; None: that which diffusers knows for the file's keys.
+        revision: of a hub id; None: its main branch.
+
+    Raises:
+        ConfigError: options that do not belong together, or a run without trained weights.
+        ModelError: a model or LoRA that cannot be loaded, or does not fit; the message has the remedy.
+    """
+    added = [LoraFile.parse(word) for word in loras]
+    folder, facts = Path(target), dict[str, Any]()
+    is_run, is_file = (folder / "config.yaml").is_file(), folder.suffix == ".safetensors"
+    if base and not is_run:
+        raise ConfigError(f"--base: {target!r} is no run folder, so it has no other base than itself; leave it out")
+    if config is not None and not is_file:
+        raise ConfigError(f"--config {config}: it belongs to a single .safetensors file, and {target!r} is none")
+    if revision is not None and (is_run or is_file or folder.exists()):
+        raise ConfigError(f"--revision {revision}: it belongs to a hub id, and {target!r} is on this disk")
+    noise = None if base or not is_run else learned_noise(folder)
+    if is_run:
+        pipeline, call = load_run_pipeline(folder, base=base)
+        facts |= {"base": True} if base else {}
+    elif is_file:
+        path = Path(resolve_path(target))
+        pipeline, call = single_file.load(path, config, _dtype()), {}
+        facts |= {"file_sha256": content(path).hexdigest()} | ({} if config is None else {"config": config})
+    else:
+        pipeline, call = _plain(target, revision), {}
+        commit = _commit(target, revision)
+        facts |= {} if commit is None else {"revision": commit}
+    bound = [attach(pipeline, lora, f"lora_{number}") for number, lora in enumerate(added)]
+    return Judged(target, pipeline, call, noise, facts | ({"lora": bound} if bound else {}))
+
+
+def _dtype() -> torch.dtype:
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def _plain(target: str, revision: str | None) -> Any:
+    """The pipeline of a folder, an asset or a hub id."""
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    path = resolve_path(target)
+    if os.path.isdir(path):
+        _require_pipeline(Path(path))
+        require_folder(target)
+    with loading("model", target):
+        return DiffusionPipeline.from_pretrained(path, revision=revision, dtype=_dtype(), **null_components(path))
+
+
+def _require_pipeline(folder: Path) -> None:
+    """Raise ModelError for a folder without model_index.json that is something else, with what to give instead."""
+    if (folder / "model_index.json").is_file():
+        return
+    what = "it has no model_index.json"
+    remedy = "give the folder that save_pretrained() of a pipeline wrote, a run folder, a .safetensors or a hub id"
+    if (folder.parent / "config.yaml").is_file():
+        remedy = f"it is inside a run folder: give {folder.parent}"
+    elif lora_file(folder).is_file():
+        remedy = f"it holds a LoRA: give its base model, with --lora {folder}"
+    elif (folder / "config.json").is_file():
+        kind = _class_of(folder / "config.json")
+        whole = (folder.parent / "model_index.json").is_file()
+        remedy = f"it holds one network{kind}: give " + (str(folder.parent) if whole else "a whole pipeline")
+    raise ModelError(f"{str(folder)!r} is not a diffusers pipeline: {what}; {remedy}")
+
+
+def _class_of(file: Path) -> str:
+    """The class that a network's configuration names, in brackets; nothing where it cannot be read."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    name = values.get("_class_name") or ", ".join(values.get("architectures") or [])
+    return f" ({name})" if name else ""
+
+
+def _commit(target: str, revision: str | None) -> str | None:
+    """Commit of the loaded snapshot of a hub id; None for what is not from the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = resolve_path(target)
+    if os.path.exists(path):
+        return None
+    file = try_to_load_from_cache(path, "model_index.json", revision=revision)
+    return Path(file).parent.name if isinstance(file, str) else None

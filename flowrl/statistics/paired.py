@@ -1,0 +1,181 @@
+"""Paired comparisons of two models on the same prompts and the same noise: differences, win rates, tests.
+
+P prompts, S seeds, N groups of prompts. Tables are [P, S] float64, NaN where an image could not be scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from flowrl.statistics.intervals import FEW, LEVELS, Bounds, Clusters, clusters, interval, of_few, resamples
+
+TIE = 1e-6
+"""Scores that differ by less are equal: older files have six digits."""
+FLIPS = 10_000
+
+Side = Literal["two-sided", "greater", "less"]
+
+
+def prompt_means(table: np.ndarray) -> np.ndarray:
+    """Mean over seeds of a table [P, S], [P]; NaN where no seed was scored."""
+    valid = ~np.isnan(table)
+    count = valid.sum(axis=1)
+    total = np.where(valid, table, 0.0).sum(axis=1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def over_prompts(per_prompt: np.ndarray, groups: np.ndarray, bounds: Bounds | None = None) -> dict[str, float]:
+    """`interval` of [P] values, drawing distinct prompts; n is the number of those with a value."""
+    scored = np.unique(groups[~np.isnan(per_prompt)])
+    return interval(per_prompt, groups, bounds=bounds) | {"n": len(scored)}
+
+
+def difference(before: np.ndarray, after: np.ndarray, groups: np.ndarray) -> dict[str, float]:
+    """Mean paired difference after - before of two tables, with its interval over distinct prompts."""
+    return over_prompts(prompt_means(after - before), groups)
+
+
+def win_rate(
+    before: np.ndarray,
+    after: np.ndarray,
+    groups: np.ndarray,
+    *,
+    higher_is_better: bool = True,
+    tie_eps: float = TIE,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Win rate of the second image over the first of the same prompt and seed; equal scores are ties, kept apart.
+
+    Args:
+        before: scores of the first model, [P, S].
+        after: of the second, [P, S].
+        groups: [P] int64 from 0, equal for prompts that are the same.
+        higher_is_better: direction of the score.
+        tie_eps: largest difference of a tie; for a judge with steps, half a step.
+        seed: of the bootstrap.
+
+    Returns:
+        `rate` = wins / (wins + losses) with its 95 % `low`, `high` over distinct prompts, `n` images that are not tied,
+        `wins`, `losses`, `ties`, `tie_rate` among all images with both scores.
+    """
+    change = (after - before) * (1 if higher_is_better else -1)
+    wins, losses, ties = (part.sum(axis=1) for part in (change > tie_eps, change < -tie_eps, abs(change) <= tie_eps))
+    decided = int(wins.sum() + losses.sum())
+    result: dict[str, float] = {"wins": int(wins.sum()), "losses": int(losses.sum()), "ties": int(ties.sum())}
+    result |= {"n": decided, "tie_rate": result["ties"] / max(decided + result["ties"], 1)}
+    if not decided:
+        return result | {"rate": math.nan, "low": math.nan, "high": math.nan}
+    wins, losses = (_by_group(part, groups) for part in (wins, losses))
+    result["rate"] = result["wins"] / decided
+    if len(wins) < FEW:
+        deciding = wins + losses > 0
+        sample = Clusters(wins[deciding].astype(np.float64), (wins + losses)[deciding])
+        low, high = of_few(sample, result["rate"], seed, (0.0, 1.0))
+        return result | {"low": low, "high": high}
+    rates = []
+    for rows in resamples(len(wins), seed):
+        won, lost = wins[rows].sum(axis=1), losses[rows].sum(axis=1)
+        # A resample of ties alone decides nothing: half.
+        rates.append(np.where(won + lost > 0, won / np.maximum(won + lost, 1), 0.5))
+    low, high = np.percentile(np.concatenate(rates), [100 * level for level in LEVELS])
+    return result | {"low": float(low), "high": float(high)}
+
+
+def win_share(
+    before: np.ndarray,
+    after: np.ndarray,
+    groups: np.ndarray,
+    *,
+    higher_is_better: bool = True,
+    tie_eps: float = TIE,
+) -> dict[str, float]:
+    """Share of wins of the second model where a tie is half a win: mean over prompts of the mean over seeds.
+
+    With the models exchanged it is one minus this, ends too; equal models have 1/2. Arguments: `win_rate`.
+    """
+    won = wins_of(before, after, higher_is_better=higher_is_better, tie_eps=tie_eps)
+    return over_prompts(won, groups, bounds=(0.0, 1.0))
+
+
+def wins_of(
+    before: np.ndarray, after: np.ndarray, *, higher_is_better: bool = True, tie_eps: float = TIE
+) -> np.ndarray:
+    """Share of wins of each prompt over its seeds, ties as halves, [P]; NaN where no pair was scored."""
+    change = (after - before) * (1 if higher_is_better else -1)
+    won = np.where(abs(change) <= tie_eps, 0.5, (change > tie_eps).astype(np.float64))
+    return prompt_means(np.where(np.isnan(change), np.nan, won))
+
+
+def sign_test(per_prompt: np.ndarray, *, side: Side = "two-sided", tie_eps: float = TIE) -> float:
+    """p of the sign test on [P] differences: with no difference a gain is as likely as a loss. Ties are left out.
+
+    NaN and duplicated prompts are left to the caller (`group_means`). Without a decided prompt p is 1.
+
+    >>> sign_test(np.asarray([1.0, 2.0, 3.0, 0.0, -1.0]))
+    0.625
+    """
+    from scipy import stats  # takes most of a second, and every run imports this module
+
+    gains, losses = int((per_prompt > tie_eps).sum()), int((per_prompt < -tie_eps).sum())
+    return float(stats.binomtest(gains, gains + losses, 0.5, alternative=side).pvalue) if gains + losses else 1.0
+
+
+def wilcoxon(per_prompt: np.ndarray, *, side: Side = "two-sided", tie_eps: float = TIE) -> float:
+    """p of Wilcoxon's signed-rank test on [P] differences: they scatter symmetrically about 0. Ties are left out."""
+    from scipy import stats
+
+    decided = per_prompt[np.abs(per_prompt) > tie_eps]
+    if not len(decided):
+        return 1.0
+    _, p = stats.wilcoxon(decided, alternative=side)
+    return float(np.asarray(p))
+
+
+def group_means(per_prompt: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Mean of each group of [P] values that has one, [N]."""
+    sample = clusters(per_prompt, groups)
+    return sample.total / sample.count
+
+
+def flip_tests(columns: np.ndarray, groups: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Two-sided p of M paired differences [M, P], [M]: if two models are alike, the sign of a group is a coin.
+
+    A permutation test of the mean (Fisher 1935) with `FLIPS` draws of N signs, common to all columns; the least p is
+    1 / (FLIPS + 1). It tests the mean, as the interval does, and needs no distribution. NaN counts as no prompt; a
+    column without a value has p = 1.
+    """
+    place, rng = np.unique(groups, return_inverse=True)[1], np.random.default_rng(seed)
+    known = np.where(np.isnan(columns), 0.0, columns)
+    totals = np.stack([np.bincount(place, row, minlength=place.max(initial=-1) + 1) for row in known])
+    reached, level = np.zeros(len(columns)), np.abs(totals.sum(axis=1))
+    slack = 1e-9 * np.abs(totals).sum(axis=1)
+    for _ in range(0, FLIPS, 1000):
+        signs = 2.0 * rng.integers(2, size=(1000, totals.shape[1])) - 1.0
+        # Equal sums in another order differ by rounding alone.
+        reached += (np.abs(signs @ totals.T) >= level - slack).sum(axis=0)
+    return (1 + reached) / (1 + FLIPS)
+
+
+def holm(p_values: Sequence[float]) -> np.ndarray:
+    """Holm's adjusted p of M tests (Holm 1979), [M]: below 0.05 in all of them no true null falls with 95 %.
+
+    >>> holm([0.01, 0.04, 0.03]).tolist()
+    [0.03, 0.06, 0.06]
+    """
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    steps = p[order] * np.arange(len(p), 0, -1)
+    result = np.empty_like(p)
+    result[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
+    return result
+
+
+def _by_group(counts: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Sums of counts [P] over each of N groups, [N]."""
+    total = np.zeros(groups.max(initial=-1) + 1, dtype=np.int64)
+    np.add.at(total, groups, counts)
+    return total

@@ -1,0 +1,230 @@
+"""Write docs/reference/ from the code: the options of a configuration and its components, the commands, the Python API.
+
+    python -m scripts.reference_pages
+
+Running it again changes nothing; a test compares the pages with what this writes. Nothing is loaded or downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+import flowrl
+from flowrl.cli import COMMANDS as COMMAND_NAMES
+from flowrl.cli import GROUPS
+from flowrl.commands._listed import credit_rules, described
+from flowrl.config.schema import RunConfig
+from flowrl.core import registry
+from flowrl.core.option_texts import REQUIRED, OptionText, option_texts
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.scoring.entries import RewardEntry
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs" / "reference"
+WRITTEN = "Written by `python -m scripts.reference_pages` from the code; do not edit.\n"
+TITLES = {"models": "Options of the models", "samplers": "Options of the samplers",
+          "algorithms": "Options of the methods", "rewards": "Options of the rewards"}  # fmt: skip
+NOTES = {
+    "models": "The keys below `model`. What each family is and needs: [Models](../models.md).",
+    "samplers": "The keys below `rollout.sampler`. The formulas of each: `flowrl list samplers NAME`.",
+    "algorithms": "The keys below `algorithm`. What each method is for: its page, which its heading leads to.",
+    "rewards": "The keys of an entry of `rewards`. What each scores, needs and gives: [Rewards](../rewards.md).",
+}
+CONFIGURATION = """
+Every key of a configuration. How to write one, and how keys are replaced on the command line:
+[Writing a configuration](../configuration.md). `flowrl plan FILE` shows the values of a run. A key with "as below" is
+a mapping, whose own keys follow it. A component has further options, on a page of their own:
+[models](models.md), [samplers](samplers.md), [methods](algorithms.md), [rewards](rewards.md),
+[advantage rules](credits.md). The columns of `metrics.jsonl`: [Metrics](../metrics.md).
+"""
+CREDITS = """
+The keys below `algorithm.advantages`, for methods that credit a sample by an advantage rule. The rules, values of
+`rule`:
+"""
+COMMANDS = """
+`flowrl COMMAND --help` shows the same in the terminal.
+
+## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | finished |
+| 1 | a failure while running |
+| 2 | the input is at fault and can be corrected; nothing was trained |
+| 130, 143 | a signal came, or `flowrl ask RUN stop` (143); the state is saved |
+"""
+API = """
+What `import flowrl` offers: `flowrl.NAME`. Longer examples: [As a library](../library.md). The contracts that an own
+component keeps: `Reward` and `Card`, `Sampler`, `Method` with its three kinds, and `check`, which tests them
+([CONTRIBUTING.md](../../CONTRIBUTING.md)).
+"""
+
+
+def cell(text: str) -> str:
+    """A text for a cell of a table: no bar, and no tag outside of code."""
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
+    return "`".join(part if odd % 2 else part.replace("<", "&lt;") for odd, part in enumerate(parts))
+
+
+def code(text: str) -> str:
+    return cell(f"`{text}`")
+
+
+def value(default: str) -> str:
+    return default if default in (REQUIRED, "as below") else code(default)
+
+
+def table(options: Iterable[OptionText], prefix: str = "") -> str:
+    rows = (f"| {code(prefix + one.name)} | {cell(one.type)} | {value(one.default)} | {cell(one.about)} |"
+            for one in options)  # fmt: skip
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def configuration() -> str:
+    """The page of a run's configuration: one section a top-level mapping, the plain keys first."""
+    plain, sections = [], {}
+    for one in option_texts(RunConfig):
+        top = one.name.partition(".")[0]
+        sections.get(top, plain).append(one)
+        if one.default == "as below" or one.name == "data":
+            sections.setdefault(top, [])
+    below = "".join(f"\n## {top}\n\n{table(rows)}" for top, rows in sections.items() if rows)
+    return f"# Configuration\n\n{WRITTEN}{CONFIGURATION}\n## The run\n\n{table(plain)}{below}"
+
+
+def components(kind: str) -> str:
+    """The page of a kind: the options that all have first, then those of each."""
+    names = registry.names(kind)
+    facts = {name: described(kind, name) for name in names}
+    options = {name: [OptionText(**one) for one in facts[name]["options"]] for name in names}
+    counts = Counter(one for each in options.values() for one in each)
+    shared = [one for one in options[names[0]] if counts[one] == len(names)]
+    result = f"# {TITLES[kind]}\n\n{WRITTEN}\n{NOTES[kind]} `flowrl list {kind} NAME` shows them in the terminal.\n"
+    if kind == "rewards":
+        result += f"\n## Of every entry\n\n{table(option_texts(RewardEntry))}"
+    if shared:
+        result += f"\n## Of all of them\n\n{table(shared)}"
+    for name in names:
+        title = f"[{name}](../algorithms/{name}.md)" if kind == "algorithms" else name
+        first = cell(facts[name]["about"].partition("\n\n")[0])
+        own = [one for one in options[name] if one not in shared]
+        lack = "No options" if not shared else "No further options"
+        result += f"\n## {title}\n\n{first}\n\n{table(own) if own else f'{lack}.' + chr(10)}"
+    return result
+
+
+def credits() -> str:
+    rules = "".join(f"| `{name}` | {cell(about)} |\n" for name, about in credit_rules().items())
+    head = f"# Options of the advantage rules\n\n{WRITTEN}{CREDITS}\n| rule | what it does |\n|---|---|\n{rules}"
+    return f"{head}\n{table(option_texts(AdvantageConfig))}"
+
+
+# ---- commands
+
+
+def commands() -> str:
+    sections = (section(f"flowrl {name}", command(name)) for name in COMMAND_NAMES)
+    return f"# Commands\n\n{WRITTEN}{COMMANDS}{''.join(sections)}"
+
+
+def command(name: str) -> Any:
+    """A command of the command line, by its module."""
+    module = importlib.import_module(f"flowrl.commands.{name}")
+    if name in GROUPS:
+        return typer.main.get_command(module.app)
+    one = typer.Typer(add_completion=False, rich_markup_mode=None)
+    one.command(name=name)(module.command)
+    return typer.main.get_command(one)
+
+
+def section(name: str, asked: Any) -> str:
+    """A command's section; those of its sub-commands follow."""
+    about = inspect.cleandoc(asked.help or "").replace("\f", "").replace("<", "&lt;")
+    rows = [row for one in asked.params if (row := parameter(one)) is not None]
+    result = f"\n## {name}\n\n{about}\n"
+    if rows:
+        result += "\n" + "\n".join(["| word | default | meaning |", "|---|---|---|", *rows]) + "\n"
+    for below, one in vars(asked).get("commands", {}).items():
+        result += section(f"{name} {below}", one)
+    return result
+
+
+def parameter(one: Any) -> str | None:
+    """The row of an argument or option; None for --help and what is hidden."""
+    facts = vars(one)
+    if facts.get("hidden") or one.name == "help":
+        return None
+    words = ", ".join([*one.opts, *one.secondary_opts])
+    if not words.startswith("-"):
+        words = facts.get("metavar") or one.name.upper()
+    default = facts["default"]
+    plain = isinstance(default, bool | int | float | str) and default not in (False, "")
+    shown = "required" if one.required else code(str(default)) if plain else ""
+    return f"| {code(words)} | {shown} | {cell(facts.get('help') or '')} |"
+
+
+# ---- Python API
+
+
+def api() -> str:
+    parts = (entry(name, getattr(flowrl, name)) for name in flowrl.__all__ if name != "__version__")
+    return f"# Python API\n\n{WRITTEN}{API}{''.join(parts)}"
+
+
+def entry(name: str, thing: Any) -> str:
+    """The section of an exported name: where it is, its signature, its docstring, its public members."""
+    result = f"\n## {name}\n\n`{thing.__module__}.{thing.__qualname__}`\n\n{block(name, thing)}"
+    if inspect.isclass(thing) and not issubclass(thing, BaseException):
+        rows = [f"| {code(key)} | {cell(text)} |" for key, text in members(thing)]
+        result += "\n" + "\n".join(["| member | meaning |", "|---|---|", *rows]) + "\n" if rows else ""
+    return result
+
+
+def block(name: str, thing: Any) -> str:
+    text = inspect.cleandoc(thing.__doc__ or "")
+    return f"```text\n{name}{signature(thing)}\n\n{text}\n```\n"
+
+
+def signature(thing: Any) -> str:
+    try:
+        return re.sub(r"<[^<>]*>", "...", str(inspect.signature(thing)).replace("'", ""))
+    except (TypeError, ValueError):
+        return ""
+
+
+def members(thing: type) -> Iterator[tuple[str, str]]:
+    """Public members that a class defines itself, with the first paragraph of their texts."""
+    own = {one.name: one.about for one in option_texts(thing)} if vars(thing).get("__dataclass_fields__") else {}
+    yield from own.items()
+    for key, value in vars(thing).items():
+        made = value.fget if isinstance(value, property) else value
+        if key.startswith("_") or key in own or not inspect.isfunction(made) or not made.__doc__:
+            continue
+        text = inspect.cleandoc(made.__doc__).partition("\n\n")[0]
+        yield (key if isinstance(value, property) else key + parameters(made)), text
+
+
+def parameters(made: Any) -> str:
+    names: Sequence[str] = [one for one in inspect.signature(made).parameters if one != "self"]
+    return f"({', '.join(names)})"
+
+
+def pages() -> dict[str, str]:
+    """File name -> text of every page of the reference."""
+    kinds = {f"{kind}.md": components(kind) for kind in TITLES}
+    others = {"configuration.md": configuration(), "credits.md": credits(), "commands.md": commands(), "api.md": api()}
+    return others | kinds
+
+
+if __name__ == "__main__":
+    PAGES.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (PAGES / name).write_text(text, encoding="utf-8")

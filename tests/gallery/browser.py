@@ -1,0 +1,56 @@
+"""A headless browser for tests of pages: Chromium through playwright; a test is skipped where either is missing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+ARGUMENTS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+LEVEL_A = ("wcag2a", "wcag21a")
+
+
+@contextmanager
+def launched() -> Generator[Any]:
+    """A playwright browser; skips the test with the reason where there is none."""
+    driver = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'flowrl[browser]'")
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on the PATH")
+    with driver.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def opened(browser: Any, file: Path, anchor: str = "", **context: Any) -> Generator[Any]:
+    """The page of a file. Fails at the end if it logged an error, threw, or asked for anything but itself and data."""
+    problems: list[str] = []
+    address = file.resolve().as_uri()
+    with browser.new_context(**context) as session:
+        page = session.new_page()
+        page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        known = (address, "data:", "blob:")
+        page.on("request", lambda r: None if r.url.startswith(known) else problems.append(r.url))
+        page.goto(address + anchor)
+        yield page
+    assert not problems, problems
+
+
+def violations(page: Any, tags: tuple[str, ...] = LEVEL_A) -> list[str]:
+    """What axe-core finds against rules of these tags: rule, and the first element."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe: pip install 'flowrl[browser]'")
+    found = axe.Axe().run(page, options={"runOnly": list(tags)}).response["violations"]
+    return [f"{v['id']} ({v['impact']}): {v['nodes'][0]['html'][:200]}" for v in found]
