@@ -71,6 +71,12 @@ class LogFile(logging.FileHandler):
 
     lost = False
 
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # uvicorn's logging.config closes all handlers; the next message opens the file again
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
@@ -94,6 +100,14 @@ class _Stamped(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         head = f"{self.formatTime(record)} {record.levelname} {self.process}"
         return "\n".join(head + line for line in super().format(record).splitlines() or [""])
+
+
+def close_log_file() -> None:
+    """End train.log: what is logged after a run goes to the screen alone."""
+    for handler in list(log.handlers):
+        if isinstance(handler, LogFile):
+            log.removeHandler(handler)
+            handler.close()
 
 
 def set_up_logging(file: Path | None, *, main: bool, rank: int = 0) -> None:

@@ -12,7 +12,7 @@ from flowrl.config.load import load_config
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
 from flowrl.core import display
-from flowrl.core.console import log, set_up_logging
+from flowrl.core.console import close_log_file, log, set_up_logging
 from flowrl.core.contents import require_unedited
 from flowrl.evaluation.held_out import require_same_split
 from flowrl.evaluation.results import Evaluation
@@ -69,6 +69,7 @@ class Trainer:
             self.desk.close()
             self.folder.unlock()
             self.world.close()
+            close_log_file()
 
     def _join(self) -> World:
         if self.config.deterministic:

@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from flowrl.config.load import load_config
+from flowrl.core.console import LogFile, log
 from flowrl.core.rows import repeatable
 from flowrl.planning.flop import RowFlop
 from flowrl.run import assembly, gauges
@@ -52,6 +53,10 @@ def test_its_steps_are_those_of_a_run_and_nothing_is_written(folder, session, tm
     assert {name: table.tolist() for name, table in session.evaluate().scores.items()} == scores
     assert sorted(folder.rglob("*")) == before
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_has_ended_holds_no_file_of_its_folder(folder):
+    assert not [handler for handler in log.handlers if isinstance(handler, LogFile)]
 
 
 def test_a_step_is_its_three_parts(session, folder):

@@ -7,12 +7,13 @@ import logging
 import math
 import pickle
 import re
+import shutil
 import time
 
 import pytest
 import torch
 
-from flowrl.core.console import DEBUG, journal, log, set_up_logging
+from flowrl.core.console import DEBUG, close_log_file, journal, log, set_up_logging
 from flowrl.core.errors import WriteError
 from flowrl.losses.batches import LossOutput
 from flowrl.run.folder import MetricsFile
@@ -169,6 +170,23 @@ def test_a_log_on_a_full_disk_is_told_once_and_ends_nothing(tmp_path, capfd, res
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match=r"train\.log could not be written"):
         set_up_logging(tmp_path / "file" / "train.log", main=True)
+
+
+def test_a_log_whose_folder_is_gone_is_told_once_and_raises_nothing(tmp_path, capfd, restored_log):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    set_up_logging(folder / "train.log", main=True)
+    for handler in log.handlers:
+        handler.close()  # as uvicorn's logging.config does with every handler of the process
+    shutil.rmtree(folder)
+    for k in range(2):
+        log.info("message %d", k)
+    printed = capfd.readouterr()
+    assert printed.err.count("train.log cannot be written (No such file or directory)") == 1
+    assert "message 1" in printed.out
+    close_log_file()
+    log.info("after the run")
+    assert "after the run" in capfd.readouterr().out
 
 
 def test_setting_up_twice_does_not_double_the_messages(capsys, restored_log):
