@@ -26,7 +26,7 @@ def curve_of(entry: Entry) -> str | None:
     picture = Picture(232, f"{entry.name}: {metric} against iterations, by seed")
     panel = Panel(picture, ((44, 40), (464, 172)), (0, longest), ends)
     step = (ends[1] - ends[0]) / 4
-    panel.axes([longest * part / 4 for part in range(5)], [ends[0] + step * part for part in range(5)])
+    panel.axes([0, longest // 2, longest], [ends[0] + step * part for part in range(5)])
     what = "size of the images, kB" if entry.sized else "strict accuracy, per cent"
     picture.text(14, 22, f"{entry.name}: {what}", "soft small")
     picture.text(464, 202, "iteration", "soft small", "end")
@@ -38,7 +38,9 @@ def curve_of(entry: Entry) -> str | None:
 
 def _ends(cells: Any, metric: str, scale: float) -> tuple[float, float]:
     """Ends of the axis: round numbers around everything that is drawn."""
-    values = [scale * cell[when][metric][key] for cell in cells for when in ("base", "tuned") for key in ("low", "high")]
+    values = [
+        scale * cell[when][metric][key] for cell in cells for when in ("base", "tuned") for key in ("low", "high")
+    ]
     values += [scale * row[metric] for cell in cells for row in cell.get("curve") or () if metric in row]
     unit = 20.0 if scale > 1 else 0.4
     return unit * (min(values) // unit), unit * -(-max(values) // unit)
@@ -49,7 +51,9 @@ def _draw(panel: Panel, cell: dict[str, Any], metric: str, scale: float, color: 
     rows = [row for row in cell.get("curve") or () if metric in row]
     if len(rows) > 2:
         panel.draw([row["iteration"] for row in rows], [scale * row[metric] for row in rows], f"thin {color}")
-    panel.draw([0, end], [scale * cell["base"][metric]["mean"], tuned["mean"]], f"{color}{' dash' if len(rows) > 2 else ''}")
+    panel.draw(
+        [0, end], [scale * cell["base"][metric]["mean"], tuned["mean"]], f"{color}{' dash' if len(rows) > 2 else ''}"
+    )
     panel.picture.line(panel.at(end, tuned["low"]), panel.at(end, tuned["high"]), f"line {color}")
     panel.picture.dot(panel.at(end, tuned["mean"]), 3.5, f"f{color}")
 

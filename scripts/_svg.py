@@ -16,7 +16,8 @@ STYLE = """
 .card{fill:#fff;stroke:#d8dce3}.box{fill:#f3f5f8;stroke:#8a93a3}
 text{font:12px system-ui,sans-serif;fill:#1f2430}.soft{fill:#59616f}.head{font-weight:600}.small{font-size:11px}
 .grid{stroke:#e3e6eb}.axis{stroke:#8a93a3}.plain{stroke:#8a93a3;fill:none}.hollow{fill:#fff;stroke:#8a93a3}
-.line{fill:none;stroke-width:2}.thin{stroke-width:1.2}.dash{stroke-dasharray:4 3}.band{fill:#8a93a3;opacity:.16}.half{opacity:.35}
+.line{fill:none;stroke-width:2}.thin{stroke-width:1.2}.dash{stroke-dasharray:4 3}.band{fill:#8a93a3;opacity:.16}
+.half{opacity:.35}
 .a{stroke:#1f6fb2}.b{stroke:#c2410c}.c{stroke:#15803d}.d{stroke:#8a4fbf}.e{stroke:#a16207}.f{stroke:#be185d}
 .fa{fill:#1f6fb2}.fb{fill:#c2410c}.fc{fill:#15803d}.fd{fill:#8a4fbf}.fe{fill:#a16207}.ff{fill:#be185d}.fg{fill:#8a93a3}
 @media (prefers-color-scheme:dark){
@@ -41,7 +42,9 @@ class Picture:
         self.parts: list[str] = []
 
     def text(self, x: float, y: float, text: str, classes: str = "", anchor: str = "start") -> None:
-        self.parts.append(f'<text x="{_n(x)}" y="{_n(y)}" class="{classes}" text-anchor="{anchor}">{escape(text)}</text>')
+        self.parts.append(
+            f'<text x="{_n(x)}" y="{_n(y)}" class="{classes}" text-anchor="{anchor}">{escape(text)}</text>'
+        )
 
     def line(self, start: Point, end: Point, classes: str = "axis") -> None:
         (x, y), (x2, y2) = start, end
@@ -71,7 +74,9 @@ class Picture:
         (x, y), (x2, y2) = start, end
         self.line(start, end)
         dx, dy = (x2 > x) - (x2 < x), (y2 > y) - (y2 < y)
-        self.path([(x2 - 7 * dx - 4 * dy, y2 - 7 * dy - 4 * dx), end, (x2 - 7 * dx + 4 * dy, y2 - 7 * dy + 4 * dx)], "axis fg")
+        self.path(
+            [(x2 - 7 * dx - 4 * dy, y2 - 7 * dy - 4 * dx), end, (x2 - 7 * dx + 4 * dy, y2 - 7 * dy + 4 * dx)], "axis fg"
+        )
 
     def legend(self, y: float, entries: Sequence[tuple[str, str]], x: float = 14) -> None:
         """Names of lines in a row: (class of the colour, text)."""
@@ -104,7 +109,7 @@ class Panel:
         return left + across * (right - left), bottom - up * (bottom - top)
 
     def axes(self, xs: Sequence[float], ys: Sequence[float], suffix: str = "") -> None:
-        (left, top), (right, bottom) = self.box
+        (left, _), (right, bottom) = self.box
         for value in ys:
             height = self.at(0, value)[1]
             self.picture.line((left, height), (right, height), "grid")

@@ -114,7 +114,11 @@ def plans() -> Picture:
             kind = "fa" if k in trained else "fa half" if its.stochastic[k] else "hollow"
             picture.rect((sigmas[k] + 1, y - 9), (sigmas[k + 1] - sigmas[k] - 2, 18), kind, 3)
     y = 34 * len(listed) + 56
-    for x, kind, text in ((14, "fa", "noisy, trained"), (136, "fa half", "noisy, not trained here"), (314, "hollow", "deterministic")):
+    for x, kind, text in (
+        (14, "fa", "noisy, trained"),
+        (136, "fa half", "noisy, not trained here"),
+        (314, "hollow", "deterministic"),
+    ):
         picture.rect((x, y - 10), (16, 12), kind, 2)
         picture.text(x + 22, y, text, "small")
     return picture
@@ -170,7 +174,9 @@ def trees() -> Picture:
     return picture
 
 
-def _places(tree: Branching, corner: tuple[float, float], size: tuple[float, float]) -> dict[tuple[int, int], tuple[float, float]]:
+def _places(
+    tree: Branching, corner: tuple[float, float], size: tuple[float, float]
+) -> dict[tuple[int, int], tuple[float, float]]:
     """(place, node) -> where it is drawn: at the height of the middle of its leaves. `size` is (width, pitch)."""
     (left, top), (width, pitch) = corner, size
     result = {}
@@ -208,7 +214,9 @@ TABLE = torch.tensor([[[0.1, 0.3, 0.2, 0.9, 0.4, 0.2], [0.70, 0.74, 0.72, 0.78, 
 def credit() -> Picture:
     """Rewards of three groups, and their advantages by the std of the group and of the whole iteration."""
     picture = Picture(372, "Rewards of three prompts, and the advantages of their samples")
-    rules = [(name, _advantages(std)) for name, std in (("std of the group", "group"), ("std of the iteration", "global"))]
+    rules = [
+        (name, _advantages(std)) for name, std in (("std of the group", "group"), ("std of the iteration", "global"))
+    ]
     _bars(picture, (44, 136), TABLE[0], (0, 1), "reward; the line is the mean of the group")
     for place, (name, values) in enumerate(rules):
         _bars(picture, (166 + 106 * place, 238 + 106 * place), values, (-2.2, 2.2), f"advantage, {name}")
@@ -258,7 +266,9 @@ def tree_credit() -> Picture:
             color = "fa" if value > 0 else "fb"
             # Of two siblings the upper one's number stands above its line.
             below = -7 if node % (4 >> k) == 0 else 17
-            picture.text(x - 12, y + below, f"{'+' if value > 0 else ''}{label(round(value, 2))}", f"{color} head", "end")
+            picture.text(
+                x - 12, y + below, f"{'+' if value > 0 else ''}{label(round(value, 2))}", f"{color} head", "end"
+            )
     for leaf, reward in enumerate(LEAVES.flatten().tolist()):
         x, y = at[tree.num_steps, leaf]
         picture.text(x + 14, y + 4, f"{reward:.1f}")
@@ -336,7 +346,9 @@ def shifted_loss(shifts: Tensor, bound: float | None, coef: float) -> Tensor:
 def hacking() -> Picture:
     """A learned reward that pixels are driven up, and runs rewarded for small files, by the goal that was meant."""
     picture = Picture(316, "A reward rises while what was meant falls")
-    climbs = json.loads((ROOT / "assets" / "tiny-clip" / "pretraining.json").read_text(encoding="utf-8"))["gradient ascent on the pixels"]
+    climbs = json.loads((ROOT / "assets" / "tiny-clip" / "pretraining.json").read_text(encoding="utf-8"))[
+        "gradient ascent on the pixels"
+    ]
     _climb(picture, climbs)
     cells = json.loads((ROOT / "docs" / "lab" / "guard.json").read_text(encoding="utf-8"))
     panel = Panel(picture, ((286, 48), (464, 200)), (0, 40), (-60, 10))
@@ -346,10 +358,12 @@ def hacking() -> Picture:
     for color, name in zip("cd", ("ddpo-compressibility", "sd-ddpo-compressibility"), strict=True):
         for seed in range(3):
             rows = cells[f"hacking/{name}/{seed}"]["curve"]
-            panel.draw([0, *(row["iteration"] for row in rows)], [0, *(100 * row["mean"] for row in rows)], f"thin {color}")
+            panel.draw(
+                [0, *(row["iteration"] for row in rows)], [0, *(100 * row["mean"] for row in rows)], f"thin {color}"
+            )
     picture.legend(260, [("a", "reward: cosine of tiny-clip"), ("b", "accuracy, of rendered truth")])
     picture.legend(280, [("c", "small files on tiny-sd3"), ("d", "small files on tiny-sd")])
-    picture.text(14, 303, "left: Adam on the pixels, up the reward; right: training, stopped by the guard", "soft small")
+    picture.text(14, 303, "left: Adam on the pixels, up the reward; right: runs that the guard ended", "soft small")
     return picture
 
 

@@ -5,7 +5,7 @@
     python scripts/lab.py --seeds 0 NAME ...   only these seeds and recipes
     python scripts/lab.py --long NAME ...      the long runs instead of the cells; default: those of _lab_long.py
     python scripts/lab.py --steps              the quickstart's seed 0, evaluated at more steps
-    python scripts/lab.py --write              only write the page, the curves, and the gains that docs/algorithms quotes
+    python scripts/lab.py --write              only write the page, curves, and the gains that docs/algorithms quotes
     python scripts/lab.py --check              replay the start of stale recipes: are the numbers still the same?
     python scripts/lab.py --compare COMMIT     gains now against those of a commit; exit code 1 if one fell
     python scripts/lab.py --flat               bytes of a flat picture, which the page counts sizes from
