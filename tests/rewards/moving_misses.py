@@ -18,6 +18,7 @@ from tests.rewards.test_shapes_eye import JUNK, Canvas
 Given = tuple[MovingScene, np.ndarray]
 """A caption's scene and a video [F, 3, H, W]."""
 Frames = list[list[Placed]]
+_MILLISECONDS = 100
 MOVING = tuple(task for task in TASKS if task != "stay")
 
 
@@ -237,13 +238,17 @@ def webp(video: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Through an animated WebP file of quality 90."""
     frames = [Image.fromarray(f) for f in (video.transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)]
     file = io.BytesIO()
-    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], quality=90, minimize_size=False)
+    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], quality=90, duration=_MILLISECONDS)
     read: list[np.ndarray] = []
+    pixels = np.zeros(0)
     with Image.open(file) as image:
-        for frame in range(len(frames)):
-            # A file leaves out a frame that is the one before.
-            image.seek(min(frame, getattr(image, "n_frames", 1) - 1))
-            read.append(np.asarray(image.convert("RGB")))
+        for frame in range(getattr(image, "n_frames", 1)):
+            image.seek(frame)
+            # The file holds a frame that is the one before as more of its time.
+            pixels = np.asarray(image.convert("RGB"))
+            read += [pixels] * round(image.info.get("duration", 0) / _MILLISECONDS)
+    read = read or [pixels] * len(video)  # one frame alone has no time
+    assert len(read) == len(video)
     return np.stack(read).transpose(0, 3, 1, 2).astype(np.float32) / 255
 
 
