@@ -295,8 +295,6 @@ def render(placed: list[list[Placed]], size: int = _REFERENCE_SIZE) -> np.ndarra
     return np.stack([shapes.render(each, size) for each in placed])
 
 
-def draw(
-    scene: MovingScene, rng: np.random.Generator, frames: int = FRAMES, size: int = _REFERENCE_SIZE
-) -> np.ndarray:
+def draw(scene: MovingScene, rng: np.random.Generator, frames: int = FRAMES, size: int = _REFERENCE_SIZE) -> np.ndarray:
     """A random video of a scene, float32 [F, 3, size, size] in [0, 1]."""
     return render(frames_of(place(scene, rng, size), frames), size)
