@@ -2,7 +2,7 @@
 
 An object moves in a direction, grows, shrinks, turns from one colour to another, or stays; of two objects one moves,
 or both do, each its own way. Speed is constant, a colour changes at once, and nothing leaves the frame. Objects and
-colours are those of the images (`flowrl/shapes.py`), so a video is verified frame by frame (`rewards/shapes_motion.py`).
+colours are those of the images (`flowrl/shapes.py`), so frames are verified as images are (`rewards/shapes_motion.py`).
 
 Lengths are in pixels of the video; the centre of the top-left pixel is (0, 0).
 """

@@ -240,7 +240,7 @@ def apart(placed: Sequence[Placed], scale: float) -> bool:
 
 
 def _related(placed: Sequence[Placed], relation: str | None) -> bool:
-    """True where the first of two objects stands in the relation to the second with room to spare; None: no relation."""
+    """True where the first of two objects stands well in the relation to the second; None: no relation."""
     if relation is None:
         return True
     (ux, uy), (a, b) = RELATIONS[relation], placed

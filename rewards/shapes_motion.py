@@ -73,7 +73,7 @@ def explained(judged: Sequence[Judged], video: np.ndarray) -> np.ndarray:
     A course is the straight line nearest to the track along which the object does what is asked, at constant speed; an
     object's colour is the video's own mean on it, before and after it turns.
     """
-    frames, _, height, width = video.shape
+    height, width = video.shape[-2:]
     cell, rows, columns = cell_of(video), np.arange(height)[:, None], np.arange(width)
     result = np.full_like(video, BACKGROUND)
     for each in judged:
@@ -116,7 +116,8 @@ def score_video(scene: MovingScene, video: np.ndarray, penalty: float = 0.25) ->
     """(strict, partial, flicker) of a finite video, float32 [F, 3, H, W] in [0, 1]."""
     tracks, counts = tracked(video)
     judged = judge(scene, tracks, len(video))
-    return *verdict(scene, judged, counts, penalty), flicker(judged, video)
+    strict, partial = verdict(scene, judged, counts, penalty)
+    return strict, partial, flicker(judged, video)
 
 
 def build(config: Config) -> Reward:
@@ -128,7 +129,7 @@ def build(config: Config) -> Reward:
             )
         video = given.detach().float().cpu().numpy()
         if not np.isfinite(video).all():
-            return (math.nan,) * 3
+            return math.nan, math.nan, math.nan
         return score_video(scene, video, config.surplus_penalty)
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:

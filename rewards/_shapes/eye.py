@@ -102,7 +102,7 @@ def _detect(images: np.ndarray) -> list[list[Found]]:
     left = _left_over(offset, fine, pieces, inside, shapes)
     too_much, no_background = _too_much(left), _no_background(offset)
     for picture in np.flatnonzero(too_much | no_background):
-        excess = math.inf if no_background[picture] else _excess(left, picture)
+        excess = math.inf if no_background[picture] else _excess(left, int(picture))
         found[picture] += [replace(each, excess=excess) for each in _strangers(left.energy[picture])]
     down, across = (full / cells for full, cells in zip(images.shape[-2:], offset.shape[-2:], strict=True))
     if down == across == 1:
