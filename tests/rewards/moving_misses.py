@@ -166,7 +166,7 @@ def turned_at_another_time(rng, size) -> Given:
     switch = pick(rng, [frame for frame in range(FRAMES + 1) if frame not in middle])
     (actor,) = scene.actors
     for frame, placed in enumerate(frames):
-        placed[0] = replace(placed[0], color=actor.object.color if frame < switch else actor.turned)
+        placed[0] = replace(placed[0], color=str(actor.object.color if frame < switch else actor.turned))
     return scene, painted(frames, size)
 
 

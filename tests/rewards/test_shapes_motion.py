@@ -12,6 +12,7 @@ from flowrl.reward import RewardError
 from flowrl.shapes import BACKGROUND
 from tests.rewards import moving_misses as misses
 from tests.rewards.test_shapes_eye import proposal
+from tests.tiny_rewards import scored
 
 
 def strict(kind: str, count: int, size: int = 32, change: str = "as rendered") -> float:
@@ -142,7 +143,7 @@ def test_scores_are_those_of_the_reward_and_what_is_no_video_is_refused():
     video = torch.from_numpy(example(caption))
     broken = video.clone()
     broken[4, 0, 0, 0] = torch.nan
-    result = reward.score([video, broken], [caption] * 2, [{}, {}])
+    result = scored(reward, [video, broken], [caption] * 2)
     assert result["shapes_motion_strict"][0] == 1
     assert all(values[1].isnan() for values in result.values())
     for wrong in (video[0], video[:2]):
