@@ -174,7 +174,7 @@ def faded(rng, size) -> Given:
     """A colour that changes bit by bit."""
     scene, frames = drawn(rng, size, ("turn",))
     (actor,) = scene.actors
-    a, b = (np.asarray(PALETTE[color]) for color in (actor.object.color, actor.turned))
+    a, b = (np.asarray(PALETTE[str(color)]) for color in (actor.object.color, actor.turned))
     for frame, placed in enumerate(frames):
         placed[0] = replace(placed[0], color=tuple(a + frame / (FRAMES - 1) * (b - a)))
     return scene, painted(frames, size)
