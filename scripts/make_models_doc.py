@@ -31,16 +31,16 @@ HEAD = """# Models
 Written by `python -m scripts.make_models_doc` from `flowrl/models/generic/families.py` and the tiny pipelines of the
 tests; do not edit.
 
-`model.name: generic` trains any diffusers pipeline that ends each denoising step with `scheduler.step`. Each class below
-is tested with a tiny pipeline that has random weights; no real weights were run. In these pipelines the denoiser, the
-VAE, CLIP and T5 are those of the libraries. Larger language models (Qwen, Gemma, Llama, Mistral, GLM) are replaced by a
+`model.name: generic` trains any diffusers pipeline that ends each denoising step with `scheduler.step`. Each class
+below is tested with a tiny pipeline that has random weights; no real weights were run. In these pipelines the denoiser,
+the VAE, CLIP and T5 are those of the libraries. Larger language models (Qwen, Gemma, Llama, Mistral, GLM) are replaced by a
 stub. If a class is not listed, flowrl tests it when it is loaded: it works, or it is refused with the reason.
 `flowrl doctor --model PATH` prints the result and compares it with the pipeline's own call.
 
 Parity means that flowrl and the pipeline's own call give the same latents and images from the same noise, within 1e-4
 (fp32). It is tested with the plain solver, with and without guidance, at two sizes, for batches of one and two.
-`default` is checked by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter works through the native or
-the generic one; `model.name` chooses. If `model.name` is left out, flowrl takes the native one if it can use the
+`default` is checked by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter works through the native
+or the generic one; `model.name` chooses. If `model.name` is left out, flowrl takes the native one if it can use the
 checkpoint (text prompts only, a scheduler that it knows), else `generic`. For VP models, their options and distilled
 checkpoints see [noise_prediction.md](noise_prediction.md).
 
