@@ -33,8 +33,8 @@ tests; do not edit.
 
 `model.name: generic` trains any diffusers pipeline that ends each denoising step with `scheduler.step`. Each class
 below is tested with a tiny pipeline that has random weights; no real weights were run. In these pipelines the denoiser,
-the VAE, CLIP and T5 are those of the libraries. Larger language models (Qwen, Gemma, Llama, Mistral, GLM) are replaced by
-a stub. If a class is not listed, flowrl tests it when it is loaded: it works, or it is refused with the reason.
+the VAE, CLIP and T5 are those of the libraries. Larger language models (Qwen, Gemma, Llama, Mistral, GLM) are replaced
+by a stub. If a class is not listed, flowrl tests it when it is loaded: it works, or it is refused with the reason.
 `flowrl doctor --model PATH` prints the result and compares it with the pipeline's own call.
 
 Parity means that flowrl and the pipeline's own call give the same latents and images from the same noise, within 1e-4
