@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from accelerate import PartialState
 
+from flowrl.run import trackers
 from flowrl.run.folder import RunFolder
 from tests.run.test_trackers import evaluate, going, row, train
 
@@ -37,8 +39,6 @@ def of_trackio(root: Path) -> tuple[Curves, dict[str, Any], int]:
 
 
 def of_dvclive(root: Path) -> tuple[Curves, dict[str, Any], int]:
-    from ruamel.yaml import YAML
-
     folder, curves = root / "run/trackers/dvclive", Curves()
     for file in (folder / "plots/metrics").rglob("*.tsv"):
         name = str(file.relative_to(folder / "plots/metrics").with_suffix(""))
@@ -47,11 +47,11 @@ def of_dvclive(root: Path) -> tuple[Curves, dict[str, Any], int]:
             add(curves, step, {name: value})
     assert (folder / "dvc.yaml").is_file()
     assert not (root / "dvc.yaml").exists()
-    return curves, YAML(typ="safe").load(folder / "params.yaml"), 0
+    return curves, yaml.safe_load((folder / "params.yaml").read_text()), 0
 
 
 def of_mlflow(root: Path) -> tuple[Curves, dict[str, Any], int]:
-    from mlflow.tracking import MlflowClient
+    from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
     client, curves = MlflowClient(), Curves()
     run = json.loads((root / "run/trackers.json").read_text())["mlflow"]["run"]
@@ -82,8 +82,8 @@ def of_comet_ml(root: Path) -> tuple[Curves, dict[str, Any], int]:
 
 
 def of_swanlab(root: Path) -> tuple[Curves, dict[str, Any], int]:
-    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
-    from swanlab.sdk.internal.core_python.store import DataStoreReader
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record  # pyright: ignore[reportMissingImports]
+    from swanlab.sdk.internal.core_python.store import DataStoreReader  # pyright: ignore[reportMissingImports]
 
     curves, config, images = Curves(), dict[str, Any](), 0
     for file in sorted((root / "run/trackers/swanlab").rglob("*.swanlab")):
@@ -96,16 +96,14 @@ def of_swanlab(root: Path) -> tuple[Curves, dict[str, Any], int]:
                 add(curves, record.scalar.step, {record.scalar.key: record.scalar.value.number})
             elif record.HasField("media"):
                 images += len(record.media.value.items)
-        from ruamel.yaml import YAML
-
-        stored = YAML(typ="safe").load(file.parent / "files/config.yaml")
+        stored = yaml.safe_load((file.parent / "files/config.yaml").read_text())
         config |= {name: entry["value"] for name, entry in stored.items()}
     return curves, config, images
 
 
 def of_aim(root: Path) -> tuple[Curves, dict[str, Any], int]:
-    from aim import Repo
-    from aim.sdk.index_manager import RepoIndexManager
+    from aim import Repo  # pyright: ignore[reportMissingImports]
+    from aim.sdk.index_manager import RepoIndexManager  # pyright: ignore[reportMissingImports]
 
     folder, curves = str(root / "run/trackers"), Curves()
     run = json.loads((root / "run/trackers.json").read_text())["aim"]["run"]
@@ -137,6 +135,7 @@ def test_each_iteration_of_a_resumed_run_stands_once_with_the_values_of_its_rows
     for variable in ("TRACKIO_DIR", "COMET_OFFLINE_DIRECTORY"):  # read at the import
         monkeypatch.setenv(variable, str(tmp_path / "stored"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setattr(trackers, "_HASTE_S", 60.0)  # MLflow makes the tables of its database first
     pytest.importorskip(name)
     read, options = LIBRARIES[name]
     PartialState()
