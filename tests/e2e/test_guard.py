@@ -26,7 +26,6 @@ from tests.e2e.conftest import ROOT, digest, finish, start, train
 HACKED = (
     *("eval.every=1", "eval.rewards=[{path: darkness.py}]", "data.max_eval_prompts=16", "eval.samples_per_prompt=2"),
     *("optim.learning_rate=1e-2", "iterations=3", "checkpoint={every: 2, keep: 1}", "guard.patience=1"),
-    *("rollout.num_inference_steps=2", "algorithm.sde_steps=[0]"),
 )
 DARKNESS = "def score(images, prompts, metadata):\n    return {'darkness': -images.mean(dim=(1, 2, 3))}\n"
 
