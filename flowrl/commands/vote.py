@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flowrl.gallery.voting.ballot import Ballot
 
 VOTES = "votes"
-"""Folder of a run's votes, and the key of its place in data.pairs."""
+"""Folder of the votes in that of the run."""
 RunArgument = Annotated[Path, argument("RUN", "Folder of a finished run, with images of base and tuned.")]
 Voter = Annotated[
     str | None,

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import fsync, writing
@@ -58,6 +56,7 @@ class Ballot:
         self.unreadable: set[VotePair] = set()
         """Pairs that are left out, since an image of theirs cannot be read."""
         self._lock = threading.Lock()
+        self._ended = False
         self._open: dict[str, Asked] = {}
         """Voter -> the pair on the screen."""
         self._images: dict[str, Path] = {}
@@ -68,11 +67,11 @@ class Ballot:
         """What the page of a voter shows: the pair that was open, or the next one.
 
         Raises:
-            Refusal: the name cannot be used.
+            Refusal: the name cannot be used, or voting has ended.
             WriteError: the copies could not be written.
         """
         with self._lock:
-            return self._state(named(voter))
+            return self._state(self._voter(voter))
 
     def vote(self, voter: str, token: str, choice: str) -> dict[str, Any]:
         """Keep the answer to the pair on the screen; what the page shows then.
@@ -83,11 +82,11 @@ class Ballot:
             choice: left, right, tie or skip.
 
         Raises:
-            Refusal: another pair is open, or there is no such choice.
+            Refusal: another pair is open, there is no such choice, or voting has ended.
             WriteError: the vote could not be written, and does not count.
         """
         with self._lock:
-            name = named(voter)
+            name = self._voter(voter)
             asked = self._open.get(name)
             if asked is None or asked.token != token:
                 raise Refusal("This pair was answered already, in another tab or before; the page shows the next one.")
@@ -113,11 +112,11 @@ class Ballot:
         """Take back the voter's last answer, and show its pair again.
 
         Raises:
-            Refusal: there is none.
+            Refusal: there is none, or voting has ended.
             WriteError: it could not be written, and the vote still counts.
         """
         with self._lock:
-            name = named(voter)
+            name = self._voter(voter)
             vote = self.book.undo(name)
             if vote is None:
                 raise Refusal("There is no vote of yours to take back.")
@@ -127,6 +126,16 @@ class Ballot:
                     self._show(name, pair)
             return self._state(name)
 
+    def end(self) -> None:
+        """Take no more answers: the connection of a page may outlive the server, and the folder is freed."""
+        with self._lock:
+            self._ended = True
+
+    def shown(self, voter: str) -> VotePair | None:
+        """The pair on a voter's screen."""
+        asked = self._open.get(voter)
+        return None if asked is None else asked.pair
+
     def image(self, token: str) -> tuple[bytes, str] | None:
         """(contents, kind) of an image on a screen, without the note about its model; None: no such token."""
         file = self._images.get(token)
@@ -135,10 +144,7 @@ class Ballot:
         if file.suffix != ".png":  # the note of a video is a file of its own
             return file.read_bytes(), file.suffix[1:]
         buffer = io.BytesIO()
-        with Image.open(file) as opened:
-            bare = Image.new(opened.mode, opened.size)
-            bare.paste(opened)
-            bare.save(buffer, "PNG", compress_level=1)
+        media.read_frames(file)[0].save(buffer, "PNG", compress_level=1)
         return buffer.getvalue(), "png"
 
     def of_present_images(self) -> list[tuple[VotePair, Vote]]:
@@ -151,6 +157,11 @@ class Ballot:
                 for pair, vote in found
                 if pair is not None and self._files(pair) == (vote.first, vote.second)
             ]
+
+    def _voter(self, voter: str) -> str:
+        if self._ended:
+            raise Refusal("flowrl vote has ended, and this answer does not count. Start it again, and open its page.")
+        return named(voter)
 
     def _state(self, voter: str) -> dict[str, Any]:
         answered, decided = self._answered(voter)

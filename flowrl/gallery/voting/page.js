@@ -80,6 +80,9 @@ function choose(choice) {
 document.addEventListener("keydown", (event) => {
   const choice = keys[event.key];
   if (!choice || event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.target.id === "voter") return;
+  const prompt = at("prompt");
+  // A long prompt that has the focus is scrolled by the key.
+  if (choice === "tie" && event.target === prompt && prompt.scrollHeight > prompt.clientHeight) return;
   event.preventDefault();
   choose(choice);
 });

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flowrl.core import media
 from flowrl.core.errors import WriteError
 from flowrl.core.files import is_mapping
 from flowrl.gallery.local import LocalHandler, LocalServer
@@ -55,6 +56,13 @@ class VoteServer(LocalServer):
             self.server_close()
             raise
 
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        """Serve until the server is shut down or interrupted; then no answer is taken any more."""
+        try:
+            super().serve_forever(poll_interval)
+        finally:
+            self.ballot.end()
+
     def page(self) -> str:
         """The page, with the token and the name in it."""
         values = {"TOKEN": self.token, "VOTER": self.voter, "LONGEST": str(LONGEST_NAME)}
@@ -95,7 +103,7 @@ class VoteHandler(LocalHandler):
     def _image(self, token: str) -> None:
         try:
             found = self.site.ballot.image(token)
-        except OSError:  # the copy was deleted
+        except media.UNREADABLE:  # the copy was deleted, or damaged since
             found = None
         if found is None:
             self.send_text(404, "There is no such image on a page.")
