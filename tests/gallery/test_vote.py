@@ -355,7 +355,7 @@ def test_the_command_ends_by_ctrl_c_with_the_numbers(folder):
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
-    assert "1 votes (ann 1): 1 ties; 0 skipped" in said
+    assert "votes: 1 (ann 1), ties among them: 1, skipped: 0" in said
     assert "win rate of tuned over base 0.500" in said
     assert f"data.pairs.path={folder / 'votes'}" in said
 

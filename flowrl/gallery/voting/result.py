@@ -39,7 +39,9 @@ class Result:
     def lines(self) -> list[str]:
         """What the terminal shows at the end."""
         names = ", ".join(f"{name} {count}" for name, count in self.voters.items())
-        found = [f"{self.votes} votes{f' ({names})' if names else ''}: {self.ties} ties; {self.skips} skipped"]
+        found = [
+            f"votes: {self.votes}{f' ({names})' if names else ''}, ties among them: {self.ties}, skipped: {self.skips}"
+        ]
         if not self.votes:
             return [*found, "no win rate: nobody has decided a pair yet; open the page again and vote"]
         low, high = self.win["low"], self.win["high"]
