@@ -276,30 +276,28 @@ def test_answers_of_other_pages_are_refused_and_change_nothing(folder):
         page = Page(server)
         good = {"voter": "ann", "pair": page.state()["pair"]["token"], "choice": "left"}
 
-        def refused(
-            code: int, body: bytes = json.dumps(good).encode(), path: str = "/vote", **headers: str | None
-        ) -> None:
-            sent = {key: value for key, value in (page.headers | headers).items() if value is not None}
-            assert page.ask("POST", path, body, **sent)[0] == code
+        def refused(code: int, headers: dict[str, str | None], body: bytes = json.dumps(good).encode()) -> None:
+            sent = {key: value for key, value in {**page.headers, **headers}.items() if value is not None}
+            assert page.ask("POST", "/vote", body, **sent)[0] == code
 
         for origin in ("http://evil.example", "null", None, "http://127.0.0.1:1", "https" + server.address[4:-1]):
-            refused(403, Origin=origin)
+            refused(403, {"Origin": origin})
         for token in ("", "x" * 32, None):
-            refused(403, **{TOKEN: token})
-        refused(403, Host="evil.example", Origin="http://evil.example")
+            refused(403, {TOKEN: token})
+        refused(403, {"Host": "evil.example", "Origin": "http://evil.example"})
         for kind in ("text/plain", "application/x-www-form-urlencoded", None):
-            refused(415, **{"Content-Type": kind})
-        refused(413, body=json.dumps(good | {"more": "x" * LARGEST_BODY}).encode())
-        refused(413, **{"Content-Length": "99999999999"})
-        refused(411, **{"Content-Length": "-1"})
+            refused(415, {"Content-Type": kind})
+        refused(413, {}, json.dumps(good | {"more": "x" * LARGEST_BODY}).encode())
+        refused(413, {"Content-Length": "99999999999"})
+        refused(411, {"Content-Length": "-1"})
         for body in (b"", b"{", b"[]", b"\xff", b'{"voter": 1}'):
-            refused(400, body=body)
-        refused(404, path="/votes")
+            refused(400, {}, body)
+        assert page.ask("POST", "/votes", b"{}", **page.headers)[0] == 404
         assert page.ask("PUT", "/vote")[0] == 405
         for path in ("/image/x", "/votes.jsonl", "/image/../votes.jsonl", "/page.html", "/eval/base/00000-0.png"):
             assert page.ask("GET", path)[0] == 404
         assert not (folder / "votes" / LOG).read_bytes()
-        refused(200)
+        refused(200, {})
         assert len(lines(folder, LOG)) == 1
 
 

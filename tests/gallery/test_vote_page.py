@@ -46,11 +46,14 @@ def test_votes_by_keys_alone(browser, folder):
         page.on("request", lambda r: None if r.url.startswith(server.address) else problems.append(r.url))
         page.goto(server.address)
         waits(page, f"0 of {total} answered")
-        assert page.locator("#prompt").text_content() == server.ballot.shown("ann").prompt
+        shown = server.ballot.shown("ann")
+        assert shown is not None
+        assert page.locator("#prompt").text_content() == shown.prompt
         assert page.locator(".side img").evaluate_all("l => l.every(i => i.naturalWidth === 32)")
         wanted = []
         for done, key in enumerate(("ArrowLeft", "2", "ArrowDown")):
             shown = server.ballot.shown("ann")
+            assert shown is not None
             left, right = ("second", "first") if shown.tuned_left else ("first", "second")
             wanted.append({"ArrowLeft": left, "2": right, "ArrowDown": "tie"}[key])
             page.keyboard.press(key)
