@@ -22,9 +22,10 @@ Voter = Annotated[
 
 
 def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page: Open = None) -> None:
-    """Show base and tuned side by side without their names, and keep the votes in RUN/votes, until Ctrl-C.
+    """Let people choose between base and tuned, whose names they do not see.
 
-    Keys: left or 1, right or 2, down for a tie, s skips, u takes back. They are preference pairs too.
+    Keys: left or 1, right or 2, down for a tie, s skips, u takes back. The votes are in RUN/votes, as preference pairs
+    too. Ctrl-C ends, and prints the win rate.
     """
     from flowrl.core.votes import VoteBook
     from flowrl.gallery.voting.ballot import Ballot, require_name
