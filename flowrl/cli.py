@@ -26,6 +26,7 @@ PAGES = {
     "gallery": "docs/gallery.md",
     "diagnose": "docs/troubleshooting.md",
     "watch": "docs/watching.md",
+    "vote": "docs/votes.md",
     "score": "docs/tutorials/first_reward.md",
     "pairs": "docs/tutorials/preferences.md",
     "serve": "docs/tutorials/reward_server.md",

@@ -22,7 +22,8 @@ from PIL import Image
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import read_rows
 from flowrl.gallery import live
-from flowrl.gallery.server import HOST, Server
+from flowrl.gallery.local import HOST
+from flowrl.gallery.server import Server
 from flowrl.gallery.watched import Rows, Watched
 from tests.gallery.test_gallery import make_run
 
@@ -351,7 +352,7 @@ def test_a_port_in_use_is_named_and_the_default_takes_the_next(folder, monkeypat
         port = server.server_address[1]
         with pytest.raises(ConfigError, match=f"--port {port}: another program listens.*leave --port out"):
             Server([folder], port)
-        monkeypatch.setattr("flowrl.gallery.server.PORT", port)
+        monkeypatch.setattr("flowrl.gallery.local.PORT", port)
         with Server([folder]) as other:
             assert port < other.server_address[1]
 

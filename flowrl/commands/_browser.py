@@ -1,0 +1,67 @@
+"""What the commands with a page of their own share: its port, and how it gets before the user's eyes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flowrl.commands._arguments import option
+
+Port = Annotated[
+    int | None,
+    option(
+        "TCP port.",
+        "0 takes any free one. Default: 8420, or one of the next where that is in use.",
+        least=0,
+        most=65535,
+    ),
+]
+Open = Annotated[
+    bool | None,
+    typer.Option(
+        "--open/--no-open",
+        help="Open the page in a browser.\n\nDefault: where there is a display. Else its address is printed.",
+    ),
+]
+
+
+def show(address: str, open_page: bool | None) -> None:
+    """Open a page of this machine in a browser, or print how another machine reaches it.
+
+    Args:
+        address: the page, with its port.
+        open_page: whether to open it; None: where there is a display.
+    """
+    import webbrowser
+    from urllib.parse import urlsplit
+
+    here = _has_display()
+    if not here:
+        print(_tunnel(urlsplit(address).port or 80), flush=True)
+    if here if open_page is None else open_page:
+        webbrowser.open(address)
+
+
+def _has_display() -> bool:
+    """Whether a browser that is started here shows up before the user."""
+    import os
+    import sys
+
+    if "SSH_CONNECTION" in os.environ:
+        return False
+    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def _tunnel(port: int) -> str:
+    """What a user types on their own machine to see the page."""
+    import getpass
+    import os
+    import socket
+
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without a user of this number
+        user = str(os.getuid())
+    there = f"{user}@{socket.gethostname()}"
+    return f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {there}, then open http://127.0.0.1:{port}/ there"

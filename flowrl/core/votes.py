@@ -1,0 +1,160 @@
+"""Votes of people on two samples of a prompt, as files: a log that only grows, and the preference pairs in it.
+
+    votes.jsonl    one line an event, a vote or the undoing of one
+    pairs.jsonl    the decided votes as preference data (docs/preferences.md), made from the log
+
+One process writes a folder: it holds the lock of `VoteBook`. A last line that a kill cut off is dropped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import fsync, is_mapping, write_atomically, writing
+
+LOG, PAIRS, LOCK = "votes.jsonl", "pairs.jsonl", ".lock"
+CHOICES = ("first", "second", "tie", "skip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """One choice of a voter."""
+
+    voter: str
+    group: str
+    """Name of the group of samples that both are of."""
+    prompt: str
+    first: str
+    """Image file, relative to the folder."""
+    second: str
+    choice: str
+    """One of `CHOICES`: the image that is better, neither, or no answer."""
+
+    def __post_init__(self) -> None:
+        if self.choice not in CHOICES:
+            raise ValueError(f"choice={self.choice!r} must be one of {', '.join(CHOICES)}")
+
+    def pair(self) -> dict[str, Any] | None:
+        """Its record of preference data; None where neither image was preferred."""
+        if self.choice not in CHOICES[:2]:
+            return None
+        chosen, rejected = (self.first, self.second) if self.choice == "first" else (self.second, self.first)
+        record = {"prompt": self.prompt, "chosen": chosen, "rejected": rejected}
+        return record | {"voter": self.voter, "group": self.group}
+
+
+def read_votes(folder: Path) -> tuple[dict[int, Vote], int]:
+    """(the votes that count, by number, in their order; the bytes of whole lines).
+
+    Raises:
+        ConfigError: a line is damaged, other than a last one that was cut off.
+    """
+    file = folder / LOG
+    data = file.read_bytes() if file.is_file() else b""
+    whole = data.rfind(b"\n") + 1
+    votes: dict[int, Vote] = {}
+    for number, line in enumerate(data[:whole].splitlines(), 1):
+        try:
+            event = json.loads(line)
+            if "undone" in event:
+                del votes[event["undone"]]
+            else:
+                votes[number] = Vote(**{key: str(event[key]) for key in Vote.__dataclass_fields__})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{file}:{number} is damaged ({type(error).__name__}: {error}); restore the file from a copy, or "
+                "move it away: then no vote of it counts, and voting begins anew"
+            ) from None
+    return votes, whole
+
+
+class VoteBook:
+    """The votes of a folder, written by this process alone; a context that frees the folder.
+
+    Args:
+        folder: made if it is missing.
+        place: where this process is found, for the message to a second one.
+
+    Raises:
+        ConfigError: another process writes there, or the log is damaged.
+    """
+
+    def __init__(self, folder: Path, place: str) -> None:
+        self.folder = folder
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._take(place)
+            self.votes, whole = read_votes(folder)
+            with writing(folder / LOG), (folder / LOG).open("ab") as log:
+                log.truncate(whole)
+            self._lines = (folder / LOG).read_bytes().count(b"\n")
+            self._write_pairs()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take(self, place: str) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = os.pread(self._lock, 1000, 0).decode("utf-8", "replace") or "another process"
+            raise ConfigError(
+                f"{self.folder} takes votes already, at {other}: "
+                "open that page, several people may vote there, or end it"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, place.encode(), 0)
+
+    def __enter__(self) -> VoteBook:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def add(self, vote: Vote) -> int:
+        """Keep a vote; its number. It is on the disk when this returns.
+
+        Raises:
+            WriteError: it could not be written, and does not count.
+        """
+        number = self._append(asdict(vote))
+        self.votes[number] = vote
+        self._write_pairs()
+        return number
+
+    def undo(self, voter: str) -> Vote | None:
+        """Take back the last vote of a voter that counts, and return it; None: there is none."""
+        number = next((n for n, vote in reversed(self.votes.items()) if vote.voter == voter), None)
+        if number is None:
+            return None
+        self._append({"undone": number, "voter": voter})
+        vote = self.votes.pop(number)
+        self._write_pairs()
+        return vote
+
+    def _append(self, event: dict[str, Any]) -> int:
+        assert is_mapping(event)
+        line = json.dumps(event | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n"
+        with writing(self.folder / LOG, "the votes before it are safe"):
+            with (self.folder / LOG).open("ab") as log:
+                log.write(line.encode())
+            fsync(self.folder / LOG)
+        self._lines += 1
+        return self._lines
+
+    def _write_pairs(self) -> None:
+        records = [pair for vote in self.votes.values() if (pair := vote.pair()) is not None]
+        write_atomically(self.folder / PAIRS, "".join(json.dumps(record) + "\n" for record in records))

@@ -1,0 +1,1 @@
+"""Votes of people on a run's base and tuned images: `flowrl vote`."""

@@ -1,0 +1,100 @@
+// Shows pairs and sends the answers: left, right, tie, skip, undo, by keys or buttons.
+"use strict";
+
+const token = document.querySelector('meta[name="vote-token"]').content;
+const at = (id) => document.getElementById(id);
+const keys = { ArrowLeft: "left", 1: "left", ArrowRight: "right", 2: "right", ArrowDown: "tie", s: "skip", S: "skip", u: "undo", U: "undo" };
+// A second person at the same server keeps their name in their own tab.
+let voter = sessionStorage.getItem("voter") || at("voter").value;
+let pair = null;
+let undoable = false;
+// One question at a time: a key that is held down must not answer the next pair unseen.
+let busy = true;
+
+function say(problem) {
+  at("problem").textContent = problem;
+  at("problem").hidden = !problem;
+}
+
+function enable() {
+  document.body.dataset.state = busy ? "busy" : pair ? "pair" : "idle";
+  for (const button of document.querySelectorAll("[data-choice]")) button.disabled = !pair;
+  at("undo").disabled = !undoable;
+}
+
+function loaded(id, address) {
+  const image = at(id);
+  return new Promise((resolve, reject) => {
+    image.onload = resolve;
+    image.onerror = () => reject(new Error("An image did not load. Load the page again."));
+    image.src = address;
+  }).then(() => image.classList.toggle("small", Math.max(image.naturalWidth, image.naturalHeight) < 128));
+}
+
+async function show(state) {
+  voter = state.voter;
+  undoable = state.undoable;
+  sessionStorage.setItem("voter", voter);
+  at("voter").value = voter;
+  at("progress").textContent = `${state.answered} of ${state.total} answered`;
+  const next = state.pair;
+  pair = null;
+  at("done").hidden = next !== null;
+  at("pair").hidden = next === null;
+  if (next === null) return;
+  at("prompt").textContent = next.prompt || "(no prompt)";
+  await Promise.all([loaded("left", next.left), loaded("right", next.right)]);
+  pair = next;
+}
+
+async function post(question, said) {
+  const headers = { "Content-Type": "application/json", "X-Vote-Token": token };
+  const answer = await fetch(question, { method: "POST", headers, body: JSON.stringify(said) });
+  const text = await answer.text();
+  if (answer.ok) return JSON.parse(text);
+  throw new Error(answer.headers.get("Content-Type") === "application/json" ? JSON.parse(text).problem : text);
+}
+
+async function send(question, said = {}) {
+  busy = true;
+  enable();
+  try {
+    await show(await post(question, { voter, ...said }));
+    say("");
+  } catch (error) {
+    // A refused answer leaves a pair on the screen that may no longer be the open one.
+    if (question !== "ask") await post("ask", { voter }).then(show).catch(() => { pair = null; });
+    say(error instanceof TypeError ? "No answer from flowrl vote: is it still running? The last answer may not have counted; load the page again." : error.message);
+  }
+  busy = false;
+  enable();
+}
+
+function choose(choice) {
+  if (busy) return;
+  if (choice === "undo") {
+    if (undoable) send("undo");
+  } else if (pair) send("vote", { pair: pair.token, choice });
+}
+
+document.addEventListener("keydown", (event) => {
+  const choice = keys[event.key];
+  if (!choice || event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.target.id === "voter") return;
+  const prompt = at("prompt");
+  // A long prompt that has the focus is scrolled by the key.
+  if (choice === "tie" && event.target === prompt && prompt.scrollHeight > prompt.clientHeight) return;
+  event.preventDefault();
+  choose(choice);
+});
+for (const button of document.querySelectorAll("[data-choice]")) button.addEventListener("click", () => choose(button.dataset.choice));
+at("undo").addEventListener("click", () => choose("undo"));
+at("who").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (busy) return;
+  const before = voter;
+  voter = at("voter").value;
+  at("voter").blur();
+  send("ask").then(() => { if (!at("problem").hidden) voter = before; });
+});
+at("voter").value = voter;
+send("ask");

@@ -1,0 +1,72 @@
+"""The store of votes: undo, several voters, a kill, a second writer, damage, and what diffusion_dpo reads of it."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.votes import LOG, Vote, VoteBook, read_votes
+from flowrl.data.preferences import PreferenceOptions, load_preferences
+
+
+def vote(choice: str = "first", voter: str = "ann", group: str = "g") -> Vote:
+    return Vote(voter=voter, group=group, prompt="a red circle", first="a.png", second="b.png", choice=choice)
+
+
+def test_undo_takes_back_the_last_vote_of_that_voter_alone(tmp_path):
+    with VoteBook(tmp_path, "here") as book:
+        for one in (vote(), vote("second", "bob"), vote("tie")):
+            book.add(one)
+        assert book.undo("ann") == vote("tie")
+        assert book.undo("ann") == vote()
+        assert book.undo("ann") is None
+        assert list(book.votes.values()) == [vote("second", "bob")]
+    assert list(read_votes(tmp_path)[0].values()) == [vote("second", "bob")]
+
+
+def test_a_line_that_a_kill_cut_off_is_dropped_and_voting_goes_on(tmp_path):
+    with VoteBook(tmp_path, "here") as book:
+        book.add(vote())
+    with (tmp_path / LOG).open("a") as log:
+        log.write('{"voter": "an')
+    with VoteBook(tmp_path, "here") as book:
+        assert list(book.votes) == [1]
+        assert book.add(vote("second", "bob")) == 2
+    assert list(read_votes(tmp_path)[0].values()) == [vote(), vote("second", "bob")]
+
+
+def test_a_second_writer_is_told_where_the_first_one_is(tmp_path):
+    place = r"takes votes already, at http://127\.0\.0\.1:8420/"
+    with VoteBook(tmp_path, "http://127.0.0.1:8420/"), pytest.raises(ConfigError, match=place):
+        VoteBook(tmp_path, "there")
+    VoteBook(tmp_path, "there").close()
+
+
+@pytest.mark.parametrize("line", ["nonsense", "3", '{"undone": 7}', '{"voter": "ann"}'])
+def test_a_damaged_line_is_named_with_the_remedy(tmp_path, line):
+    with VoteBook(tmp_path, "here") as book:
+        book.add(vote())
+    with (tmp_path / LOG).open("a") as log:
+        log.write(line + "\n")
+    with pytest.raises(ConfigError, match=r"votes\.jsonl:2 is damaged .* restore the file from a copy"):
+        VoteBook(tmp_path, "here")
+
+
+def test_a_choice_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="must be one of first, second, tie, skip"):
+        vote("left")
+
+
+def test_the_pairs_are_what_diffusion_dpo_reads(tmp_path):
+    for name, level in (("a", 10), ("b", 200)):
+        Image.new("RGB", (8, 8), (level, 0, 0)).save(tmp_path / f"{name}.png")
+    with VoteBook(tmp_path, "here") as book:
+        for choice in ("second", "tie", "skip", "first"):
+            book.add(vote(choice))
+        book.undo("ann")
+    pairs = load_preferences(str(tmp_path), "data.pairs", PreferenceOptions())
+    assert len(pairs) == 1
+    pair = pairs.read(0)
+    assert pair.prompt.text == "a red circle"
+    assert pair.chosen.open().getpixel((0, 0)) == (200, 0, 0)
