@@ -46,13 +46,13 @@ class Settings:
     work: Path
     """Checkpoints of the stages, the trained VAE and the denoiser's latents."""
     vae: tuple[Phase, ...] = (
-        Phase(frames=1, batch=32, steps=4000),
-        Phase(frames=5, batch=8, steps=2500),
-        Phase(frames=9, batch=8, steps=2500),
+        Phase(frames=1, batch=32, steps=5000),
+        Phase(frames=5, batch=8, steps=3500),
+        Phase(frames=9, batch=8, steps=4000),
     )
     vae_rate: float = 3e-3
     vae_ema: float = 0.995
-    steps: int = 16_000
+    steps: int = 18_000
     rate: float = 3e-3
     decay_from: float = 0.55
     text_rate: float = 0.25
