@@ -23,7 +23,7 @@ from flowrl import moving_shapes
 
 FINGERPRINT = {"prompt": "a red circle moves left", "seed": 0}
 WARM = {"vae": 100, "denoiser": 300}
-SHOWN_EVERY = 50
+SHOWN_EVERY = 25
 _VAE, _DENOISER, _POOL, _MOMENTS, _CHECK = range(5)
 
 
