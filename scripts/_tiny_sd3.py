@@ -7,23 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from _tiny_text import CLIP_LENGTH, LETTERS, clip_config, clip_tokenizer, require_whole_words, words
+from _tiny_text import CLIP_LENGTH, clip_config, clip_tokenizer, t5_tokenizer
 from _tiny_training import Model, Settings, caption_rows, draw
 from torch import Tensor
 
 # The length the lab uses, and now and then what a plain pipe(prompt) call pads to; SD3 has no text mask.
 T5_LENGTHS = {9: 0.88, 32: 0.05, 77: 0.03, 256: 0.04}
-
-
-def t5_tokenizer():
-    from transformers import T5TokenizerFast
-
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    pieces += [("\u2581" + word, -2.0) for word in words() if len(word) > 1]
-    pieces += [("\u2581a", -2.0), ("\u2581", -6.0)] + [(letter, -8.0) for letter in LETTERS]
-    tokenizer = T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=256)
-    require_whole_words(tokenizer)
-    return tokenizer
 
 
 def _clip(tokenizer):

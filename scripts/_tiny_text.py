@@ -1,4 +1,4 @@
-"""The words of the shapes world, and the CLIP tokenizer that the tiny models share."""
+"""The words of the shapes world, and the tokenizers that the tiny models share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,23 @@ def words() -> list[str]:
     return sorted({word for caption in captions() for word in caption.split() if word.isalpha()})
 
 
-def require_whole_words(tokenizer) -> None:
-    """Every word of the world must be one token."""
-    split = [word for word in words() if len(tokenizer.tokenize(word)) != 1]
+def require_whole_words(tokenizer, known: list[str] | None = None) -> None:
+    """Every word, by default of the world of images, must be one token."""
+    split = [word for word in known or words() if len(tokenizer.tokenize(word)) != 1]
     assert not split, f"words that are not one token: {split}"
+
+
+def t5_tokenizer(known: list[str] | None = None):
+    """Every word, by default of the world of images, is one token; other words fall back to their characters."""
+    from transformers import T5TokenizerFast
+
+    known = known or words()
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces += [("\u2581" + word, -2.0) for word in known if len(word) > 1]
+    pieces += [("\u2581a", -2.0), ("\u2581", -6.0)] + [(letter, -8.0) for letter in LETTERS]
+    tokenizer = T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=256)
+    require_whole_words(tokenizer, known)
+    return tokenizer
 
 
 def clip_tokenizer():

@@ -1,0 +1,117 @@
+"""scripts/pretrain_tiny.py tiny-wan: a stopped stage goes on to the same weights, and its result is a plain folder."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from flowrl import moving_shapes
+from tests.tiny_sd3 import ROOT
+
+
+@pytest.fixture(scope="module")
+def scripts() -> ModuleType:
+    """The script, with the modules beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import pretrain_tiny
+
+        return pretrain_tiny
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def short(scripts: ModuleType, folder: Path) -> Any:
+    """Settings of a few steps, with a change of frames and of pools on the way."""
+    parsed = scripts.parse(["tiny-wan", "--processes", "1", "--work", str(folder / "work"), "--seed", "3"])
+    phase = type(scripts.wan_settings(parsed).vae[0])
+    return replace(
+        scripts.wan_settings(parsed),
+        output=folder / "tiny-wan",
+        vae=(phase(frames=1, batch=2, steps=2), phase(frames=5, batch=1, steps=1), phase(frames=9, batch=1, steps=1)),
+        steps=4,
+        batch_size=2,
+        videos=4,
+        moments=4,
+        check=1,
+        save_every=2,
+    )
+
+
+def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_flowrl(
+    scripts, alone, tmp_path: Path, monkeypatch
+):
+    """Each stage is stopped after its third of four steps, a step after its checkpoint."""
+    import _tiny_stages
+    import _tiny_wan
+    import _tiny_wan_stages as stages
+    from diffusers import WanPipeline
+
+    update = _tiny_stages.Stage.update
+
+    def stopping(self: Any, loss: torch.Tensor, step: int, share: float) -> None:
+        update(self, loss, step, share)
+        if step == 3:
+            raise KeyboardInterrupt
+
+    whole, stopped = (short(scripts, tmp_path / name) for name in ("whole", "stopped"))
+    for train in (stages.train_vae, stages.train_denoiser):
+        train(whole, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(_tiny_stages.Stage, "update", stopping)
+            with pytest.raises(KeyboardInterrupt):
+                train(stopped, 0)
+        train(stopped, 0)
+    files = sorted(path.relative_to(whole.output) for path in whole.output.rglob("*.safetensors"))
+    assert len(files) == 3
+    for file in files:
+        first, second = load_file(whole.output / file), load_file(stopped.output / file)
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+    kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert kinds <= {".json", ".safetensors"}
+    assert sum(path.stat().st_size for path in whole.output.rglob("*")) <= 12e6
+    pipe: Any = WanPipeline.from_pretrained(whole.output, torch_dtype=torch.float32)
+    assert min(pipe.vae.config.latents_std) > 0
+    assert pipe.vae.config.latents_std != [1.0] * _tiny_wan.CHANNELS
+    call = next(iter(_tiny_wan.MODEL.calls.values()))[0] | {"num_inference_steps": 1}
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe("a red circle moves left", output_type="np", **call).frames.shape == (1, 9, 32, 32, 3)
+
+    with pytest.raises(SystemExit, match="its seed=3, but seed=4 is asked for"):
+        stages.train_vae(replace(whole, seed=4), 0)
+
+
+def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts):
+    """What the VAE's loss decodes is what the VAE decodes, and embeddings are the pipeline's; captions are those of
+    pretraining alone."""
+    import _tiny_wan
+
+    pipe = _tiny_wan.build_pipeline(1)
+    latents = torch.randn(1, 4, 5, 8, 8, generator=torch.Generator().manual_seed(0))
+    captions = _tiny_wan.caption_rows()
+    with torch.no_grad():
+        found = _tiny_wan.decode(pipe.vae, latents).clamp(-1, 1)
+        assert torch.equal(found, pipe.vae.decode(latents).sample)
+        rows = torch.tensor([0, 5, len(captions) - 1])
+        texts = [captions[row] for row in rows]
+        wanted = pipe.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=12)[0]
+        assert torch.equal(_tiny_wan.FlowMatching(pipe).embed(rows), wanted)
+    assert set(captions[:-1]).isdisjoint(moving_shapes.prompts("heldout") + moving_shapes.prompts("train"))
