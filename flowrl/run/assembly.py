@@ -39,6 +39,7 @@ from flowrl.run.texts import embedded
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.scoring.build import build_scorers, probe, require_modality
 from flowrl.scoring.scorer import Scorer
+from flowrl.training import optimizers
 from flowrl.training.base import Training, UpdateContext
 from flowrl.training.divergence import remedy
 from flowrl.training.kinds import training_of
@@ -140,6 +141,8 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
         ConfigError, ModelError, RewardError: something the user can mend.
     """
     config = resolved.run
+    if training:
+        optimizers.require(config.optim.name, world.device)
     _require_samples(resolved, world)
     method: Method = resolved.algorithm.build()
     kind = training_of(method)
