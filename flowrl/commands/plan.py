@@ -320,7 +320,7 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
 
 
 def _memory_table(resolved: Resolved, result: Estimate, texts: int, cached: str) -> Table:
-    from flowrl.models._lora import LABELS
+    from flowrl.models.lora_kinds import LABELS
 
     lora = resolved.model.config.lora
     what = "full weights"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from flowrl.core.errors import ModelError
-from flowrl.models._lora import LABELS, adapted_modules, measure_norms, peft_config
 from flowrl.models._precision import ADAPTER as ADAPTER
 from flowrl.models._precision import autocasts, fit_network
 from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig
@@ -27,6 +26,7 @@ from flowrl.models.lora_formats.files import lora_file as lora_file
 from flowrl.models.lora_formats.files import lora_places as lora_places
 from flowrl.models.lora_formats.files import read_lora as read_lora
 from flowrl.models.lora_formats.start import start_from
+from flowrl.models.lora_kinds import LABELS, adapted_modules, measure_norms, peft_config
 from flowrl.models.savings import cast_frozen
 
 

@@ -40,10 +40,10 @@ from torch import nn
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
 from flowrl.diffusion.plan import StepPlan
-from flowrl.models._lora import adapted_modules
 from flowrl.models.base import torch_dtype
 from flowrl.models.classes import config_folder
 from flowrl.models.generic.outline import Unmeasurable
+from flowrl.models.lora_kinds import adapted_modules
 from flowrl.models.paths import loading
 from flowrl.models.savings import offloaded, require_known
 from flowrl.models.weights import Weights, component_names

@@ -141,9 +141,7 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
         ConfigError, ModelError, RewardError: something the user can mend.
     """
     config = resolved.run
-    if training:
-        optimizers.require(config.optim.name, world.device)
-    _require_samples(resolved, world)
+    _require_possible(resolved, world)
     method: Method = resolved.algorithm.build()
     kind = training_of(method)
     data = _data(resolved, kind)
@@ -315,7 +313,8 @@ def _evaluator(
     )
 
 
-def _require_samples(resolved: Resolved, world: World) -> None:
+def _require_possible(resolved: Resolved, world: World) -> None:
+    optimizers.require(resolved.run.optim.name, world.device)
     leaves = resolved.algorithm.config.leaves(resolved.run.rollout.num_inference_steps)
     samples = resolved.slots * resolved.group_size
     if samples // leaves < world.size:

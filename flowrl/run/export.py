@@ -25,12 +25,12 @@ from flowrl.config.components import Component, component
 from flowrl.config.retired import run_tree
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.files import damaged, out_folder, writing
-from flowrl.models._lora import LABELS
 from flowrl.models.base import torch_dtype
 from flowrl.models.classes import pipeline_class
 from flowrl.models.lora_formats.families import BY_PIPELINE
 from flowrl.models.lora_formats.places import Family
 from flowrl.models.lora_formats.writing import Layout, renamed
+from flowrl.models.lora_kinds import LABELS
 from flowrl.models.weights import component_names, lora_file, lora_places, order_header, read_lora
 from flowrl.rollout.learned_noise import FILE, LearnedNoise
 from flowrl.run.card import try_card
