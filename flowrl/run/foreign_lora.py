@@ -28,6 +28,8 @@ from flowrl.run.origin import content
 
 # The first tensor of each adapted module, in the forms that diffusers' own converters leave.
 _FIRST = re.compile(r"(?:[._]lora[._](?:A|down)|\.lokr_w1(?:_a)?)(?:\.weight)?$")
+# A LoKr as flowrl saves it.
+_OWN_LOKR = re.compile(r"(?:unet|transformer(?:_2)?)\..+\.lokr_\w+$")
 _PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
 
 
@@ -138,7 +140,8 @@ def _load(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
     """Load it; the modules that it names, as `component.module`."""
     from diffusers.loaders.lora_base import LoraBaseMixin
 
-    if not isinstance(pipeline, LoraBaseMixin):
+    # diffusers' pipelines ask for 'lora' in every name, which its networks' own loader does not.
+    if not isinstance(pipeline, LoraBaseMixin) or all(_OWN_LOKR.match(key) for key in keys):
         return _load_into_denoisers(pipeline, file, keys, name)
     source: Any = pipeline
     where: dict[str, Any] = {"weight_name": file.name, "local_files_only": True}
@@ -168,13 +171,19 @@ def _load(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
 
 
 def _load_into_denoisers(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
-    """For a pipeline without `load_lora_weights`: diffusers' layout, `component.module.lora_A.weight`."""
+    """For a pipeline without `load_lora_weights`, and a LoKr: diffusers' layout, `component.module.lora_A.weight`."""
     from diffusers.loaders.peft import PeftAdapterMixin
 
     for component, network in pipeline.components.items():
         if isinstance(network, PeftAdapterMixin) and any(key.startswith(f"{component}.") for key in keys):
             network.load_lora_adapter(str(file.parent), prefix=component, weight_name=file.name, adapter_name=name)
-    return _modules(dict.fromkeys(keys))
+    modules = _modules(dict.fromkeys(keys))
+    second, expert = pipeline.components.get("transformer_2"), file.parent / "transformer_2" / file.name
+    if isinstance(second, PeftAdapterMixin) and expert.is_file():
+        second.load_lora_adapter(str(expert.parent), prefix="transformer", weight_name=file.name, adapter_name=name)
+        its = _modules(dict.fromkeys(_keys(expert)))
+        modules |= {f"transformer_2.{place.partition('.')[2]}" for place in its}
+    return modules
 
 
 def _modules(state: dict[str, Any]) -> set[str]:
