@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, ModelError
+from flowrl.models.lora_formats.refused import other_update
 from flowrl.models.weights import lora_file
 from flowrl.run.kohya import PREFIX, from_kohya
 from flowrl.run.origin import content
@@ -95,7 +96,7 @@ def attach(pipeline: Any, lora: LoraFile, name: str) -> dict[str, Any]:
     kind, file = type(pipeline).__name__, lora.path
     keys = _keys(file)
     before = {adapter for _, layer in _layers(pipeline) for adapter in layer.scaling}
-    with _using(file, kind):
+    with _using(file, kind, keys):
         stems = _load(pipeline, file, keys, name)
     bound = {place for place, layer in _layers(pipeline) if name in layer.scaling}
     if not bound:
@@ -147,7 +148,7 @@ def _load(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
     where: dict[str, Any] = {"weight_name": file.name, "local_files_only": True}
     if any(key.startswith(PREFIX) for key in keys):
         with safe_open(file, framework="pt") as tensors:
-            given: Any = from_kohya({key: tensors.get_tensor(key) for key in keys})
+            given: Any = _from_kohya(file, {key: tensors.get_tensor(key) for key in keys})
         where, converted = {}, given
     else:
         given = str(file.parent)
@@ -168,6 +169,13 @@ def _load(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
         second = _modules(dict.fromkeys(_keys(expert)))
         modules |= {f"transformer_2.{place.partition('.')[2]}" for place in second}
     return modules
+
+
+def _from_kohya(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        return from_kohya(tensors)
+    except ModelError as error:
+        raise ModelError(f"--lora {file} {other_update(list(tensors)) or f'does not fit: {error}'}") from error
 
 
 def _load_into_denoisers(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
@@ -204,7 +212,7 @@ def _layers(pipeline: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _using(file: Path, kind: str) -> Iterator[None]:
+def _using(file: Path, kind: str, keys: list[str]) -> Iterator[None]:
     """One ModelError for all that a file which does not fit may raise, and no messages of the library beside it."""
     from diffusers.utils import logging as messages
 
@@ -216,8 +224,10 @@ def _using(file: Path, kind: str) -> Iterator[None]:
             yield
     except (ModelError, torch.OutOfMemoryError):
         raise
-    # Each family's converter of foreign layouts fails in its own way on a file of another family.
+    # Each family's converter of foreign layouts fails in its own way on a file of another family or another kind.
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        if (known := other_update(keys)) is not None:
+            raise ModelError(f"--lora {file} {known}; {kind} has no loader for it in this layout") from error
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise ModelError(
             f"--lora {file} does not fit {kind} ({type(error).__name__}: {reason[:300]}); give the base model that it "
