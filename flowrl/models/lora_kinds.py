@@ -29,7 +29,8 @@ def peft_config(lora: LoraSettings, targets: list[str]) -> Any:
     # Dictionaries, since peft declares alpha an integer and takes any number.
     options: dict[str, Any] = {"r": lora.rank, "target_modules": targets}
     if lora.kind == "lokr":
-        return LoKrConfig(**options | {"alpha": lora.alpha})
+        options |= {"alpha": lora.alpha}
+        return LoKrConfig(**options)
     options |= {"lora_alpha": lora.alpha, "use_rslora": lora.kind == "rslora", "use_dora": lora.kind == "dora"}
     return LoraConfig(**options, init_lora_weights="gaussian")
 
