@@ -320,10 +320,12 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
 
 
 def _memory_table(resolved: Resolved, result: Estimate, texts: int, cached: str) -> Table:
+    from flowrl.models.lora_kinds import LABELS
+
     lora = resolved.model.config.lora
     what = "full weights"
     if lora is not None:
-        what = f"LoRA rank {lora.rank}, alpha {lora.alpha:g}, {result.lora_modules} modules"
+        what = f"{LABELS[lora.kind]} rank {lora.rank}, alpha {lora.alpha:g}, {result.lora_modules} modules"
     table = _table("part", "values", "size", "where")
     if resolved.training.frozen:
         what = f"initial noise of {texts} prompts"
@@ -333,7 +335,8 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int, cached: str)
         where = "host, leaf by leaf on the device" if name in result.offloaded else held
         table.add_row(name, f"{count:,}", size(result.stored[name]), where)
     table.add_row(f"trained: {what}", f"{result.trained:,}", size(result.saved), "saved file")
-    table.add_row("Adam's moments", f"{2 * result.trained:,}", size(result.moments), "device")
+    paged = f"device, {size(result.paged)} of it paged" if result.paged else "device"
+    table.add_row(f"moments ({resolved.run.optim.name})", "", size(result.moments), paged)
     for name, held in (("EMA", result.ema), ("snapshots", result.snapshots)):
         if held:
             table.add_row(name, f"{held // 4:,}", size(held), "device")

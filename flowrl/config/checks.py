@@ -22,7 +22,25 @@ def check(resolved: Resolved) -> None:
     _check_rewards(resolved)
     check_guard(resolved)
     _check_credit(resolved)
+    _check_optimizer(resolved)
     resolved.training.check(resolved.setting)
+
+
+def _check_optimizer(resolved: Resolved) -> None:
+    """Refuse an optimizer whose state cannot be split, or that was not examined with learned noise."""
+    name, config = resolved.run.optim.name, resolved.model.config
+    if name == "adamw":
+        return
+    if config.shard and config.lora is None:
+        raise ConfigError(
+            f"optim.name={name} with model.shard=true and model.lora=null: its state is not kept by the rows that "
+            "processes share out; use adamw, train a model.lora, or leave model.shard out"
+        )
+    if resolved.training.frozen:
+        raise ConfigError(
+            f"optim.name={name}: {resolved.algorithm.name} trains small tensors of initial noise, which need adamw's "
+            "moments; leave it out"
+        )
 
 
 def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.contracts.laws import Law, law, require
+from flowrl.models.lora_kinds import adapted_modules
 from flowrl.rollout.library import Model
 from flowrl.rollout.policy import Evaluations
 
@@ -109,7 +110,8 @@ def forwards(model: Model) -> str:
 
 @law("gradient", "every trained module but those that the adapter declares dead gets a gradient")
 def gradient(model: Model) -> str:
-    weights, last = model.weights, ".lora_B" if model.weights.lora else ""
+    weights = model.weights
+    last = "" if not weights.lora else ".lokr_w1" if weights.lora.kind == "lokr" else ".lora_B"
     for node in range(1, STEPS):
         predicted(model, latents(model, 2), [node, node], (0, 1), guided_scale(model)).square().sum().backward()
     got = {name for name, p in weights.parameters.items() if p.grad is not None and float(p.grad.abs().max()) > 0}
@@ -119,7 +121,7 @@ def gradient(model: Model) -> str:
         return f"reaches {len(got)} of {len(weights.parameters)} tensors"
     # A matrices get theirs once B is not zero.
     adapted, moved = (
-        {name.partition(".lora_")[0] for name in names if last in name} for names in (weights.parameters, got)
+        set(adapted_modules(name for name in names if last in name)) for names in (weights.parameters, got)
     )
     dead = set(model.adapter.dead_lora_modules()) & adapted
     require(adapted - moved == dead, f"none at {sorted(adapted - moved)}; it declares {sorted(dead)}")

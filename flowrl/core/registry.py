@@ -40,6 +40,7 @@ _HELPERS = {
         "encoders",
         "guidance",
         "lora_formats",
+        "lora_kinds",
         "paths",
         "random",
         "savings",

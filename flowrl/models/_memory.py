@@ -70,6 +70,19 @@ def require_own_type(settings: MemorySettings, shard: bool) -> None:
             )
 
 
+def require_plain(kind: str, settings: MemorySettings, *, shard: bool, compiled: bool) -> None:
+    """Raise ValueError if a kind of LoRA that reads the frozen weight meets weights that are stored otherwise."""
+    if kind in ("lora", "rslora"):
+        return
+    others = {f"memory.{name}={value}": True for name, value in settings.few_bits.items()}
+    for option, on in (others | {"shard=true": shard, "compile=blocks": compiled}).items():
+        if on:
+            raise ValueError(
+                f"lora.kind={kind} with {option}: peft's layer of this kind reads the frozen weight itself, in its own "
+                "shape and type; leave one of the two out, or use lora.kind=lora or rslora"
+            )
+
+
 def require_seen_overflow(vae_precision: str) -> None:
     """Raise ValueError if images that overflow would be clamped in silence, by a pipeline's own code."""
     if vae_precision == "float16":

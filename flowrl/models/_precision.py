@@ -71,15 +71,22 @@ def join_products(layers: Iterable[Any]) -> None:
     """Give peft's LoRA layers on linear ones the forward with one addmm, in the type of their frozen layer's output.
 
     Their classes are replaced by subclasses, so names of parameters, files and peft's own methods stay. LoRA on
-    convolutions keeps peft's forward, which computes in float32 and casts back.
+    convolutions, DoRA and LoKr keep peft's forward, which computes in float32 and casts back.
     """
     for layer in layers:
         base = layer.get_base_layer()
-        if isinstance(base, nn.Linear):
+        if isinstance(base, nn.Linear) and _is_plain(layer):
             layer.__class__ = _joined(type(layer))
             # Layers with weights in few bits may return a view, which must not be written to.
             layer.adds_in_place = type(base) is nn.Linear and base.weight.is_floating_point()
             layer.adds_in_place &= type(base.weight) is nn.Parameter
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether the update of a layer is scale B A and nothing else."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    return isinstance(layer, LoraLayer) and ADAPTER not in layer.lora_variant
 
 
 class _Joined:

@@ -15,11 +15,19 @@ from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._memory import Checkpointing, MemorySettings, require_frozen, require_own_type, require_step
+from flowrl.models._memory import (
+    Checkpointing,
+    MemorySettings,
+    require_frozen,
+    require_own_type,
+    require_plain,
+    require_step,
+)
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["native", "autocast"]
 GuidanceGradient = Literal["both", "positive"]
+LoraKind = Literal["lora", "rslora", "dora", "lokr"]
 VaePrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 
 
@@ -31,6 +39,9 @@ class LoraSettings:
     """Rank of the update."""
     alpha: float = 64
     """Scale numerator: the update is alpha / rank * B A."""
+    kind: LoraKind = "lora"
+    """As peft has them: `lora`; `rslora`, with the scale alpha / sqrt(rank); `dora`, which trains the norms of the
+    weights' rows too; `lokr`, alpha / rank times a Kronecker product of two small matrices (docs/using_lora.md)."""
     targets: list[str] | None = None
     """Module name suffixes; null takes the family's own list."""
 
@@ -43,6 +54,11 @@ class LoraSettings:
             raise ValueError(
                 "targets=[] binds to nothing; give module name suffixes, or null for the family's own list"
             )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the update."""
+        return self.alpha / (self.rank**0.5 if self.kind == "rslora" else self.rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +111,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require_frozen(self.memory, self.lora)
         require_own_type(self.memory, self.shard)
+        if self.lora is not None:
+            require_plain(self.lora.kind, self.memory, shard=self.shard, compiled=self.compile is not None)
         require_step(self.gradient_checkpointing)
 
     @property

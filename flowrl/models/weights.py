@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,8 @@ from flowrl.models.lora_formats.files import lora_file as lora_file
 from flowrl.models.lora_formats.files import lora_places as lora_places
 from flowrl.models.lora_formats.files import read_lora as read_lora
 from flowrl.models.lora_formats.start import start_from
+from flowrl.models.lora_kinds import LABELS, adapted_modules, measure_norms, peft_config
 from flowrl.models.savings import cast_frozen
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 
 def order_header(file: Path) -> None:
@@ -84,6 +82,8 @@ class Weights:
             raise ModelError("no trainable parameter: the adapter binds to no module")
         for parameter in self.parameters.values():
             parameter.data = parameter.data.float()
+        if lora is not None and lora.kind == "dora":
+            measure_norms(self.layers)
 
     def bind(self) -> None:
         """Collect the trainable parameters of the network; again after it was split, which replaces them."""
@@ -92,9 +92,8 @@ class Weights:
         self.values = {name: full_tensor(p) for name, p in self.parameters.items()}
         self.split = any(self.values[name] is not p for name, p in self.parameters.items())
 
-    def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> LoraConfig:
+    def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> Any:
         from diffusers.loaders.peft import PeftAdapterMixin
-        from peft import LoraConfig
 
         kind, adapted = type(next(iter(self.components.values()))).__name__, list[PeftAdapterMixin]()
         for network in self.components.values():
@@ -106,9 +105,7 @@ class Weights:
                 f"{kind} has no attention projection under the usual names: give module name suffixes in "
                 "model.lora.targets"
             )
-        # A dictionary, since peft declares alpha an integer and takes any number.
-        options: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": targets}
-        config = LoraConfig(**options, init_lora_weights="gaussian")
+        config = peft_config(lora, targets)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
@@ -119,7 +116,7 @@ class Weights:
                     f"model.lora.targets={targets} binds to no module of {kind}; give suffixes of its modules' names, "
                     f"or null for the family's own list ({error})"
                 ) from error
-        names = [name.partition(".lora_A.")[0] for name, _ in self.network.named_parameters() if ".lora_A." in name]
+        names = list(adapted_modules(name for name, _ in self.network.named_parameters()))
         for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 raise ModelError(f"model.lora.targets: {target!r} binds to no module of {kind}")
@@ -135,7 +132,7 @@ class Weights:
     @property
     def description(self) -> str:
         """The kind of the trained weights, in words."""
-        return "full weights" if self.lora is None else f"LoRA rank {self.lora.rank}"
+        return "full weights" if self.lora is None else f"{LABELS[self.lora.kind]} rank {self.lora.rank}"
 
     def snapshot(self, role: str) -> None:
         """Copy the present values to `role`; for LoRA, 'reference' needs no copy."""
@@ -230,6 +227,11 @@ class Weights:
         """
         if self.lora is None:
             raise ModelError("model.init_lora needs model.lora: full fine-tuning has no adapter to load into")
+        if self.lora.kind in ("dora", "lokr"):
+            raise ModelError(
+                f"model.init_lora={path!r}: files are read as a plain or rank-stabilised LoRA, and model.lora.kind is "
+                f"{self.lora.kind}; merge the file into the model (flowrl export --format merged) and start from that"
+            )
         start_from(path, self.components, self.lora)
 
     def whole(self, name: str, *, keep: bool, values: Mapping[str, Tensor] | None = None) -> Any:

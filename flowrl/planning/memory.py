@@ -43,6 +43,7 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import torch_dtype
 from flowrl.models.classes import config_folder
 from flowrl.models.generic.outline import Unmeasurable
+from flowrl.models.lora_kinds import adapted_modules
 from flowrl.models.paths import loading
 from flowrl.models.savings import offloaded, require_known
 from flowrl.models.weights import Weights, component_names
@@ -51,6 +52,7 @@ from flowrl.planning.cuda_rules import cuda_rules
 from flowrl.planning.folding import folded
 from flowrl.planning.meter import faked
 from flowrl.planning.tree_work import tree_work
+from flowrl.training.optimizers import state_bytes
 from flowrl.training.world import shard
 
 _FLOAT, _HEADER_PER_TENSOR = 4, 140
@@ -130,6 +132,8 @@ class Estimate:
     embeddings: int
     """Embeddings of all prompts, where they are cached: in host memory or in files (`text_folder`)."""
     moments: int
+    """The optimizer's state, of which `paged` leaves a full device for the host."""
+    paged: int
     ema: int
     snapshots: int
     latents: int
@@ -220,7 +224,8 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     ema, snapshots = (trained * _FLOAT if run.optim.ema else 0), trained * _FLOAT * len(roles)
     base = size(adapter.network) + here["vae"]
     at_work = max(resolved.slots, run.eval.batch_size // run.eval.samples_per_prompt)
-    loaded = base + prompt * at_work + ema + snapshots + 2 * _FLOAT * trained
+    moments, paged = state_bytes(run.optim.name, (p.shape for p in weights.parameters.values()))
+    loaded = base + prompt * at_work + ema + snapshots + moments
     loaded += (0 if run.data.caches_text else texts) + (_FLOAT * trained if frozen else 0)
     samples = len(own)
     sampled, trained_on, kept = _work(resolved, plan, samples, len({slot for slot, _ in own}))
@@ -232,11 +237,12 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
         stored=stored,
         offloaded=tuple(away),
         trained=trained,
-        lora_modules=sum(".lora_A." in name for name in weights.parameters),
+        lora_modules=len(adapted_modules(weights.parameters)),
         saved=trained * _FLOAT + _HEADER_PER_TENSOR * len(weights.parameters),
         prompt=prompt,
         embeddings=embeddings,
-        moments=2 * _FLOAT * trained,
+        moments=moments + paged,
+        paged=paged,
         ema=ema,
         snapshots=snapshots,
         latents=(kept + samples) * torch.Size(adapter.latent_shape()).numel() * _FLOAT,

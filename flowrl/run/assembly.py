@@ -39,6 +39,7 @@ from flowrl.run.texts import embedded
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.scoring.build import build_scorers, probe, require_modality
 from flowrl.scoring.scorer import Scorer
+from flowrl.training import optimizers
 from flowrl.training.base import Training, UpdateContext
 from flowrl.training.divergence import remedy
 from flowrl.training.kinds import training_of
@@ -140,7 +141,7 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
         ConfigError, ModelError, RewardError: something the user can mend.
     """
     config = resolved.run
-    _require_samples(resolved, world)
+    _require_possible(resolved, world)
     method: Method = resolved.algorithm.build()
     kind = training_of(method)
     data = _data(resolved, kind)
@@ -312,7 +313,8 @@ def _evaluator(
     )
 
 
-def _require_samples(resolved: Resolved, world: World) -> None:
+def _require_possible(resolved: Resolved, world: World) -> None:
+    optimizers.require(resolved.run.optim.name, world.device)
     leaves = resolved.algorithm.config.leaves(resolved.run.rollout.num_inference_steps)
     samples = resolved.slots * resolved.group_size
     if samples // leaves < world.size:

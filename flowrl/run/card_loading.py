@@ -118,7 +118,7 @@ def snippet(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
             lines.append(f'{name} = {kind}.from_pretrained("{name}"{options})')
         given = "".join(f", {name}={name}" for name, _ in parts)
         lines.append(f"pipe = DiffusionPipeline.from_pretrained({path}{options}{given})")
-        lines += _lora(base, folder) if lora_file(folder).is_file() else []
+        lines += _lora(base, folder, facts.at("model", "lora", "kind") == "lokr") if lora_file(folder).is_file() else []
     if layout != "kohya" and (shift := facts.at("model", "shift")) is not None:
         lines.append(f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift={shift})")
     prompt = _prompt(facts)
@@ -131,8 +131,8 @@ def snippet(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
     return "\n".join([*first, *_output(base), "", *lines])
 
 
-def _lora(base: Base, folder: Path) -> list[str]:
-    if not base.takes_lora:
+def _lora(base: Base, folder: Path, is_lokr: bool) -> list[str]:
+    if not base.takes_lora or is_lokr:
         name = "unet" if "UNet" in base.kind else "transformer"
         return [f'pipe.{name}.load_lora_adapter(".", prefix="{name}", weight_name="{lora_file(folder).name}")']
     lines = ['pipe.load_lora_weights(".")']

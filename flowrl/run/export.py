@@ -30,6 +30,7 @@ from flowrl.models.classes import pipeline_class
 from flowrl.models.lora_formats.families import BY_PIPELINE
 from flowrl.models.lora_formats.places import Family
 from flowrl.models.lora_formats.writing import Layout, renamed
+from flowrl.models.lora_kinds import LABELS
 from flowrl.models.weights import component_names, lora_file, lora_places, order_header, read_lora
 from flowrl.rollout.learned_noise import FILE, LearnedNoise
 from flowrl.run.card import try_card
@@ -71,6 +72,12 @@ def _export(run: Path, layout: Format, out: Path) -> Path:
         return out
     if not file.is_file():
         raise ConfigError(f"{str(run)!r} trained full weights: there is no LoRA to export; use --format merged")
+    lora = model.config.lora
+    if layout != "diffusers" and lora is not None and lora.kind in ("dora", "lokr"):
+        raise ConfigError(
+            f"--format {layout}: {str(run)!r} trained a {LABELS[lora.kind]}, and this format is written for a plain "
+            "LoRA; use --format merged for a whole pipeline, or diffusers"
+        )
     family = None if layout == "diffusers" else _family(run, model, layout)
     experts = {"": file}
     if lora_file(saved / "transformer_2").is_file():
@@ -125,6 +132,8 @@ def _write_original(
     made: dict[Path, tuple[dict[str, Tensor], dict[str, str]]] = {}
     for suffix, (tensors, settings) in loras.items():
         rank, alpha = settings["r"], settings["lora_alpha"]
+        if settings.get("use_rslora"):  # readers divide by the rank, not by its root
+            alpha = alpha * rank**0.5
         about = {"ss_network_module": family.module, "ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
         file = stem.with_name(f"{stem.name}{suffix}.safetensors")
         made[file] = renamed(tensors, alpha / rank, family, layout), {"format": "pt", **about}

@@ -22,12 +22,15 @@ from torch import Tensor, nn
 
 from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, ModelError
+from flowrl.models.lora_formats.refused import other_update
 from flowrl.models.weights import lora_file
 from flowrl.run.kohya import PREFIX, from_kohya
 from flowrl.run.origin import content
 
 # The first tensor of each adapted module, in the forms that diffusers' own converters leave.
 _FIRST = re.compile(r"(?:[._]lora[._](?:A|down)|\.lokr_w1(?:_a)?)(?:\.weight)?$")
+# A LoKr as flowrl saves it.
+_OWN_LOKR = re.compile(r"(?:unet|transformer(?:_2)?)\..+\.lokr_\w+$")
 _PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
 
 
@@ -93,7 +96,7 @@ def attach(pipeline: Any, lora: LoraFile, name: str) -> dict[str, Any]:
     kind, file = type(pipeline).__name__, lora.path
     keys = _keys(file)
     before = {adapter for _, layer in _layers(pipeline) for adapter in layer.scaling}
-    with _using(file, kind):
+    with _using(file, kind, keys):
         stems = _load(pipeline, file, keys, name)
     bound = {place for place, layer in _layers(pipeline) if name in layer.scaling}
     if not bound:
@@ -138,13 +141,14 @@ def _load(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
     """Load it; the modules that it names, as `component.module`."""
     from diffusers.loaders.lora_base import LoraBaseMixin
 
-    if not isinstance(pipeline, LoraBaseMixin):
+    # diffusers' pipelines ask for 'lora' in every name, which its networks' own loader does not.
+    if not isinstance(pipeline, LoraBaseMixin) or all(_OWN_LOKR.match(key) for key in keys):
         return _load_into_denoisers(pipeline, file, keys, name)
     source: Any = pipeline
     where: dict[str, Any] = {"weight_name": file.name, "local_files_only": True}
     if any(key.startswith(PREFIX) for key in keys):
         with safe_open(file, framework="pt") as tensors:
-            given: Any = from_kohya({key: tensors.get_tensor(key) for key in keys})
+            given: Any = _from_kohya(file, {key: tensors.get_tensor(key) for key in keys})
         where, converted = {}, given
     else:
         given = str(file.parent)
@@ -167,14 +171,27 @@ def _load(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
     return modules
 
 
+def _from_kohya(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        return from_kohya(tensors)
+    except ModelError as error:
+        raise ModelError(f"--lora {file} {other_update(list(tensors)) or f'does not fit: {error}'}") from error
+
+
 def _load_into_denoisers(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
-    """For a pipeline without `load_lora_weights`: diffusers' layout, `component.module.lora_A.weight`."""
+    """For a pipeline without `load_lora_weights`, and a LoKr: diffusers' layout, `component.module.lora_A.weight`."""
     from diffusers.loaders.peft import PeftAdapterMixin
 
     for component, network in pipeline.components.items():
         if isinstance(network, PeftAdapterMixin) and any(key.startswith(f"{component}.") for key in keys):
             network.load_lora_adapter(str(file.parent), prefix=component, weight_name=file.name, adapter_name=name)
-    return _modules(dict.fromkeys(keys))
+    modules = _modules(dict.fromkeys(keys))
+    second, expert = pipeline.components.get("transformer_2"), file.parent / "transformer_2" / file.name
+    if isinstance(second, PeftAdapterMixin) and expert.is_file():
+        second.load_lora_adapter(str(expert.parent), prefix="transformer", weight_name=file.name, adapter_name=name)
+        its = _modules(dict.fromkeys(_keys(expert)))
+        modules |= {f"transformer_2.{place.partition('.')[2]}" for place in its}
+    return modules
 
 
 def _modules(state: dict[str, Any]) -> set[str]:
@@ -195,7 +212,7 @@ def _layers(pipeline: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _using(file: Path, kind: str) -> Iterator[None]:
+def _using(file: Path, kind: str, keys: list[str]) -> Iterator[None]:
     """One ModelError for all that a file which does not fit may raise, and no messages of the library beside it."""
     from diffusers.utils import logging as messages
 
@@ -207,8 +224,10 @@ def _using(file: Path, kind: str) -> Iterator[None]:
             yield
     except (ModelError, torch.OutOfMemoryError):
         raise
-    # Each family's converter of foreign layouts fails in its own way on a file of another family.
+    # Each family's converter of foreign layouts fails in its own way on a file of another family or another kind.
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        if (known := other_update(keys)) is not None:
+            raise ModelError(f"--lora {file} {known}; {kind} has no loader for it in this layout") from error
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise ModelError(
             f"--lora {file} does not fit {kind} ({type(error).__name__}: {reason[:300]}); give the base model that it "

@@ -1,4 +1,4 @@
-"""The optimizer step and its options: AdamW, learning-rate schedule, gradient clipping, loss scaling, EMA."""
+"""The optimizer step and its options: the optimizer, learning-rate schedule, gradient clipping, loss scaling, EMA."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowrl.core.strict import require_positive
 from flowrl.models.weights import Weights
+from flowrl.training import optimizers
 from flowrl.training.world import ALONE, World
 
 
@@ -31,12 +32,15 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
+    name: optimizers.Name = "adamw"
+    """`adamw`; `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit` (bitsandbytes: 8-bit moments, moments
+    that leave a full GPU, both); `adafactor`, second moments of rows and columns alone (docs/configuration.md)."""
     learning_rate: float = 3e-4
     """Largest learning rate, the one after the warm-up."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decays of the optimizer's averages of the gradient and of its square, each in [0, 1)."""
+    """Decays of AdamW's averages of the gradient and of its square, each in [0, 1); adafactor has none."""
     eps: float = 1e-8
-    """Addend of the optimizer's denominator, against a division by 0."""
+    """Addend of AdamW's denominator, against a division by 0; adafactor has its own, 1e-30 to the squared gradient."""
     weight_decay: float = 1e-4
     """Weight decay: share of the learning rate by which a weight shrinks at an update; 0: none."""
     warmup_updates: int = 0
@@ -64,6 +68,17 @@ class OptimConfig:
             raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
         if self.weight_decay < 0 or self.warmup_updates < 0:
             raise ValueError("weight_decay and warmup_updates must not be negative")
+        if self.name == "adafactor" and (list(self.betas) != [0.9, 0.999] or self.eps != 1e-8):
+            raise ValueError(
+                f"name=adafactor takes neither betas={self.betas} nor eps={self.eps:g}: its decay and its addend are "
+                "fixed (docs/configuration.md); leave them out, or use name=adamw"
+            )
+
+    @property
+    def settings(self) -> optimizers.Settings:
+        """The options of the optimizer itself."""
+        betas = (self.betas[0], self.betas[1])
+        return optimizers.Settings(self.learning_rate, betas, self.eps, self.weight_decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +91,7 @@ class StepReport:
 
 
 class Optimizer:
-    """AdamW over the trainable weights.
+    """The optimizer over the trainable weights.
 
     Args:
         weights: the trained weights; the optimizer keeps their "ema" role if `config.ema` is set.
@@ -103,14 +118,7 @@ class Optimizer:
         self.dynamic_scale = loss_scaling
         self._good_steps = 0
         self.parameters = list(weights.values.values())
-        self.adam = torch.optim.AdamW(
-            self.parameters,
-            lr=config.learning_rate,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.adam = optimizers.make(config.name, self.parameters, config.settings)
         if config.ema is not None and "ema" not in weights.copies:
             weights.snapshot("ema")
 
@@ -214,6 +222,9 @@ class Optimizer:
             name, _, key = flat.rpartition("/")
             p = self.weights.values.get(name)
             if p is not None:
+                if self.config.name != optimizers.PLAIN:
+                    self.adam.state[p][key] = optimizers.restored(key, value, p)
+                    continue
                 # The fused step keeps its counter next to the moments; older checkpoints have it too.
                 self.adam.state[p][key] = value.to(p.device).clone() if key == "step" else _like(value, p, copy=True)
         self.updates, self.skipped = counters["updates"], counters["skipped"]

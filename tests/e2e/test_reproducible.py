@@ -21,6 +21,8 @@ LORA = "model.lora={rank: 4, alpha: 8}"
     "extra",
     [
         (LORA, "algorithm.kl.coef=0.1"),
+        ("model.lora={kind: lokr, rank: 4, alpha: 8}", "algorithm.kl.coef=0.1", "optim.name=adafactor"),
+        pytest.param(("model.lora={kind: dora, rank: 4, alpha: 8}", "algorithm.kl.coef=0.1"), marks=pytest.mark.slow),
         pytest.param((), marks=pytest.mark.slow),
         pytest.param(("algorithm.kl.coef=0.1", "optim.ema=null"), marks=pytest.mark.slow),
     ],

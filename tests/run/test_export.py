@@ -48,6 +48,8 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_run(folder: Path, base: Path, settings: LoraSettings | None, **model_options: object) -> Path:
     model = trained(settings)
     lora = None if settings is None else {"rank": settings.rank, "alpha": settings.alpha, "targets": settings.targets}
+    if lora is not None and settings is not None and settings.kind != "lora":
+        lora["kind"] = settings.kind
     tree = {
         "model": {"name": "sd3", "path": str(base), "lora": lora, "max_sequence_length": tiny.TOKENS, "height": 32}
         | model_options,

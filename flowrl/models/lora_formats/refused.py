@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 
-_KINDS = (
-    (r"dora_scale|lora_magnitude_vector", "is a DoRA, and model.lora is a plain LoRA: merge it into the model"),
+_UPDATES = (
+    (r"dora_scale|lora_magnitude_vector", "is a DoRA: merge it into the model"),
     (r"\.lokr_", "is a LoKr: merge it into the model"),
     (r"\.hada_", "is a LoHa: merge it into the model"),
     (r"oft_|boft", "is an OFT or BOFT: merge it into the model"),
     (r"\.(a1|a2|b1|b2)\.weight$", "is a GLoRA: merge it into the model"),
     (r"lora_mid", "is a LoCon with lora_mid, of convolutions: merge it into the model"),
+)
+_KINDS = (
+    *_UPDATES,
     (r"\.diff(_b)?$|\.w_norm$|\.b_norm$|\.set_weight$|\.reshape_weight$", "holds whole changes of weights: merge it"),
     (r"\.lora_(B|up)\.bias$", "trains biases of a LoRA (lora_B.bias), which model.lora has not: merge it"),
     (
@@ -23,7 +26,16 @@ _KINDS = (
 
 def refuse_keys(keys: list[str]) -> str | None:
     """Why a file with these tensors is not read; None where nothing speaks against it."""
-    for pattern, reason in _KINDS:
+    return _first(_KINDS, keys)
+
+
+def other_update(keys: list[str]) -> str | None:
+    """What a file is that is no product of two matrices; None for a LoRA."""
+    return _first(_UPDATES, keys)
+
+
+def _first(kinds: tuple[tuple[str, str], ...], keys: list[str]) -> str | None:
+    for pattern, reason in kinds:
         found = next((key for key in sorted(keys) if re.search(pattern, key)), None)
         if found is not None:
             return f"{reason} ({found})"

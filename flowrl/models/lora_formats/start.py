@@ -140,8 +140,10 @@ class _Reader:
         packed = json.loads(about.get("lora_adapter_metadata", "{}"))
         prefix = f"{self.component}."
         settings = {key.removeprefix(prefix): value for key, value in packed.items() if key.startswith(prefix)}
-        if settings.get("use_rslora"):
-            raise self.refuse("is a rank-stabilized LoRA (use_rslora), whose scale is alpha / sqrt(rank): merge it")
+        if settings.get("use_rslora") and self.lora.kind != "rslora":
+            raise self.refuse(
+                "is a rank-stabilized LoRA (use_rslora), whose scale is alpha / sqrt(rank): set model.lora.kind=rslora"
+            )
         if settings.get("rank_pattern") or settings.get("alpha_pattern"):
             raise self.refuse("has several ranks or alphas (rank_pattern, alpha_pattern): merge it into the model")
         return settings
@@ -172,7 +174,9 @@ class _Reader:
 
     def _check_scale(self, updates: dict[str, _Update], settings: dict[str, Any]) -> None:
         rank, alpha = settings.get("r"), settings.get("lora_alpha")
-        shared = None if rank is None or alpha is None else alpha / rank
+        shared = (
+            None if rank is None or alpha is None else alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        )
         scales = {}
         for name, update in updates.items():
             assert update.down is not None
@@ -184,10 +188,11 @@ class _Reader:
         given = f"alpha={alpha}" if alpha is not None else f"alpha / rank = {most:g}"
         if rank is not None and rank != self.lora.rank:
             raise self.refuse(f"has rank {rank}, model.lora.rank is {self.lora.rank}; set that to {rank}")
-        if not math.isclose(most * self.lora.rank, self.lora.alpha, rel_tol=1e-5):
+        if not math.isclose(most, self.lora.scale, rel_tol=1e-5):
+            of = "square root of the rank" if self.lora.kind == "rslora" else "rank"
             raise self.refuse(
                 f"was trained with {given}, model.lora.alpha is {self.lora.alpha} at rank {self.lora.rank}; set "
-                f"model.lora.alpha to {most:g} times the rank of the file (no alpha in a file means 1)"
+                f"model.lora.alpha to {most:g} times the {of} of the file (no alpha in a file means 1)"
             )
 
     def _names(self) -> dict[str, dict[int, tuple[str, Place | None]]]:

@@ -1,0 +1,107 @@
+"""The optimizers of `optim.name`: which library makes them, their state as flat tensors, and its bytes.
+
+adamw               torch's fused AdamW: two float32 moments a weight
+adamw_8bit          two 8-bit moments a weight with a float32 scale for 256 of them (Dettmers et al., arXiv 2110.02861)
+paged_adamw         float32 moments that leave a full GPU for the host (CUDA's managed memory)
+paged_adamw_8bit    both
+adafactor           second moments of rows and columns, no first one (arXiv 1804.04235): transformers' class
+                    without relative steps, so that `learning_rate` has AdamW's unit; the second moment decays by
+                    1 - t^-0.8, and an update whose root mean square exceeds 1 is scaled down to it
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.core.errors import ConfigError
+
+Name = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor"]
+PLAIN = "adamw"
+_CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
+"""Name -> class of bitsandbytes."""
+_FLOAT, _BLOCK, _LEAST_8BIT, _LEAST_PAGED = 4, 256, 4096, 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of any of the optimizers; `betas` and `eps` are not adafactor's."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+def require(name: Name, device: torch.device) -> None:
+    """Raise ConfigError where the optimizer's library is not installed, or it cannot work on the device."""
+    if name not in _CLASSES:
+        return
+    if name.startswith("paged") and device.type != "cuda":
+        raise ConfigError(
+            f"optim.name={name}: pages move between a CUDA GPU and its host, and this run is on {device.type}; use "
+            f"{'adamw_8bit' if name.endswith('8bit') else 'adamw'}"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"optim.name={name} needs bitsandbytes: pip install 'flowrl[quant]'")
+    if device.type not in ("cpu", "cuda", "xpu"):
+        raise ConfigError(f"optim.name={name}: bitsandbytes has no optimizer for {device.type}; use adafactor or adamw")
+
+
+def make(name: Name, parameters: Sequence[Tensor], settings: Settings) -> Any:
+    """The optimizer over parameters, which are on their device.
+
+    Raises:
+        ConfigError: as `require`.
+    """
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        fixed: dict[str, Any] = {"relative_step": False, "scale_parameter": False, "warmup_init": False}
+        return Adafactor(parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, **fixed)
+    options: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    if name == PLAIN:
+        return torch.optim.AdamW(parameters, **options, fused=True)
+    require(name, parameters[0].device)
+    return getattr(importlib.import_module("bitsandbytes.optim"), _CLASSES[name])(parameters, **options)
+
+
+def restored(key: str, value: Tensor, parameter: Tensor) -> Any:
+    """An entry of a parameter's state as the optimizer keeps it; not for adamw.
+
+    The libraries count steps in Python integers.
+    """
+    return int(value) if key == "step" else value.to(parameter.device).clone()
+
+
+def state_bytes(name: Name, shapes: Iterable[Sequence[int]]) -> tuple[int, int]:
+    """Bytes of the state of weights of these shapes: (on the device, paged, which give way where it is full)."""
+    resident = paged = 0
+    for shape in shapes:
+        count = math.prod(shape)
+        if name == "adafactor":
+            rows, columns = count // max(shape[-1], 1) if shape else 1, 0
+            if len(shape) > 1:
+                columns = count // max(shape[-2], 1)
+            resident += _FLOAT * (rows + columns if len(shape) > 1 else count)
+            continue
+        small = not name.endswith("8bit") or count < _LEAST_8BIT
+        values = 2 * count * (_FLOAT if small else 1)
+        resident += 0 if small else 2 * _FLOAT * math.ceil(count / _BLOCK)
+        if name.startswith("paged") and count >= _LEAST_PAGED:
+            paged += values
+        else:
+            resident += values
+    return resident, paged

@@ -1,0 +1,83 @@
+"""Other optimizers than AdamW: resume, bytes, refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flowrl.core.errors import ConfigError
+from flowrl.models.weights import Weights
+from flowrl.training import optimizers
+from flowrl.training.optim import OptimConfig, Optimizer
+
+CPU = torch.device("cpu")
+INSTALLED = importlib.util.find_spec("bitsandbytes") is not None
+EIGHT = pytest.param("adamw_8bit", marks=pytest.mark.skipif(not INSTALLED, reason="bitsandbytes is not installed"))
+
+
+def make(name: Any) -> tuple[Weights, Optimizer]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(80, 60), nn.Linear(60, 2))  # one tensor above 4096 values, and small ones
+    weights = Weights(module, None, (), 0)
+    return weights, Optimizer(weights, OptimConfig(name=name, learning_rate=0.01), 10)
+
+
+def step(optimizer: Optimizer, seed: int) -> None:
+    count = sum(p.numel() for p in optimizer.parameters)
+    gradient = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    optimizer.step(optimizer.pieces(gradient))
+
+
+def flat(weights: Weights) -> Tensor:
+    return torch.cat([value.detach().flatten() for value in weights.values.values()])
+
+
+@pytest.mark.parametrize("name", ["adafactor", EIGHT])
+def test_a_run_goes_on_bitwise_after_a_round_trip_through_a_file(tmp_path, name):
+    weights, optimizer = make(name)
+    start = flat(weights)
+    for seed in range(3):
+        step(optimizer, seed)
+    assert not torch.equal(flat(weights), start)
+    tensors, counters = optimizer.state()
+    save_file(tensors, tmp_path / "optim.safetensors")
+    again, its_optimizer = make(name)
+    again.load_state({key: value.clone() for key, value in weights.state().items()})
+    its_optimizer.load_state(load_file(tmp_path / "optim.safetensors"), counters)
+    for seed in range(3, 6):
+        step(optimizer, seed)
+        step(its_optimizer, seed)
+        assert torch.equal(flat(again), flat(weights))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", EIGHT])
+def test_the_plans_bytes_are_those_of_the_state(name):
+    weights, optimizer = make(name)
+    step(optimizer, 0)
+    kept = {key: value for key, value in optimizer.state()[0].items() if key.rpartition("/")[2] not in _CONSTANT}
+    held = sum(value.numel() * value.element_size() for value in kept.values())
+    assert optimizers.state_bytes(name, [p.shape for p in weights.parameters.values()]) == (held, 0)
+
+
+_CONSTANT = {"step", "RMS", "qmap1", "qmap2"}
+"""Single numbers, and tables that all tensors share."""
+
+
+def test_paged_state_is_counted_apart_from_its_first_hundred_thousand_values_on():
+    assert optimizers.state_bytes("paged_adamw", [(1000, 100), (10,)]) == (80, 800_000)
+
+
+def test_what_cannot_work_is_refused_with_the_remedy(monkeypatch):
+    with pytest.raises(ConfigError, match="this run is on cpu; use adamw_8bit"):
+        optimizers.require("paged_adamw_8bit", CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs bitsandbytes: pip install 'flowrl\[quant\]'"):
+        optimizers.require("adamw_8bit", CPU)
+    with pytest.raises(ValueError, match="name=adafactor takes neither betas"):
+        OptimConfig(name="adafactor", betas=[0.9, 0.95])
