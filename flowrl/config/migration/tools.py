@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowrl.config.migration import diffusion_dpo, flow_grpo
+from flowrl.config.migration import diffusion_dpo, flow_grpo, trl
 from flowrl.config.migration.table import Tool
 from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
 
-TOOLS: dict[str, Tool] = {tool.name: tool for tool in (flow_grpo.TOOL, diffusion_dpo.TOOL)}
+TOOLS: dict[str, Tool] = {tool.name: tool for tool in (flow_grpo.TOOL, diffusion_dpo.TOOL, trl.TOOL)}
 """Name -> tool, in the order of docs/migration.md."""
-LATER = ("trl", "Flow-Factory")
+LATER = ("Flow-Factory",)
 """Tools whose tables are not written yet."""
 
 
