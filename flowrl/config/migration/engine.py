@@ -178,6 +178,8 @@ def convert(tool: Tool, file: str, gpus: int | None, folder: Path) -> Draft:
         ConfigError: a file that cannot be read as that tool's, or a value that no recipe can have; with the key.
     """
     draft = Draft(tool, tool.read(file), gpus, folder)
+    if gpus is not None:
+        draft.gpus()  # refuses a number that differs from the file's, whether or not a rule needs it
     tool.rules(draft)
     draft.finish()
     return draft
